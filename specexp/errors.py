@@ -1,0 +1,9 @@
+"""The two ways a run can be refused; anything else that is raised is a bug."""
+
+
+class UserError(Exception):
+    """Bad input. The message is one line: what is wrong and what to do."""
+
+
+class NonFiniteLogits(Exception):
+    """A model produced NaN or infinite logits; no token drawn from them is ever emitted."""
