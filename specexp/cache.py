@@ -1,0 +1,78 @@
+"""Keys and values at given slots of a static buffer, inside an unmodified transformers model.
+
+A model calls `update` once a layer and pass; we write the new keys at the slots the pass announced
+and hand back the whole buffer. Which slots are read is the mask's business, so rolling back needs
+no work: the sequence's length is the roll back, and stale slots are overwritten. Only for a tree
+must the accepted path be moved to the front (`keep`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specexp.sequences import Sequences, Verdict
+
+
+class Slots(CacheLayerMixin):
+    """One layer: keys and values [B, H, S, d], written at `cache.slots` [B, n]."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        B, H, _, d = key_states.shape
+        self.keys = key_states.new_zeros(B, H, self.cache.size, d)
+        self.values = value_states.new_zeros(B, H, self.cache.size, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        index = self.cache.slots[:, None, :, None]
+        self.keys.scatter_(2, index.expand_as(key_states), key_states)
+        self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys, self.values
+
+    def keep(self, source: Tensor, slots: Tensor) -> None:
+        for buffer in (self.keys, self.values):
+            B, H, _, d = buffer.shape
+            moved = buffer.gather(2, source[:, None, :, None].expand(B, H, -1, d))
+            buffer.scatter_(2, slots[:, None, :, None].expand(B, H, -1, d), moved)
+
+    def get_seq_length(self) -> int:
+        return 0  # positions and mask are always given; nothing may be derived from a count
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.size, 0
+
+    def get_max_length(self) -> int:
+        return self.cache.size
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.2x
+
+
+class SlotCache(Cache):
+    """One static buffer of `size` slots a layer. Set `slots` [B, n] before each pass."""
+
+    def __init__(self, layers: int, size: int) -> None:
+        self.size = size
+        self.slots: Tensor = torch.empty(0, 0, dtype=torch.int64)
+        super().__init__(layers=[Slots(self) for _ in range(layers)])
+
+    def keep(self, seqs: Sequences, verdict: Verdict) -> None:
+        """Move the accepted path's slots to the front of this round's draft (before commit)."""
+        root = seqs.length[:, None] - 1
+        target = root + torch.arange(verdict.path.shape[1], device=root.device)
+        n = torch.arange(verdict.path.shape[1], device=root.device) <= verdict.n[:, None]
+        source = torch.where(n, root + verdict.path, target)
+        for layer in self.layers:
+            layer.keep(source, target)

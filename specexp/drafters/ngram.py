@@ -1,0 +1,78 @@
+"""Guess that the text goes on as it did the last time these words came up (prompt lookup).
+
+The longest suffix of up to `n` tokens that occurred earlier in the row is looked up over the whole
+context, the most recent occurrence first, and what followed it is proposed. No weights, no state;
+the search is vectorised over the batch and needs no host round trip. (Saxena 2023, prompt lookup
+decoding; Yang et al. 2023, LLMA, for the idea.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specexp.errors import UserError
+from specexp.lm import LM, Forward
+from specexp.sampling import Rng
+from specexp.sequences import Draft, Sequences, Verdict
+from specexp.tree import Tree
+
+
+class NGram:
+    name = "ngram"
+    taps: tuple[int, ...] = ()
+    models: tuple[LM, ...] = ()
+    context = 1 << 30
+
+    def __init__(self, n: int = 3) -> None:
+        if n < 1:
+            raise UserError(f"ngram n is {n}; look up at least 1 token")
+        self.n = n
+
+    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
+        pass
+
+    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        """Each leaf of the tree, in order, follows the next best occurrence; -1 where none is."""
+        nodes = tree.nodes(seqs.tokens.device)
+        if len(tree) == 1:
+            return seqs.draft(nodes)
+        leaf_of = _first_leaf(tree)
+        ends, found = self._occurrences(seqs, max(leaf_of) + 1)  # [B, leaves]
+        branch = torch.tensor(leaf_of[1:], device=ends.device)
+        step = nodes.depth[:, 1:]
+        end, found = ends[:, branch], found[:, branch]
+        last = seqs.length[:, None] - 1
+        period = (last - end).clamp(min=1)  # past the end of the text the copy copies itself
+        at = end + 1 + (step - 1) % period
+        return seqs.draft(nodes, torch.where(found, seqs.tokens.gather(1, at.clamp(min=0)), -1))
+
+    def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
+        """The best `count` earlier ends [B, count] of the row's suffix, longest match then latest."""
+        S = seqs.tokens.shape[1]
+        end = torch.arange(S, device=seqs.tokens.device)
+        last = seqs.length[:, None] - 1
+        same = torch.ones_like(seqs.tokens, dtype=torch.bool)
+        matched = torch.zeros_like(seqs.tokens)
+        for back in range(self.n):
+            suffix = seqs.tokens.gather(1, (last - back).clamp(min=0))
+            same = same & (end >= back) & (seqs.tokens.roll(back, 1) == suffix) & (last >= back)
+            matched += same
+        score = torch.where((end < last) & (matched > 0), matched * S + end, -1)
+        best = score.topk(min(count, S), dim=1)
+        return best.indices, best.values >= 0
+
+    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
+        pass
+
+
+def _first_leaf(tree: Tree) -> list[int]:
+    """For every node the rank of the first leaf below it (itself, if a leaf)."""
+    leaves = [i for i in range(len(tree)) if i not in tree.parents]
+    first: list[int] = [len(leaves)] * len(tree)
+    for rank, leaf in enumerate(leaves):
+        node = leaf
+        while node >= 0:
+            first[node] = min(first[node], rank)
+            node = tree.parents[node]
+    return first

@@ -1,0 +1,231 @@
+"""Any transformers causal LM, driven at given slots and positions over a static cache.
+
+Targets and draft models are the same thing here. Every contact with transformers is in this file
+and in cache.py; no modelling code is copied: an explicit mask and explicit positions are enough to
+run a ragged batch of trees through the unmodified model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specexp.cache import SlotCache
+from specexp.errors import UserError
+from specexp.sequences import Draft, Sequences, Verdict
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_PREFILL = 512  # tokens a prefill pass
+
+
+@dataclass
+class Forward:
+    """logits [B, N, V]; hidden [B, N, taps*E], the hidden states asked for, or None."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class LM:
+    """A causal LM with one cache. `vocab` V: tokens it may emit; ids beyond it are padding.
+
+    `fault` [B] bool: rows for which this model ever produced NaN or infinite logits.
+    """
+
+    def __init__(self, module: Any, name: str = "model", vocab: int | None = None) -> None:
+        self.module = module.eval().requires_grad_(False)
+        self.name = name
+        self.config = module.config.get_text_config()
+        self.vocab = vocab or self.config.vocab_size
+        self.context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.device, self.dtype = module.device, module.dtype
+        servable(self.config, name)
+        self.cache: SlotCache | None = None
+        self.fault = torch.zeros(0, dtype=torch.bool)
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        c = self.config
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return 2 * c.num_hidden_layers * heads * d * self.dtype.itemsize
+
+    def allocate(self, B: int, S: int) -> None:
+        """An empty cache for B rows of S slots. Raises UserError when it cannot fit."""
+        need, free = B * S * self.kv_bytes_per_token, free_memory(self.device)
+        if need > free:
+            raise UserError(
+                f"the cache of {self.name} for batch {B} x {S} tokens needs {need / 2**30:.1f} GiB "
+                f"and {free / 2**30:.1f} GiB are free: use a smaller batch or fewer tokens"
+            )
+        self.cache = SlotCache(self.config.num_hidden_layers, S)
+        self.fault = torch.zeros(B, dtype=torch.bool, device=self.device)
+
+    @torch.inference_mode()
+    def feed(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        depth: Tensor,
+        visible: Tensor,
+        taps: tuple[int, ...] = (),
+    ) -> Forward:
+        """One pass over tokens [B, n] written at slots [B, n], at positions depth [B, n], reading
+        the slots where visible [B, n, S] is true. `taps`: hidden states wanted, 0 = embeddings."""
+        out = self._run(self.module, tokens, slots, depth, visible, output_hidden_states=bool(taps))
+        logits = out.logits[..., : self.vocab]
+        self.fault |= ~torch.isfinite(logits.amax(-1)).all(-1)
+        hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
+        return Forward(logits, hidden)
+
+    @torch.inference_mode()
+    def prefill(self, seqs: Sequences, taps: tuple[int, ...] = ()) -> Tensor | None:
+        """Fill slots 0..length-2 of a fresh cache; hidden states [B, P, taps*E] if tapped.
+
+        Rows shorter than the longest write padding beyond their length: never read, overwritten.
+        """
+        B, S = seqs.tokens.shape
+        self.allocate(B, S)
+        known = int(seqs.length.max()) - 1
+        slot = torch.arange(S, device=self.device)
+        hidden = []
+        for start in range(0, known, _PREFILL):
+            at = slot[start : min(start + _PREFILL, known)].expand(B, -1)
+            visible = slot <= at[0, :, None]
+            out = self._run(
+                self.module.base_model, seqs.tokens.gather(1, at), at, at, visible[None].expand(B, -1, -1),
+                output_hidden_states=bool(taps),
+            )  # fmt: skip
+            if taps:
+                hidden.append(torch.cat([out.hidden_states[t] for t in taps], -1))
+        return torch.cat(hidden, 1) if hidden else None
+
+    def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
+        """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
+        root = seqs.length[:, None] - 1
+        slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
+        visible = tree_mask(seqs, draft.nodes.ancestors)
+        return self.feed(draft.tokens.clamp(min=0), slots, root + draft.nodes.depth, visible, taps)
+
+    def keep(self, seqs: Sequences, verdict: Verdict) -> None:
+        assert self.cache is not None
+        self.cache.keep(seqs, verdict)
+
+    def _run(
+        self, net: Any, tokens: Tensor, slots: Tensor, depth: Tensor, visible: Tensor, **kwargs: Any
+    ) -> Any:
+        assert self.cache is not None, "prefill before the first pass"
+        self.cache.slots = slots
+        blocked = torch.finfo(self.dtype).min
+        mask = torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, blocked)[:, None]
+        return net(
+            input_ids=tokens,
+            position_ids=depth.clamp(
+                max=self.context - 1
+            ),  # nodes past the limit are never emitted
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            **kwargs,
+        )
+
+
+def tree_mask(seqs: Sequences, ancestors: Tensor) -> Tensor:
+    """visible [B, N, S]: the slots each node reads: committed text, then its own ancestors.
+
+    ancestors [b, N, M] bool over the M nodes that lie in slots length-1 .. length-2+M.
+    """
+    B, S = seqs.tokens.shape
+    M = ancestors.shape[-1]
+    offset = torch.arange(S, device=ancestors.device) - (seqs.length[:, None] - 1)  # [B, S]
+    node = offset.clamp(0, M - 1)[:, None].expand(-1, ancestors.shape[1], -1)
+    inside = ((offset >= 0) & (offset < M))[:, None]
+    return (offset < 0)[:, None] | (inside & ancestors.expand(B, -1, -1).gather(2, node))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    return psutil.virtual_memory().available
+
+
+def servable(config: Any, name: str) -> None:
+    """Refuse, by its config alone, a model whose state a roll back cannot restore."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is an encoder-decoder; use a decoder-only causal LM")
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds and window and window >= config.max_position_embeddings:
+        kinds.discard("sliding_attention")
+    if not kinds and not getattr(config, "layer_types", None) and window:
+        sliding = getattr(config, "use_sliding_window", True)
+        if sliding and window < config.max_position_embeddings:
+            kinds = {"sliding_attention"}
+    if kinds:
+        raise UserError(
+            f"{name} has {', '.join(sorted(kinds))} layers; rolling back needs full attention in "
+            "every layer: choose a model without them"
+        )
+    if not hasattr(config, "num_hidden_layers") or not hasattr(config, "num_attention_heads"):
+        raise UserError(f"{name} ({config.model_type}) has no attention cache to roll back")
+
+
+def read_config(source: str | Path) -> Any:
+    """The config of a folder or hub id, refused when it is not safe and servable as it is."""
+    folder = Path(source)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{source} has no config.json; point at a Hugging Face model folder")
+        if not any(folder.glob("*.safetensors")):
+            raise UserError(
+                f"{source} has no *.safetensors; pickled weights are refused: convert them"
+            )
+    try:
+        config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"cannot read the model {source}: {str(e).strip().splitlines()[0]}") from e
+    if getattr(config, "auto_map", None):
+        raise UserError(
+            f"{source} needs remote code, which is never run; use a model transformers knows"
+        )
+    servable(config.get_text_config(), str(source))
+    return config
+
+
+def read_tokenizer(source: str | Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"cannot read the tokenizer of {source}: {str(e).splitlines()[0]}") from e
+
+
+def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
+    """Weights from safetensors only, never remote code. `source`: a folder or a hub id."""
+    config = read_config(source)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("no CUDA device is available; use --device cpu")
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            str(source),
+            config=config,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot load {name}: {str(e).strip().splitlines()[0]}") from e
+    return LM(module.to(device), name, vocab)

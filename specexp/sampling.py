@@ -1,0 +1,130 @@
+"""From logits to a law, and from a law to a token.
+
+`Sampling` shapes target and drafter logits alike. The noise that turns laws into tokens is a
+function, not a stream: every uniform is a hash of (seed, row, position in the text, purpose, lane).
+So a row's sample does not depend on its batch, a graph can replay it, and a drafter that reads the
+noise the target will read is *coupled* to it: speculative output then equals plain sampling token
+for token (common random numbers; the race of exponentials is the Gumbel-max trick).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specexp.errors import UserError
+
+TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes; ACCEPT takes a lane per sibling
+_GOLDEN = -0x61C8864680B583EB
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_M1, _M2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijective hash of int64 (the finaliser of SplitMix64, Steele et al. 2014)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _M1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _M2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+class Rng(Protocol):
+    """What drafters and rules may ask of chance. keys [...] address the noise; w [..., V] >= 0."""
+
+    def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
+        """bool [...]: True with probability p [...]."""
+        ...
+
+    def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+        """int64 [...]: a token with probability proportional to w."""
+        ...
+
+    def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
+        """int64 [..., k]: tokens drawn one after another without replacement; positive w first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Uniforms addressed by (seed, key, purpose, lane)."""
+
+    seed: int
+
+    def uniform(self, keys: Tensor, purpose: int, lanes: Tensor) -> Tensor:
+        """float32 in (0, 1], fine-grained near 0: keys [...] and lanes [L] give [..., L]."""
+        at = mix(keys + _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64)))
+        bits = mix(at[..., None] + lanes * _GOLDEN) & 0x7FFFFFFFFFFFFFFF
+        return (bits.float() + 0.5) * 2.0**-63
+
+    def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+        """w over exponential arrival times: the largest is a draw from w, the k largest k draws."""
+        lanes = torch.arange(w.shape[-1], device=w.device)
+        return w / -torch.log1p(-self.uniform(keys, purpose, lanes))
+
+    def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
+        u = self.uniform(keys, ACCEPT, torch.tensor([lane], device=p.device))[..., 0]
+        return u <= p
+
+    def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+        return self.race(w, keys, purpose).argmax(-1)
+
+    def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
+        return self.race(w, keys, TOKEN).topk(k).indices
+
+
+class Certain:
+    """The noise of a law that is certain (temperature 0): no noise at all."""
+
+    def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
+        return p > 0.5
+
+    def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+        return w.argmax(-1)
+
+    def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
+        return w.topk(k).indices
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, then top-k, then top-p, applied alike to p and q. top_k = 0 keeps all."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature is {self.temperature}; use 0 (greedy) or more")
+        if self.top_k < 0:
+            raise UserError(f"top_k is {self.top_k}; use 0 (keep all) or more")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+
+    def rng(self, seed: int) -> Rng:
+        return Noise(seed) if self.temperature > 0 else Certain()
+
+    def law(self, logits: Tensor) -> Tensor:
+        """Probabilities [..., V], float32 (float64 stays float64). Greedy is a one-hot law: rules
+        and drafters never ask about temperature. Ties go to the lowest token."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.temperature == 0:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        p = logits.softmax(-1)
+        if self.top_p < 1:
+            ranked, order = p.sort(-1, descending=True, stable=True)
+            kept = ranked.masked_fill(ranked.cumsum(-1) - ranked >= self.top_p, 0)
+            p = torch.zeros_like(p).scatter(-1, order, kept)
+            p = p / p.sum(-1, keepdim=True)
+        return p

@@ -1,0 +1,135 @@
+"""The committed text of a batch, and what one round proposes and decides about it.
+
+Three numbers that are easily mixed up: a *node* is an index in the draft (0..N-1), a *slot* an index
+in the cache, a *position* an index in the text. Node i of a draft sits in slot `length - 1 + i` at
+position `length - 1 + depth[i]`. Between rounds every cache holds the slots `0..length-2`: the last
+committed token is always fed again as the root of the next draft, so there is no first round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specexp.errors import UserError
+from specexp.sampling import mix
+from specexp.tree import Nodes
+
+
+@dataclass
+class Draft:
+    """One round's guesses. tokens [B, N] int64 with the root in column 0, -1 where none was made.
+
+    `q[:, i]` [B, N, V] is the law from which the children of node i were drawn, without replacement
+    in sibling order; None says that they were chosen, not drawn. `keys` [B, N] address the noise of
+    the token that follows each node.
+    """
+
+    tokens: Tensor
+    nodes: Nodes
+    keys: Tensor
+    q: Tensor | None = None
+
+
+@dataclass
+class Verdict:
+    """What the target agreed with: path [B, D+1] nodes from the root, n [B] accepted, bonus [B]."""
+
+    path: Tensor
+    n: Tensor
+    bonus: Tensor
+
+
+@dataclass
+class Sequences:
+    """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
+
+    A row is done when `length >= limit`. `commit` is the only method that changes anything.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    limit: Tensor
+    stream: Tensor
+    eos: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        slack: int,
+        eos: Sequence[int] = (),
+        streams: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Sequences:
+        """Ragged prompts, padded on the right, with room for one whole draft past every limit."""
+        if not prompts:
+            raise UserError("no prompts given; pass at least one")
+        for row, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise UserError(f"prompt {row} is empty; give it at least one token")
+        if max_new_tokens < 0:
+            raise UserError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
+        longest = max(map(len, prompts))
+        S = longest + max_new_tokens + slack
+        tokens = torch.zeros(len(prompts), S, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        length = torch.tensor([len(p) for p in prompts])
+        rows = range(len(prompts)) if streams is None else streams
+        return cls(
+            tokens.to(device),
+            length.to(device),
+            (length + max_new_tokens).to(device),
+            torch.tensor(list(rows), dtype=torch.int64, device=device),
+            torch.tensor(list(eos), dtype=torch.int64, device=device),
+        )
+
+    @property
+    def live(self) -> Tensor:
+        """[B] bool: rows still being written."""
+        return self.length < self.limit
+
+    @property
+    def root(self) -> Tensor:
+        """[B, 1] the last committed token of each row."""
+        return self.tokens.gather(1, self.length[:, None] - 1)
+
+    def draft(self, nodes: Nodes, guesses: Tensor | None = None, q: Tensor | None = None) -> Draft:
+        """A draft over `nodes` from guesses [B, N-1] (None: the root alone)."""
+        tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
+        return Draft(tokens, nodes, self.keys(nodes.depth), q)
+
+    def keys(self, depth: Tensor) -> Tensor:
+        """[B, n] noise addresses of the tokens that follow nodes of `depth` [b, n].
+
+        An address is a hash of the row's stream and the token's position in the text, so the noise
+        a row sees depends on neither its batch nor its drafts.
+        """
+        return mix(mix(self.stream)[:, None] + self.length[:, None] + depth)
+
+    def commit(self, draft: Draft, verdict: Verdict) -> Tensor:
+        """Append the accepted path and the bonus token; emitted [B], after EOS and limit cuts.
+
+        A delivered EOS lowers the row's limit to its length. Rows already done emit 0.
+        """
+        at = torch.arange(verdict.path.shape[1], device=self.tokens.device)
+        n = verdict.n[:, None]
+        line = draft.tokens.gather(1, verdict.path)
+        new = torch.where(at < n, line.roll(-1, 1), verdict.bonus[:, None])
+        ends = torch.isin(new, self.eos) & (at <= n)
+        before_end = torch.where(ends, at, at.numel()).amin(1)
+        room = (self.limit - self.length).clamp(min=0)
+        emitted = torch.minimum(torch.minimum(verdict.n, before_end) + 1, room)
+        slots = self.length[:, None] + at
+        kept = self.tokens.gather(1, slots)
+        self.tokens.scatter_(1, slots, torch.where(at < emitted[:, None], new, kept))
+        self.length += emitted
+        ended = (ends & (at < emitted[:, None])).any(1)
+        self.limit.copy_(torch.where(ended, self.length, self.limit))
+        return emitted

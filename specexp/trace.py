@@ -1,0 +1,155 @@
+"""What happened, round by round, and the one record of acceptance made from it.
+
+Counts are kept per row and round; every rate is derived from them, so the identities that tie the
+figures together (`Acceptance.check`) can be asserted before anything is reported. Engines disagree
+about names: data/GLOSSARY.md says which of them calls which of these numbers what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import reduce
+
+
+@dataclass(frozen=True)
+class Step:
+    """One live row in one round. `guesses`: the drafted tokens in node order, -1 where none."""
+
+    row: int
+    drafted: int
+    accepted: int
+    emitted: int
+    guesses: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Round:
+    """`end_s`: seconds from the start of the generation to the round's results on the host."""
+
+    end_s: float
+    nodes: int
+    depth: int
+    steps: tuple[Step, ...]
+
+
+@dataclass
+class Trace:
+    """One batch from prompts to done. `prefill_s` counts from the same start as `Round.end_s`."""
+
+    batch: int
+    prefill_s: float = 0.0
+    rounds: list[Round] = field(default_factory=list)
+
+    def steps(self, row: int | None = None) -> list[Step]:
+        return [s for r in self.rounds for s in r.steps if row is None or s.row == row]
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Pooled over rows; `by_row` keeps them apart."""
+        return Acceptance.of(self.steps())
+
+    @property
+    def by_row(self) -> list[Acceptance]:
+        return [Acceptance.of(self.steps(row)) for row in range(self.batch)]
+
+    @property
+    def emitted(self) -> int:
+        return sum(s.emitted for s in self.steps())
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds spent in rounds, prefill apart."""
+        return self.rounds[-1].end_s - self.prefill_s if self.rounds else 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first round's tokens."""
+        return self.rounds[0].end_s if self.rounds else self.prefill_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a delivered token and stream, prefill apart."""
+        return self.decode_s * self.batch / self.emitted if self.emitted else float("nan")
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The metrics record. `histogram[k]`: target passes that accepted exactly k guesses.
+
+    `cut` counts tokens the rule granted but an EOS or the length limit withheld.
+    """
+
+    drafted: int
+    emitted: int
+    cut: int
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Acceptance:
+        steps = list(steps)
+        histogram = [0] * (1 + max((s.accepted for s in steps), default=0))
+        for s in steps:
+            histogram[s.accepted] += 1
+        emitted = sum(s.emitted for s in steps)
+        granted = sum(s.accepted + 1 for s in steps)
+        return cls(sum(s.drafted for s in steps), emitted, granted - emitted, tuple(histogram))
+
+    @property
+    def passes(self) -> int:
+        """Target passes that rows took part in."""
+        return sum(self.histogram)
+
+    @property
+    def accepted(self) -> int:
+        return sum(k * count for k, count in enumerate(self.histogram))
+
+    @property
+    def rate(self) -> float:
+        """accepted / drafted: the share of guesses kept. 0 when nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def length(self) -> float:
+        """Acceptance length (tau, MAT): tokens granted a target pass, the bonus included."""
+        return 1 + self.accepted / self.passes if self.passes else float("nan")
+
+    @property
+    def marginal(self) -> tuple[float, ...]:
+        """P(at least i guesses accepted) for i = 1, 2, ..."""
+        reached = self._reached()
+        return tuple(r / reached[0] for r in reached[1:])
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """P(guess i accepted given that guess i-1 was) for i = 1, 2, ..."""
+        reached = self._reached()
+        return tuple(b / a for a, b in zip(reached, reached[1:], strict=False))
+
+    def _reached(self) -> list[int]:
+        return [sum(self.histogram[i:]) for i in range(len(self.histogram))]
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        long, short = sorted((self.histogram, other.histogram), key=len, reverse=True)
+        histogram = tuple(n + (short[i] if i < len(short) else 0) for i, n in enumerate(long))
+        return Acceptance(
+            self.drafted + other.drafted,
+            self.emitted + other.emitted,
+            self.cut + other.cut,
+            histogram,
+        )
+
+    @classmethod
+    def pooled(cls, parts: Iterable[Acceptance]) -> Acceptance:
+        return reduce(Acceptance.__add__, parts, cls(0, 0, 0, (0,)))
+
+    def check(self) -> None:
+        """Assert the identities that hold between the figures; raises AssertionError naming one."""
+        assert self.emitted == self.accepted + self.passes - self.cut, (
+            "emitted = accepted + passes - cut"
+        )
+        assert 0 <= self.accepted <= self.drafted, "accepted <= drafted"
+        if self.passes:
+            assert abs(self.length - 1 - sum(self.marginal)) < 1e-9, "length = 1 + sum of marginals"
+        if self.drafted:
+            assert abs(self.rate * self.drafted - self.accepted) < 1e-6, "rate = accepted / drafted"

@@ -1,0 +1,144 @@
+"""The shape of a draft: which guess follows which.
+
+A draft is a tree of guesses in breadth-first order. Node 0, the root, is the last committed token;
+a chain is the tree in which every node has one child. `Tree` is the shape on the host (hashable, so
+it can name a captured graph); `Nodes` is the same shape as tensors, one for all rows or one a row,
+for drafters that grow their tree as they go. Nothing here knows about tokens, models or caches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from specexp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A draft's shape. `parents[0] == -1`; parents come before children, level by level."""
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        p = self.parents
+        ordered = all(a <= b for a, b in zip(p, p[1:], strict=False))
+        if not p or p[0] != -1 or not ordered or any(not -1 < p[i] < i for i in range(1, len(p))):
+            raise UserError(
+                f"parents {p} are not a tree in breadth-first order: start with -1, then give each "
+                "node's parent, never decreasing and always earlier than the node"
+            )
+
+    @classmethod
+    def chain(cls, gamma: int) -> Tree:
+        """gamma guesses in a line; gamma = 0 is plain decoding."""
+        if gamma < 0:
+            raise UserError(f"gamma is {gamma}; a draft length is 0 (plain decoding) or more")
+        return cls(tuple(range(-1, gamma)))
+
+    @classmethod
+    def branching(cls, *widths: int) -> Tree:
+        """`widths[d]` children for every node of depth d: `branching(3, 2)` has 1 + 3 + 6 nodes."""
+        parents, level = [-1], [0]
+        for width in widths:
+            born = [node for node in level for _ in range(width)]
+            level = list(range(len(parents), len(parents) + len(born)))
+            parents += born
+        return cls(tuple(parents))
+
+    def cut(self, depth: int) -> Tree:
+        """The same tree without the nodes deeper than `depth`."""
+        return Tree(self.parents[: sum(d <= depth for d in self.depths)])
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """D, the longest run of guesses that can be accepted."""
+        return self.depths[-1]
+
+    @cached_property
+    def levels(self) -> tuple[slice, ...]:
+        """The nodes of each depth 0..D; breadth-first order makes them contiguous."""
+        starts = [self.depths.index(d) for d in range(self.depth + 1)] + [len(self)]
+        return tuple(slice(a, b) for a, b in zip(starts, starts[1:], strict=False))
+
+    @property
+    def is_chain(self) -> bool:
+        return self.depth == len(self) - 1
+
+    def nodes(self, device: torch.device | str) -> Nodes:
+        return _nodes(self, torch.device(device))
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A tree as tensors; the first dimension b is 1 (shared) or B (one tree a row).
+
+    parents [b, N] int64, the root's own being 0; depth [b, N] int64; children [b, N, K] int64, -1
+    where there is none; ancestors [b, N, N] bool, `ancestors[:, i, j]` = j lies on the way from the
+    root to i, both included. `deepest` is the static bound D on depth.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    children: Tensor
+    ancestors: Tensor
+    deepest: int
+
+    @classmethod
+    def of(cls, parents: Tensor, deepest: int, width: int) -> Nodes:
+        """From parents [b, N] (root: 0) with static bounds on depth and children per node."""
+        b, N = parents.shape
+        arange = torch.arange(N, device=parents.device)
+        ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(b, 1, 1)
+        for _ in range(deepest):
+            ancestors = ancestors | ancestors.gather(1, parents[:, :, None].expand(b, N, N))
+        depth = ancestors.sum(-1) - 1
+        siblings = (
+            (parents[:, :, None] == parents[:, None, :]) & (arange > 0) & (arange > 0)[:, None]
+        )
+        rank = (siblings & (arange[None, :] < arange[:, None])).sum(-1)
+        is_child = (parents[:, None, :] == arange[:, None]) & (arange > 0)  # [b, parent, child]
+        ranked = is_child[..., None] & (
+            rank[:, None, :, None] == torch.arange(width, device=parents.device)
+        )
+        children = (ranked * (arange[:, None] + 1)).sum(2) - 1
+        return cls(parents, depth, children, ancestors, deepest)
+
+    def accepted(self, ok: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow the accepted nodes from the root as deep as they go.
+
+        ok [B, N] bool: would this node be accepted, were its parent? (The root's is ignored.)
+        Returns path [B, D+1] int64, the nodes from the root down, 0 beyond the end; and n [B], how
+        many of them are accepted guesses (the root is none).
+        """
+        root = torch.arange(ok.shape[1], device=ok.device) == 0
+        reached = ((ok | root)[:, None, :] | ~self.ancestors).all(-1)
+        reached_depth = torch.where(reached, self.depth, -1)
+        n, last = reached_depth.max(-1)
+        on_path = self.ancestors.expand(len(ok), -1, -1).gather(
+            1, last[:, None, None].expand(-1, 1, ok.shape[1])
+        )[:, 0]
+        level = torch.arange(self.deepest + 1, device=ok.device)
+        at = on_path[:, :, None] & (self.depth[:, :, None] == level)
+        index = torch.arange(ok.shape[1], device=ok.device)[:, None]
+        return (at * index).sum(1), n
+
+
+@lru_cache(maxsize=256)
+def _nodes(tree: Tree, device: torch.device) -> Nodes:
+    parents = torch.tensor([tree.parents], device=device).clamp(min=0)
+    width = max((tree.parents.count(i) for i in range(len(tree))), default=0)
+    return Nodes.of(parents, tree.depth, width)
