@@ -103,9 +103,13 @@ class LM:
             at = slot[start : min(start + _PREFILL, known)].expand(B, -1)
             visible = slot <= at[0, :, None]
             out = self._run(
-                self.module.base_model, seqs.tokens.gather(1, at), at, at, visible[None].expand(B, -1, -1),
+                self.module.base_model,
+                seqs.tokens.gather(1, at),
+                at,
+                at,
+                visible[None].expand(B, -1, -1),
                 output_hidden_states=bool(taps),
-            )  # fmt: skip
+            )
             if taps:
                 hidden.append(torch.cat([out.hidden_states[t] for t in taps], -1))
         return torch.cat(hidden, 1) if hidden else None

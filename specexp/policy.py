@@ -9,7 +9,10 @@ from specexp.tree import Tree
 
 
 class Policy(Protocol):
-    widest: int  # nodes of the largest tree it may choose: the slack every buffer keeps
+    @property
+    def widest(self) -> int:
+        """Nodes of the largest tree it may choose: the slack every buffer keeps."""
+        ...
 
     def choose(self, live: int) -> Tree:
         """The next draft's shape; `live`: rows still being written."""

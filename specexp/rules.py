@@ -77,6 +77,6 @@ class Reject:
 
 
 def normalised(w: Tensor, otherwise: Tensor) -> Tensor:
-    """w [..., V] scaled to sum 1; `otherwise` where nothing is left (reached with probability 0)."""
+    """w [..., V] scaled to sum 1; `otherwise` where nothing is left (of probability 0)."""
     total = w.sum(-1, keepdim=True)
     return torch.where(total > 0, w / total, otherwise)

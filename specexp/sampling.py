@@ -123,7 +123,7 @@ class Sampling:
             logits = logits.masked_fill(logits < least, -torch.inf)
         p = logits.softmax(-1)
         if self.top_p < 1:
-            ranked, order = p.sort(-1, descending=True, stable=True)
+            ranked, order = p.sort(dim=-1, descending=True, stable=True)
             kept = ranked.masked_fill(ranked.cumsum(-1) - ranked >= self.top_p, 0)
             p = torch.zeros_like(p).scatter(-1, order, kept)
             p = p / p.sum(-1, keepdim=True)

@@ -1,9 +1,10 @@
 """The committed text of a batch, and what one round proposes and decides about it.
 
-Three numbers that are easily mixed up: a *node* is an index in the draft (0..N-1), a *slot* an index
-in the cache, a *position* an index in the text. Node i of a draft sits in slot `length - 1 + i` at
-position `length - 1 + depth[i]`. Between rounds every cache holds the slots `0..length-2`: the last
-committed token is always fed again as the root of the next draft, so there is no first round.
+Three numbers that are easily mixed up: a *node* is an index in the draft (0..N-1), a *slot* an
+index in the cache, a *position* an index in the text. Node i of a draft sits in slot
+`length - 1 + i` at position `length - 1 + depth[i]`. Between rounds every cache holds the slots
+`0..length-2`: the last committed token is always fed again as the root of the next draft, so there
+is no first round.
 """
 
 from __future__ import annotations

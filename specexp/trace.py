@@ -7,6 +7,7 @@ about names: data/GLOSSARY.md says which of them calls which of these numbers wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
@@ -124,7 +125,7 @@ class Acceptance:
     def conditional(self) -> tuple[float, ...]:
         """P(guess i accepted given that guess i-1 was) for i = 1, 2, ..."""
         reached = self._reached()
-        return tuple(b / a for a, b in zip(reached, reached[1:], strict=False))
+        return tuple(b / a for a, b in itertools.pairwise(reached))
 
     def _reached(self) -> list[int]:
         return [sum(self.histogram[i:]) for i in range(len(self.histogram))]

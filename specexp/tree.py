@@ -8,6 +8,7 @@ for drafters that grow their tree as they go. Nothing here knows about tokens, m
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -25,7 +26,7 @@ class Tree:
 
     def __post_init__(self) -> None:
         p = self.parents
-        ordered = all(a <= b for a, b in zip(p, p[1:], strict=False))
+        ordered = all(a <= b for a, b in itertools.pairwise(p))
         if not p or p[0] != -1 or not ordered or any(not -1 < p[i] < i for i in range(1, len(p))):
             raise UserError(
                 f"parents {p} are not a tree in breadth-first order: start with -1, then give each "
@@ -72,7 +73,7 @@ class Tree:
     def levels(self) -> tuple[slice, ...]:
         """The nodes of each depth 0..D; breadth-first order makes them contiguous."""
         starts = [self.depths.index(d) for d in range(self.depth + 1)] + [len(self)]
-        return tuple(slice(a, b) for a, b in zip(starts, starts[1:], strict=False))
+        return tuple(slice(a, b) for a, b in itertools.pairwise(starts))
 
     @property
     def is_chain(self) -> bool:

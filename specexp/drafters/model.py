@@ -6,6 +6,8 @@ fed: whether or not the whole last draft was accepted, nothing is missing from t
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -36,35 +38,32 @@ class DraftModel:
         keys = seqs.keys(nodes.depth)
         visible = tree_mask(seqs, nodes.ancestors)
         root = seqs.length[:, None] - 1
-        guesses, laws = [], []
-        for level, below in zip(tree.levels, tree.levels[1:], strict=False):
+        guesses: list[Tensor] = []
+        laws: list[Tensor] = []
+        width = nodes.children.shape[-1]
+        for level, below in pairwise(tree.levels):
             if level.start == 0:
                 logits = self._catch_up(seqs)
             else:
                 slots = root + torch.arange(level.start, level.stop, device=root.device)
                 depth = root + nodes.depth[:, level]
-                fed = self.lm.feed(guesses[-1], slots, depth, visible[:, level])
-                logits = fed.logits
-            law = self.sampling.law(logits)
-            width = nodes.children.shape[-1]
-            picked = (
-                logits.topk(width).indices if self.chosen else rng.draw(law, width, keys[:, level])
-            )
-            parent = nodes.parents[0, below] - level.start
-            rank = (
-                torch.arange(below.start, below.stop, device=root.device)
-                - (nodes.children[0, nodes.parents[0, below], 0])
-            )
-            guesses.append(picked[:, parent, rank])
-            laws.append(law)
+                logits = self.lm.feed(guesses[-1], slots, depth, visible[:, level]).logits
+            if self.chosen:
+                picked = logits.topk(width).indices
+            else:
+                laws.append(self.sampling.law(logits))
+                picked = rng.draw(laws[-1], width, keys[:, level])
+            parent = nodes.parents[0, below]
+            born = torch.arange(below.start, below.stop, device=root.device)
+            rank = born - nodes.children[0, parent, 0]
+            guesses.append(picked[:, parent - level.start, rank])
         if not guesses:
             return seqs.draft(nodes)
         q = None
         if not self.chosen:
-            laws.append(
-                laws[0].new_zeros(len(root), len(tree) - tree.levels[-1].start, laws[0].shape[-1])
-            )
-            q = torch.cat(laws, 1)
+            B, _, V = laws[0].shape
+            leaves = laws[0].new_zeros(B, len(tree) - tree.levels[-1].start, V)
+            q = torch.cat([*laws, leaves], 1)
         return seqs.draft(nodes, torch.cat(guesses, 1), q)
 
     def _catch_up(self, seqs: Sequences) -> Tensor:
