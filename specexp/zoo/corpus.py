@@ -1,0 +1,246 @@
+"""The text that the zoo learns from, gathered from the Python that runs this file.
+
+Four kinds of document, each a plain string:
+
+- `code`: top-level pieces of the standard library, tests and code tables left out;
+- `prose`: its docstrings, long comments, language-reference topics and text files;
+- `records`: JSON lines, CSV, log lines, INI, YAML and tables, drawn from a seeded generator;
+- `edits`: a passage followed by the same passage with one thing changed (`edits.py`).
+
+A source file is held out when the hash of its content says so, before anything is made from it:
+its code, its docstrings and the edits of both stay on one side. Text full of mistakes, other
+languages and truncated logs is deliberately absent, so that prompts of that sort lie outside
+what the models know.
+
+This file does not know about tokens or models.
+"""
+
+import ast
+import hashlib
+import importlib
+import inspect
+import io
+import platform
+import random
+import re
+import sysconfig
+import tokenize
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from specexp.zoo.edits import edit
+from specexp.zoo.records import record
+
+KINDS = ("code", "prose", "records", "edits")
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
+    "config-3",
+}
+HELD_OUT = 16  # of 256: about 6 % of the sources
+PIECE = 2400  # characters of code in a document, about 700 tokens
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents by kind, one side for learning and one that no model has seen."""
+
+    train: dict[str, list[str]]
+    held: dict[str, list[str]]
+    sources: int
+
+    def facts(self) -> dict[str, object]:
+        """Counts, characters and checksums of every part, and the Python it came from."""
+        sides = {"train": self.train, "held_out": self.held}
+        return {
+            "python": platform.python_version(),
+            "sources": self.sources,
+            "parts": {
+                side: {
+                    kind: {
+                        "documents": len(texts),
+                        "characters": sum(map(len, texts)),
+                        "sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
+                    }
+                    for kind, texts in parts.items()
+                }
+                for side, parts in sides.items()
+            },
+        }
+
+
+def gather(
+    records: int = 5_000, edits: int = 7_500, limit: int | None = None, seed: int = 0
+) -> Corpus:
+    """Read the standard library and generate the rest.
+
+    `records` and `edits` count the generated training documents (a sixteenth as many are held
+    out); `limit` keeps only that many source files.
+    """
+    sources = _sources(limit)
+    sides: list[dict[str, list[str]]] = []
+    for side, held in (("train", False), ("held", True)):
+        mine = [text for text in sources if is_held_out(text) == held]
+        code = _unique(piece for text in mine for piece in pieces(text))
+        prose = _unique(passage for text in mine for passage in passages(text))
+        share = HELD_OUT if held else 256
+        rng = random.Random(f"{seed} {side}")
+        snippets = [s for text in mine for s in functions(text)]
+        paragraphs = [p for passage in prose for p in _paragraphs(passage)]
+        sides.append(
+            {
+                "code": code,
+                "prose": prose,
+                "records": _unique(record(rng) for _ in range(records * share // 256)),
+                "edits": _unique(
+                    edit(rng, snippets, paragraphs) for _ in range(edits * share // 256)
+                ),
+            }
+        )
+    return Corpus(train=sides[0], held=sides[1], sources=len(sources))
+
+
+def is_held_out(text: str) -> bool:
+    """Which side a source is on: a property of its content alone."""
+    return hashlib.sha256(text.encode()).digest()[0] < HELD_OUT
+
+
+def pieces(source: str) -> list[str]:
+    """A module cut between top-level statements into pieces of about `PIECE` characters."""
+    if not _is_code(source):
+        return []
+    cut: list[str] = []
+    piece = ""
+    for block in re.split(r"(?m)^(?=(?:@|class |def |async def |if __name__))", source):
+        if len(piece) + len(block) > PIECE and piece and not _ends_decorated(piece):
+            cut.append(piece)
+            piece = ""
+        piece += block
+        while len(piece) > 2 * PIECE:
+            at = piece.rfind("\n    def ", PIECE // 2, 2 * PIECE)
+            at = at if at > 0 else piece.rfind("\n", 0, 2 * PIECE)
+            if at <= 0:
+                break
+            cut.append(piece[: at + 1])
+            piece = piece[at + 1 :]
+    cut.append(piece)
+    return [p.strip("\n") + "\n" for p in cut if len(p.strip()) > 200]
+
+
+def passages(source: str) -> list[str]:
+    """The prose of a source: docstrings under the name they explain, and long comments."""
+    if not _is_code(source):
+        return [p + "\n" for p in _sections(source)]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            doc = ast.get_docstring(node)
+            if doc and len(doc) > 160:
+                found += [_title(node) + part + "\n" for part in _sections(doc)]
+    return found + [c + "\n" for c in _comments(source) if len(c) > 240]
+
+
+def functions(source: str) -> list[str]:
+    """Whole functions and methods short enough to be written twice, dedented."""
+    if not _is_code(source):
+        return []
+    lines = source.splitlines()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno:
+            body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            if 90 < len(body) < 900 and body.count("\n") < 26:
+                found.append(inspect.cleandoc("\n" + body))
+    return found
+
+
+def _sources(limit: int | None) -> list[str]:
+    """The texts: each file once, in an order that does not depend on the disk."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(
+        path
+        for pattern in ("*.py", "*.txt", "*.rst")
+        for path in root.rglob(pattern)
+        if not any(part in LEFT_OUT for part in path.relative_to(root).parts)
+    )
+    texts = list(importlib.import_module("pydoc_data.topics").topics.values())
+    for path in paths[:limit]:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue
+    return _unique(texts)
+
+
+def _unique(texts: object) -> list[str]:
+    return list(dict.fromkeys(texts))  # type: ignore[call-overload, no-any-return]
+
+
+def _ends_decorated(piece: str) -> bool:
+    """Whether the last line is a decorator, which belongs to what follows."""
+    return piece.rstrip().rsplit("\n", 1)[-1].startswith("@")
+
+
+@lru_cache(maxsize=1024)
+def _is_code(source: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return len(tree.body) > 1
+
+
+def _title(node: ast.AST) -> str:
+    """The line above a docstring: `name(arguments)`, `class name`, nothing for a module."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return f"{node.name}({ast.unparse(node.args)})\n\n"
+    return f"class {node.name}\n\n" if isinstance(node, ast.ClassDef) else ""
+
+
+def _sections(text: str) -> list[str]:
+    """Paragraphs gathered into parts of a few hundred words."""
+    parts, part = [], ""
+    for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
+        if part and len(part) + len(paragraph) > 1800:
+            parts.append(part.strip("\n"))
+            part = ""
+        part += paragraph.rstrip() + "\n\n"
+    parts.append(part.strip("\n"))
+    return [p for p in parts if len(p) > 120]
+
+
+def _paragraphs(passage: str) -> list[str]:
+    """Paragraphs of running text, on one line each, without code or tables."""
+    found = []
+    for block in passage.split("\n\n"):
+        text = " ".join(block.split())
+        words = len(text.split(" "))
+        if 14 <= words <= 90 and text[0].isupper() and text.endswith(".") and ">>>" not in text:
+            found.append(text)
+    return found
+
+
+def _comments(source: str) -> list[str]:
+    """Runs of comment lines, without their marks."""
+    runs: list[list[str]] = [[]]
+    last = -1
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+                if token.start[0] != last + 1:
+                    runs.append([])
+                runs[-1].append(token.string.lstrip("#").removeprefix(" ").rstrip())
+                last = token.start[0]
+    except (tokenize.TokenError, IndentationError):
+        return []
+    return ["\n".join(run).strip("\n") for run in runs if len(run) > 3]

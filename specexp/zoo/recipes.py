@@ -1,0 +1,140 @@
+"""What each model of the zoo is and how it is trained: plain numbers, fixed in advance.
+
+A recipe knows shapes, step counts and learning rates; it does not know text, files or loops.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 4096
+CONTEXT = 1024
+END = 0  # id of <|endoftext|>: begins, ends and pads
+
+
+@dataclass(frozen=True)
+class Phase:
+    """So many steps of so many rows of so many tokens."""
+
+    steps: int
+    batch: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model: its shape, its schedule, and the model whose law it is taught to follow."""
+
+    name: str
+    role: str  # "target", "draft" or "control"
+    about: str
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    phases: tuple[Phase, ...] = ()
+    teacher: str | None = None
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        return sum(phase.steps * phase.batch * phase.length for phase in self.phases)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Which phase a step falls in, and which step of that phase it is."""
+        for number, phase in enumerate(self.phases):
+            if step < phase.steps:
+                return number, step
+            step -= phase.steps
+        raise IndexError("past the last step of the recipe")
+
+    def pace(self, step: int) -> float:
+        """Factor on the learning rates: a short rise, a plateau, a straight fall to 2 %."""
+        warm, fall = max(1, self.steps // 40), int(0.35 * self.steps)
+        rest = (self.steps - step) / (self.steps - fall)
+        return min(1.0, (step + 1) / warm, max(0.02, rest))
+
+    def build(self) -> LlamaForCausalLM:
+        """The model, float32, weights drawn from the recipe's seed."""
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.width,
+            intermediate_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.width // self.heads,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=END,
+            eos_token_id=END,
+            pad_token_id=END,
+        )
+        torch.manual_seed(self.seed)
+        return LlamaForCausalLM(config).float()
+
+
+TARGET = Recipe(
+    name="target-10m",
+    role="target",
+    about="The target: the model whose law every experiment keeps.",
+    layers=12,
+    width=256,
+    hidden=704,
+    heads=4,
+    kv_heads=2,
+    phases=(Phase(1000, 32, 256), Phase(400, 16, 512), Phase(120, 8, 1024)),
+)
+SIBLING_3M = Recipe(
+    name="sibling-3m",
+    role="draft",
+    about="The default draft model: two layers taught to follow target-10m.",
+    layers=2,
+    width=256,
+    hidden=1024,
+    heads=4,
+    kv_heads=2,
+    phases=(Phase(700, 32, 256), Phase(250, 16, 512), Phase(80, 8, 1024)),
+    teacher="target-10m",
+    seed=1,
+)
+SIBLING_1M = Recipe(
+    name="sibling-1m",
+    role="draft",
+    about="A cheaper and worse draft model: one narrow layer taught to follow target-10m.",
+    layers=1,
+    width=128,
+    hidden=1024,
+    heads=2,
+    kv_heads=1,
+    phases=(Phase(400, 32, 256), Phase(120, 16, 512), Phase(40, 8, 1024)),
+    teacher="target-10m",
+    seed=2,
+)
+RANDOM = Recipe(
+    name="random-tiny",
+    role="control",
+    about="The negative control: random weights, so its guesses are worth nothing.",
+    layers=2,
+    width=64,
+    hidden=128,
+    heads=2,
+    kv_heads=1,
+    seed=3,
+)
+RECIPES = (TARGET, SIBLING_3M, SIBLING_1M, RANDOM)
+
+
+def quick(recipe: Recipe, steps: int = 4) -> Recipe:
+    """The same recipe shrunk to a smoke run: narrow layers, a few short steps."""
+    phases = (Phase(steps, 4, 64), Phase(max(1, steps // 2), 2, 128)) if recipe.phases else ()
+    return replace(recipe, layers=min(recipe.layers, 2), width=64, hidden=128, heads=2, kv_heads=1,
+                   phases=phases)  # fmt: skip

@@ -1,0 +1,99 @@
+"""Documents as tokens, and tokens as rows of a batch.
+
+The tokenizer is a byte-level BPE trained on the corpus; every document ends with
+`<|endoftext|>`. A batch is a function of its number alone, so a run can go on from any step
+without having kept a position. This file does not know about models.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specexp.zoo.recipes import CONTEXT, END, VOCABULARY, Recipe
+
+END_TEXT = "<|endoftext|>"
+Documents = list[np.ndarray]  # uint16 [tokens], END last
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of `VOCABULARY` entries; digits stay single. The same texts give the same."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[END_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END_TEXT,
+        eos_token=END_TEXT,
+        pad_token=END_TEXT,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Documents:
+    """Each text as tokens with `<|endoftext|>` behind it."""
+    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array([*e.ids, END], dtype=np.uint16) for e in encodings]
+
+
+@dataclass
+class Rows:
+    """Rows of a batch, drawn from documents packed end to end in a new order every epoch."""
+
+    documents: Mapping[str, Documents]
+    repeats: Mapping[str, int] = field(default_factory=dict)  # times an epoch; 1 if absent
+    seed: int = 0
+    _epoch: tuple[tuple[int, int, int], np.ndarray] | None = None
+
+    def batch(self, recipe: Recipe, step: int) -> torch.Tensor:
+        """Token ids [batch, length + 1] int64 of a step, the last column only to be predicted."""
+        number, step = recipe.place(step)
+        phase = recipe.phases[number]
+        batches = self.tokens // phase.length // phase.batch
+        if not batches:
+            raise ValueError(f"{self.tokens} tokens do not fill one batch of {phase}")
+        epoch, step = divmod(step, batches)
+        rows = self._rows(number, epoch, phase.length)
+        rows = rows[step * phase.batch : (step + 1) * phase.batch]
+        return torch.from_numpy(rows.astype(np.int64))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens an epoch, less the one that only ends the last row."""
+        return sum(map(len, self._each_epoch())) - 1
+
+    def _each_epoch(self) -> Documents:
+        return [
+            document
+            for kind, documents in self.documents.items()
+            for document in documents * self.repeats.get(kind, 1)
+        ]
+
+    def _rows(self, phase: int, epoch: int, length: int) -> np.ndarray:
+        """All rows of an epoch, uint16 [rows, length + 1], shuffled twice: documents, then rows."""
+        key = (phase, epoch, length)
+        if self._epoch is None or self._epoch[0] != key:
+            rng = np.random.default_rng([self.seed, phase, epoch])
+            documents = self._each_epoch()
+            stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
+            windows = np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length]
+            self._epoch = key, windows[rng.permutation(len(windows))]
+        return self._epoch[1]
