@@ -1,0 +1,189 @@
+"""What speculative decoding should gain: the closed forms, and the same with measured costs.
+
+The notation is that of Leviathan et al. 2022 (arXiv 2211.17192); Chen et al. 2023 (arXiv
+2302.01318) reach the same acceptance rule. alpha is the chance that one guess is kept, gamma the
+guesses in a round, and costs are in units of one plain target step, so that a cost of 0.05 is a
+drafter twenty times faster than its target.
+
+The closed forms assume that guesses are kept independently with one alpha, and that a pass over
+gamma + 1 tokens costs what a pass over one costs. Neither is quite true: `measured_speedup` takes
+an acceptance for every position and the times of real passes instead.
+
+This file does not know about models, tensors or clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from specexp.errors import UserError
+
+LONGEST = 1000  # guesses in a round; no draft is longer, and free guesses stop here
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one (alpha, gamma, cost) should give, against plain decoding.
+
+    `tokens_per_pass`: mean tokens a target pass yields (the acceptance length);
+    `speedup`: how many times faster; `operations`: how many times as much arithmetic;
+    `best_gamma`: the draft length that is fastest at this alpha and cost.
+    """
+
+    tokens_per_pass: float
+    speedup: float
+    operations: float
+    best_gamma: int
+
+
+def predict(alpha: float, gamma: int, cost: float) -> Prediction:
+    """All closed forms at once. `cost` is both c (time) and c-hat (arithmetic) of one guess.
+
+    Raises UserError unless 0 <= alpha <= 1, 0 <= gamma <= LONGEST and cost is finite and >= 0.
+    """
+    return Prediction(
+        tokens_per_pass=tokens_per_pass(alpha, gamma),
+        speedup=speedup(alpha, gamma, cost),
+        operations=operations(alpha, gamma, cost),
+        best_gamma=best_gamma(alpha, cost),
+    )
+
+
+def alpha_of(p: ArrayLike, q: ArrayLike) -> float:
+    """The chance that a token drawn from q is kept: mean over contexts of sum(min(p, q)).
+
+    p, q: laws of target and drafter, [..., V]. Leviathan et al., section 3.2, Corollary 3.6.
+    """
+    p, q = _laws("p", p), _laws("q", q)
+    if p.shape != q.shape:
+        raise UserError(f"p has shape {p.shape} and q {q.shape}; both must be [..., V]")
+    return min(1.0, float(np.minimum(p, q).sum(axis=-1).mean()))
+
+
+def tokens_per_pass(alpha: float, gamma: int) -> float:
+    """1 + alpha + ... + alpha^gamma = (1 - alpha^(gamma+1)) / (1 - alpha). Equation 1.
+
+    Summed term by term, which stays exact at alpha = 1, where the quotient does not exist.
+    """
+    _check(alpha=alpha, gamma=gamma)
+    return math.fsum(alpha**i for i in range(gamma + 1))
+
+
+def speedup(alpha: float, gamma: int, cost: float) -> float:
+    """Plain time over speculative time for the same tokens. Theorem 3.8."""
+    _check(cost=cost)
+    return tokens_per_pass(alpha, gamma) / (gamma * cost + 1)
+
+
+def operations(alpha: float, gamma: int, cost: float) -> float:
+    """Arithmetic spent over that of plain decoding. Theorem 3.11, with `cost` for c-hat.
+
+    A rejected guess is arithmetic for nothing: this is the price of the speedup once the machine
+    is busy with other rows.
+    """
+    _check(cost=cost)
+    return (gamma * cost + gamma + 1) / tokens_per_pass(alpha, gamma)
+
+
+def best_gamma(alpha: float, cost: float, limit: int = LONGEST) -> int:
+    """The fastest draft length up to `limit`, the shorter at a tie; 0 means: do not speculate.
+
+    Tokens grow by ever less and time by the same with every guess, so the first length that is
+    not beaten by the next is the best. When guesses are free that is `limit`.
+    """
+    _check(alpha=alpha, gamma=limit, cost=cost)
+    gamma, tokens, gain = 0, 1.0, alpha
+    while gamma < limit and gain * (gamma * cost + 1) > cost * tokens:
+        gamma, tokens, gain = gamma + 1, tokens + gain, gain * alpha
+    return gamma
+
+
+def break_even_alpha(gamma: int, cost: float) -> float:
+    """The alpha above which `speedup(alpha, gamma, cost)` exceeds 1; 1.0 if none does.
+
+    At gamma = 1 it is the cost itself, and no draft length pays at a lower alpha
+    (Corollary 3.9).
+    """
+    _check(gamma=gamma, cost=cost)
+    if gamma == 0 or cost >= 1:
+        return 1.0
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        pays = math.fsum(middle**i for i in range(1, gamma + 1)) > gamma * cost
+        low, high = (low, middle) if pays else (middle, high)
+    return low
+
+
+def measured_speedup(
+    conditional: Sequence[float], draft: float, verify: float, step: float
+) -> float:
+    """The speedup of a round of gamma = len(conditional) guesses, from what was measured.
+
+    `conditional[i]`: P(guess i + 1 kept given that guess i was); `draft`: time to make the
+    guesses; `verify`: time of the target pass over gamma + 1 tokens, the rule included; `step`:
+    time of a plain step. One unit of time for all three, and one batch: at a given load, take the
+    times of passes at that load. Equals Theorem 3.8 for constant conditionals and verify = step.
+    """
+    _check_times(draft, verify, step)
+    return tokens_of_round(conditional) * step / (draft + verify)
+
+
+def best_measured_gamma(
+    conditional: Sequence[float], draft: Sequence[float], verify: Sequence[float]
+) -> int:
+    """The draft length with the largest `measured_speedup`, the shorter at a tie.
+
+    `draft[g]` and `verify[g]` are the times of a round of g guesses for g = 0 ... gamma, so
+    `verify[0]` is the plain step; `conditional` has gamma entries.
+    """
+    if not len(conditional) + 1 == len(draft) == len(verify):
+        raise UserError(
+            f"draft and verify need one time for each of 0 ... {len(conditional)} guesses, "
+            f"but have {len(draft)} and {len(verify)}"
+        )
+    return max(
+        range(len(verify)),
+        key=lambda g: measured_speedup(conditional[:g], draft[g], verify[g], verify[0]),
+    )
+
+
+def tokens_of_round(conditional: Sequence[float]) -> float:
+    """1 + the sum of the marginals: a guess is kept only if every guess before it was."""
+    for alpha in conditional:
+        _check(alpha=alpha)
+    return 1 + math.fsum(accumulate(conditional, mul))
+
+
+def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:
+    if not 0 <= alpha <= 1:
+        raise UserError(f"alpha is a probability, between 0 and 1, not {alpha}")
+    if not isinstance(gamma, int | np.integer) or not 0 <= gamma <= LONGEST:
+        raise UserError(f"gamma is a whole number of guesses from 0 to {LONGEST}, not {gamma}")
+    if not 0 <= cost < math.inf:
+        raise UserError(f"cost is in plain target steps, finite and not negative, not {cost}")
+
+
+def _check_times(draft: float, verify: float, step: float) -> None:
+    if not 0 <= draft < math.inf:
+        raise UserError(f"the draft time must be finite and not negative, not {draft}")
+    for name, time in (("verify", verify), ("step", step)):
+        if not 0 < time < math.inf:
+            raise UserError(f"the {name} time must be finite and positive, not {time}")
+
+
+def _laws(name: str, laws: ArrayLike) -> np.ndarray:
+    """[..., V] in float64, refused unless every last axis is a law."""
+    array = np.asarray(laws, dtype=np.float64)
+    if array.ndim == 0 or array.size == 0:
+        raise UserError(f"{name} must be laws [..., V], not an array of shape {array.shape}")
+    # NaN fails both comparisons
+    if not (array >= 0).all() or not (abs(array.sum(axis=-1) - 1) < 1e-2).all():
+        raise UserError(f"{name} must hold probabilities that sum to 1 over the last axis")
+    return array
