@@ -1,0 +1,291 @@
+"""The command line: `specexp ...`. Thin: every command is a few lines over the package.
+
+Imports are inside the commands, so that `--help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specexp.errors import NonFiniteLogits, UserError
+
+if TYPE_CHECKING:
+    from specexp.engine import Generation
+    from specexp.lab.build import Rig
+    from specexp.lab.certify import Exactness
+
+app = typer.Typer(
+    help="Experiments with speculative decoding: does it pay for your models, prompts and load?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+grid_app = typer.Typer(help="Run grids of experiment notebooks.", no_args_is_help=True)
+zoo_app = typer.Typer(help="The small models that ship with the project.", no_args_is_help=True)
+app.add_typer(grid_app, name="grid")
+app.add_typer(zoo_app, name="zoo")
+console = Console()
+
+GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    try:
+        app()
+    except UserError as e:
+        Console(stderr=True).print(f"[bold red]error[/]: {_plain(str(e))}", highlight=False)
+        sys.exit(2)
+    except NonFiniteLogits as e:
+        Console(stderr=True).print(f"[bold red]failed[/]: {_plain(str(e))}", highlight=False)
+        sys.exit(1)
+
+
+@app.command()
+def generate(
+    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
+    drafter: Annotated[str, typer.Option(help="null, ngram or model.")] = "model",
+    draft: Annotated[
+        Optional[str],  # noqa: UP045 (typer reads this at run time)
+        typer.Option(help="Draft model for --drafter model; default: the target's own sibling."),
+    ] = None,
+    gamma: Annotated[int, typer.Option(help="Draft length.")] = 5,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
+    rule: Annotated[str, typer.Option(help="reject or match.")] = "reject",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Names the noise of sampled output.")] = 0,
+    prompt: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Text to continue."),
+    ] = None,
+    prompts: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A prompts file (JSON lines), or a shipped category such as code."),
+    ] = None,
+    limit: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Use this many prompts of the file."),
+    ] = None,
+    rounds: Annotated[bool, typer.Option("--rounds", help="Show one line a round.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Generate speculatively, show what was accepted, and check the output against plain decoding.
+
+    Example: `specexp generate --prompt "def mean(values):" --gamma 4 --rounds`
+    """
+    from specexp.lab import build
+    from specexp.lab.prompts import load
+
+    if (prompt is None) == (prompts is None):
+        raise UserError('give either --prompt "some text" or --prompts FILE')
+    if drafter not in ("null", "ngram", "model"):
+        raise UserError(
+            f"drafter {drafter!r} is unknown; use null, ngram or model (with --draft NAME)"
+        )
+    if draft is not None and drafter != "model":
+        raise UserError(f"--draft goes with --drafter model, not with {drafter}")
+    if prompt == "":
+        raise UserError("the prompt is empty; give it at least one character")
+    named = draft or drafter
+    options: dict[str, Any] = {
+        "target": target, "drafter": named, "gamma": gamma, "temperature": temperature,
+        "top_k": top_k, "top_p": top_p, "rule": rule, "dtype": dtype, "device": device, "seed": seed,
+    }  # fmt: skip
+    texts = [prompt] if prompt is not None else [p.text for p in load(str(prompts), None, limit)]
+    problems = build.check(
+        options | {"max_new_tokens": max_new_tokens} | _texts(texts, prompts, limit)
+    )
+    if problems:
+        raise UserError("\n".join(problems))
+    rig = build.build(**options)
+    from specexp.lab.certify import certify
+
+    for text in texts:
+        made = rig.generate([text], max_new_tokens)
+        exact = certify(rig.engine, rig.encode([text]), max_new_tokens)
+        if as_json:
+            print(json.dumps(_as_dict(rig, text, made, exact), ensure_ascii=False))
+        else:
+            _show(rig, text, made, exact, rounds)
+        if exact.bugs:
+            raise typer.Exit(1)
+
+
+def _texts(texts: list[str], prompts: str | None, limit: int | None) -> dict[str, Any]:
+    return {"texts": texts} if prompts is None else {"prompts": prompts, "limit": limit}
+
+
+def _as_dict(rig: Rig, text: str, made: Generation, exact: Exactness) -> dict[str, Any]:
+    record = made.trace.acceptance
+    record.check()
+    return {
+        "prompt": text,
+        "tokens": made.tokens[0],
+        "text": rig.decode(made.tokens[0]),
+        "rounds": [
+            {"drafted": s.drafted, "accepted": s.accepted, "emitted": s.emitted}
+            for s in made.trace.steps()
+        ],
+        "acceptance": {
+            "rate": record.rate, "length": record.length, "marginal": record.marginal,
+            "conditional": record.conditional, "histogram": record.histogram,
+            "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
+            "cut": record.cut, "passes": record.passes,
+        },
+        "exact": {
+            "pass": exact.bugs == 0, "tokens": exact.tokens, "ties": exact.ties, "bugs": exact.bugs,
+        },
+    }  # fmt: skip
+
+
+def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool) -> None:
+    from rich.text import Text
+
+    from specexp.lab import look
+
+    record, trace = made.trace.acceptance, made.trace
+    console.print(
+        Text(text, "dim") + look.stream(rig, trace.rounds, made.tokens[0]), soft_wrap=True
+    )
+    console.print()
+    if rounds:
+        console.print("[dim]round  kept/guessed[/]")
+        console.print(look.by_round(rig, trace.rounds, made.tokens[0]), soft_wrap=True)
+    console.print(look.legend())
+    console.print(
+        f"{record.emitted} tokens in {record.passes} target passes: {record.length:.2f} tokens a "
+        f"pass, {record.rate:.0%} of {record.drafted} guesses kept, {1 / trace.tpot_s:.0f} tokens/s",
+        highlight=False,
+    )
+    console.print(str(exact), highlight=False)
+
+
+@app.command()
+def theory(
+    alpha: Annotated[float, typer.Option(help="Acceptance probability of a guess.")],
+    gamma: Annotated[int, typer.Option(help="Draft length.")],
+    cost: Annotated[float, typer.Option(help="Draft step over target step, in time.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """What the closed forms promise (Leviathan et al. 2022)."""
+    from dataclasses import asdict
+
+    from specexp.theory import predict
+
+    found = asdict(predict(alpha, gamma, cost))
+    if as_json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        said = f"{value:.4g}" if isinstance(value, float) else value
+        console.print(f"{name:16s} {said}", highlight=False)
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """What is in the zoo, and which drafts suit which target."""
+    from specexp.zoo import shelf
+
+    found = shelf.models()
+    if as_json:
+        listed = [
+            {
+                "name": m.name, "path": str(m.path), "parameters": m.parameters, "role": m.role,
+                "target": m.target, "drafts": [d.name for d in shelf.drafts_for(m.name)],
+            }
+            for m in found
+        ]  # fmt: skip
+        print(json.dumps(listed, indent=2))
+        return
+    table = Table("name", "role", "parameters", "drafts for", "path", box=None, header_style="bold")
+    for m in found:
+        size = f"{m.parameters / 1e6:.1f}M"
+        table.add_row(m.name, m.role, size, m.target or "", str(_relative(m.path)))
+    console.print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, device, the speed of each dtype, disk, and what is missing."""
+    from specexp.lab.doctor import examine
+
+    healthy = examine(console)
+    raise typer.Exit(0 if healthy else 1)
+
+
+@app.command()
+def ui(port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> None:
+    """Open the MLflow UI on this machine alone; the links lead to each experiment's shared view."""
+    from specexp.lab import track
+
+    raise typer.Exit(track.serve(port))
+
+
+@grid_app.command("validate")
+def grid_validate(files: GridFiles) -> None:
+    """Check grid files completely, without running anything."""
+    from specexp.lab import grid
+
+    points = grid.load(files)
+    console.print(f"{len(points)} points in {len(files)} files: ready to run", highlight=False)
+
+
+@grid_app.command("run")
+def grid_run(files: GridFiles) -> None:
+    """Run every point that has not finished yet; the exit code tells: 0 all done, 1 some failed."""
+    from specexp.lab import grid, run
+
+    raise typer.Exit(run.run(grid.load(files)))
+
+
+@grid_app.command("status")
+def grid_status(files: GridFiles) -> None:
+    """Which points are done, failed or still to run."""
+    from specexp.lab import grid, run
+
+    console.print(run.status(grid.load(files)))
+
+
+@zoo_app.command("train")
+def zoo_train(
+    only: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(help="Models to train; default: all, targets first."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the models go.")] = Path("data/zoo"),
+    work: Annotated[Path, typer.Option(help="Corpus and checkpoints.")] = Path("mlruns/zoo"),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke run of a few steps.")] = False,
+) -> None:
+    """Train the zoo from the text this Python installation holds; resumes where it was killed."""
+    from specexp.zoo.train import train_zoo
+
+    train_zoo(only or None, out, work, device, quick)
+
+
+def _relative(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _plain(message: str) -> str:
+    from rich.markup import escape
+
+    return escape(message)
+
+
+if __name__ == "__main__":
+    main()

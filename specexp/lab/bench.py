@@ -1,0 +1,247 @@
+"""Measurements as tables: acceptance, latency of one stream, throughput under batch, pass costs.
+
+Every comparison is interleaved: plain decoding and speculation take turns on the same prompts in the
+same process, forwards then backwards, after a warm-up. Both sides count delivered tokens and decoding
+time, prefill apart. The tables hold raw counts and seconds; ratios and intervals are made from them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from specexp.engine import Engine
+from specexp.lab import stats
+from specexp.lab.build import Rig
+from specexp.lab.prompts import Prompt
+from specexp.sequences import Sequences
+from specexp.trace import Acceptance, Trace
+from specexp.tree import Tree
+
+WARM_UP_TOKENS = 8
+
+
+def acceptance(
+    rigs: Sequence[Rig],
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    temperatures: Iterable[float] | None = None,
+    batch: int = 16,
+) -> pd.DataFrame:
+    """One row a pairing, temperature and prompt: counts and the `Acceptance` record itself."""
+    rows: list[dict[str, Any]] = []
+    runs = [r.with_(temperature=t) for t in temperatures for r in rigs] if temperatures else rigs
+    chunks = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    with tqdm(total=len(runs) * len(prompts), desc="acceptance", unit="prompt") as bar:
+        for rig in runs:
+            for chunk in chunks:
+                made = rig.generate([p.text for p in chunk], max_new_tokens)
+                for prompt, record in zip(chunk, made.trace.by_row, strict=True):
+                    record.check()
+                    rows.append(_row(rig, prompt) | counts(record) | {"record": record})
+                bar.update(len(chunk))
+    return pd.DataFrame(rows)
+
+
+def counts(record: Acceptance) -> dict[str, float]:
+    return {
+        "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
+        "passes": record.passes, "cut": record.cut,
+    }  # fmt: skip
+
+
+def pooled(samples: pd.DataFrame) -> Acceptance:
+    return Acceptance.pooled(samples["record"])
+
+
+def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics and per-position series of one pairing, checked, as they are logged."""
+    record = pooled(samples)
+    record.check()
+    rate = stats.ratio(samples["accepted"], samples["drafted"])
+    metrics = {
+        "acceptance/rate": record.rate,
+        "acceptance/rate_ci_low": rate.low,
+        "acceptance/rate_ci_high": rate.high,
+        "acceptance/length": record.length,
+        "counts/drafted": record.drafted,
+        "counts/accepted": record.accepted,
+        "counts/emitted": record.emitted,
+        "counts/rounds": record.passes,
+    }
+    for category, part in samples.groupby("category"):
+        metrics[f"category/{category}"] = pooled(part).rate
+    series = {
+        "acceptance/at_position": list(record.marginal),
+        "acceptance/conditional": list(record.conditional),
+    }
+    return metrics, series
+
+
+def latency(
+    rig: Rig,
+    prompts: Sequence[Prompt],
+    gammas: Sequence[int],
+    max_new_tokens: int,
+    repeats: int = 1,
+) -> pd.DataFrame:
+    """One stream at a time: one row a gamma, prompt and repeat, beside plain decoding just then."""
+    arms = {gamma: rig.with_(gamma=gamma).engine for gamma in gammas}
+    plain = rig.engine.plain()
+    _warm_up([plain, *arms.values()], [rig.encode([prompts[0].text])[0]])
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=repeats * len(prompts) * (len(arms) + 1), desc="latency", unit="run") as bar:
+        for repeat in range(repeats):
+            for prompt in prompts:
+                ids = rig.encode([prompt.text])
+                traces = _take_turns({-1: plain, **arms}, ids, max_new_tokens, repeat % 2 == 1, bar)
+                base = traces.pop(-1)
+                for gamma, trace in traces.items():
+                    record = trace.acceptance
+                    record.check()
+                    rows.append(
+                        _row(rig, prompt)
+                        | {"gamma": gamma, "repeat": repeat, "ttft_s": trace.ttft_s}
+                        | {"s": trace.decode_s, "tokens": trace.emitted}
+                        | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
+                        | counts(record)
+                        | {"record": record}
+                    )
+    return pd.DataFrame(rows)
+
+
+def throughput(
+    rig: Rig,
+    prompts: Sequence[Prompt],
+    batches: Sequence[int],
+    max_new_tokens: int,
+    repeats: int = 2,
+) -> pd.DataFrame:
+    """One row a batch size and repeat. EOS is ignored and only rounds with every row live count, so
+    that the batch really is that large; prompts repeat where there are fewer than rows."""
+    fast, plain = rig.with_().engine, rig.engine.plain()
+    fast.eos = plain.eos = ()
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=2 * repeats * len(batches), desc="throughput", unit="run") as bar:
+        for batch in batches:
+            chosen = [prompts[i % len(prompts)] for i in range(batch)]
+            ids = rig.encode([p.text for p in chosen])
+            _warm_up([plain, fast], ids)
+            for repeat in range(repeats):
+                arms = {"plain": plain, "fast": fast}
+                traces = _take_turns(arms, ids, max_new_tokens, repeat % 2 == 1, bar)
+                record = traces["fast"].acceptance
+                record.check()
+                s, tokens = full_batch(traces["fast"])
+                plain_s, plain_tokens = full_batch(traces["plain"])
+                rows.append(
+                    {"pairing": rig.drafter, "gamma": rig.options["gamma"], "batch": batch}
+                    | {"repeat": repeat, "s": s, "tokens": tokens}
+                    | {"plain_s": plain_s, "plain_tokens": plain_tokens}
+                    | counts(record)
+                    | {"record": record}
+                )
+    return pd.DataFrame(rows)
+
+
+def full_batch(trace: Trace) -> tuple[float, int]:
+    """Seconds and delivered tokens of the rounds in which every row was still being written."""
+    full = [r for r in trace.rounds if len(r.steps) == trace.batch]
+    return full[-1].end_s - trace.prefill_s, sum(s.emitted for r in full for s in r.steps)
+
+
+def pass_costs(
+    rig: Rig, prompt: Prompt, gammas: Sequence[int], batch: int = 1, repeats: int = 15
+) -> pd.DataFrame:
+    """Median seconds to draft gamma tokens and to verify them, phases timed apart on one prompt.
+
+    The row gamma = 0 is a plain step. The rule and the commit are in `rest_s`.
+    """
+    engine = rig.engine
+    seqs = Sequences.of(
+        rig.encode([prompt.text]) * batch, 64, slack=max(gammas) + 1, device=engine.target.device
+    )
+    engine.drafter.prefill(seqs, engine.target.prefill(seqs, engine.drafter.taps))
+    wanted = sorted({0, *gammas})
+    seen: dict[int, list[tuple[float, float, float]]] = {g: [] for g in wanted}
+    for repeat in range(repeats + 2):
+        for gamma in wanted if repeat % 2 else wanted[::-1]:
+            seen[gamma].append(_one_round(engine, seqs, Tree.chain(gamma)))
+    rows = []
+    for gamma, times in seen.items():
+        draft, verify, rest = np.median(np.array(times[2:]), axis=0)
+        rows.append({"gamma": gamma, "draft_s": draft, "verify_s": verify, "rest_s": rest})
+    return pd.DataFrame(rows)
+
+
+@torch.inference_mode()
+def _one_round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float, float]:
+    now = [_clock(engine)]
+    draft = engine.drafter.propose(seqs, tree, engine.rng)
+    now.append(_clock(engine))
+    seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+    now.append(_clock(engine))
+    engine.rule(draft, engine.sampling.law(seen.logits), engine.rng).n.tolist()
+    now.append(_clock(engine))
+    return now[1] - now[0], now[2] - now[1], now[3] - now[2]
+
+
+def _clock(engine: Engine) -> float:
+    if engine.target.device.type == "cuda":
+        torch.cuda.synchronize(engine.target.device)
+    return time.perf_counter()
+
+
+def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
+    """Speedup that per-position acceptance and measured pass costs foretell, one row a gamma."""
+    by_gamma = costs.set_index("gamma")
+    step = float(by_gamma.loc[0].sum())
+    rows = []
+    for gamma, cost in by_gamma.iterrows():
+        tokens = 1 + sum(record.marginal[: int(str(gamma))])
+        rows.append({"gamma": gamma, "tokens": tokens, "speedup": tokens * step / cost.sum()})
+    return pd.DataFrame(rows)
+
+
+def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Measured speedup with its interval, tokens/s of both arms and acceptance length, by a column."""
+    rows = []
+    for key, part in samples.groupby(by):
+        s = stats.speedup(part["plain_s"], part["plain_tokens"], part["s"], part["tokens"])
+        rows.append(
+            {by: key, "speedup": s.value, "low": s.low, "high": s.high}
+            | {"tok_s": part["tokens"].sum() / part["s"].sum()}
+            | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
+            | {"length": pooled(part).length, "rate": pooled(part).rate}
+        )
+    return pd.DataFrame(rows)
+
+
+def _take_turns(
+    arms: dict[Any, Engine], ids: list[list[int]], max_new_tokens: int, backwards: bool, bar: tqdm
+) -> dict[Any, Trace]:
+    order: list[Any] = list(arms)[:: -1 if backwards else 1]
+    traces = {}
+    for arm in order:
+        traces[arm] = arms[arm].generate(ids, max_new_tokens).trace
+        bar.update()
+    return traces
+
+
+def _warm_up(engines: Iterable[Engine], ids: list[list[int]]) -> None:
+    for engine in engines:
+        engine.generate(ids, WARM_UP_TOKENS)
+
+
+def _row(rig: Rig, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "pairing": rig.drafter, "gamma": rig.options["gamma"],
+        "temperature": rig.options["temperature"],
+        "category": prompt.category, "question_id": prompt.question_id,
+    }  # fmt: skip

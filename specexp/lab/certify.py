@@ -1,0 +1,115 @@
+"""Is the output still the target's? Asked in every run, token by token.
+
+Greedy output is compared with plain decoding. Sampled output is compared under coupled noise: with
+the rule Match the speculative text must equal plain sampling exactly. The two paths add up the same
+numbers in another order, so a near tie may fall either way: at the first difference the law is
+recomputed in float32 without any cache, and the difference is a `tie` only if both tokens are within
+rounding of winning there; otherwise it is a `bug`. (That Reject keeps the law is proved by exact
+enumeration in the tests; what a run can still get wrong is caches, masks and positions.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from specexp.engine import Engine
+from specexp.lm import LM
+from specexp.rules import Match
+from specexp.sampling import TOKEN, Noise, mix
+
+# Rounding of a logit relative to the row's largest: 8 units in the last place of bfloat16, and for
+# float32 what reordered sums over a few thousand terms leave.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 8 * 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    row: int
+    position: int
+    plain: int
+    speculative: int
+    kind: str
+
+
+@dataclass
+class Exactness:
+    """tokens: compared before the first difference of each row."""
+
+    rows: int
+    tokens: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+
+    @property
+    def ties(self) -> int:
+        return sum(d.kind == "tie" for d in self.divergences)
+
+    @property
+    def bugs(self) -> int:
+        return sum(d.kind == "bug" for d in self.divergences)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "exact/pass": float(self.bugs == 0),
+            "exact/ties": float(self.ties),
+            "exact/bugs": float(self.bugs),
+            "exact/tokens": float(self.tokens),
+        }
+
+    def __str__(self) -> str:
+        said = "identical" if not self.divergences else f"{self.ties} near ties, {self.bugs} bugs"
+        return f"{self.tokens} tokens of {self.rows} rows compared with plain decoding: {said}"
+
+
+def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Exactness:
+    """Decode the prompts both ways, all rows in one ragged batch, and class every difference."""
+    coupled = copy.copy(engine)
+    coupled.rule = Match()
+    plain = engine.plain().generate(prompts, max_new_tokens).tokens
+    fast = coupled.generate(prompts, max_new_tokens).tokens
+    found = Exactness(len(prompts))
+    for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if same is None and len(a) != len(b):
+            same = min(len(a), len(b))  # one stopped earlier: nothing numerical can explain that
+        found.tokens += len(a) if same is None else same
+        if same is None:
+            continue
+        x, y = (t[same] if same < len(t) else -1 for t in (a, b))
+        text = [*prompt, *a[:same]]
+        tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, row)
+        found.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
+    return found
+
+
+def near_winners(engine: Engine, text: Sequence[int], stream: int) -> set[int]:
+    """Tokens that rounding could make follow `text` on this noise stream, from a float32 forward."""
+    target, sampling = engine.target, engine.sampling
+    logits = reference_logits(target, text)
+    eps = TOLERANCE[target.dtype]
+    slack = eps * float(logits.abs().max())
+    if sampling.temperature == 0:
+        return set(torch.nonzero(logits >= logits.max() - 2 * slack).flatten().tolist())
+    device = logits.device
+    key = mix(mix(torch.tensor([stream], device=device)) + len(text))
+    winners: set[int] = set()
+    for top_p in {sampling.top_p, min(1.0, sampling.top_p + eps), sampling.top_p * (1 - eps)}:
+        law = replace(sampling, top_p=top_p).law(logits[None])
+        race = Noise(engine.seed).race(law, key, TOKEN).log()[0]
+        near = race >= race.max() - 2 * slack / sampling.temperature
+        winners |= set(torch.nonzero(near).flatten().tolist())
+    return winners
+
+
+@torch.inference_mode()
+def reference_logits(target: LM, text: Sequence[int]) -> torch.Tensor:
+    """float32 logits [V] after `text`, by the unmodified model without a cache."""
+    module = target.module
+    if target.dtype == torch.bfloat16:
+        module = copy.deepcopy(module).float()
+    ids = torch.tensor([list(text)], device=target.device)
+    return module(input_ids=ids, use_cache=False).logits[0, -1, : target.vocab].float()

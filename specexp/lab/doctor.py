@@ -1,0 +1,116 @@
+"""Is this machine ready, and how fast is it? Versions, device, dtype speed, disk, what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import platform
+import re
+import shutil
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from specexp.lab import track
+from specexp.lm import free_memory
+from specexp.zoo import shelf
+
+SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
+_WIDTH, _LAYERS = 1024, 32  # 128 MiB of float32 weights: too large for the caches that matter
+
+
+def examine(console: Console) -> bool:
+    """Print the report; False when something that every run needs is missing."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = Table(box=None, show_header=False)
+    facts.add_row(
+        "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    facts.add_row("packages", ", ".join(f"{n} {_version(n) or 'missing'}" for n in SHOWN))
+    facts.add_row("device", _device(device))
+    facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
+    facts.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {_load()}")
+    store = track.store()
+    facts.add_row(
+        "store", f"{store}, {shutil.disk_usage(_existing(store)).free / 2**30:.1f} GiB free"
+    )
+    facts.add_row("zoo", ", ".join(m.name for m in shelf.models()) or "missing")
+    console.print(facts)
+    console.print(speeds(device))
+    problems = missing()
+    if not os.access(_existing(store), os.W_OK):
+        problems.append(f"{store} is not writable: set SPECEXP_MLRUNS to a folder that is")
+    if not shelf.models():
+        problems.append("data/zoo is empty: get a complete checkout, or run `specexp zoo train`")
+    for problem in problems:
+        console.print(f"[bold red]missing[/] {problem}", highlight=False)
+    if not problems:
+        console.print("[green]ready[/]: nothing is missing")
+    return not problems
+
+
+def missing() -> list[str]:
+    """Requirements of the package that are not installed, one line each with the mend."""
+    needed = metadata.requires("specexp") or []
+    names = [re.split(r"[\s;<>=!~\[]", r, maxsplit=1)[0] for r in needed if "extra ==" not in r]
+    return [f"{n}: pip install {n}" for n in names if _version(n) is None]
+
+
+def speeds(device: torch.device) -> Table:
+    """What verifying n tokens costs next to one, by dtype: the whole bet of speculation."""
+    counts = (1, 2, 6, 16, 64)
+    table = Table(
+        "dtype", "one token", "reads", *(f"n={n}" for n in counts[1:]),
+        title="a pass over n tokens, relative to one token (linear layers of this machine)",
+        title_justify="left", title_style="", box=None, header_style="bold",
+    )  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = [torch.randn(_WIDTH, _WIDTH, device=device, dtype=dtype) for _ in range(_LAYERS)]
+        best = {n: min(_pass(weights, n) for _ in range(9)) for n in counts}
+        size = sum(w.numel() * w.element_size() for w in weights)
+        table.add_row(
+            str(dtype).removeprefix("torch."), f"{best[1] * 1e3:.2f} ms",
+            f"{size / best[1] / 1e9:.0f} GB/s", *(f"{best[n] / best[1]:.2f}x" for n in counts[1:]),
+        )  # fmt: skip
+    return table
+
+
+def _pass(weights: list[torch.Tensor], n: int) -> float:
+    x = torch.ones(n, _WIDTH, device=weights[0].device, dtype=weights[0].dtype)
+    _synchronize(x.device)
+    begin = time.perf_counter()
+    for w in weights:
+        torch.nn.functional.linear(x, w)
+    _synchronize(x.device)
+    return time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    return f"cpu ({torch.backends.cpu.get_cpu_capability()}); no CUDA device found"
+
+
+def _load() -> str:
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _existing(path: os.PathLike[str]) -> str:
+    at = os.path.abspath(path)
+    while not os.path.exists(at):
+        at = os.path.dirname(at)
+    return at

@@ -1,0 +1,78 @@
+"""What the rounds of one stream did, in colour: for notebooks and the command line alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group
+from rich.text import Text
+
+from specexp.lab.build import Rig
+from specexp.trace import Round, Step
+
+STYLES = {
+    "accepted": "green",
+    "corrected": "bold yellow",
+    "bonus": "bold cyan",
+    "plain": "default",
+    "rejected": "dim strike red",
+}
+
+
+def pieces(step: Step, tokens: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """(token, kind) of what one round delivered: tokens are the `step.emitted` ones."""
+    last = (
+        "plain" if not step.drafted else "bonus" if step.accepted == step.drafted else "corrected"
+    )
+    for i, token in enumerate(tokens):
+        yield token, "accepted" if i < step.accepted else last
+
+
+def stream(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
+    """The whole text, each token in the colour of how it came about."""
+    text = Text()
+    for step, part in _parts(rounds, tokens, row):
+        for token, kind in pieces(step, part):
+            text.append(rig.decode([token]), STYLES[kind])
+    return text
+
+
+def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
+    """One line a round: what was kept, what was corrected, and the guesses that were thrown away."""
+    text = Text()
+    for number, (step, part) in enumerate(_parts(rounds, tokens, row), 1):
+        text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
+        for token, kind in pieces(step, part):
+            text.append(_visible(rig.decode([token])), STYLES[kind])
+        for token in step.guesses[step.accepted :]:
+            if token >= 0:
+                text.append(_visible(rig.decode([token])), STYLES["rejected"])
+        text.append("\n")
+    return text
+
+
+def legend() -> Text:
+    return Text("  ").join(Text(kind, style) for kind, style in STYLES.items())
+
+
+def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Group:
+    """Generate once and show it: the stream in colour, then round by round."""
+    made = rig.generate([prompt], max_new_tokens)
+    rounds, tokens = made.trace.rounds, made.tokens[0]
+    return Group(
+        legend(), Text(""), Text(prompt, "dim") + stream(rig, rounds, tokens), Text(""),
+        by_round(rig, rounds, tokens),
+    )  # fmt: skip
+
+
+def _parts(
+    rounds: Sequence[Round], tokens: Sequence[int], row: int
+) -> Iterator[tuple[Step, Sequence[int]]]:
+    at = 0
+    for step in (s for r in rounds for s in r.steps if s.row == row):
+        yield step, tokens[at : at + step.emitted]
+        at += step.emitted
+
+
+def _visible(text: str) -> str:
+    return text.replace("\n", "⏎").replace("\t", "⇥")
