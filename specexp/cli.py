@@ -87,7 +87,8 @@ def generate(
     Example: `specexp generate --prompt "def mean(values):" --gamma 4 --rounds`
     """
     from specexp.lab import build
-    from specexp.lab.prompts import load
+    from specexp.lab.certify import certify
+    from specexp.lab.prompts import Prompt, load
 
     if (prompt is None) == (prompts is None):
         raise UserError('give either --prompt "some text" or --prompts FILE')
@@ -97,23 +98,21 @@ def generate(
         )
     if draft is not None and drafter != "model":
         raise UserError(f"--draft goes with --drafter model, not with {drafter}")
-    if prompt == "":
-        raise UserError("the prompt is empty; give it at least one character")
     named = draft or drafter
     options: dict[str, Any] = {
         "target": target, "drafter": named, "gamma": gamma, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "rule": rule, "dtype": dtype, "device": device, "seed": seed,
+        "top_k": top_k, "top_p": top_p, "rule": rule, "dtype": dtype, "device": device,
+        "seed": seed,
     }  # fmt: skip
-    texts = [prompt] if prompt is not None else [p.text for p in load(str(prompts), None, limit)]
-    problems = build.check(
-        options | {"max_new_tokens": max_new_tokens} | _texts(texts, prompts, limit)
-    )
+    if prompt is None:
+        chosen = load(str(prompts), None, limit)
+    else:
+        chosen = [Prompt(0, "command line", (prompt,))]
+    problems = build.check(options | {"max_new_tokens": max_new_tokens}, chosen)
     if problems:
         raise UserError("\n".join(problems))
     rig = build.build(**options)
-    from specexp.lab.certify import certify
-
-    for text in texts:
+    for text in (p.text for p in chosen):
         made = rig.generate([text], max_new_tokens)
         exact = certify(rig.engine, rig.encode([text]), max_new_tokens)
         if as_json:
@@ -122,10 +121,6 @@ def generate(
             _show(rig, text, made, exact, rounds)
         if exact.bugs:
             raise typer.Exit(1)
-
-
-def _texts(texts: list[str], prompts: str | None, limit: int | None) -> dict[str, Any]:
-    return {"texts": texts} if prompts is None else {"prompts": prompts, "limit": limit}
 
 
 def _as_dict(rig: Rig, text: str, made: Generation, exact: Exactness) -> dict[str, Any]:
@@ -166,8 +161,9 @@ def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool)
         console.print(look.by_round(rig, trace.rounds, made.tokens[0]), soft_wrap=True)
     console.print(look.legend())
     console.print(
-        f"{record.emitted} tokens in {record.passes} target passes: {record.length:.2f} tokens a "
-        f"pass, {record.rate:.0%} of {record.drafted} guesses kept, {1 / trace.tpot_s:.0f} tokens/s",
+        f"{record.emitted} tokens in {record.passes} target passes: {record.length:.2f} tokens "
+        f"a pass, {record.rate:.0%} of {record.drafted} guesses kept, "
+        f"{1 / trace.tpot_s:.0f} tokens/s",
         highlight=False,
     )
     console.print(str(exact), highlight=False)

@@ -27,7 +27,7 @@ class DraftModel:
         self.lm, self.sampling = lm, sampling
         self.chosen = chosen or sampling.temperature == 0
         self.name = lm.name
-        self.models = (lm,)
+        self.models: tuple[LM, ...] = (lm,)
         self.context = lm.context
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:

@@ -48,7 +48,7 @@ class NGram:
         return seqs.draft(nodes, torch.where(found, seqs.tokens.gather(1, at.clamp(min=0)), -1))
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` best earlier ends [B, count] of the row's suffix: longest match, then latest."""
+        """The `count` best earlier ends of the row's suffix [B, count]: longest, then latest."""
         S = seqs.tokens.shape[1]
         end = torch.arange(S, device=seqs.tokens.device)
         last = seqs.length[:, None] - 1

@@ -1,8 +1,9 @@
 """Measurements as tables: acceptance, latency of one stream, throughput under batch, pass costs.
 
-Every comparison is interleaved: plain decoding and speculation take turns on the same prompts in the
-same process, forwards then backwards, after a warm-up. Both sides count delivered tokens and decoding
-time, prefill apart. The tables hold raw counts and seconds; ratios and intervals are made from them.
+Every comparison is interleaved: plain decoding and speculation take turns on the same prompts in
+the same process, forwards then backwards, after a warm-up. Both sides count delivered tokens and
+decoding time, prefill apart. The tables hold raw counts and seconds; ratios and intervals are made
+from them.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ def _clock(engine: Engine) -> float:
 def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
     """Speedup that per-position acceptance and measured pass costs foretell, one row a gamma."""
     by_gamma = costs.set_index("gamma")
-    step = float(by_gamma.loc[0].sum())
+    step = float(by_gamma.sum(axis=1).loc[0])
     rows = []
     for gamma, cost in by_gamma.iterrows():
         tokens = 1 + sum(record.marginal[: int(str(gamma))])
@@ -210,7 +211,7 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
 
 
 def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Measured speedup with its interval, tokens/s of both arms and acceptance length, by a column."""
+    """Speedup with its interval, tokens/s of both arms and acceptance length, by a column."""
     rows = []
     for key, part in samples.groupby(by):
         s = stats.speedup(part["plain_s"], part["plain_tokens"], part["s"], part["tokens"])

@@ -75,7 +75,7 @@ def build(
     seed: int = 0,
     ngram: int = 3,
 ) -> Rig:
-    """Load and wire a pairing. gamma: draft length; ngram: longest suffix looked up (drafter ngram).
+    """Load and wire a pairing. gamma: draft length; ngram: longest suffix that is looked up.
 
     device "auto" takes the GPU when there is one. Raises UserError with one line for bad input.
     """
@@ -175,31 +175,32 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-def check(params: dict[str, Any]) -> list[str]:
+def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> list[str]:
     """Everything wrong with these parameters, one line each, without loading a weight.
 
-    Unknown names are ignored: a notebook may have parameters of its own.
+    texts: the prompts, by default those the parameters name. Names that are not known here are
+    ignored: a notebook may have parameters of its own.
     """
     problems: list[str] = []
 
-    def attempt(f: Callable[[], Any]) -> Any:
+    def attempt(f: Callable[..., Any], *args: Any) -> Any:
         try:
-            return f()
+            return f(*args)
         except UserError as e:
             problems.append(str(e))
         except OSError as e:
             problems.append(str(e).strip().splitlines()[0])
 
     for name, at_least in {
-        "gamma": 0, "max_new_tokens": 1, "batch": 1, "limit": 1, "ngram": 1, "seed": 0, "repeats": 1,
+        "gamma": 0, "max_new_tokens": 1, "batch": 1, "limit": 1, "ngram": 1, "seed": 0,
+        "repeats": 1,
     }.items():  # fmt: skip
         for value in _values(params, name, name + "s", name + "es"):
             if value < at_least:
                 problems.append(f"{name} is {value}; it must be {at_least} or more")
     for value in _values(params, "temperature", "temperatures"):
-        attempt(lambda value=value: Sampling(temperature=value))  # type: ignore[misc]
-    attempt(lambda: Sampling(top_k=params.get("top_k", 0)))
-    attempt(lambda: Sampling(top_p=params.get("top_p", 1.0)))
+        attempt(Sampling, value)
+    attempt(Sampling, 0.0, params.get("top_k", 0), params.get("top_p", 1.0))
     if params.get("rule", "reject") not in RULES:
         problems.append(f"rule {params['rule']!r} is unknown; use one of {', '.join(RULES)}")
     if params.get("dtype", "float32") not in lm.DTYPES:
@@ -209,33 +210,25 @@ def check(params: dict[str, Any]) -> list[str]:
         problems.append(f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
     elif device.startswith("cuda") and not torch.cuda.is_available():
         problems.append("no CUDA device is available; use device auto or cpu")
-    texts = attempt(lambda: prompts.load(
-        params.get("prompts", "all"), params.get("categories") or None, params.get("limit"),
-    ))  # fmt: skip
+    if texts is None:
+        named = params.get("prompts", "all"), params.get("categories") or None, params.get("limit")
+        texts = attempt(prompts.load, *named) or []
     if "target" in params:
-        problems += _check_models(params, texts or [], attempt)
+        problems += _check_models(params, texts, attempt)
     return list(dict.fromkeys(problems))
 
 
 def _check_models(
-    params: dict[str, Any], texts: list[prompts.Prompt], attempt: Callable[[Callable[[], Any]], Any]
+    params: dict[str, Any], texts: list[prompts.Prompt], attempt: Callable[..., Any]
 ) -> list[str]:
     target = params["target"]
     config = attempt(lambda: lm.read_config(locate(target)))
-    if config is None:
+    tokenizer = config and attempt(_tokenizer, target)
+    if not tokenizer:
         return []
-    tokenizer = attempt(lambda: _tokenizer(target))
-    if tokenizer is None:
-        return []
-    attempt(lambda: vocabulary(tokenizer, target))
+    attempt(vocabulary, tokenizer, target)
     for drafter in _values(params, "drafter", "drafters", "rivals"):
-        name = attempt(lambda drafter=drafter: resolve_drafter(target, drafter))  # type: ignore[misc]
-        if name and name not in WITHOUT_MODEL:
-            attempt(
-                lambda name=name: (
-                    lm.read_config(locate(name)) and same_tokens(tokenizer, target, name)
-                )
-            )  # type: ignore[misc]
+        attempt(_check_drafter, target, tokenizer, drafter)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     new = params.get("max_new_tokens", 0)
     problems = []
@@ -243,13 +236,20 @@ def _check_models(
         if gamma >= context:
             problems.append(f"gamma {gamma} exceeds the {context}-token context of {target}")
     for prompt in texts:
-        need = len(tokenizer(prompt.text).input_ids) + new
+        need = len(attempt(encode, tokenizer, prompt.text) or []) + new
         if need > context:
             problems.append(
                 f"prompt {prompt.question_id} and {new} new tokens need {need} tokens, "
                 f"{need - context} more than the {context}-token context of {target}"
             )
     return problems
+
+
+def _check_drafter(target: str, tokenizer: Any, drafter: str) -> None:
+    name = resolve_drafter(target, drafter)
+    if name not in WITHOUT_MODEL:
+        lm.read_config(locate(name))
+        same_tokens(tokenizer, target, name)
 
 
 def _values(params: dict[str, Any], *names: str) -> list[Any]:

@@ -3,9 +3,9 @@
 Greedy output is compared with plain decoding. Sampled output is compared under coupled noise: with
 the rule Match the speculative text must equal plain sampling exactly. The two paths add up the same
 numbers in another order, so a near tie may fall either way: at the first difference the law is
-recomputed in float32 without any cache, and the difference is a `tie` only if both tokens are within
-rounding of winning there; otherwise it is a `bug`. (That Reject keeps the law is proved by exact
-enumeration in the tests; what a run can still get wrong is caches, masks and positions.)
+recomputed in float32 without any cache, and the difference is a `tie` only if both tokens are
+within rounding of winning there; otherwise it is a `bug`. (That Reject keeps the law is proved by
+exact enumeration in the tests; what a run can still get wrong is caches, masks and positions.)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
 
 def near_winners(engine: Engine, text: Sequence[int], stream: int) -> set[int]:
-    """Tokens that rounding could make follow `text` on this noise stream, from a float32 forward."""
+    """Tokens that rounding could make follow `text` on this noise, from a float32 forward."""
     target, sampling = engine.target, engine.sampling
     logits = reference_logits(target, text)
     eps = TOLERANCE[target.dtype]

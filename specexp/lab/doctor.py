@@ -1,4 +1,4 @@
-"""Is this machine ready, and how fast is it? Versions, device, dtype speed, disk, what is missing."""
+"""Is this machine ready, and how fast? Versions, device, dtype speed, disk, what is missing."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def stream(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 
 
 
 def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
-    """One line a round: what was kept, what was corrected, and the guesses that were thrown away."""
+    """One line a round: what was kept, what was corrected, and the guesses thrown away."""
     text = Text()
     for number, (step, part) in enumerate(_parts(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")

@@ -6,12 +6,14 @@ independent. "Faster" is said only of an interval that excludes 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import bootstrap
+
+_TINY = np.finfo(float).tiny
 
 
 class Interval(NamedTuple):
@@ -25,36 +27,34 @@ class Interval(NamedTuple):
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def ratio(above: ArrayLike, below: ArrayLike, seed: int = 0) -> Interval:
-    """sum(above) / sum(below) over units [n] that belong together pairwise (percentile bootstrap)."""
-    a, b = np.asarray(above, float), np.asarray(below, float)
-    if a.shape != b.shape or a.ndim != 1 or not a.size:
-        raise ValueError(f"need two equally long series, got {a.shape} and {b.shape}")
-    value = float(a.sum() / b.sum()) if b.sum() else float("nan")
-    if a.size < 2 or not np.isfinite(value):
-        return Interval(value, value, value)
-    found = bootstrap(
-        (a, b),
-        lambda x, y, axis=-1: x.sum(axis) / np.maximum(y.sum(axis), np.finfo(float).tiny),
-        paired=True, vectorized=True, method="percentile", n_resamples=2000, rng=seed,
-    )  # fmt: skip
-    return Interval(value, *map(float, found.confidence_interval))
+def ratio(above: ArrayLike, below: ArrayLike) -> Interval:
+    """sum(above) / sum(below) over paired units [n]; 0 where both are 0."""
+    return interval(lambda a, b: a.sum(-1) / np.maximum(b.sum(-1), _TINY), above, below)
 
 
 def speedup(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike
 ) -> Interval:
-    """Seconds a delivered token of plain decoding over the same of speculation, paired units [n]."""
-    ps, pt, fs, ft = (np.asarray(x, float) for x in (plain_s, plain_tokens, fast_s, fast_tokens))
+    """Seconds a delivered token, plain decoding over speculation, of paired units [n]."""
+    return interval(
+        lambda ps, pt, fs, ft: (ps.sum(-1) / pt.sum(-1)) / (fs.sum(-1) / ft.sum(-1)),
+        plain_s, plain_tokens, fast_s, fast_tokens,
+    )  # fmt: skip
 
-    def statistic(ps: np.ndarray, pt: np.ndarray, fs: np.ndarray, ft: np.ndarray, axis: int = -1):  # type: ignore[no-untyped-def]
-        return (ps.sum(axis) / pt.sum(axis)) / (fs.sum(axis) / ft.sum(axis))
 
-    value = float(statistic(ps, pt, fs, ft))
-    if ps.size < 2:
+def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
+    """A statistic of paired columns [n] with its percentile bootstrap interval over units.
+
+    `statistic` takes columns [..., n] and reduces the last axis.
+    """
+    data = [np.asarray(c, float) for c in columns]
+    if len({d.shape for d in data}) != 1 or data[0].ndim != 1 or not data[0].size:
+        raise ValueError(f"need equally long series, got shapes {[d.shape for d in data]}")
+    value = float(statistic(*data))
+    if data[0].size < 2:
         return Interval(value, value, value)
     found = bootstrap(
-        (ps, pt, fs, ft), statistic,
+        data, lambda *x, axis: statistic(*x),
         paired=True, vectorized=True, method="percentile", n_resamples=2000, rng=0,
     )  # fmt: skip
     return Interval(value, *map(float, found.confidence_interval))
