@@ -108,8 +108,8 @@ def best_gamma(alpha: float, cost: float, limit: int = LONGEST) -> int:
 def break_even_alpha(gamma: int, cost: float) -> float:
     """The alpha above which `speedup(alpha, gamma, cost)` exceeds 1; 1.0 if none does.
 
-    At gamma = 1 it is the cost itself, and no draft length pays at a lower alpha
-    (Corollary 3.9).
+    At gamma = 1 it is the cost itself (Corollary 3.9), and a longer draft never pays at a lower
+    alpha: its later guesses are kept less often and cost the same.
     """
     _check(gamma=gamma, cost=cost)
     if gamma == 0 or cost >= 1:
