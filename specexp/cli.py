@@ -43,10 +43,11 @@ def main() -> None:
     try:
         app()
     except UserError as e:
-        Console(stderr=True).print(f"[bold red]error[/]: {_plain(str(e))}", highlight=False)
+        for line in str(e).splitlines():
+            _complain("error", line)
         sys.exit(2)
     except NonFiniteLogits as e:
-        Console(stderr=True).print(f"[bold red]failed[/]: {_plain(str(e))}", highlight=False)
+        _complain("failed", str(e))
         sys.exit(1)
 
 
@@ -165,6 +166,7 @@ def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool)
         f"a pass, {record.rate:.0%} of {record.drafted} guesses kept, "
         f"{1 / trace.tpot_s:.0f} tokens/s",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(str(exact), highlight=False)
 
@@ -277,10 +279,10 @@ def _relative(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _plain(message: str) -> str:
-    from rich.markup import escape
+def _complain(what: str, line: str) -> None:
+    from rich.text import Text
 
-    return escape(message)
+    Console(stderr=True).print(Text(what, "bold red") + Text(f": {line}", ""), soft_wrap=True)
 
 
 if __name__ == "__main__":

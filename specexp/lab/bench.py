@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from specexp import theory
 from specexp.engine import Engine
 from specexp.lab import stats
 from specexp.lab.build import Rig
@@ -200,13 +201,17 @@ def _clock(engine: Engine) -> float:
 
 
 def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
-    """Speedup that per-position acceptance and measured pass costs foretell, one row a gamma."""
-    by_gamma = costs.set_index("gamma")
-    step = float(by_gamma.sum(axis=1).loc[0])
+    """Speedup that per-position acceptance and measured pass costs foretell, one row a gamma.
+
+    record: acceptance at the longest draft; positions it never reached count as never accepted.
+    """
+    step = float(costs.loc[costs["gamma"] == 0, ["draft_s", "verify_s", "rest_s"]].to_numpy().sum())
+    kept = [*record.conditional, *[0.0] * int(costs["gamma"].max())]
     rows = []
-    for gamma, cost in by_gamma.iterrows():
-        tokens = 1 + sum(record.marginal[: int(str(gamma))])
-        rows.append({"gamma": gamma, "tokens": tokens, "speedup": tokens * step / cost.sum()})
+    for gamma, draft, verify, rest in costs.itertuples(index=False):
+        tokens = theory.tokens_of_round(kept[:gamma])
+        speedup = theory.measured_speedup(kept[:gamma], draft, verify + rest, step)
+        rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup})
     return pd.DataFrame(rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Group
 from rich.text import Text
@@ -30,11 +31,8 @@ def pieces(step: Step, tokens: Sequence[int]) -> Iterator[tuple[int, str]]:
 
 def stream(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
     """The whole text, each token in the colour of how it came about."""
-    text = Text()
-    for step, part in _parts(rounds, tokens, row):
-        for token, kind in pieces(step, part):
-            text.append(rig.decode([token]), STYLES[kind])
-    return text
+    made = [p for step, part in _parts(rounds, tokens, row) for p in pieces(step, part)]
+    return _coloured(rig, made)
 
 
 def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
@@ -42,11 +40,8 @@ def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int 
     text = Text()
     for number, (step, part) in enumerate(_parts(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
-        for token, kind in pieces(step, part):
-            text.append(_visible(rig.decode([token])), STYLES[kind])
-        for token in step.guesses[step.accepted :]:
-            if token >= 0:
-                text.append(_visible(rig.decode([token])), STYLES["rejected"])
+        wrong = [(t, "rejected") for t in step.guesses[step.accepted :] if t >= 0]
+        text.append(_coloured(rig, [*pieces(step, part), *wrong], visible=True))
         text.append("\n")
     return text
 
@@ -74,5 +69,10 @@ def _parts(
         at += step.emitted
 
 
-def _visible(text: str) -> str:
-    return text.replace("\n", "⏎").replace("\t", "⇥")
+def _coloured(rig: Rig, made: Sequence[tuple[int, str]], visible: bool = False) -> Text:
+    """Neighbours of one kind are decoded together, since a character may span tokens."""
+    text = Text()
+    for kind, group in groupby(made, key=lambda piece: piece[1]):
+        said = rig.decode([token for token, _ in group])
+        text.append(said.replace("\n", "⏎").replace("\t", "⇥") if visible else said, STYLES[kind])
+    return text

@@ -1,0 +1,168 @@
+"""The command line as a user meets it: output, one-line errors, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from specexp import cli
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run("theory", "--alpha", ".8") -> (exit code, stdout, stderr)."""
+
+    def call(*args: str):
+        monkeypatch.setattr(sys, "argv", ["specexp", *args])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return call
+
+
+def test_help_reads_well_and_imports_nothing_heavy():
+    code = "import sys; from specexp import cli; cli.app(['--help'], standalone_mode=False); "
+    check = "print(sorted({'torch', 'transformers', 'mlflow', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in ("generate", "theory", "models", "doctor", "ui", "grid", "zoo"):
+        assert command in done.stdout
+    assert done.stdout.strip().endswith("[]")
+
+
+def test_theory_prints_the_four_figures(run):
+    code, out, _ = run("theory", "--alpha", "0.75", "--gamma", "4", "--cost", "0", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == {"tokens_per_pass", "speedup", "operations", "best_gamma"}
+    assert found["tokens_per_pass"] == pytest.approx(3.05, abs=0.005)
+    _, out, _ = run("theory", "--alpha", "0.75", "--gamma", "4")
+    assert "tokens_per_pass" in out
+    assert "3.05" in out
+
+
+def test_theory_refuses_impossible_numbers(run):
+    code, _, err = run("theory", "--alpha", "1.5", "--gamma", "4")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert "alpha" in err
+
+
+def test_generate_json_tells_tokens_rounds_acceptance_and_exactness(run, tiny_folders):
+    target, draft = tiny_folders
+    code, out, err = run(
+        "generate", "--target", target, "--drafter", "model", "--draft", draft, "--gamma", "3",
+        "--max-new-tokens", "12", "--prompt", "def mean(values):", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    made = json.loads(out)
+    assert set(made) == {"prompt", "tokens", "text", "rounds", "acceptance", "exact"}
+    assert len(made["tokens"]) == 12 == sum(r["emitted"] for r in made["rounds"])
+    record = made["acceptance"]
+    assert record["accepted"] == sum(r["accepted"] for r in made["rounds"])
+    assert record["rate"] == pytest.approx(record["accepted"] / record["drafted"])
+    assert record["length"] == pytest.approx(1 + sum(record["marginal"]))
+    assert made["exact"] == {"pass": True, "tokens": 12, "ties": 0, "bugs": 0}
+
+
+@pytest.mark.parametrize("drafter", ["null", "ngram"])
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_generate_is_the_same_text_whatever_drafts(run, tiny_folders, drafter, temperature):
+    options = ("generate", "--target", tiny_folders[0], "--temperature", temperature, "--json")
+    tail = ("--rule", "match", "--max-new-tokens", "10", "--prompt", "a b a b a")
+    texts = {
+        json.loads(run(*options, "--drafter", d, *tail)[1])["text"] for d in ("null", drafter)
+    }  # fmt: skip
+    assert len(texts) == 1
+
+
+def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
+    _, out, _ = run(
+        "generate", "--target", tiny_folders[0], "--drafter", "ngram", "--rounds",
+        "--max-new-tokens", "16", "--prompt", "x y x y x y",
+    )  # fmt: skip
+    assert "16 tokens in" in out
+    assert "kept/guessed" in out
+    assert "identical" in out
+    assert "accepted  corrected  bonus" in out
+
+
+def test_generate_reads_a_prompts_file_one_json_object_a_line(run, tiny_folders, tmp_path):
+    file = tmp_path / "question.jsonl"
+    lines = [{"question_id": i, "category": "mine", "turns": [f"text {i}"]} for i in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    _, out, _ = run(
+        "generate", "--target", tiny_folders[0], "--drafter", "null", "--prompts", str(file),
+        "--limit", "2", "--max-new-tokens", "4", "--json",
+    )  # fmt: skip
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["text 0", "text 1"]
+
+
+BAD = {
+    "no prompt": ([], "--prompt"),
+    "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
+    "empty prompt": (["--prompt", ""], "empty"),
+    "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "null, ngram or model"),
+    "draft without model": (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "--draft"),
+    "unknown draft": (["--prompt", "a", "--draft", "siblin-3m"], "siblin-3m"),
+    "no sibling": (["--prompt", "a"], "name one"),
+    "gamma below 0": (["--prompt", "a", "--drafter", "null", "--gamma", "-1"], "gamma is -1"),
+    "gamma beyond": (["--prompt", "a", "--drafter", "ngram", "--gamma", "999"], "exceeds the 128"),
+    "temperature": (["--prompt", "a", "--drafter", "null", "--temperature", "-1"], "temperature"),
+    "top-p 0": (["--prompt", "a", "--drafter", "null", "--top-p", "0"], "(0, 1]"),
+    "top-p 2": (["--prompt", "a", "--drafter", "null", "--top-p", "2"], "(0, 1]"),
+    "top-k": (["--prompt", "a", "--drafter", "null", "--top-k", "-1"], "top_k"),
+    "rule": (["--prompt", "a", "--drafter", "null", "--rule", "typical"], "match, reject"),
+    "dtype": (["--prompt", "a", "--drafter", "null", "--dtype", "int8"], "float32"),
+    "device": (["--prompt", "a", "--drafter", "null", "--device", "tpu"], "cuda"),
+    "prompts file": (["--prompts", "missing.jsonl", "--drafter", "null"], "missing.jsonl"),
+    "too long": (["--prompt", "a b " * 200, "--drafter", "null"], "more than the 128-token"),
+    "no tokens": (["--prompt", "a", "--drafter", "null", "--max-new-tokens", "0"], "1 or more"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run, tiny_folders, case):
+    args, said = BAD[case]
+    code, out, err = run("generate", "--target", tiny_folders[0], *args)
+    assert code == 2
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err + out
+
+
+def test_every_problem_is_told_at_once(run, tiny_folders):
+    args = ("--drafter", "null", "--gamma", "-1", "--top-p", "0", "--prompt", "a")
+    _, _, err = run("generate", "--target", tiny_folders[0], *args)
+    assert len(err.strip().splitlines()) == 2
+
+
+def test_unknown_target_names_the_ones_there_are(run):
+    code, _, err = run("generate", "--target", "target-10n", "--prompt", "a")
+    assert code == 2
+    assert "did you mean 'target-10m'" in err
+
+
+def test_models_lists_the_zoo_and_the_drafts_of_each_target(run):
+    _, out, _ = run("models", "--json")
+    found = {m["name"]: m for m in json.loads(out)}
+    assert found["target-10m"]["drafts"] == ["sibling-3m", "sibling-1m"]
+    assert {"name", "path", "parameters", "role", "drafts"} <= set(found["random-tiny"])
+    _, table, _ = run("models")
+    assert "sibling-3m" in table
+
+
+def test_doctor_finds_what_is_there_and_what_is_missing(run, monkeypatch):
+    code, out, _ = run("doctor")
+    assert code == 0
+    for word in ("python", "torch", "device", "free memory", "bfloat16", "zoo", "ready"):
+        assert word in out
+    from specexp.lab import doctor
+
+    monkeypatch.setattr(doctor, "missing", lambda: ["papermill: pip install papermill"])
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "pip install papermill" in out
