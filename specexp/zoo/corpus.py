@@ -26,6 +26,7 @@ import re
 import sysconfig
 import tokenize
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,14 +84,17 @@ def gather(
     """Read the standard library and generate the rest.
 
     `records` and `edits` count the generated training documents (a sixteenth as many are held
-    out); `limit` keeps only that many source files.
+    out); `limit` keeps only that many source files and topics.
     """
     sources = _sources(limit)
     sides: list[dict[str, list[str]]] = []
+    seen: set[str] = set()  # a few docstrings stand in several files
     for side, held in (("train", False), ("held", True)):
         mine = [text for text in sources if is_held_out(text) == held]
         code = _unique(piece for text in mine for piece in pieces(text))
         prose = _unique(passage for text in mine for passage in passages(text))
+        code, prose = ([t for t in part if t not in seen] for part in (code, prose))
+        seen.update(code, prose)
         share = HELD_OUT if held else 256
         rng = random.Random(f"{seed} {side}")
         snippets = [s for text in mine for s in functions(text)]
@@ -171,7 +175,7 @@ def _sources(limit: int | None) -> list[str]:
         for path in root.rglob(pattern)
         if not any(part in LEFT_OUT for part in path.relative_to(root).parts)
     )
-    texts = list(importlib.import_module("pydoc_data.topics").topics.values())
+    texts = list(importlib.import_module("pydoc_data.topics").topics.values())[:limit]
     for path in paths[:limit]:
         try:
             texts.append(path.read_text(encoding="utf-8"))
@@ -180,8 +184,8 @@ def _sources(limit: int | None) -> list[str]:
     return _unique(texts)
 
 
-def _unique(texts: object) -> list[str]:
-    return list(dict.fromkeys(texts))  # type: ignore[call-overload, no-any-return]
+def _unique(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
 
 
 def _ends_decorated(piece: str) -> bool:

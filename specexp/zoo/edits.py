@@ -24,12 +24,12 @@ import random
 import re
 from collections.abc import Sequence
 
-from specexp.zoo.records import FIELDS, csv, json_lines, key_value, rows
+from specexp.zoo.records import FIELDS, csv, json_lines, key_value, rows, words
 
-NEW_NAMES = (
+NEW_NAMES = words(
     "total value result item entry index count text data name path node key table buffer source "
     "output line width first last other current size"
-).split()
+)
 NOTES = (
     "do the work",
     "check the input first",
@@ -64,7 +64,9 @@ def _of_code(rng: random.Random, code: str) -> str:
     if what == "rename" and names:
         old = rng.choice(names)
         new = rng.choice([n for n in NEW_NAMES if not re.search(rf"\b{n}\b", code)] or ["renamed"])
-        return _document("# Before", code, f"# After: rename {old} to {new}", rename(code, old, new))
+        return _document(
+            "# Before", code, f"# After: rename {old} to {new}", rename(code, old, new)
+        )
     if what == "comment":
         at = rng.randrange(body, len(lines))
         indent = re.match(r"\s*", lines[at])[0] or "    "  # type: ignore[index]
@@ -113,7 +115,7 @@ def _of_records(rng: random.Random) -> str:
         return _document("JSON lines:", json_lines(table), "CSV:", csv(table))
     write = rng.choice((json_lines, csv, key_value))
     row = rng.choice(table)
-    where, column = list(row)[0], rng.choice(list(row)[1:])
+    where, column = next(iter(row)), rng.choice(list(row)[1:])
     place = f"where {where} is {_plain(row[where])}"
     if what == "remove":
         rest = [r for r in table if r[where] != row[where]] or table[:1]

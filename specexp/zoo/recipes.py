@@ -102,7 +102,7 @@ SIBLING_3M = Recipe(
     hidden=1024,
     heads=4,
     kv_heads=2,
-    phases=(Phase(700, 32, 256), Phase(250, 16, 512), Phase(80, 8, 1024)),
+    phases=(Phase(600, 32, 256), Phase(150, 8, 1024)),
     teacher="target-10m",
     seed=1,
 )
@@ -115,7 +115,7 @@ SIBLING_1M = Recipe(
     hidden=1024,
     heads=2,
     kv_heads=1,
-    phases=(Phase(400, 32, 256), Phase(120, 16, 512), Phase(40, 8, 1024)),
+    phases=(Phase(320, 32, 256), Phase(60, 8, 1024)),
     teacher="target-10m",
     seed=2,
 )
@@ -133,8 +133,15 @@ RANDOM = Recipe(
 RECIPES = (TARGET, SIBLING_3M, SIBLING_1M, RANDOM)
 
 
-def quick(recipe: Recipe, steps: int = 4) -> Recipe:
-    """The same recipe shrunk to a smoke run: narrow layers, a few short steps."""
-    phases = (Phase(steps, 4, 64), Phase(max(1, steps // 2), 2, 128)) if recipe.phases else ()
-    return replace(recipe, layers=min(recipe.layers, 2), width=64, hidden=128, heads=2, kv_heads=1,
-                   phases=phases)  # fmt: skip
+def quick_version(recipe: Recipe, steps: int = 4) -> Recipe:
+    """The same recipe shrunk to a smoke run: narrow layers and a few short steps."""
+    phases = (Phase(steps, 4, 64), Phase(steps // 2, 2, 128)) if recipe.phases else ()
+    return replace(
+        recipe,
+        layers=min(recipe.layers, 2),
+        width=64,
+        hidden=128,
+        heads=2,
+        kv_heads=1,
+        phases=phases,
+    )

@@ -8,34 +8,51 @@ import json
 import random
 from collections.abc import Callable
 
-NAMES = (
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = words(
     "Ada Alan Anna Barbara Carlos Chen Clara David Diego Edith Elena Emil Farah Felix Grace Hana "
     "Hugo Ines Ivan Jonas Julia Kofi Lena Leo Lina Maria Marco Mina Nadia Noah Olga Omar Paula "
     "Priya Rosa Samir Sofia Tomas Vera Yuki"
-).split()
-SURNAMES = (
+)
+SURNAMES = words(
     "Adams Baker Costa Diaz Evans Fischer Garcia Hansen Ito Jensen Khan Lopez Meyer Novak Okafor "
     "Park Quinn Rossi Silva Tanaka Usman Varga Weber Young Zhang"
-).split()
-CITIES = (
+)
+CITIES = words(
     "Athens Berlin Boston Cairo Chicago Dublin Geneva Hamburg Helsinki Lagos Lima Lisbon London "
     "Madrid Mumbai Nairobi Oslo Paris Prague Rome Seoul Sydney Tokyo Toronto Vienna Warsaw Zurich"
-).split()
-ITEMS = (
+)
+ITEMS = words(
     "apples bolts bottles boxes cables candles chairs clocks cups desks doors filters gloves "
     "hammers keys lamps maps mirrors nails paper pencils pipes plates pumps ropes screws shelves "
     "spoons tables tiles tools valves windows wires"
-).split()
-COLORS = "black blue brown green grey orange purple red white yellow".split()
-STATUSES = "active archived cancelled closed done failed new open paid pending ready shipped".split()
-HOSTS = "alpha beta cache db delta gateway mail node proxy queue store web worker".split()
-UNITS = "cm g kg km l m ml mm s".split()
-PATHS = "account cart health images index items login orders reports search status users".split()
-EVENTS = (
-    "cache miss|connection closed|connection opened|file not found|job finished|job started|"
-    "message received|message sent|request accepted|request rejected|retry scheduled|"
-    "session expired|task queued|user logged in|user logged out"
-).split("|")
+)
+COLORS = words("black blue brown green grey orange purple red white yellow")
+STATUSES = words("active archived cancelled closed done failed new open paid pending ready shipped")
+HOSTS = words("alpha beta cache db delta gateway mail node proxy queue store web worker")
+UNITS = words("cm g kg km l m ml mm s")
+PATHS = words("account cart health images index items login orders reports search status users")
+EVENTS = [
+    "cache miss",
+    "connection closed",
+    "connection opened",
+    "file not found",
+    "job finished",
+    "job started",
+    "message received",
+    "message sent",
+    "request accepted",
+    "request rejected",
+    "retry scheduled",
+    "session expired",
+    "task queued",
+    "user logged in",
+    "user logged out",
+]
 LEVELS = ("DEBUG", "INFO", "INFO", "INFO", "WARNING", "ERROR")
 
 Field = Callable[[random.Random, int], object]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from specexp.zoo.recipes import CONTEXT, END, VOCABULARY, Recipe
@@ -37,6 +37,14 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
+    )
+    return wrap(bpe)
+
+
+def wrap(bpe: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer as `transformers` wants it; what it encodes begins like every document."""
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{END_TEXT} $A", special_tokens=[(END_TEXT, END)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -11,8 +11,8 @@ This file does not know what the text is (`corpus.py`) or how a batch is drawn (
 """
 
 import hashlib
-import logging
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +20,123 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from tqdm import tqdm
-from transformers import LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specexp.zoo.recipes import Recipe
-from specexp.zoo.rows import Documents, Rows
+from specexp.errors import UserError
+from specexp.zoo.cards import describe, measure, write
+from specexp.zoo.corpus import Corpus, gather
+from specexp.zoo.recipes import END, RECIPES, Recipe, quick_version
+from specexp.zoo.rows import Documents, Rows, encode, train_tokenizer, wrap
 
-log = logging.getLogger(__name__)
+WORK = Path(__file__).resolve().parents[2] / "mlruns" / "zoo"
 CHECKPOINT_EVERY = 100
+REPEATS = {"prose": 2, "continued": 3}  # times an epoch
 Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+def train_zoo(
+    only: list[str] | None = None,
+    out: Path | None = None,
+    work: Path = WORK,
+    device: str = "cpu",
+    quick: bool = False,
+) -> list[Path]:
+    """Train the zoo, or the models named by `only`, into folders under `out`.
+
+    `work` keeps the checkpoints of unfinished runs; `out` defaults to `work / "models"`, so the
+    shipped models stay as they are unless it is pointed at them. A draft model needs its target
+    in `out`. `quick` runs the same code on little text for a few steps: the models are useless,
+    and it takes a minute. Returns the folders written.
+
+    Raises UserError for an unknown model, a device that is not there, or a target not yet made.
+    """
+    out = out or work / ("quick" if quick else "models")
+    recipes = _chosen(only)
+    _check(device)
+    corpus = gather(records=80, edits=80, limit=24) if quick else gather()
+    made = []
+    for recipe in recipes:
+        made.append(out / recipe.name)
+        _make(quick_version(recipe) if quick else recipe, corpus, out, work, device, quick)
+    return made
+
+
+def _make(recipe: Recipe, corpus: Corpus, out: Path, work: Path, device: str, quick: bool) -> None:
+    """One model, from its recipe to its folder."""
+    target = _load(out / recipe.teacher, device) if recipe.teacher else None
+    tokenizer = _tokenizer(corpus, recipe, out)
+    train = {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
+    held = {kind: encode(tokenizer, texts) for kind, texts in corpus.held.items()}
+    if target is not None:
+        given = [d for kind in corpus.train for d in train[kind]]
+        train["continued"] = _continued_once(target, given, 8 if quick else 1280, work)
+    losses: list[float] = []
+    model = recipe.build()
+    if recipe.phases:
+        compiled = not quick and (device != "cpu" or shutil.which("g++") is not None)
+        rows = Rows(train, REPEATS)
+        model, losses = fit(recipe, rows, work, target, device, compiled)
+    shipped = model.to(torch.bfloat16)
+    shipped.generation_config = GenerationConfig(
+        bos_token_id=END, eos_token_id=END, pad_token_id=END
+    )
+    folder = out / recipe.name
+    part = out / f".{recipe.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    shipped.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    tokens = 2_048 if quick else 32_768
+    figures = measure(shipped.float().to(device), held, target, tokens)
+    write(part, describe(recipe, shipped, figures, corpus.facts(), losses))
+    shutil.rmtree(folder, ignore_errors=True)
+    part.replace(folder)
+
+
+def _chosen(only: list[str] | None) -> list[Recipe]:
+    names = [recipe.name for recipe in RECIPES]
+    for name in only or []:
+        if name not in names:
+            raise UserError(f"no recipe for {name!r}: the zoo trains {', '.join(names)}")
+    return [recipe for recipe in RECIPES if only is None or recipe.name in only]
+
+
+def _check(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"cannot train on {device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _load(folder: Path, device: str) -> LlamaForCausalLM:
+    """A finished model in float32, not to be trained further."""
+    if not (folder / "model.safetensors").exists():
+        raise UserError(
+            f"no {folder.name} in {folder.parent}: train it first, or choose its folder"
+        )
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _tokenizer(corpus: Corpus, recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of the target for all that goes with it, a new one for a target."""
+    target = next(r.name for r in RECIPES if r.role == "target")
+    path = out / target / "tokenizer.json"
+    if recipe.name != target and path.exists():
+        return wrap(Tokenizer.from_file(str(path)))
+    return train_tokenizer(text for texts in corpus.train.values() for text in texts)
+
+
+def _continued_once(
+    target: LlamaForCausalLM, documents: Documents, count: int, work: Path
+) -> Documents:
+    """What the target continued, from the file that an earlier run left if there is one."""
+    weights = target.model.embed_tokens.weight.cpu().numpy()
+    path = work / f"continued-{count}-{hashlib.sha256(weights.tobytes()).hexdigest()[:12]}.pt"
+    if not path.exists():
+        _write(path, torch.from_numpy(np.stack(continued(target, documents, count))))
+    return list(torch.load(path, weights_only=True).numpy())
 
 
 def fit(
@@ -38,13 +146,11 @@ def fit(
     teacher: LlamaForCausalLM | None = None,
     device: str = "cpu",
     compiled: bool = True,
-    stop_at: int | None = None,
     checkpoint_every: int = CHECKPOINT_EVERY,
 ) -> tuple[LlamaForCausalLM, list[float]]:
     """Train one model, from its checkpoint under `work` if there is one.
 
-    Returns the model (float32) and its loss at every step. `stop_at` ends the run early, leaving
-    a checkpoint, as a kill between two checkpoints would.
+    Returns the model (float32) and its loss at every step.
     """
     torch.set_flush_denormal(True)
     model = recipe.build()
@@ -60,11 +166,11 @@ def fit(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         losses = state["losses"]
-    loss_of = _loss(model, teacher, device)
+    loss_of = _loss(model, teacher)
     if compiled:
         loss_of = torch.compile(loss_of, dynamic=False)
-    end = recipe.steps if stop_at is None else stop_at
-    bar = tqdm(range(len(losses), end), initial=len(losses), total=recipe.steps, desc=recipe.name)
+    start = len(losses)
+    bar = tqdm(range(start, recipe.steps), initial=start, total=recipe.steps, desc=recipe.name)
     for step in bar:
         batch = rows.batch(recipe, step).to(device)
         loss = loss_of(batch)
@@ -79,39 +185,46 @@ def fit(
         rate = batch[:, 1:].numel() * (bar.format_dict["rate"] or 0.0)
         bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}", tokens_s=f"{rate:.0f}", refresh=False)
         if (step + 1) % checkpoint_every == 0 or step + 1 == recipe.steps:
-            _save(path, model, optimizers, losses)
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "losses": losses,
+            }
+            _write(path, state)
     return model.eval(), losses
 
 
 @torch.no_grad()
 def continued(
     target: LlamaForCausalLM,
-    rows: Rows,
-    recipe: Recipe,
-    count: int = 1280,
-    given: int = 96,
-    new: int = 160,
+    documents: Documents,
+    count: int,
+    given: int = 64,
+    new: int = 191,
     temperature: float = 0.8,
     batch: int = 64,
 ) -> Documents:
-    """Passages of the corpus that the target has continued: `count` of `given + new` tokens."""
-    rng = torch.Generator().manual_seed(recipe.seed)
+    """Beginnings of documents that the target continues: `count` of `given + new + 1` tokens."""
+    rng = torch.Generator().manual_seed(0)
+    long_enough = [document for document in documents if len(document) > given]
     found: Documents = []
-    for step in tqdm(range(-(-count // batch)), desc=f"{recipe.teacher} continues"):
-        parts = [rows.batch(recipe, 2 * step), rows.batch(recipe, 2 * step + 1)]
-        ids = torch.cat(parts)[:batch, :given].to(target.device)
-        text, cache = [ids], None
+    batch = min(batch, count)
+    for _ in tqdm(range(0, count, batch), desc="the target continues the corpus"):
+        drawn = torch.randint(len(long_enough), (batch,), generator=rng).tolist()
+        starts = np.stack([long_enough[i][:given] for i in drawn]).astype(np.int64)
+        text, cache = [torch.from_numpy(starts).to(target.device)], None
         for _ in range(new):
             with torch.autocast(target.device.type, torch.bfloat16):
                 out = target(input_ids=text[-1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             law = (out.logits[:, -1].float() / temperature).softmax(-1).cpu()
             text.append(torch.multinomial(law, 1, generator=rng).to(target.device))
-        found += [row.astype(np.uint16) for row in torch.cat(text, 1).cpu().numpy()]
+        text.append(torch.full_like(text[-1], END))
+        found += list(torch.cat(text, 1).cpu().numpy().astype(np.uint16))
     return found[:count]
 
 
-def _loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, device: str) -> Loss:
+def _loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None) -> Loss:
     """Cross-entropy per token of a batch [B, T + 1], against the text or a teacher's law."""
 
     def logits(net: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
@@ -119,11 +232,11 @@ def _loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, device: str
         return F.linear(hidden, net.lm_head.weight).flatten(0, 1).float()  # [B * T, V]
 
     def of_text(batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16):
             return F.cross_entropy(logits(model, batch[:, :-1]), batch[:, 1:].flatten())
 
     def of_teacher(batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(model.device.type, torch.bfloat16):
             with torch.no_grad():
                 law = logits(teacher, batch[:, :-1]).softmax(-1)
             return F.cross_entropy(logits(model, batch[:, :-1]), law)
@@ -145,22 +258,12 @@ def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opt
     return optimizers
 
 
-def _save(
-    path: Path,
-    model: LlamaForCausalLM,
-    optimizers: list[torch.optim.Optimizer],
-    losses: list[float],
-) -> None:
-    """Write a checkpoint so that a reader finds the old one or the new one, never a part."""
+def _write(path: Path, content: object) -> None:
+    """Save so that a reader finds the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    state = {
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "losses": losses,
-    }
     with part.open("wb") as file:
-        torch.save(state, file)
+        torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)

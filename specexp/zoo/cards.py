@@ -1,0 +1,185 @@
+"""What is said about a trained model: figures on held-out text, `zoo.json` and the model card.
+
+This file does not know how the model came about beyond its recipe and the facts handed to it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from specexp.zoo.recipes import CONTEXT, VOCABULARY, Recipe
+from specexp.zoo.rows import Documents
+
+Figures = dict[str, dict[str, float]]
+
+
+@torch.no_grad()
+def measure(
+    model: LlamaForCausalLM,
+    documents: Mapping[str, Documents],
+    target: LlamaForCausalLM | None = None,
+    tokens: int = 32_768,
+    length: int = 512,
+) -> Figures:
+    """Figures by kind on the first `tokens` tokens of held-out text, in rows of `length`.
+
+    `loss`: nats per token. Beside a target, every position given the true text before it:
+    `agreement`, how often both have the same most probable token, and `overlap`, 1 - TV of the
+    two laws, the chance that rejection sampling accepts (Leviathan et al. 2023, section 3.2).
+    """
+    figures: Figures = {}
+    for kind, texts in documents.items():
+        stream = np.concatenate(texts)[: tokens + 1].astype(np.int64)
+        length = min(length, len(stream) - 1)
+        starts = range(0, len(stream) - length, length)
+        sums: dict[str, float] = {}
+        for start in starts:
+            row = torch.from_numpy(stream[start : start + length + 1])[None].to(model.device)
+            q = model(input_ids=row[:, :-1]).logits.float().log_softmax(-1)[0]  # [T, V]
+            seen = {"loss": F.nll_loss(q, row[0, 1:])}
+            if target is not None:
+                p = target(input_ids=row[:, :-1]).logits.float().log_softmax(-1)[0]
+                seen["agreement"] = (p.argmax(-1) == q.argmax(-1)).float().mean()
+                seen["overlap"] = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
+            for name, value in seen.items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+        figures[kind] = {name: round(value / len(starts), 4) for name, value in sums.items()}
+    return figures
+
+
+def describe(
+    recipe: Recipe,
+    model: LlamaForCausalLM,
+    held_out: Figures,
+    corpus: Mapping[str, Any],
+    losses: Sequence[float],
+) -> dict[str, Any]:
+    """The content of `zoo.json`; `shelf.py` reads the first lines of it."""
+    trained = {
+        "steps": recipe.steps,
+        "tokens": recipe.tokens,
+        "phases": [[p.steps, p.batch, p.length] for p in recipe.phases],
+        "muon_lr": recipe.muon_lr,
+        "adam_lr": recipe.adam_lr,
+        "seed": recipe.seed,
+        "loss": [round(float(np.mean(losses[i : i + 20])), 4) for i in range(0, len(losses), 20)],
+        "torch": torch.__version__.split("+")[0],
+        "corpus": dict(corpus),
+    }
+    return {
+        "name": recipe.name,
+        "role": recipe.role,
+        "target": recipe.teacher,
+        "parameters": model.num_parameters(),
+        "layers": recipe.layers,
+        "width": recipe.width,
+        "about": recipe.about,
+        "hidden": recipe.hidden,
+        "heads": recipe.heads,
+        "kv_heads": recipe.kv_heads,
+        "vocabulary": VOCABULARY,
+        "context": CONTEXT,
+        "dtype": "bfloat16",
+        "held_out": held_out,
+        "trained": trained if recipe.phases else None,
+    }
+
+
+def card(facts: Mapping[str, Any]) -> str:
+    """The model card, in Markdown, from the content of `zoo.json`."""
+    trained = facts["trained"]
+    parts = [
+        "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        "tags: [speculative-decoding]\n---",
+        f"# {facts['name']}",
+        facts["about"],
+        "## Model",
+        f"A Llama ({facts['layers']} layers, width {facts['width']}, {facts['heads']} heads of "
+        f"which {facts['kv_heads']} for keys and values, tied embeddings) of "
+        f"{facts['parameters']:,} parameters in {facts['dtype']}, with a byte-level BPE of "
+        f"{facts['vocabulary']} entries that the whole zoo shares and a context of "
+        f"{facts['context']} tokens. Every document begins after `<|endoftext|>`, so a prompt "
+        "should too.",
+        "## Use",
+        "Made for one purpose: to show and test speculative decoding on any machine, without a "
+        "download. It is a small model of one kind of text, knows no facts worth relying on, "
+        "follows no instructions, and was not trained on misspelt text, languages other than "
+        "English, or truncated logs; on those its guesses are poor, which experiments use.",
+    ]
+    if trained:
+        parts += ["## Training data", _data(trained["corpus"])]
+        parts += ["## Training", _training(facts)]
+    else:
+        parts += ["## Training", "None: the weights are drawn from a seeded generator."]
+    parts += ["## Held-out text", _figures(facts)]
+    parts += [
+        "## Make it again",
+        f"`specexp zoo train --only {facts['name']}` runs the recipe in `specexp/zoo/recipes.py`."
+        " Another Python has another standard library and so gives other weights.",
+        "## Licence",
+        "The weights are under the licence of this repository (MIT). The text they were trained "
+        "on comes with Python, under the Python Software Foundation License.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(folder: Path, facts: Mapping[str, Any]) -> None:
+    """`zoo.json` and `README.md` into a model's folder."""
+    (folder / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (folder / "README.md").write_text(card(facts))
+
+
+def _data(corpus: Mapping[str, Any]) -> str:
+    rows = [
+        f"| {side} | {kind} | {part['documents']:,} | {part['characters']:,} | "
+        f"`{part['sha256'][:16]}` |"
+        for side, parts in corpus["parts"].items()
+        for kind, part in parts.items()
+    ]
+    return (
+        f"The standard library of Python {corpus['python']} ({corpus['sources']} sources, tests "
+        "left out, each once): its code, its docstrings and comments as prose, records drawn from "
+        "a seeded generator, and edits (a passage, then the same passage with one thing changed)."
+        " A source is held out by the hash of its content, and what is made from it stays on its "
+        "side. No other text, and none about people: names in records are invented.\n\n"
+        "| side | kind | documents | characters | sha256 |\n|---|---|---:|---:|---|\n"
+    ) + "\n".join(rows)
+
+
+def _training(facts: Mapping[str, Any]) -> str:
+    trained = facts["trained"]
+    steps = ", then ".join(f"{s} steps of {b} x {n}" for s, b, n in trained["phases"])
+    goal = (
+        "Next-token cross-entropy."
+        if facts["target"] is None
+        else f"Taught the law of {facts['target']} (soft cross-entropy, the forward KL plus a "
+        "constant) on the corpus and on passages which that model continued at temperature 0.8."
+    )
+    return (
+        f"{goal} {trained['tokens']:,} tokens: {steps} tokens. Muon (learning rate "
+        f"{trained['muon_lr']}) for the hidden matrices, AdamW ({trained['adam_lr']}) for the "
+        f"rest, a straight fall to 2 % after a plateau, seed {trained['seed']}, "
+        f"torch {trained['torch']}. Training loss {trained['loss'][0]} in the first 20 steps, "
+        f"{trained['loss'][-1]} in the last."
+    )
+
+
+def _figures(facts: Mapping[str, Any]) -> str:
+    names = list(next(iter(facts["held_out"].values())))
+    lines = [f"| kind | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for kind, values in facts["held_out"].items():
+        lines.append(f"| {kind} | " + " | ".join(f"{values[n]:.3f}" for n in names) + " |")
+    notes = "Loss in nats per token, in rows of up to 512 tokens."
+    if "agreement" in names:
+        notes += (
+            " Given the true text before each position: agreement is how often this model and the "
+            "target have the same most probable token; overlap is 1 - TV of their laws, the "
+            "chance that a sampled guess is accepted."
+        )
+    return "\n".join(lines) + "\n\n" + notes

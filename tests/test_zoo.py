@@ -1,0 +1,326 @@
+"""The zoo: its text, its rows, its training loop, its shelf and the weights that ship."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specexp.errors import UserError
+from specexp.zoo import shelf
+from specexp.zoo.cards import measure
+from specexp.zoo.corpus import gather, is_held_out, passages, pieces
+from specexp.zoo.edits import edit, rename
+from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Phase, quick_version
+from specexp.zoo.records import record
+from specexp.zoo.rows import Rows, encode, train_tokenizer
+from specexp.zoo.train import continued, fit, train_zoo
+
+NAMES = ["target-10m", "sibling-3m", "sibling-1m", "random-tiny"]
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return gather(records=32, edits=32, limit=12)
+
+
+@pytest.fixture(scope="module")
+def documents(corpus):
+    tokenizer = train_tokenizer(text for texts in corpus.train.values() for text in texts)
+    return {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
+
+
+@pytest.fixture(scope="module")
+def zoo():
+    return {
+        name: AutoModelForCausalLM.from_pretrained(shelf.find(name), dtype=torch.float32)
+        for name in NAMES
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(shelf.find("target-10m"))
+
+
+# the text
+
+
+def test_gathering_twice_gives_the_same_text(corpus):
+    again = gather(records=32, edits=32, limit=12)
+    assert again.facts() == corpus.facts()
+    assert again.train == corpus.train
+
+
+def test_no_document_is_on_both_sides(corpus):
+    for kind in ("code", "prose"):
+        assert corpus.train[kind]
+        assert not set(corpus.train[kind]) & set(corpus.held[kind])
+
+
+def test_the_side_of_a_source_is_a_fair_draw_from_its_content():
+    held = [is_held_out(f"source {i}") for i in range(4000)]
+    assert 0.045 < np.mean(held) < 0.08
+    assert held == [is_held_out(f"source {i}") for i in range(4000)]
+
+
+def test_pieces_of_a_module_are_all_of_it_and_keep_decorators():
+    body = "".join(f"@wrap\ndef f{i}(x):\n    return x + {i}  # {'-' * 300}\n\n" for i in range(40))
+    cut = pieces("import os\n" + body)
+    assert len(cut) > 3
+    assert all(not piece.rstrip().endswith("@wrap") for piece in cut)
+    assert "".join(cut).count("def f") == 40
+
+
+def test_passages_stand_under_the_name_they_explain():
+    doc = "It does one thing. " * 12
+    found = passages(f'import os\n\ndef f(a, b=1):\n    """{doc}"""\n')
+    assert found == [f"f(a, b=1)\n\n{doc.strip()}\n"]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_an_edit_is_a_passage_said_twice(seed):
+    code = ["def f(key, rows):\n    for row in rows:\n        if row[0] == key:\n"
+            "            return row\n    return None"]  # fmt: skip
+    prose = ["The file is read once. Each of its lines is kept in memory until the end."]
+    text = edit(random.Random(seed), code, prose)
+    assert text == edit(random.Random(seed), code, prose)
+    head, _, tail = text.partition("\n\n")
+    assert text.endswith("\n")
+    # most of the words of the shorter part stand in the other
+    before, after = (set(part.replace(",", " ").split()) for part in (head, tail))
+    assert len(before & after) >= 0.2 * min(len(before), len(after))
+
+
+def test_rename_leaves_attributes_and_longer_names():
+    assert rename("x = self.x + xs[x]", "x", "total") == "total = self.x + xs[total]"
+
+
+def test_records_are_drawn_by_the_seed():
+    first = [record(random.Random(s)) for s in range(200)]
+    assert first == [record(random.Random(s)) for s in range(200)]
+    assert len(set(first)) == 200
+
+
+# tokens and rows
+
+
+def test_the_tokenizer_is_the_same_twice(corpus):
+    texts = corpus.train["prose"]
+    first, second = (train_tokenizer(texts).backend_tokenizer.to_str() for _ in range(2))
+    assert first == second
+
+
+def test_rows_are_a_function_of_the_step(documents):
+    recipe = quick_version(TARGET)
+    forward = [Rows(documents).batch(recipe, step) for step in range(recipe.steps)]
+    rows = Rows(documents)
+    for step in reversed(range(recipe.steps)):
+        assert torch.equal(rows.batch(recipe, step), forward[step])
+    assert [tuple(b.shape) for b in forward] == [(4, 65)] * 4 + [(2, 129)] * 2
+
+
+def test_an_epoch_holds_every_token_once_and_repeats_twice():
+    ids = {"a": [np.arange(1, 9, dtype=np.uint16)], "b": [np.arange(11, 20, dtype=np.uint16)]}
+    rows = Rows(ids, {"b": 2})
+    recipe = quick_version(TARGET)
+    recipe = type(recipe)(**{**vars(recipe), "phases": (Phase(5, 1, 5),)})
+    seen = torch.cat([rows.batch(recipe, step)[:, :-1].flatten() for step in range(5)]).tolist()
+    counts = [seen.count(i) for i in range(20)]
+    assert sum(counts) == 25  # of 8 + 2 * 9, the last being only predicted
+    assert max(counts[1:9]) == 1
+    assert max(counts[11:20]) == 2
+
+
+def test_too_little_text_is_said_so():
+    with pytest.raises(ValueError, match="do not fill one batch"):
+        Rows({"a": [np.zeros(9, dtype=np.uint16)]}).batch(TARGET, 0)
+
+
+# the loop
+
+
+class Killed(Rows):
+    """Rows of a run that dies when it asks for the sixth batch."""
+
+    def batch(self, recipe, step):
+        if step == 5:
+            raise KeyboardInterrupt
+        return super().batch(recipe, step)
+
+
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(documents, tmp_path):
+    recipe = quick_version(TARGET, steps=6)
+    whole, losses = fit(recipe, Rows(documents), tmp_path / "a", compiled=False)
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe, Killed(documents), tmp_path / "b", compiled=False, checkpoint_every=2)
+    (left,) = (tmp_path / "b").iterdir()
+    assert len(torch.load(left, weights_only=True)["losses"]) == 4
+    resumed, again = fit(recipe, Rows(documents), tmp_path / "b", compiled=False)
+    assert again == losses
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight), name
+
+
+def test_another_recipe_does_not_go_on_from_a_checkpoint(documents, tmp_path):
+    recipe = quick_version(TARGET, steps=2)
+    fit(recipe, Rows(documents), tmp_path, compiled=False)
+    fit(type(recipe)(**{**vars(recipe), "seed": 7}), Rows(documents), tmp_path, compiled=False)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_taught_model_comes_nearer_to_its_teacher(documents, tmp_path):
+    torch.manual_seed(5)
+    teacher = quick_version(TARGET).build().eval().requires_grad_(False)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.mul_(3.0)  # a law worth learning
+    pupil = quick_version(RECIPES[2], steps=30)
+    rows = Rows({"code": documents["code"]})
+    before = measure(pupil.build(), rows.documents, teacher, tokens=512, length=128)
+    model, _ = fit(pupil, rows, tmp_path, teacher, compiled=False)
+    after = measure(model, rows.documents, teacher, tokens=512, length=128)
+    assert after["code"]["overlap"] > before["code"]["overlap"] + 0.05
+
+
+def test_a_model_overlaps_fully_with_itself(documents):
+    model = quick_version(TARGET).build().eval()
+    figures = measure(model, documents, model, tokens=256, length=64)
+    assert set(figures) == set(documents)
+    for values in figures.values():
+        assert values["agreement"] == 1.0
+        assert values["overlap"] == pytest.approx(1.0, abs=1e-4)
+        assert values["loss"] == pytest.approx(np.log(VOCABULARY), abs=0.2)
+
+
+def test_the_target_continues_what_it_is_given(documents):
+    model = quick_version(TARGET).build().eval()
+    given = documents["code"]
+    texts = continued(model, given, count=3, given=8, new=5)
+    assert [len(text) for text in texts] == [14] * 3
+    assert all(text[-1] == END for text in texts)
+    starts = {tuple(document[:8]) for document in given}
+    assert all(tuple(text[:8]) in starts for text in texts)
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(texts, continued(model, given, count=3, given=8, new=5), strict=True)
+    )
+
+
+def test_a_quick_training_makes_a_whole_shelf(tmp_path):
+    made = train_zoo(["target-10m", "sibling-1m"], tmp_path / "out", tmp_path / "w", quick=True)
+    assert [folder.name for folder in made] == ["target-10m", "sibling-1m"]
+    found = shelf.models(tmp_path / "out")
+    assert [(model.name, model.role, model.target) for model in found] == [
+        ("target-10m", "target", None),
+        ("sibling-1m", "draft", "target-10m"),
+    ]
+    AutoModelForCausalLM.from_pretrained(found[1].path)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_bad_requests_are_one_clear_line(tmp_path):
+    with pytest.raises(UserError, match="no recipe for 'target-9m': the zoo trains target-10m"):
+        train_zoo(["target-9m"], tmp_path, tmp_path)
+    with pytest.raises(UserError, match="cannot train on 'warp'"):
+        train_zoo(["random-tiny"], tmp_path, tmp_path, device="warp")
+    with pytest.raises(UserError, match="no target-10m in .*: train it first"):
+        train_zoo(["sibling-1m"], tmp_path, tmp_path, quick=True)
+
+
+# the shelf
+
+
+def test_the_shelf_lists_and_finds_what_ships():
+    assert [model.name for model in shelf.models()] == NAMES
+    assert shelf.find("sibling-3m") == shelf.SHELF / "sibling-3m"
+    assert [model.name for model in shelf.drafts_for("target-10m")] == NAMES[1:3]
+    assert shelf.default_draft("target-10m").name == "sibling-3m"
+
+
+def test_an_unknown_name_gets_the_known_ones_and_a_hint(tmp_path):
+    with pytest.raises(UserError, match=r"did you mean 'sibling-3m'\? \(there are target-10m, "):
+        shelf.find("siblng-3m")
+    with pytest.raises(UserError, match="no zoo at"):
+        shelf.find("target-10m", tmp_path)
+    with pytest.raises(UserError, match="no draft model for 'random-tiny'"):
+        shelf.default_draft("random-tiny")
+
+
+# the weights that ship
+
+
+def test_the_zoo_is_small_and_its_weights_are_safetensors():
+    files = [path for path in shelf.SHELF.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 32_000_000
+    assert {path.suffix for path in files} == {".json", ".md", ".safetensors"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_model_is_what_its_card_says(name, zoo):
+    folder = shelf.find(name)
+    facts = json.loads((folder / "zoo.json").read_text())
+    model = zoo[name]
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert model.num_parameters() == facts["parameters"]
+    assert model.config.num_hidden_layers == facts["layers"]
+    assert model.config.hidden_size == facts["width"]
+    assert model.config.tie_word_embeddings
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    shared = (shelf.find("target-10m") / "tokenizer.json").read_bytes()
+    assert (folder / "tokenizer.json").read_bytes() == shared
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    assert (recipe.role, recipe.teacher) == (facts["role"], facts["target"])
+
+    card = (folder / "README.md").read_text()
+    assert f"{facts['parameters']:,} parameters" in card
+    for section in ("## Use", "## Training", "## Held-out text", "## Make it again", "## Licence"):
+        assert section in card
+    if facts["trained"]:
+        corpus = facts["trained"]["corpus"]
+        assert f"Python {corpus['python']}" in card
+        for parts in corpus["parts"].values():
+            for part in parts.values():
+                assert len(part["sha256"]) == 64
+                assert part["sha256"][:16] in card
+
+
+def test_the_shipped_tokenizer_gives_any_text_back(tokenizer):
+    rng = random.Random(0)
+    noise = "".join(chr(rng.choice([rng.randrange(32, 127), rng.randrange(0x3B1, 0x3C9), 0x1F600]))
+                    for _ in range(400))  # fmt: skip
+    for text in ("def f(x):\n\treturn  x\n\n", "  12,345.67\r\n", "naïve café", noise, ""):
+        ids = tokenizer(text, add_special_tokens=True)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert all(0 < i < VOCABULARY for i in ids)
+    assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == END == tokenizer.eos_token_id
+    assert len(tokenizer) == VOCABULARY
+
+
+def test_on_records_never_seen_the_drafts_follow_the_target_and_the_control_does_not(
+    zoo, tokenizer
+):
+    rng = random.Random(20)
+    documents = {"records": encode(tokenizer, [record(rng) for _ in range(12)])}
+    target = zoo["target-10m"]
+    figures = {
+        name: measure(zoo[name], documents, target, tokens=1500, length=500)["records"]
+        for name in NAMES
+    }
+    assert figures["target-10m"]["loss"] < 1.3
+    assert figures["sibling-3m"]["overlap"] > figures["sibling-1m"]["overlap"] > 0.5
+    assert figures["sibling-3m"]["agreement"] > 0.8
+    assert figures["random-tiny"]["overlap"] < 0.05
+
+
+def test_the_target_copies(zoo, tokenizer):
+    code = "def area(width, height):\n    side = width * 3\n    return side + height * width"
+    prompt = f"<|endoftext|># Before\n{code}\n\n# After: rename side to total\n"
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    wanted = tokenizer(rename(code, "side", "total"))["input_ids"]
+    out = zoo["target-10m"].generate(ids, max_new_tokens=len(wanted), do_sample=False)
+    got = out[0, ids.shape[1] :].tolist()
+    assert np.mean([a == b for a, b in zip(got, wanted, strict=False)]) > 0.8
