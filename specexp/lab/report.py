@@ -1,0 +1,73 @@
+"""Runs side by side as a table, and where to look further. Reads MLflow, runs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from specexp.lab import track
+
+HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
+CATEGORIES = ("code", "prose", "records", "editing", "messy")
+
+
+def headline(result: Path) -> str:
+    """The figures of one result that say most, on one line."""
+    metrics = json.loads((result / track.RESULT).read_text())["metrics"]
+    return "  ".join(f"{n.partition('/')[2]} {metrics[n]:.3g}" for n in HEADLINES if n in metrics)
+
+
+def show(console: Console, run_keys: Collection[str]) -> None:
+    """The comparison of these points' finished runs, then where everything is."""
+    runs = track.runs()
+    if len(runs):
+        runs = runs[runs["tags.run_key"].isin(run_keys)].sort_values(["experiment", "name"])
+        for experiment, part in runs.groupby("experiment"):
+            console.print()
+            console.print(table(str(experiment), part))
+    console.print()
+    for what, where in {
+        "runs": track.store() / "mlflow.db",
+        "notebooks": track.store() / "results" / "*" / "notebook.html",
+        "compare": "make ui (or specexp ui), then open the link it prints",
+    }.items():
+        console.print(f"{what:10s} {where}", soft_wrap=True, highlight=False)
+
+
+def table(experiment: str, runs: pd.DataFrame) -> Table:
+    """One row a run: the parameters that differ between runs, then the figures that were logged."""
+    view = pd.DataFrame(index=runs.index)
+    for column in (str(c) for c in runs if str(c).startswith("params.")):
+        if column == "params.drafter" or runs[column].nunique() > 1:
+            view[column.removeprefix("params.")] = runs[column].astype(str)
+    view["kept"] = _metric(runs, "acceptance/rate", "{:.0%}")
+    for category in CATEGORIES:
+        view[category] = _metric(runs, f"category/{category}", "{:.0%}")
+    view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
+    view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
+    view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
+    view["tok/s"] = _metric(runs, "throughput/tok_s", "{:.0f}")
+    view["exact"] = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG"}).fillna("")
+    shown = [str(c) for c in view if view[c].astype(bool).any()]
+    out = Table(*shown, title=experiment, title_justify="left", box=None, header_style="bold")
+    for row in view[shown].itertuples(index=False):
+        out.add_row(*map(str, row))
+    return out
+
+
+def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:
+    values = runs.get(f"metrics.{name}", pd.Series(float("nan"), index=runs.index))
+    return values.map(lambda v: "" if pd.isna(v) else form.format(v))
+
+
+def _interval(runs: pd.DataFrame) -> pd.Series:
+    low, high = (_metric(runs, f"speedup/ci_{side}", "{:.2f}") for side in ("low", "high"))
+    return pd.Series(
+        [f" [{a}, {b}]" if a and b else "" for a, b in zip(low, high, strict=True)],
+        index=runs.index,
+    )
