@@ -44,18 +44,10 @@ def acceptance(
         for rig in runs:
             for chunk in chunks:
                 made = rig.generate([p.text for p in chunk], max_new_tokens)
-                for prompt, record in zip(chunk, made.trace.by_row, strict=True):
-                    record.check()
-                    rows.append(_row(rig, prompt) | counts(record) | {"record": record})
+                for row, prompt in enumerate(chunk):
+                    rows.append(_row(rig, prompt) | _outcome(made.trace, row))
                 bar.update(len(chunk))
     return pd.DataFrame(rows)
-
-
-def counts(record: Acceptance) -> dict[str, float]:
-    return {
-        "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
-        "passes": record.passes, "cut": record.cut,
-    }  # fmt: skip
 
 
 def pooled(samples: pd.DataFrame) -> Acceptance:
@@ -86,6 +78,55 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     return metrics, series
 
 
+def latency_metrics(
+    samples: pd.DataFrame, foretold: pd.DataFrame
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of a gamma sweep; the headline is its fastest draft length."""
+    measured = speedups(samples, "gamma")
+    best = measured.loc[measured["speedup"].idxmax()]
+    at_best = samples[samples["gamma"] == best["gamma"]]
+    metrics, series = acceptance_metrics(at_best)
+    by_gamma = foretold.set_index("gamma")["speedup"].to_dict()
+    metrics |= _headline(best) | {
+        "speedup/predicted": by_gamma[best["gamma"]],
+        "speedup/best_gamma": best["gamma"],
+        "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
+        "latency/tpot_ms": 1e3 / best["tok_s"],
+        "latency/plain_tpot_ms": 1e3 / best["plain_tok_s"],
+    }
+    curves = {
+        "speedup/at_gamma": measured.set_index("gamma")["speedup"].to_dict(),
+        "speedup/predicted_at_gamma": by_gamma,
+    }
+    return metrics, series | curves
+
+
+def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of a batch sweep; the headline is its smallest batch."""
+    by_batch = speedups(samples, "batch")
+    metrics, series = acceptance_metrics(samples)
+    metrics |= _headline(by_batch.iloc[0])
+    metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
+    losing = by_batch[by_batch["high"] < 1]["batch"]
+    if len(losing):
+        metrics["throughput/crossing_batch"] = losing.iloc[0]
+    columns = {
+        "speedup/at_batch": "speedup",
+        "throughput/at_batch": "tok_s",
+        "throughput/plain_at_batch": "plain_tok_s",
+    }
+    curves = {n: by_batch.set_index("batch")[c].to_dict() for n, c in columns.items()}
+    return metrics, series | curves
+
+
+def _headline(row: pd.Series) -> dict[str, float]:
+    return {
+        "speedup/measured": row["speedup"], "speedup/ci_low": row["low"],
+        "speedup/ci_high": row["high"], "throughput/tok_s": row["tok_s"],
+        "throughput/plain_tok_s": row["plain_tok_s"],
+    }  # fmt: skip
+
+
 def latency(
     rig: Rig,
     prompts: Sequence[Prompt],
@@ -105,15 +146,12 @@ def latency(
                 traces = _take_turns({-1: plain, **arms}, ids, max_new_tokens, repeat % 2 == 1, bar)
                 base = traces.pop(-1)
                 for gamma, trace in traces.items():
-                    record = trace.acceptance
-                    record.check()
                     rows.append(
                         _row(rig, prompt)
                         | {"gamma": gamma, "repeat": repeat, "ttft_s": trace.ttft_s}
                         | {"s": trace.decode_s, "tokens": trace.emitted}
                         | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
-                        | counts(record)
-                        | {"record": record}
+                        | _outcome(trace)
                     )
     return pd.DataFrame(rows)
 
@@ -138,16 +176,13 @@ def throughput(
             for repeat in range(repeats):
                 arms = {"plain": plain, "fast": fast}
                 traces = _take_turns(arms, ids, max_new_tokens, repeat % 2 == 1, bar)
-                record = traces["fast"].acceptance
-                record.check()
                 s, tokens = full_batch(traces["fast"])
                 plain_s, plain_tokens = full_batch(traces["plain"])
                 rows.append(
                     {"pairing": rig.drafter, "gamma": rig.options["gamma"], "batch": batch}
                     | {"repeat": repeat, "s": s, "tokens": tokens}
                     | {"plain_s": plain_s, "plain_tokens": plain_tokens}
-                    | counts(record)
-                    | {"record": record}
+                    | _outcome(traces["fast"])
                 )
     return pd.DataFrame(rows)
 
@@ -238,6 +273,34 @@ def _take_turns(
         traces[arm] = arms[arm].generate(ids, max_new_tokens).trace
         bar.update()
     return traces
+
+
+def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:
+    """Counts of one row (or all), the checked record, and the rounds they came from."""
+    record = trace.acceptance if row is None else trace.by_row[row]
+    record.check()
+    rounds = [
+        (number, r.end_s, s.row, s.drafted, s.accepted, s.emitted)
+        for number, r in enumerate(trace.rounds)
+        for s in r.steps
+        if row is None or s.row == row
+    ]
+    return {
+        "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
+        "passes": record.passes, "cut": record.cut, "record": record, "rounds": rounds,
+    }  # fmt: skip
+
+
+def rounds(samples: pd.DataFrame) -> pd.DataFrame:
+    """The trace behind a table, one row a round and stream: what is kept as parquet."""
+    names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
+    about = [c for c in samples if samples[c].dtype != object and c not in names]
+    about += [c for c in ("pairing", "category") if c in samples and c not in about]
+    parts = [
+        pd.DataFrame(sample["rounds"], columns=names).assign(**sample[about].to_dict())
+        for _, sample in samples.drop(columns=["accepted", "drafted", "emitted"]).iterrows()
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
 def _warm_up(engines: Iterable[Engine], ids: list[list[int]]) -> None:

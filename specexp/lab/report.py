@@ -40,24 +40,44 @@ def show(console: Console, run_keys: Collection[str]) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
+    """The overview of one experiment for the terminal."""
+    view = overview(runs.drop(columns="experiment"))
+    out = Table(*view, title=experiment, title_justify="left", box=None, header_style="bold")
+    for row in view.itertuples(index=False):
+        out.add_row(*row)
+    return out
+
+
+def overview(runs: pd.DataFrame) -> pd.DataFrame:
     """One row a run: the parameters that differ between runs, then the figures that were logged."""
     view = pd.DataFrame(index=runs.index)
-    for column in (str(c) for c in runs if str(c).startswith("params.")):
-        if column == "params.drafter" or runs[column].nunique() > 1:
-            view[column.removeprefix("params.")] = runs[column].astype(str)
+    if "experiment" in runs:
+        view["experiment"] = runs["experiment"]
+    for column in (c for c in runs if c.startswith("params.")):
+        if column == "params.drafter" or (runs[column] != runs[column].iloc[0]).any():
+            view[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
     view["kept"] = _metric(runs, "acceptance/rate", "{:.0%}")
     for category in CATEGORIES:
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
     view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
+    view["largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")
     view["tok/s"] = _metric(runs, "throughput/tok_s", "{:.0f}")
-    view["exact"] = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG"}).fillna("")
-    shown = [str(c) for c in view if view[c].astype(bool).any()]
-    out = Table(*shown, title=experiment, title_justify="left", box=None, header_style="bold")
-    for row in view[shown].itertuples(index=False):
-        out.add_row(*map(str, row))
-    return out
+    view["exact"] = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG", "": ""})
+    return view[[c for c in view if view[c].astype(bool).any()]]
+
+
+def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
+    """A series of every run that has it: columns drafter, step, value, run_id."""
+    name = f"metrics.{series}"
+    having = runs[runs[name].notna()] if name in runs else runs.head(0)
+    rows = [
+        {"drafter": run["params.drafter"], "step": step, "value": value, "run_id": run["run_id"]}
+        for _, run in having.iterrows()
+        for step, value in sorted(track.curve(run["run_id"], series).items())
+    ]
+    return pd.DataFrame(rows, columns=["drafter", "step", "value", "run_id"])
 
 
 def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:

@@ -94,14 +94,15 @@ def log(
 ) -> None:
     """Record one run: metrics `group/name`, series by step (lists count from 1), tables, figures.
 
-    Raises UserError for a name or a value that could not be compared later.
+    Under the runner the grid's experiment takes the place of this one. Raises UserError for a
+    name or a value that could not be compared later.
     """
     curves = {
         name: dict(enumerate(values, 1)) if not isinstance(values, Mapping) else dict(values)
         for name, values in (series or {}).items()
     }
     record = {
-        "experiment": experiment,
+        "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
         "params": dict(params),
         "metrics": {name: float(value) for name, value in metrics.items()},
         "series": {n: {str(k): float(v) for k, v in c.items()} for n, c in curves.items()},

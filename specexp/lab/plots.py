@@ -1,0 +1,301 @@
+"""The figures. Each takes tables that bench makes and says in its title what they show.
+
+Titles are computed from the data; "faster" and "slower" stand there only where the interval
+excludes 1. Nothing here measures, and nothing is hidden: every point has its 95 % interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from specexp.lab import bench, stats
+from specexp.trace import Acceptance
+
+CATEGORIES = ("code", "prose", "records", "editing", "messy")
+PLAIN, SPECULATIVE, PREDICTED = "#8c8c8c", "#0173b2", "#de8f05"
+
+
+@contextmanager
+def _canvas(width: float = 8.0, height: float = 4.2) -> Iterator[tuple[Figure, Axes]]:
+    style: Any = {"axes.titlelocation": "left", "axes.titlesize": 12, "legend.frameon": False}
+    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(style):
+        figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+        yield figure, axes
+        sns.despine(figure)
+        plt.close(figure)
+
+
+def by_category(samples: pd.DataFrame) -> Figure:
+    """Acceptance rate by pairing and category; samples from `bench.acceptance`."""
+    rows = []
+    for (pairing, category), part in samples.groupby(["pairing", "category"], sort=False):
+        rate = stats.ratio(part["accepted"], part["drafted"])
+        rows.append({"pairing": pairing, "category": category, **rate._asdict()})
+    rates = pd.DataFrame(rows)
+    pairings = list(dict.fromkeys(samples["pairing"]))
+    known = [c for c in CATEGORIES if c in set(rates["category"])]
+    order = known + [c for c in dict.fromkeys(rates["category"]) if c not in known]
+    main = rates[rates["pairing"] == pairings[0]].set_index("category")["value"]
+    with _canvas(9, 4.2) as (figure, axes):
+        width = 0.8 / len(pairings)
+        for i, (pairing, colour) in enumerate(
+            zip(pairings, sns.color_palette("colorblind", len(pairings)), strict=True)
+        ):
+            part = rates[rates["pairing"] == pairing].set_index("category").reindex(order)
+            at = [x - 0.4 + width * (i + 0.5) for x in range(len(order))]
+            error = [part["value"] - part["low"], part["high"] - part["value"]]
+            axes.bar(at, part["value"], width * 0.92, yerr=error, color=colour, label=pairing,
+                     error_kw={"elinewidth": 1, "ecolor": "#333333"})  # fmt: skip
+        axes.set_xticks(range(len(order)), order)
+        axes.set(ylabel="share of guesses kept", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.legend(title=None, ncols=len(pairings), loc="upper right", bbox_to_anchor=(1, 1.12))
+        best, worst = main.idxmax(), main.idxmin()
+        figure.suptitle(
+            f"{pairings[0]}: {main[best]:.0%} of guesses kept on {best}, "
+            f"{main[worst]:.0%} on {worst}", x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def by_position(samples: pd.DataFrame) -> Figure:
+    """How far a draft gets: P(at least i guesses kept), and P(guess i | the one before it)."""
+    pairings = list(dict.fromkeys(samples["pairing"]))
+    with _canvas() as (figure, axes):
+        palette = sns.color_palette("colorblind", len(pairings))
+        for pairing, colour in zip(pairings, palette, strict=True):
+            record = bench.pooled(samples[samples["pairing"] == pairing])
+            steps = range(1, len(record.marginal) + 1)
+            axes.plot(steps, record.marginal, "o-", color=colour, label=pairing)
+            axes.plot(steps, record.conditional, "o:", color=colour, alpha=0.6, markersize=4)
+        axes.plot([], [], "k-", label="reached and kept")
+        axes.plot([], [], "k:", label="kept, given the one before")
+        gamma = int(samples["gamma"].max())
+        axes.set(xlabel="position in the draft", ylabel="probability", ylim=(0, 1.02))
+        axes.set_xticks(range(1, gamma + 1))
+        axes.legend()
+        record = bench.pooled(samples[samples["pairing"] == pairings[0]])
+        axes.set_title(
+            f"{pairings[0]}: {record.length:.2f} tokens a pass; the first guess is kept "
+            f"{_first(record):.0%} of the time, the last {_last(record, gamma):.0%}"
+        )
+    return figure
+
+
+def by_temperature(samples: pd.DataFrame) -> Figure:
+    """Acceptance rate over temperature, one line a pairing."""
+    rows = []
+    for (pairing, temperature), part in samples.groupby(["pairing", "temperature"], sort=False):
+        rate = stats.ratio(part["accepted"], part["drafted"])
+        rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
+    rates = pd.DataFrame(rows).sort_values("temperature")
+    pairings = list(dict.fromkeys(samples["pairing"]))
+    with _canvas() as (figure, axes):
+        palette = sns.color_palette("colorblind", len(pairings))
+        for pairing, colour in zip(pairings, palette, strict=True):
+            part = rates[rates["pairing"] == pairing]
+            axes.plot(part["temperature"], part["value"], "o-", color=colour, label=pairing)
+            axes.fill_between(
+                part["temperature"], part["low"], part["high"], color=colour, alpha=0.15
+            )
+        axes.set(xlabel="temperature", ylabel="share of guesses kept", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.legend()
+        main = rates[rates["pairing"] == pairings[0]]
+        cold, hot = main.iloc[0], main.iloc[-1]
+        axes.set_title(
+            f"{pairings[0]}: {cold['value']:.0%} kept at temperature {cold['temperature']:g}, "
+            f"{hot['value']:.0%} at {hot['temperature']:g}"
+        )
+    return figure
+
+
+def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
+    """Speedup over draft length: `bench.speedups(by="gamma")` against `bench.predicted`."""
+    best = measured.loc[measured["speedup"].idxmax()]
+    foretold = predicted.set_index("gamma")["speedup"]
+    found = stats.Interval(best["speedup"], best["low"], best["high"])
+    with _canvas() as (figure, axes):
+        axes.axhline(1, color=PLAIN, lw=1)
+        axes.fill_between(measured["gamma"], measured["low"], measured["high"],
+                          color=SPECULATIVE, alpha=0.2, label="95 % interval")  # fmt: skip
+        axes.plot(measured["gamma"], measured["speedup"], "o-", color=SPECULATIVE, label="measured")
+        axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
+                  label="predicted from acceptance and pass costs")  # fmt: skip
+        axes.set(xlabel="draft length γ", ylabel="speedup over plain decoding")
+        axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
+        axes.set_ylim(0, max(measured["high"].max(), predicted["speedup"].max()) * 1.1)
+        axes.legend(loc="lower right")
+        axes.set_title(
+            f"{stats.verdict(found).capitalize()} at γ = {int(best['gamma'])} "
+            f"[{found.low:.2f}, {found.high:.2f}]; theory says {foretold[int(best['gamma'])]:.2f}x"
+        )
+    return figure
+
+
+def round_costs(costs: pd.DataFrame) -> Figure:
+    """Where a round's time goes, in plain steps; costs from `bench.pass_costs`."""
+    step = costs.loc[costs["gamma"] == 0, ["draft_s", "verify_s", "rest_s"]].to_numpy().sum()
+    with _canvas() as (figure, axes):
+        bottom = pd.Series(0.0, index=costs.index)
+        labels = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept"}
+        palette = sns.color_palette("colorblind", 3)
+        for (column, label), colour in zip(labels.items(), palette, strict=True):
+            axes.bar(costs["gamma"].astype(str), costs[column] / step, 0.7, bottom=bottom,
+                     label=label, color=colour)  # fmt: skip
+            bottom = bottom + costs[column] / step
+        axes.axhline(1, color=PLAIN, lw=1)
+        axes.set(xlabel="draft length γ", ylabel=f"plain steps (of {step * 1e3:.1f} ms)")
+        axes.legend()
+        last = costs.iloc[-1]
+        gamma = int(last["gamma"])
+        verify = last["verify_s"] / costs["verify_s"].iloc[0]
+        axes.set_title(
+            f"Verifying {gamma + 1} tokens costs {verify:.2f}x one; "
+            f"a draft of {gamma} costs {last['draft_s'] / step:.2f} plain steps"
+        )
+    return figure
+
+
+def throughput(by_batch: pd.DataFrame) -> Figure:
+    """Tokens/s over batch for plain and speculative decoding; `bench.speedups(by="batch")`."""
+    first, last = by_batch.iloc[0], by_batch.iloc[-1]
+    with _canvas() as (figure, axes):
+        axes.plot(by_batch["batch"], by_batch["plain_tok_s"], "o-", color=PLAIN, label="plain")
+        axes.plot(
+            by_batch["batch"], by_batch["tok_s"], "o-", color=SPECULATIVE, label="speculative"
+        )
+        _batches(axes, by_batch["batch"])
+        axes.set(ylabel="tokens a second, all streams", ylim=(0, None))
+        axes.legend()
+        axes.set_title(
+            f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: plain decoding gains "
+            f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x, speculation "
+            f"{last['tok_s'] / first['tok_s']:.1f}x"
+        )
+    return figure
+
+
+def over_batch(by_batch: pd.DataFrame) -> Figure:
+    """Speedup over batch size with the break-even line; `bench.speedups(by="batch")`."""
+    with _canvas() as (figure, axes):
+        axes.axhline(1, color=PLAIN, lw=1.5)
+        axes.text(by_batch["batch"].iloc[-1], 1.02, "break-even", color=PLAIN, ha="right")
+        axes.errorbar(
+            by_batch["batch"], by_batch["speedup"], color=SPECULATIVE, fmt="o-", capsize=3,
+            yerr=[by_batch["speedup"] - by_batch["low"], by_batch["high"] - by_batch["speedup"]],
+        )  # fmt: skip
+        _batches(axes, by_batch["batch"])
+        axes.set(ylabel="speedup over plain decoding")
+        axes.set_ylim(0, max(1.2, by_batch["high"].max() * 1.1))
+        axes.set_title(crossing(by_batch))
+    return figure
+
+
+def crossing(by_batch: pd.DataFrame) -> str:
+    """Where speculation stops paying, in words; only intervals that exclude 1 count."""
+    first = by_batch.iloc[0]
+    pays = by_batch[by_batch["low"] > 1]["batch"]
+    costs = by_batch[by_batch["high"] < 1]["batch"]
+    start = f"{first['speedup']:.2f}x at batch {first['batch']:.0f}"
+    last = by_batch.iloc[-1]
+    end = f"{last['speedup']:.2f}x at batch {last['batch']:.0f}"
+    if len(pays) and len(costs) and costs.min() > pays.max():
+        return f"{start}; stops paying between batch {pays.max():.0f} and {costs.min():.0f}"
+    if len(pays) == len(by_batch):
+        return f"Pays at every batch size tried: {start}, {end}"
+    if len(costs) == len(by_batch):
+        return f"Pays at no batch size tried: {start}, {end}"
+    return f"{start}, {end}"
+
+
+def rate_and_speedup(runs: pd.DataFrame) -> Figure:
+    """Runs from `track.runs`: does acceptance explain the speedup?"""
+    needed = ["metrics.acceptance/rate", "metrics.speedup/measured"]
+    if not set(needed) <= set(runs):
+        return _nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
+    have = runs.dropna(subset=needed)
+    with _canvas() as (figure, axes):
+        axes.axhline(1, color=PLAIN, lw=1)
+        sns.scatterplot(
+            have, x="metrics.acceptance/rate", y="metrics.speedup/measured",
+            hue="params.drafter", style="experiment", s=80, palette="colorblind", ax=axes,
+        )  # fmt: skip
+        axes.set(xlabel="share of guesses kept", ylabel="speedup over plain decoding", xlim=(0, 1))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+        best = have.loc[have["metrics.speedup/measured"].idxmax()]
+        axes.set_title(
+            f"Best run: {best['params.drafter']} at {best['metrics.speedup/measured']:.2f}x, "
+            f"{best['metrics.acceptance/rate']:.0%} kept ({best['experiment']})"
+        )
+    return figure
+
+
+def runs_by_category(runs: pd.DataFrame) -> Figure:
+    """Runs from `track.runs`: acceptance by drafter and category, as a heat map."""
+    columns = {c: c.rpartition("/")[2] for c in runs if c.startswith("metrics.category/")}
+    if not columns:
+        return _nothing("No run has acceptance by category yet: run 10_acceptance")
+    rates = runs.dropna(subset=list(columns)).groupby("params.drafter")[list(columns)].mean()
+    rates = rates.rename(columns=columns)
+    order = [c for c in CATEGORIES if c in rates] + [c for c in rates if c not in CATEGORIES]
+    rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index, order]
+    with _canvas(8, 1.2 + 0.6 * len(rates)) as (figure, axes):
+        sns.heatmap(rates, annot=True, fmt=".0%", vmin=0, vmax=1, cmap="crest", ax=axes,
+                    cbar_kws={"format": lambda y, _: f"{y:.0%}"})  # fmt: skip
+        axes.set(xlabel="", ylabel="")
+        axes.tick_params(axis="y", rotation=0)
+        category = rates.max().idxmax()
+        drafter, most = rates[category].idxmax(), rates[category].max()
+        axes.set_title(f"Kept most: {drafter} on {category} ({most:.0%})")
+    return figure
+
+
+def runs_over_batch(curves: pd.DataFrame) -> Figure:
+    """Speedup over batch of several runs, from `report.curves(runs, "speedup/at_batch")`."""
+    if curves.empty:
+        return _nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
+    with _canvas() as (figure, axes):
+        axes.axhline(1, color=PLAIN, lw=1.5)
+        sns.lineplot(
+            curves, x="step", y="value", hue="drafter", units="run_id", estimator=None,
+            marker="o", palette="colorblind", ax=axes,
+        )  # fmt: skip
+        _batches(axes, sorted(curves["step"].unique()))
+        axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
+        largest = curves[curves["step"] == curves["step"].max()]
+        best = largest.loc[largest["value"].idxmax()]
+        axes.set_title(
+            f"At batch {best['step']} the best drafter is {best['drafter']}: {best['value']:.2f}x"
+        )
+    return figure
+
+
+def _nothing(why: str) -> Figure:
+    with _canvas(8, 1.2) as (figure, axes):
+        axes.text(0.5, 0.5, why, ha="center", va="center")
+        axes.set_axis_off()
+    return figure
+
+
+def _batches(axes: Axes, batches: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(batches), [str(b) for b in batches])
+    axes.minorticks_off()
+    axes.set_xlabel("batch size (streams)")
+
+
+def _first(record: Acceptance) -> float:
+    return record.marginal[0] if record.marginal else 0.0
+
+
+def _last(record: Acceptance, gamma: int) -> float:
+    return record.marginal[gamma - 1] if len(record.marginal) >= gamma else 0.0
