@@ -2,7 +2,7 @@
 
 import json
 import random
-from pathlib import Path
+import re
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from specexp.zoo.edits import edit, rename
 from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Phase, quick_version
 from specexp.zoo.records import record
 from specexp.zoo.rows import Rows, encode, train_tokenizer
-from specexp.zoo.train import continued, fit, train_zoo
+from specexp.zoo.train import _loss, continued, fit, train_zoo
 
 NAMES = ["target-10m", "sibling-3m", "sibling-1m", "random-tiny"]
 
@@ -81,18 +81,21 @@ def test_passages_stand_under_the_name_they_explain():
     assert found == [f"f(a, b=1)\n\n{doc.strip()}\n"]
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_an_edit_is_a_passage_said_twice(seed):
-    code = ["def f(key, rows):\n    for row in rows:\n        if row[0] == key:\n"
-            "            return row\n    return None"]  # fmt: skip
+def test_an_edit_is_a_passage_said_twice():
+    code = [
+        "def f(key, rows):\n    for row in rows:\n        if row[0] == key:\n"
+        "            return row\n    return None"
+    ]
     prose = ["The file is read once. Each of its lines is kept in memory until the end."]
-    text = edit(random.Random(seed), code, prose)
-    assert text == edit(random.Random(seed), code, prose)
-    head, _, tail = text.partition("\n\n")
-    assert text.endswith("\n")
-    # most of the words of the shorter part stand in the other
-    before, after = (set(part.replace(",", " ").split()) for part in (head, tail))
-    assert len(before & after) >= 0.2 * min(len(before), len(after))
+    headings = set()
+    for seed in range(300):
+        text = edit(random.Random(seed), code, prose)
+        assert text == edit(random.Random(seed), code, prose)
+        before, after = text.split("\n\n")
+        headings |= {before.split("\n")[0], after.split("\n")[0].split(" ")[0]}
+        said, again = (set(re.findall(r"\w+", part.partition("\n")[2])) for part in (before, after))
+        assert len(said & again) >= 0.5 * min(len(said), len(again)), text
+    assert {"# Before", "Original:", "Text:", "Input:", "CSV:", "JSON", "Output:"} <= headings
 
 
 def test_rename_leaves_attributes_and_longer_names():
@@ -172,18 +175,18 @@ def test_another_recipe_does_not_go_on_from_a_checkpoint(documents, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_taught_model_comes_nearer_to_its_teacher(documents, tmp_path):
-    torch.manual_seed(5)
-    teacher = quick_version(TARGET).build().eval().requires_grad_(False)
-    with torch.no_grad():
-        for weight in teacher.parameters():
-            weight.mul_(3.0)  # a law worth learning
-    pupil = quick_version(RECIPES[2], steps=30)
-    rows = Rows({"code": documents["code"]})
-    before = measure(pupil.build(), rows.documents, teacher, tokens=512, length=128)
-    model, _ = fit(pupil, rows, tmp_path, teacher, compiled=False)
-    after = measure(model, rows.documents, teacher, tokens=512, length=128)
-    assert after["code"]["overlap"] > before["code"]["overlap"] + 0.05
+def test_a_pupil_that_is_its_teacher_has_the_entropy_as_loss_and_nothing_to_learn(documents):
+    teacher, pupil = quick_version(TARGET).build(), quick_version(TARGET).build()
+    teacher.requires_grad_(False)
+    batch = Rows(documents).batch(quick_version(TARGET), 0)
+    loss = _loss(pupil, teacher)(batch)
+    loss.backward()
+    law = teacher(input_ids=batch[:, :-1]).logits.softmax(-1)
+    assert loss.item() == pytest.approx(-(law * law.log()).sum(-1).mean().item(), abs=1e-3)
+    assert max(weight.grad.abs().max() for weight in pupil.parameters()) < 1e-4
+    of_text = _loss(pupil, None)(batch)
+    of_text.backward()
+    assert max(weight.grad.abs().max() for weight in pupil.parameters()) > 1e-3
 
 
 def test_a_model_overlaps_fully_with_itself(documents):
@@ -227,7 +230,7 @@ def test_bad_requests_are_one_clear_line(tmp_path):
         train_zoo(["target-9m"], tmp_path, tmp_path)
     with pytest.raises(UserError, match="cannot train on 'warp'"):
         train_zoo(["random-tiny"], tmp_path, tmp_path, device="warp")
-    with pytest.raises(UserError, match="no target-10m in .*: train it first"):
+    with pytest.raises(UserError, match=r"no target-10m in .*: train it first"):
         train_zoo(["sibling-1m"], tmp_path, tmp_path, quick=True)
 
 

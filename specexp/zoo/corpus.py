@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import inspect
 import io
+import os
 import platform
 import random
 import re
@@ -46,6 +47,7 @@ LEFT_OUT = {
     "pydoc_data",
     "config-3",
 }
+SUFFIXES = {".py", ".txt", ".rst"}
 HELD_OUT = 16  # of 256: about 6 % of the sources
 PIECE = 2400  # characters of code in a document, about 700 tokens
 
@@ -169,14 +171,12 @@ def functions(source: str) -> list[str]:
 def _sources(limit: int | None) -> list[str]:
     """The texts: each file once, in an order that does not depend on the disk."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(
-        path
-        for pattern in ("*.py", "*.txt", "*.rst")
-        for path in root.rglob(pattern)
-        if not any(part in LEFT_OUT for part in path.relative_to(root).parts)
-    )
+    paths = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in LEFT_OUT]
+        paths += [Path(folder, name) for name in files if Path(name).suffix in SUFFIXES]
     texts = list(importlib.import_module("pydoc_data.topics").topics.values())[:limit]
-    for path in paths[:limit]:
+    for path in sorted(paths)[:limit]:
         try:
             texts.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:

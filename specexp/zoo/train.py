@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -271,9 +271,8 @@ def _write(path: Path, content: object) -> None:
 
 def _digest(recipe: Recipe, rows: Rows) -> str:
     """Names a checkpoint: another recipe or another text is another run."""
-    digest = hashlib.sha256(repr(asdict(recipe)).encode())
-    digest.update(repr((rows.seed, sorted(rows.repeats.items()))).encode())
+    digest = hashlib.sha256(repr((asdict(replace(recipe, about="")), rows.seed)).encode())
     for kind, documents in rows.documents.items():
-        digest.update(kind.encode())
+        digest.update(f"{kind} {rows.repeats.get(kind, 1)}".encode())
         digest.update(np.concatenate(documents).tobytes())
     return digest.hexdigest()[:12]
