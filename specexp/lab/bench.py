@@ -69,8 +69,9 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
         "counts/emitted": record.emitted,
         "counts/rounds": record.passes,
     }
-    for category, part in samples.groupby("category"):
-        metrics[f"category/{category}"] = pooled(part).rate
+    if "category" in samples:
+        for category, part in samples.groupby("category"):
+            metrics[f"category/{category}"] = pooled(part).rate
     series = {
         "acceptance/at_position": list(record.marginal),
         "acceptance/conditional": list(record.conditional),

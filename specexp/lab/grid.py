@@ -236,7 +236,8 @@ def _value_problems(
     for where, name, value in places:
         wrong = _name_problem(known, name) or known[name].problem(value)
         if wrong:
-            problems.append(f"{where}.{name} {wrong}")
+            shown = name if name.isidentifier() else repr(name)
+            problems.append(f"{where}.{shown} {wrong}")
     return list(dict.fromkeys(problems))
 
 

@@ -1,0 +1,177 @@
+"""What a notebook may log, how it reaches MLflow, and the UI's safety."""
+
+import json
+import multiprocessing
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from specexp.errors import UserError
+from specexp.lab import report, track
+
+METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25, "category/code": 0.75}
+
+
+def test_parameters_are_the_plain_public_names(monkeypatch):
+    names = {"x": 1, "name": "a", "on": True, "rate": 0.5, "list_": [1], "none": None}
+    noise = {"_hidden": 1, "In": ["x"], "Out": {}, "track": track, "exit": len, "f": len}
+    assert track.parameters(names | noise) == names
+
+
+def test_by_hand_a_run_is_committed_and_published_at_once(store, capsys):
+    figure, _ = plt.subplots()
+    plt.close(figure)
+    track.log(
+        "mine",
+        {"drafter": "ngram", "gammas": [1, 2]},
+        METRICS,
+        {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32: 0.9}},
+        tags={"why": "test"},
+        tables={"rounds": pd.DataFrame({"accepted": [1, 2]})},
+        figures={"empty": figure},
+    )
+    assert "specexp ui" in capsys.readouterr().out
+    [run] = track.runs("mine").to_dict("records")
+    assert run["metrics.acceptance/rate"] == 0.5
+    assert run["params.gammas"] == "[1, 2]"
+    assert run["tags.why"] == "test"
+    assert track.curve(run["run_id"], "speedup/at_batch") == {1: 2.0, 32: 0.9}
+    names = {a.path for a in track.client().list_artifacts(run["run_id"])}
+    assert {"result.json", "rounds.parquet", "figures"} <= names
+    assert (store / "artifacts" / "mine").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "series", "said"),
+    [
+        ({"a/b": float("nan")}, {}, "a/b is nan"),
+        ({"a/b": float("inf")}, {}, "a/b is inf"),
+        ({"a/b": 1.0}, {"c/d": [1.0, float("nan")]}, "c/d at 2 is nan"),
+        ({"rate": 1.0}, {}, "group/name"),
+        ({"a/b%": 1.0}, {}, "group/name"),
+        ({"a/b": 1.0}, {"c@d/e": [1.0]}, "group/name"),
+    ],
+)
+def test_what_could_not_be_compared_is_refused_and_nothing_is_kept(store, metrics, series, said):
+    with pytest.raises(UserError, match="group/name" if said == "group/name" else said):
+        track.log("mine", {}, metrics, series)
+    assert not (store / "results").exists()
+    assert track.runs().empty
+
+
+def test_under_the_runner_the_store_is_not_touched(store, tmp_path, monkeypatch):
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    monkeypatch.setenv("SPECEXP_ATTEMPT", str(attempt))
+    monkeypatch.setenv("SPECEXP_EXPERIMENT", "the grid's")
+    before = (store / "mlflow.db").stat().st_mtime_ns
+    track.log("mine", {"x": 1}, METRICS)
+    record = json.loads((attempt / "result.json").read_text())
+    assert record["experiment"] == "the grid's"
+    assert record["metrics"] == METRICS
+    assert (store / "mlflow.db").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="logs once"):
+        track.log("mine", {"x": 1}, METRICS)
+
+
+def test_a_read_only_store_gets_one_clear_line(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(blocked / "mlruns"))
+    with pytest.raises(UserError, match=r"cannot write to .*set SPECEXP_MLRUNS"):
+        track.log("mine", {}, METRICS)
+
+
+def _first_touch(root: str, barrier) -> None:
+    import os
+
+    os.environ["SPECEXP_MLRUNS"] = root
+    barrier.wait()
+    for _ in range(300):
+        try:
+            with track.locked():
+                track.initialise()
+                track.client().search_experiments()
+            return
+        except track.StoreBusy:
+            time.sleep(0.1)
+    raise SystemExit(1)
+
+
+def test_processes_that_open_a_fresh_store_together_all_succeed(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    children = [
+        context.Process(target=_first_touch, args=(str(tmp_path / "fresh"), barrier))
+        for _ in range(3)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [c.exitcode for c in children] == [0, 0, 0]
+
+
+def test_the_comparison_shows_what_differs_and_what_was_logged(store):
+    for drafter, gamma, speed in (("ngram", 3, 1.5), ("sibling-3m", 3, 2.0)):
+        params = {"drafter": drafter, "gamma": gamma, "target": "t"}
+        ci = {"speedup/ci_low": speed - 0.1, "speedup/ci_high": speed + 0.1, "exact/pass": 1.0}
+        track.log("mine", params, METRICS | {"speedup/measured": speed} | ci)
+    view = report.overview(track.runs("mine"))
+    assert list(view) == ["experiment", "drafter", "kept", "code", "speedup", "exact"]
+    assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
+    assert set(view["exact"]) == {"yes"}
+
+
+def test_the_shared_view_is_small_and_names_only_known_metrics(store):
+    track.log("mine", {"drafter": "ngram"}, METRICS)
+    mlflow = track.client()
+    state = json.loads(mlflow.get_experiment_by_name("mine").tags["mlflow.sharedViewState.specexp"])
+    assert len(json.dumps(state)) < 20_000
+    sections = {s["uuid"] for s in state["compareRunSections"]}
+    assert all(c["metricSectionId"] in sections for c in state["compareRunCharts"])
+    assert "viewStateShareKey=specexp" in track.view_url("1", 5000)
+
+
+def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
+    track.log("mine", {"drafter": "ngram"}, METRICS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        track.ui_command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def status(host: str) -> int:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": host})
+        try:
+            return urllib.request.urlopen(request, timeout=10).status
+        except urllib.error.HTTPError as e:
+            return e.code
+
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                assert status(f"127.0.0.1:{port}") == 200
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+        assert status(f"localhost:{port}") == 200
+        for foreign in (
+            "evil.example",
+            "127.0.0.1.evil.example",
+            f"10.0.0.1:{port}",
+            "192.168.1.5",
+        ):
+            assert status(foreign) == 403, foreign
+    finally:
+        server.terminate()
+        server.wait(20)
