@@ -1,0 +1,170 @@
+"""Measurements add up, arms take turns, and figures say what the numbers say."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from specexp.lab import bench, build, plots, report
+from specexp.lab.prompts import Prompt
+from specexp.trace import Acceptance
+
+PROMPTS = [
+    Prompt(1, "code", ("def mean(values):",)),
+    Prompt(2, "code", ("return sum(values) / len(values)",)),
+    Prompt(3, "messy", ("zz qq mean mean mean",)),
+]
+
+
+@pytest.fixture(scope="module")
+def rig(tiny_folders):
+    return build.build(tiny_folders[0], tiny_folders[1], gamma=3)
+
+
+@pytest.fixture(scope="module")
+def acceptance(rig):
+    return bench.acceptance([rig, rig.with_(drafter="ngram")], PROMPTS, 10)
+
+
+@pytest.fixture(scope="module")
+def latency(rig):
+    return bench.latency(rig, PROMPTS, [1, 3], 10, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def throughput(rig):
+    return bench.throughput(rig, PROMPTS, [1, 4], 10, repeats=2)
+
+
+def test_acceptance_has_a_row_for_every_pairing_and_prompt_and_its_counts_agree(rig, acceptance):
+    assert len(acceptance) == 2 * len(PROMPTS)
+    assert set(acceptance["pairing"]) == {rig.drafter, "ngram"}
+    for _, row in acceptance.iterrows():
+        assert row["record"].accepted == row["accepted"]
+        assert row["emitted"] == row["accepted"] + row["passes"] - row["cut"]
+        assert sum(r[-1] for r in row["rounds"]) == row["emitted"]
+
+
+def test_metrics_are_pooled_over_prompts_not_averaged(acceptance):
+    own = acceptance[acceptance["pairing"] != "ngram"]
+    metrics, series = bench.acceptance_metrics(own)
+    assert metrics["acceptance/rate"] == own["accepted"].sum() / own["drafted"].sum()
+    assert metrics["counts/rounds"] == own["passes"].sum()
+    code = own[own["category"] == "code"]
+    assert metrics["category/code"] == code["accepted"].sum() / code["drafted"].sum()
+    assert metrics["acceptance/length"] == pytest.approx(1 + sum(series["acceptance/at_position"]))
+
+
+def test_latency_pairs_every_gamma_with_plain_decoding_of_the_same_text(latency):
+    assert len(latency) == 2 * 2 * len(PROMPTS)
+    assert (latency["tokens"] == latency["plain_tokens"]).all()
+    assert (latency[["s", "plain_s", "ttft_s"]] > 0).all().all()
+    by_gamma = bench.speedups(latency, "gamma").set_index("gamma")
+    part = latency[latency["gamma"] == 3]
+    plain = part["plain_s"].sum() / part["plain_tokens"].sum()
+    fast = part["s"].sum() / part["tokens"].sum()
+    assert by_gamma.loc[3, "speedup"] == pytest.approx(plain / fast)
+    assert by_gamma.loc[3, "low"] <= by_gamma.loc[3, "speedup"] <= by_gamma.loc[3, "high"]
+
+
+def test_throughput_counts_only_rounds_in_which_every_row_is_live(rig, throughput):
+    assert set(throughput["batch"]) == {1, 4}
+    made = rig.generate([p.text for p in PROMPTS], 10).trace
+    s, tokens = bench.full_batch(made)
+    full = [r for r in made.rounds if len(r.steps) == 3]
+    assert tokens == sum(step.emitted for r in full for step in r.steps)
+    assert s == full[-1].end_s - made.prefill_s
+    assert tokens <= made.emitted
+    metrics, series = bench.throughput_metrics(throughput)
+    assert set(series["speedup/at_batch"]) == {1, 4}
+    assert metrics["speedup/at_largest_batch"] == series["speedup/at_batch"][4]
+
+
+def test_an_end_of_text_does_not_empty_the_batch(rig):
+    assert rig.engine.eos
+    samples = bench.throughput(rig, PROMPTS, [2], 6, repeats=1)
+    assert samples["emitted"].iloc[0] == 2 * 6
+    assert rig.engine.eos
+
+
+def test_costs_and_prediction_start_from_the_plain_step(rig):
+    costs = bench.pass_costs(rig, PROMPTS[0], [1, 3], repeats=3)
+    assert list(costs["gamma"]) == [0, 1, 3]
+    assert (costs["verify_s"] > 0).all()
+    costs = pd.DataFrame(
+        {"gamma": [0, 2], "draft_s": [0, 0.5], "verify_s": [0.9, 1.1], "rest_s": [0.1, 0.2]}
+    )
+    record = Acceptance(drafted=8, emitted=8, cut=0, histogram=(1, 2, 1))
+    foretold = bench.predicted(costs, record).set_index("gamma")
+    assert foretold.loc[0, "speedup"] == 1
+    assert foretold.loc[2, "tokens"] == record.length == 2
+    assert foretold.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
+
+
+def test_rounds_are_kept_one_row_each(latency):
+    rounds = bench.rounds(latency)
+    assert len(rounds) == latency["passes"].sum()
+    assert rounds["emitted"].sum() == latency["emitted"].sum()
+    assert {"question_id", "gamma", "repeat", "end_s", "drafted", "accepted"} <= set(rounds)
+
+
+def test_every_figure_is_drawn_with_a_title(acceptance, latency, throughput, rig):
+    costs = bench.pass_costs(rig, PROMPTS[0], [1, 3], repeats=3)
+    foretold = bench.predicted(costs, bench.pooled(latency[latency["gamma"] == 3]))
+    warm = bench.acceptance([rig], PROMPTS, 8, [0.0, 1.0])
+    by_batch = bench.speedups(throughput, "batch")
+    figures = [
+        plots.by_category(acceptance), plots.by_position(acceptance), plots.by_temperature(warm),
+        plots.over_gamma(bench.speedups(latency, "gamma"), foretold), plots.round_costs(costs),
+        plots.throughput(by_batch), plots.over_batch(by_batch),
+    ]  # fmt: skip
+    for figure in figures:
+        assert title(figure)
+        assert figure.axes[0].has_data()
+    assert not plt.get_fignums()
+
+
+def title(figure) -> str:
+    above = figure.get_suptitle()
+    return above or figure.axes[0].get_title(loc="left")
+
+
+def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:
+    batches = [2**i for i in range(len(speedups))]
+    rows = [
+        {"batch": b, "speedup": v, "low": lo, "high": hi, "tok_s": 100 * v * b,
+         "plain_tok_s": 100 * b, "rate": 0.5, "length": 2.0}
+        for b, (v, lo, hi) in zip(batches, speedups, strict=True)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ([(2, 1.9, 2.1), (1.2, 1.1, 1.3), (0.8, 0.7, 0.9)], "stops paying between batch 2 and 4"),
+        ([(2, 1.9, 2.1), (1.0, 0.9, 1.1), (0.8, 0.7, 0.9)], "stops paying between batch 1 and 4"),
+        ([(2, 1.9, 2.1), (1.2, 1.1, 1.3)], "Pays at every batch size tried"),
+        ([(0.9, 0.8, 0.95), (0.5, 0.4, 0.6)], "Pays at no batch size tried"),
+        ([(1.1, 0.9, 1.3), (0.9, 0.8, 1.1)], "1.10x at batch 1, 0.90x at batch 2"),
+    ],
+)
+def test_the_crossing_is_claimed_only_where_intervals_allow_it(speedups, said):
+    assert said in plots.crossing(sweep(*speedups))
+    assert said in title(plots.over_batch(sweep(*speedups)))
+
+
+def test_a_gain_within_the_noise_is_not_called_faster():
+    measured = pd.DataFrame({"gamma": [2], "speedup": [1.1], "low": [0.9], "high": [1.3]})
+    foretold = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
+    assert "No clear difference" in title(plots.over_gamma(measured, foretold))
+    measured["low"] = 1.05
+    assert "1.10x faster" in title(plots.over_gamma(measured, foretold))
+
+
+def test_figures_of_no_runs_say_what_to_run():
+    for figure in (
+        plots.rate_and_speedup(pd.DataFrame()),
+        plots.runs_by_category(pd.DataFrame()),
+        plots.runs_over_batch(report.curves(pd.DataFrame(), "speedup/at_batch")),
+    ):
+        assert "run " in figure.axes[0].texts[0].get_text()

@@ -1,0 +1,98 @@
+"""Every notebook runs, by papermill as by hand, and logs what the next one compares."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from rich.console import Console
+
+from specexp.lab import build, grid, run, track
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+SMALL = {
+    "10_acceptance": {"rivals": ["ngram"], "limit": 5, "max_new_tokens": 6, "temperatures": [0.0]},
+    "20_latency": {"gammas": [1, 2], "limit": 2, "max_new_tokens": 6},
+    "30_throughput_under_batch": {"batches": [1, 2], "limit": 5, "max_new_tokens": 6, "repeats": 2},
+}
+
+
+def test_every_experiment_notebook_is_tested():
+    assert {p.stem for p in NOTEBOOKS.glob("*.ipynb")} == {*SMALL, "90_compare"}
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "question.jsonl"
+    lines = [
+        f'{{"question_id": {i}, "category": "c{i % 2}", "turns": ["mean {i}"]}}' for i in range(6)
+    ]
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders, prompts_file):
+    """One store: the three experiments by the runner, then the comparison over their runs."""
+    target, draft = tiny_folders
+    files = []
+    for name, small in SMALL.items():
+        fixed = {"target": target, "drafter": draft, "prompts": prompts_file, **small}
+        files.append(tmp_path / f"{name}.yaml")
+        spec = {"notebook": f"notebooks/{name}.ipynb", "experiment": name[3:], "fixed": fixed}
+        files[-1].write_text(yaml.safe_dump(spec))
+    points = grid.load(files)
+    console = Console(record=True, width=160)
+    assert run.run(points, console) == 0, console.export_text()
+    runs = track.runs()
+    assert set(runs["experiment"]) == {"acceptance", "latency", "throughput_under_batch"}
+    assert (runs["metrics.exact/pass"] == 1).all()
+    by_name = runs.set_index("experiment")
+    for metric in ("acceptance/rate", "acceptance/length", "counts/emitted", "exact/tokens"):
+        assert by_name[f"metrics.{metric}"].notna().all()
+    assert by_name.loc["acceptance", "metrics.category/c0"] >= 0
+    assert by_name.loc["latency", "metrics.speedup/predicted"] > 0
+    assert by_name.loc["throughput_under_batch", "metrics.speedup/at_largest_batch"] > 0
+    for point in points:
+        result = store / "results" / point.run_key
+        assert (result / "rounds.parquet").stat().st_size > 0
+        assert len(list((result / "figures").glob("*.png"))) >= 2
+        assert len(images(result / "notebook.ipynb")) >= 2
+    compared = execute("90_compare", tmp_path)
+    assert len(images(compared)) == 3
+    assert "3 finished runs" in compared.read_text()
+
+
+def test_the_comparison_of_nothing_says_what_to_run(store, tmp_path):
+    assert "run `make demo`" in execute("90_compare", tmp_path).read_text()
+
+
+def execute(name: str, folder: Path) -> Path:
+    import papermill
+
+    out = folder / f"{name}.ipynb"
+    papermill.execute_notebook(
+        str(NOTEBOOKS / f"{name}.ipynb"), str(out), cwd=str(NOTEBOOKS), kernel_name="python3",
+        progress_bar=False,
+    )  # fmt: skip
+    return out
+
+
+def images(notebook: Path) -> list[str]:
+    cells = nbformat.read(notebook, as_version=4).cells
+    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
+    return [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
+
+
+def test_a_bug_in_exactness_fails_the_run(store, tmp_path, tiny_folders, prompts_file, monkeypatch):
+    """Notebooks assert the verdict: a divergence that is no tie leaves no result behind."""
+    for name in SMALL:
+        source = (NOTEBOOKS / f"{name}.ipynb").read_text()
+        assert "certify.certify(" in source
+        assert ".bugs == 0" in source
+
+
+def test_shipped_grids_pass_every_check():
+    files = sorted((NOTEBOOKS / "grids").glob("*.yaml"))
+    points = grid.load(files)
+    assert len(points) >= 30
+    assert not any(build.check(p.params) for p in points)
