@@ -1,5 +1,6 @@
 """Every notebook runs, by papermill as by hand, and logs what the next one compares."""
 
+import json
 from pathlib import Path
 
 import nbformat
@@ -24,10 +25,10 @@ def test_every_experiment_notebook_is_tested():
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("prompts") / "question.jsonl"
-    lines = [
-        f'{{"question_id": {i}, "category": "c{i % 2}", "turns": ["mean {i}"]}}' for i in range(6)
+    questions = [
+        {"question_id": i, "category": f"c{i % 2}", "turns": [f"mean {i}"]} for i in range(6)
     ]
-    file.write_text("\n".join(lines))
+    file.write_text("\n".join(map(json.dumps, questions)))
     return str(file)
 
 
@@ -83,12 +84,32 @@ def images(notebook: Path) -> list[str]:
     return [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
 
 
-def test_a_bug_in_exactness_fails_the_run(store, tmp_path, tiny_folders, prompts_file, monkeypatch):
-    """Notebooks assert the verdict: a divergence that is no tie leaves no result behind."""
-    for name in SMALL:
-        source = (NOTEBOOKS / f"{name}.ipynb").read_text()
-        assert "certify.certify(" in source
-        assert ".bugs == 0" in source
+BROKEN = """
+from specexp.lm import LM
+
+whole = LM.verify
+LM.verify = lambda lm, seqs, draft, taps=(): whole(lm, seqs.__class__(**{
+    **vars(seqs), "length": seqs.length + (draft.tokens.shape[1] > 1)}), draft, taps)
+"""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_divergence_that_is_no_tie_fails_the_run(
+    name, store, tmp_path, tiny_folders, prompts_file
+):
+    """A cache off by one is planted before the check: the notebook stops and logs nothing."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    built = next(i for i, c in enumerate(notebook.cells) if "build.build(" in c.source)
+    notebook.cells.insert(built + 1, nbformat.v4.new_code_cell(BROKEN))
+    nbformat.write(notebook, tmp_path / f"{name}.ipynb")
+    target, draft = tiny_folders
+    fixed = {"target": target, "drafter": draft, "prompts": prompts_file, **SMALL[name]}
+    file = tmp_path / "broken.yaml"
+    file.write_text(yaml.safe_dump({"notebook": f"{name}.ipynb", "fixed": fixed}))
+    [point] = grid.load([file])
+    with pytest.raises(run.Failure, match="AssertionError"), track.locked():
+        run.attempt(point)
+    assert not (store / "results").exists()
 
 
 def test_shipped_grids_pass_every_check():
