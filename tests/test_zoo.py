@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from specexp.errors import UserError
 from specexp.zoo import shelf
 from specexp.zoo.cards import measure
 from specexp.zoo.corpus import gather, is_held_out, passages, pieces
-from specexp.zoo.edits import edit, rename
+from specexp.zoo.edits import echo, edit, rename
 from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Phase, quick_version
 from specexp.zoo.records import record
 from specexp.zoo.rows import Rows, encode, train_tokenizer
@@ -98,6 +99,15 @@ def test_an_edit_is_a_passage_said_twice():
     assert {"# Before", "Original:", "Text:", "Input:", "CSV:", "JSON", "Output:"} <= headings
 
 
+def test_an_echo_is_words_said_twice():
+    for seed in range(100):
+        before, after = echo(random.Random(seed), ["alpha", "beta", "x1", "_y"]).split("\n\n")
+        said, again = (part.partition("\n")[2].split() for part in (before, after))
+        assert len(said) == len(again) >= 9
+        changed = {(a, b) for a, b in zip(said, again, strict=True) if a != b}
+        assert len(changed) <= 1
+
+
 def test_rename_leaves_attributes_and_longer_names():
     assert rename("x = self.x + xs[x]", "x", "total") == "total = self.x + xs[total]"
 
@@ -129,8 +139,7 @@ def test_rows_are_a_function_of_the_step(documents):
 def test_an_epoch_holds_every_token_once_and_repeats_twice():
     ids = {"a": [np.arange(1, 9, dtype=np.uint16)], "b": [np.arange(11, 20, dtype=np.uint16)]}
     rows = Rows(ids, {"b": 2})
-    recipe = quick_version(TARGET)
-    recipe = type(recipe)(**{**vars(recipe), "phases": (Phase(5, 1, 5),)})
+    recipe = replace(quick_version(TARGET), phases=(Phase(5, 1, 5),))
     seen = torch.cat([rows.batch(recipe, step)[:, :-1].flatten() for step in range(5)]).tolist()
     counts = [seen.count(i) for i in range(20)]
     assert sum(counts) == 25  # of 8 + 2 * 9, the last being only predicted
@@ -155,24 +164,30 @@ class Killed(Rows):
         return super().batch(recipe, step)
 
 
+def _fit(recipe, rows, work):
+    return fit(recipe, rows, work, recipe.build(), compiled=False, checkpoint_every=2)
+
+
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(documents, tmp_path):
     recipe = quick_version(TARGET, steps=6)
-    whole, losses = fit(recipe, Rows(documents), tmp_path / "a", compiled=False)
+    whole, losses = _fit(recipe, Rows(documents), tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
-        fit(recipe, Killed(documents), tmp_path / "b", compiled=False, checkpoint_every=2)
+        _fit(recipe, Killed(documents), tmp_path / "b")
     (left,) = (tmp_path / "b").iterdir()
     assert len(torch.load(left, weights_only=True)["losses"]) == 4
-    resumed, again = fit(recipe, Rows(documents), tmp_path / "b", compiled=False)
+    resumed, again = _fit(recipe, Rows(documents), tmp_path / "b")
     assert again == losses
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
 
 
-def test_another_recipe_does_not_go_on_from_a_checkpoint(documents, tmp_path):
+def test_another_recipe_or_text_does_not_go_on_from_a_checkpoint(documents, tmp_path):
     recipe = quick_version(TARGET, steps=2)
-    fit(recipe, Rows(documents), tmp_path, compiled=False)
-    fit(type(recipe)(**{**vars(recipe), "seed": 7}), Rows(documents), tmp_path, compiled=False)
-    assert len(list(tmp_path.iterdir())) == 2
+    _fit(recipe, Rows(documents), tmp_path)
+    _fit(replace(recipe, seed=7), Rows(documents), tmp_path)
+    _fit(recipe, Rows(documents, {"code": 2}), tmp_path)
+    _fit(recipe, Rows(documents), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_pupil_that_is_its_teacher_has_the_entropy_as_loss_and_nothing_to_learn(documents):

@@ -61,14 +61,24 @@ def describe(
     losses: Sequence[float],
 ) -> dict[str, Any]:
     """The content of `zoo.json`; `shelf.py` reads the first lines of it."""
+    courses: list[dict[str, Any]] = []
+    for course in recipe.courses:
+        mine, losses = losses[: course.steps], losses[course.steps :]
+        courses.append(
+            {
+                "phases": [[p.steps, p.batch, p.length] for p in course.phases],
+                "tokens": course.tokens,
+                "repeats": dict(course.repeats),
+                "muon_lr": course.muon_lr,
+                "adam_lr": course.adam_lr,
+                "loss": [
+                    round(float(np.mean(mine[i : i + 20])), 4) for i in range(0, len(mine), 20)
+                ],
+            }
+        )
     trained = {
-        "steps": recipe.steps,
-        "tokens": recipe.tokens,
-        "phases": [[p.steps, p.batch, p.length] for p in recipe.phases],
-        "muon_lr": recipe.muon_lr,
-        "adam_lr": recipe.adam_lr,
+        "courses": courses,
         "seed": recipe.seed,
-        "loss": [round(float(np.mean(losses[i : i + 20])), 4) for i in range(0, len(losses), 20)],
         "torch": torch.__version__.split("+")[0],
         "corpus": dict(corpus),
     }
@@ -87,7 +97,7 @@ def describe(
         "context": CONTEXT,
         "dtype": "bfloat16",
         "held_out": held_out,
-        "trained": trained if recipe.phases else None,
+        "trained": trained if courses else None,
     }
 
 
@@ -120,7 +130,8 @@ def card(facts: Mapping[str, Any]) -> str:
     parts += ["## Held-out text", _figures(facts)]
     parts += [
         "## Make it again",
-        f"`specexp zoo train --only {facts['name']}` runs the recipe in `specexp/zoo/recipes.py`."
+        f"`specexp zoo train --only {facts['name']}` runs the recipe in `specexp/zoo/recipes.py`"
+        " (on two CPU cores: the target in about an hour, a draft model in a quarter of one)."
         " Another Python has another standard library and so gives other weights.",
         "## Licence",
         "The weights are under the licence of this repository (MIT). The text they were trained "
@@ -145,29 +156,36 @@ def _data(corpus: Mapping[str, Any]) -> str:
     return (
         f"The standard library of Python {corpus['python']} ({corpus['sources']} sources, tests "
         "left out, each once): its code, its docstrings and comments as prose, records drawn from "
-        "a seeded generator, and edits (a passage, then the same passage with one thing changed)."
-        " A source is held out by the hash of its content, and what is made from it stays on its "
-        "side. No other text, and none about people: names in records are invented.\n\n"
+        "a seeded generator, edits (a passage, then the same passage with one thing changed), and "
+        "echoes (words in no order, said twice). A source is held out by the hash of its content, "
+        "and what is made from it stays on its side. The people named in it are authors named in "
+        "the library; records pair common first names and surnames at random.\n\n"
         "| side | kind | documents | characters | sha256 |\n|---|---|---:|---:|---|\n"
     ) + "\n".join(rows)
 
 
 def _training(facts: Mapping[str, Any]) -> str:
     trained = facts["trained"]
-    steps = ", then ".join(f"{s} steps of {b} x {n}" for s, b, n in trained["phases"])
     goal = (
         "Next-token cross-entropy."
         if facts["target"] is None
         else f"Taught the law of {facts['target']} (soft cross-entropy, the forward KL plus a "
         "constant) on the corpus and on passages which that model continued at temperature 0.8."
     )
-    return (
-        f"{goal} {trained['tokens']:,} tokens: {steps} tokens. Muon (learning rate "
-        f"{trained['muon_lr']}) for the hidden matrices, AdamW ({trained['adam_lr']}) for the "
-        f"rest, a straight fall to 2 % after a plateau, seed {trained['seed']}, "
-        f"torch {trained['torch']}. Training loss {trained['loss'][0]} in the first 20 steps, "
-        f"{trained['loss'][-1]} in the last."
-    )
+    lines = [
+        f"{goal} Muon for the hidden matrices, AdamW for the rest; a short rise, a plateau, a "
+        f"straight fall to 2 %; seed {trained['seed']}, torch {trained['torch']}. A kind counts "
+        "once an epoch unless said otherwise.\n"
+    ]
+    for number, course in enumerate(trained["courses"], 1):
+        steps = ", then ".join(f"{s} steps of {b} x {n} tokens" for s, b, n in course["phases"])
+        mix = ", ".join(f"{kind} x {times}" for kind, times in course["repeats"].items())
+        lines.append(
+            f"{number}. {course['tokens']:,} tokens: {steps}; {mix}; learning rates "
+            f"{course['muon_lr']} and {course['adam_lr']}; training loss {course['loss'][0]:.2f} "
+            f"in the first 20 steps, {course['loss'][-1]:.2f} in the last."
+        )
+    return "\n".join(lines)
 
 
 def _figures(facts: Mapping[str, Any]) -> str:

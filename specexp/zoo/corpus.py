@@ -1,11 +1,12 @@
 """The text that the zoo learns from, gathered from the Python that runs this file.
 
-Four kinds of document, each a plain string:
+Five kinds of document, each a plain string:
 
 - `code`: top-level pieces of the standard library, tests and code tables left out;
 - `prose`: its docstrings, long comments, language-reference topics and text files;
 - `records`: JSON lines, CSV, log lines, INI, YAML and tables, drawn from a seeded generator;
-- `edits`: a passage followed by the same passage with one thing changed (`edits.py`).
+- `edits`: a passage followed by the same passage with one thing changed (`edits.py`);
+- `echoes`: words in no order, said twice.
 
 A source file is held out when the hash of its content says so, before anything is made from it:
 its code, its docstrings and the edits of both stay on one side. Text full of mistakes, other
@@ -32,10 +33,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from specexp.zoo.edits import edit
+from specexp.zoo.edits import echo, edit
 from specexp.zoo.records import record
 
-KINDS = ("code", "prose", "records", "edits")
+KINDS = ("code", "prose", "records", "edits", "echoes")
 LEFT_OUT = {
     "test",
     "tests",
@@ -86,7 +87,7 @@ def gather(
     """Read the standard library and generate the rest.
 
     `records` and `edits` count the generated training documents (a sixteenth as many are held
-    out); `limit` keeps only that many source files and topics.
+    out); there are two echoes to five edits. `limit` keeps only that many source files and topics.
     """
     sources = _sources(limit)
     sides: list[dict[str, list[str]]] = []
@@ -101,6 +102,7 @@ def gather(
         rng = random.Random(f"{seed} {side}")
         snippets = [s for text in mine for s in functions(text)]
         paragraphs = [p for passage in prose for p in _paragraphs(passage)]
+        vocabulary = sorted({word for s in snippets for word in re.findall(r"[A-Za-z]\w*", s)})
         sides.append(
             {
                 "code": code,
@@ -109,6 +111,7 @@ def gather(
                 "edits": _unique(
                     edit(rng, snippets, paragraphs) for _ in range(edits * share // 256)
                 ),
+                "echoes": _unique(echo(rng, vocabulary) for _ in range(edits * share // 640)),
             }
         )
     return Corpus(train=sides[0], held=sides[1], sources=len(sources))

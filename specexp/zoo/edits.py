@@ -51,6 +51,19 @@ def edit(rng: random.Random, snippets: Sequence[str], paragraphs: Sequence[str])
     return _of_records(rng)
 
 
+def echo(rng: random.Random, vocabulary: Sequence[str]) -> str:
+    """Words in no order, then the same words: nothing but copying helps to foretell the second."""
+    lines = [
+        " ".join(rng.choices(vocabulary, k=rng.randint(3, 8))) for _ in range(rng.randint(3, 9))
+    ]
+    text = "\n".join(lines)
+    if rng.random() < 0.5:
+        return _document("Text:", text, "Copy:", text)
+    old, new = rng.choice(text.split()), rng.choice(NEW_NAMES)
+    changed = re.sub(rf"\b{re.escape(old)}\b", new, text)
+    return _document("Original:", text, f'Replace "{old}" with "{new}":', changed)
+
+
 def rename(code: str, old: str, new: str) -> str:
     """Every whole-word `old` that is not an attribute or a keyword argument becomes `new`."""
     return re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", new, code)

@@ -3,7 +3,8 @@
 A recipe knows shapes, step counts and learning rates; it does not know text, files or loops.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -35,6 +36,8 @@ class Recipe:
     heads: int
     kv_heads: int
     phases: tuple[Phase, ...] = ()
+    repeats: Mapping[str, int] = field(default_factory=dict)  # of a kind an epoch; 1 if absent
+    then: "Recipe | None" = None  # a second course from the weights of this one
     teacher: str | None = None
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
@@ -47,6 +50,13 @@ class Recipe:
     @property
     def tokens(self) -> int:
         return sum(phase.steps * phase.batch * phase.length for phase in self.phases)
+
+    @property
+    def courses(self) -> "list[Recipe]":
+        """What is trained, in order: nothing, this recipe, or this one and what comes then."""
+        if not self.phases:
+            return []
+        return [self, *(self.then.courses if self.then else [])]
 
     def place(self, step: int) -> tuple[int, int]:
         """Which phase a step falls in, and which step of that phase it is."""
@@ -82,7 +92,7 @@ class Recipe:
         return LlamaForCausalLM(config).float()
 
 
-TARGET = Recipe(
+_TARGET = Recipe(
     name="target-10m",
     role="target",
     about="The target: the model whose law every experiment keeps.",
@@ -92,7 +102,16 @@ TARGET = Recipe(
     heads=4,
     kv_heads=2,
     phases=(Phase(1000, 32, 256), Phase(400, 16, 512), Phase(120, 8, 1024)),
+    repeats={"prose": 2, "echoes": 0},
 )
+_COPYING = replace(
+    _TARGET,
+    phases=(Phase(180, 16, 512),),
+    repeats={"edits": 3, "echoes": 3},
+    muon_lr=0.01,
+    adam_lr=1.5e-3,
+)
+TARGET = replace(_TARGET, then=_COPYING)
 SIBLING_3M = Recipe(
     name="sibling-3m",
     role="draft",
@@ -102,7 +121,8 @@ SIBLING_3M = Recipe(
     hidden=1024,
     heads=4,
     kv_heads=2,
-    phases=(Phase(600, 32, 256), Phase(150, 8, 1024)),
+    phases=(Phase(340, 32, 256), Phase(60, 8, 1024)),
+    repeats={"prose": 2, "continued": 3},
     teacher="target-10m",
     seed=1,
 )
@@ -115,7 +135,8 @@ SIBLING_1M = Recipe(
     hidden=1024,
     heads=2,
     kv_heads=1,
-    phases=(Phase(320, 32, 256), Phase(60, 8, 1024)),
+    phases=(Phase(180, 32, 256), Phase(30, 8, 1024)),
+    repeats={"prose": 2, "continued": 3},
     teacher="target-10m",
     seed=2,
 )
@@ -144,4 +165,5 @@ def quick_version(recipe: Recipe, steps: int = 4) -> Recipe:
         heads=2,
         kv_heads=1,
         phases=phases,
+        then=quick_version(recipe.then, steps) if recipe.then else None,
     )

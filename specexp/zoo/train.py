@@ -32,7 +32,6 @@ from specexp.zoo.rows import Documents, Rows, encode, train_tokenizer, wrap
 
 WORK = Path(__file__).resolve().parents[2] / "mlruns" / "zoo"
 CHECKPOINT_EVERY = 100
-REPEATS = {"prose": 2, "continued": 3}  # times an epoch
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -70,14 +69,17 @@ def _make(recipe: Recipe, corpus: Corpus, out: Path, work: Path, device: str, qu
     train = {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
     held = {kind: encode(tokenizer, texts) for kind, texts in corpus.held.items()}
     if target is not None:
-        given = [d for kind in corpus.train for d in train[kind]]
-        train["continued"] = _continued_once(target, given, 8 if quick else 1280, work)
+        given = [d for kind in corpus.train if kind != "echoes" for d in train[kind]]
+        train["continued"] = _continued_once(target, given, 8 if quick else 512, work)
     losses: list[float] = []
     model = recipe.build()
-    if recipe.phases:
-        compiled = not quick and (device != "cpu" or shutil.which("g++") is not None)
-        rows = Rows(train, REPEATS)
-        model, losses = fit(recipe, rows, work, target, device, compiled)
+    if target is not None and target.config.hidden_size == recipe.width:
+        model.model.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight.data)
+    compiled = not quick and (device != "cpu" or shutil.which("g++") is not None)
+    for course in recipe.courses:
+        rows = Rows(train, course.repeats)
+        model, more = fit(course, rows, work, model, target, device, compiled)
+        losses += more
     shipped = model.to(torch.bfloat16)
     shipped.generation_config = GenerationConfig(
         bos_token_id=END, eos_token_id=END, pad_token_id=END
@@ -125,7 +127,9 @@ def _tokenizer(corpus: Corpus, recipe: Recipe, out: Path) -> PreTrainedTokenizer
     path = out / target / "tokenizer.json"
     if recipe.name != target and path.exists():
         return wrap(Tokenizer.from_file(str(path)))
-    return train_tokenizer(text for texts in corpus.train.values() for text in texts)
+    return train_tokenizer(
+        text for kind, texts in corpus.train.items() if kind != "echoes" for text in texts
+    )
 
 
 def _continued_once(
@@ -143,23 +147,21 @@ def fit(
     recipe: Recipe,
     rows: Rows,
     work: Path,
+    model: LlamaForCausalLM,
     teacher: LlamaForCausalLM | None = None,
     device: str = "cpu",
     compiled: bool = True,
     checkpoint_every: int = CHECKPOINT_EVERY,
 ) -> tuple[LlamaForCausalLM, list[float]]:
-    """Train one model, from its checkpoint under `work` if there is one.
+    """Train a model in place for one course, from the checkpoint under `work` if there is one.
 
     Returns the model (float32) and its loss at every step.
     """
     torch.set_flush_denormal(True)
-    model = recipe.build()
-    if teacher is not None and teacher.config.hidden_size == recipe.width:
-        model.model.embed_tokens.weight.data.copy_(teacher.model.embed_tokens.weight.data)
+    path = work / f"{recipe.name}-{_digest(recipe, rows, model)}.pt"
     model = model.to(device).train()
     optimizers = _optimizers(model, recipe)
     losses: list[float] = []
-    path = work / f"{recipe.name}-{_digest(recipe, rows)}.pt"
     if path.exists():
         state = torch.load(path, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
@@ -269,10 +271,14 @@ def _write(path: Path, content: object) -> None:
     part.replace(path)
 
 
-def _digest(recipe: Recipe, rows: Rows) -> str:
-    """Names a checkpoint: another recipe or another text is another run."""
-    digest = hashlib.sha256(repr((asdict(replace(recipe, about="")), rows.seed)).encode())
+def _digest(recipe: Recipe, rows: Rows, model: LlamaForCausalLM) -> str:
+    """Names a checkpoint: another recipe, text or beginning is another run."""
+    shape = asdict(replace(recipe, about="", repeats={}, then=None))
+    digest = hashlib.sha256(repr((shape, rows.seed)).encode())
+    digest.update(model.model.embed_tokens.weight.detach().cpu().numpy().tobytes())
     for kind, documents in rows.documents.items():
-        digest.update(f"{kind} {rows.repeats.get(kind, 1)}".encode())
-        digest.update(np.concatenate(documents).tobytes())
+        times = rows.repeats.get(kind, 1)
+        if times:
+            digest.update(f"{kind} {times}".encode())
+            digest.update(np.concatenate(documents).tobytes())
     return digest.hexdigest()[:12]
