@@ -125,7 +125,7 @@ def log(
         key = f"byhand-{uuid.uuid4().hex[:10]}"
         with locked():
             initialise()
-            publish(commit(attempt, key, {"name": f"{experiment} by hand"}))
+            publish(commit(attempt, key, {"name": f"{params.get('drafter', experiment)} by hand"}))
         print(f"logged to {store()}; compare with: specexp ui")
 
 
@@ -327,11 +327,12 @@ def shared_view() -> str:
     bars = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
     lines = ("acceptance/at_position", "speedup/at_gamma", "speedup/at_batch")
     charts: list[dict[str, Any]] = [
-        {"type": "BAR", "metricKey": m, "runsCountToCompare": 20, "displayName": m} for m in bars
+        {"type": "BAR", "metricKey": m, "runsCountToCompare": 20, "displayName": _short(m)}
+        for m in bars
     ]
     charts += [
         {
-            "type": "LINE", "metricKey": m, "selectedMetricKeys": [m], "displayName": m,
+            "type": "LINE", "metricKey": m, "selectedMetricKeys": [m], "displayName": _short(m),
             "xAxisKey": "step", "xAxisScaleType": "linear", "scaleType": "linear",
             "lineSmoothness": 0, "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True,
             "runsCountToCompare": 20, "range": {}, "yAxisKey": "metric", "yAxisExpressions": [],
@@ -341,7 +342,7 @@ def shared_view() -> str:
     ]  # fmt: skip
     charts.append({
         "type": "SCATTER", "runsCountToCompare": 100,
-        "displayName": "acceptance rate against speedup",
+        "displayName": "rate, speedup",
         "xaxis": {"key": "acceptance/rate", "type": "METRIC"},
         "yaxis": {"key": "speedup/measured", "type": "METRIC"},
     })  # fmt: skip
@@ -357,6 +358,10 @@ def shared_view() -> str:
         "isAccordionReordered": True,
     }
     return json.dumps(state)
+
+
+def _short(metric: str) -> str:
+    return metric.rpartition("/")[2].replace("_", " ")
 
 
 def view_url(experiment: str, port: int) -> str:

@@ -1,0 +1,75 @@
+"""Prompt lookup, against a search that reads like its definition."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexp.drafters.ngram import NGram
+from specexp.errors import UserError
+from specexp.sampling import Certain
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+
+
+def occurrences(text: list[int], n: int) -> list[int]:
+    """Earlier ends of the text's longest suffixes, longest match first, then the latest."""
+    last = len(text) - 1
+    found = []
+    for end in range(last):
+        length = 0
+        while length < n and length <= end and text[end - length] == text[last - length]:
+            length += 1
+        if length:
+            found.append((length, end))
+    return [end for _, end in sorted(found, reverse=True)]
+
+
+def continuation(text: list[int], end: int, count: int) -> list[int]:
+    """What followed, going on into what is being written."""
+    grown = list(text)
+    for i in range(count):
+        grown.append(grown[end + 1 + i])
+    return grown[len(text) :]
+
+
+def propose(texts: list[list[int]], tree: Tree, n: int) -> torch.Tensor:
+    seqs = Sequences.of(texts, 8, slack=len(tree))
+    return NGram(n).propose(seqs, tree, Certain()).tokens
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 5), st.integers(1, 4))
+def test_a_chain_continues_the_best_earlier_occurrence(texts, gamma, n):
+    drafts = propose(texts, Tree.chain(gamma), n)
+    for text, draft in zip(texts, drafts.tolist(), strict=True):
+        ends = occurrences(text, n)
+        expected = continuation(text, ends[0], gamma) if ends else [-1] * gamma
+        assert draft == [text[-1], *expected]
+
+
+@given(TEXTS, st.integers(1, 4))
+def test_a_tree_follows_a_different_occurrence_down_each_branch(text, n):
+    """Three chains of two from the root: nodes 1-3 are their first tokens, 4-6 their second."""
+    [draft] = propose([text], Tree((-1, 0, 0, 0, 1, 2, 3)), n).tolist()
+    ends = occurrences(text, n)
+    for branch in range(3):
+        pair = continuation(text, ends[branch], 2) if branch < len(ends) else [-1, -1]
+        assert [draft[1 + branch], draft[4 + branch]] == pair
+
+
+def test_the_whole_context_is_searched():
+    text = [7, 8, 9, *range(10, 90), 7, 8]
+    assert propose([text], Tree.chain(1), 2).tolist() == [[8, 9]]
+
+
+def test_a_longer_match_beats_a_later_one():
+    text = [1, 2, 3, 4, 9, 3, 5, 1, 2, 3]
+    assert propose([text], Tree.chain(1), 3).tolist() == [[3, 4]]
+    assert propose([text], Tree.chain(1), 1).tolist() == [[3, 5]]
+
+
+def test_a_suffix_of_no_tokens_is_refused():
+    with pytest.raises(UserError, match="n is 0"):
+        NGram(0)

@@ -1,0 +1,101 @@
+"""Draft shapes, against the plainest reference there is."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexp.errors import UserError
+from specexp.tree import Nodes, Tree
+
+
+@st.composite
+def trees(draw, most: int = 10) -> Tree:
+    parents = [-1]
+    for i in range(draw(st.integers(0, most - 1))):
+        parents.append(draw(st.integers(max(parents[-1], 0), i)))
+    return Tree(tuple(parents))
+
+
+def path_to(tree: Tree, node: int) -> list[int]:
+    path = [node]
+    while tree.parents[path[0]] >= 0:
+        path.insert(0, tree.parents[path[0]])
+    return path
+
+
+@pytest.mark.parametrize(
+    "parents", [(), (0,), (-1, -1), (-1, 1), (-1, 0, 2), (-1, 0, 1, 0), (-1, 0, 5), (-1, 0, -1)]
+)
+def test_what_is_no_tree_in_breadth_first_order_is_refused(parents):
+    with pytest.raises(UserError, match="breadth-first"):
+        Tree(parents)
+
+
+def test_a_negative_draft_length_is_refused():
+    with pytest.raises(UserError, match="gamma is -1"):
+        Tree.chain(-1)
+
+
+def test_chains_and_branching():
+    assert Tree.chain(3).parents == (-1, 0, 1, 2)
+    assert Tree.chain(0).is_chain
+    assert Tree.chain(0).depth == 0
+    assert Tree.branching(2, 2).parents == (-1, 0, 0, 1, 1, 2, 2)
+    assert not Tree.branching(2).is_chain
+    assert Tree.branching(1, 1) == Tree.chain(2)
+
+
+@given(trees(), st.integers(0, 10))
+def test_cut_keeps_just_the_nodes_that_are_not_too_deep(tree, depth):
+    cut = tree.cut(depth)
+    assert len(cut) == sum(len(path_to(tree, i)) - 1 <= depth for i in range(len(tree)))
+    assert cut.depth == min(depth, tree.depth)
+
+
+@given(trees())
+def test_levels_are_the_nodes_of_each_depth(tree):
+    for depth, level in enumerate(tree.levels):
+        found = [i for i in range(len(tree)) if len(path_to(tree, i)) - 1 == depth]
+        assert list(range(level.start, level.stop)) == found
+
+
+@given(trees())
+def test_tensors_say_what_the_tree_says(tree):
+    nodes = tree.nodes("cpu")
+    for i in range(len(tree)):
+        assert nodes.depth[0, i] == len(path_to(tree, i)) - 1
+        assert nodes.ancestors[0, i].nonzero().flatten().tolist() == path_to(tree, i)
+        children = [j for j in range(len(tree)) if tree.parents[j] == i]
+        assert [c for c in nodes.children[0, i].tolist() if c >= 0] == children
+
+
+@given(st.lists(trees(6), min_size=2, max_size=3), st.data())
+def test_rows_may_have_trees_of_their_own(rows, data):
+    N = max(map(len, rows))
+    padded = [Tree(t.parents + (t.parents[-1],) * (N - len(t)) if len(t) > 1 else (-1,) + (0,) * (N - 1)) for t in rows]  # fmt: skip # noqa: E501
+    parents = torch.tensor([t.parents for t in padded]).clamp(min=0)
+    deepest = max(t.depth for t in padded)
+    width = max(t.parents.count(i) for t in padded for i in range(N))
+    nodes = Nodes.of(parents, deepest, width)
+    ok = torch.tensor([data.draw(st.lists(st.booleans(), min_size=N, max_size=N)) for _ in rows])
+    path, n = nodes.accepted(ok)
+    for row, tree in enumerate(padded):
+        assert (path[row, : n[row] + 1].tolist(), int(n[row])) == follow(tree, ok[row].tolist())
+
+
+def follow(tree: Tree, ok: list[bool]) -> tuple[list[int], int]:
+    """The deepest node all of whose ancestors are accepted; the first of them at a tie."""
+    reached = [i for i in range(len(tree)) if all(ok[j] for j in path_to(tree, i)[1:])]
+    best = max(reached, key=lambda i: (len(path_to(tree, i)), -i))
+    path = path_to(tree, best)
+    return path, len(path) - 1
+
+
+@given(trees(), st.data())
+def test_the_accepted_path_is_the_deepest_one_from_the_root(tree, data):
+    ok = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
+    path, n = tree.nodes("cpu").accepted(torch.tensor([ok]))
+    assert (path[0, : n[0] + 1].tolist(), int(n[0])) == follow(tree, ok)
+    assert path.shape == (1, tree.depth + 1)
+    assert (path[0, n[0] + 1 :] == 0).all()
