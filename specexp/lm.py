@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -121,7 +122,9 @@ class LM:
         visible = tree_mask(seqs, draft.nodes.ancestors)
         return self.feed(draft.tokens.clamp(min=0), slots, root + draft.nodes.depth, visible, taps)
 
+    @torch.inference_mode()
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
+        """Move the accepted path of a tree to the front (before the commit)."""
         assert self.cache is not None
         self.cache.keep(seqs, verdict)
 
@@ -204,6 +207,9 @@ def read_config(source: str | Path) -> Any:
         raise UserError(
             f"{source} needs remote code, which is never run; use a model transformers knows"
         )
+    made_as = config.architectures or []
+    if made_as and not any("CausalLM" in name or "LMHead" in name for name in made_as):
+        raise UserError(f"{source} is a {made_as[0]}, not a causal LM; choose one that is")
     servable(config.get_text_config(), str(source))
     return config
 
@@ -230,6 +236,6 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
             use_safetensors=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, SafetensorError) as e:
         raise UserError(f"cannot load {name}: {str(e).strip().splitlines()[0]}") from e
     return LM(module.to(device), name, vocab)

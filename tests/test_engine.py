@@ -1,0 +1,408 @@
+"""The whole round on tiny real models, against decoding without any cache at all."""
+
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from conftest import CONTEXT, tiny_llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from specexp.drafters.model import DraftModel
+from specexp.drafters.ngram import NGram
+from specexp.drafters.null import Null
+from specexp.engine import Engine
+from specexp.errors import NonFiniteLogits, UserError
+from specexp.lm import LM
+from specexp.policy import Fixed
+from specexp.rules import Match, Reject
+from specexp.sampling import Sampling
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+V, NEW = 32, 18
+TREES = {
+    "empty": Tree.chain(0),
+    "chain": Tree.chain(4),
+    "branching": Tree.branching(2, 2),
+    "irregular": Tree((-1, 0, 0, 0, 1, 1, 3, 4)),
+}
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7], [9, 8, 1, 9, 8, 2, 9, 8], [30, 31]]
+RULES = {"match": Match(), "reject": Reject()}
+DRAFTERS = ("null", "ngram", "model", "chosen", "self")
+
+
+def llama():
+    return tiny_llama(0)
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8))
+
+
+def gemma():
+    return GemmaForCausalLM(GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=8))
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT,
+                   initializer_range=0.4, bos_token_id=0, eos_token_id=0)
+    )  # fmt: skip
+
+
+def neox():
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
+
+
+SHAPE = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": CONTEXT, "initializer_range": 0.4,
+}  # fmt: skip
+FAMILIES = {f.__name__: f for f in (llama, qwen3, gemma, gpt2, neox)}
+
+
+@functools.cache
+def module(family: str = "llama", dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    return FAMILIES[family]().to(dtype).eval()
+
+
+@functools.cache
+def draft_module(dtype: torch.dtype = torch.float64):
+    """The target's own first layer: right often, wrong often."""
+    whole = copy.deepcopy(module("llama", dtype))
+    whole.model.layers = whole.model.layers[:1]
+    whole.config = copy.deepcopy(whole.config)
+    whole.config.num_hidden_layers = 1
+    return whole
+
+
+def drafter(kind: str, target: LM, law: Sampling):
+    if kind == "null":
+        return Null()
+    if kind == "ngram":
+        return NGram(2)
+    same = LM(target.module, "itself")
+    if kind == "self":
+        return DraftModel(same, law)
+    draft = LM(draft_module(target.dtype), "draft")
+    return DraftModel(draft, law, chosen=kind == "chosen")
+
+
+def engine(kind="model", tree="chain", rule="reject", family="llama", temperature=0.0,
+           dtype=torch.float64, seed=0, eos=()) -> Engine:  # fmt: skip
+    law = Sampling(temperature)
+    target = LM(module(family, dtype), "target")
+    shape = TREES[tree] if isinstance(tree, str) else tree
+    return Engine(target, drafter(kind, target, law), Fixed(shape), law, RULES[rule], seed, eos)
+
+
+@torch.no_grad()
+def slowly(net, prompt: list[int], count: int) -> list[int]:
+    """Greedy text by the unmodified model, the whole text every time, no cache."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(net(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@functools.cache
+def expected(family: str, count: int = NEW) -> list[list[int]]:
+    return [slowly(module(family), p, count) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_text_is_the_cache_free_text(kind, tree, rule):
+    made = engine(kind, tree, rule).generate(PROMPTS, NEW)
+    assert made.tokens == expected("llama")
+    for record in made.trace.by_row:
+        record.check()
+
+
+@pytest.mark.parametrize("tree", ["chain", "branching"])
+@pytest.mark.parametrize("kind", ["ngram", "self"])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
+def test_greedy_text_is_the_cache_free_text_in_every_family(family, kind, tree):
+    assert engine(kind, tree, family=family).generate(PROMPTS, NEW).tokens == expected(family)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_sampled_text_under_match_is_the_plain_sample_whatever_drafts(kind, tree):
+    made = engine(kind, tree, "match", temperature=0.9, seed=5)
+    assert made.generate(PROMPTS, NEW).tokens == made.plain().generate(PROMPTS, NEW).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gamma", range(1, 9))
+def test_a_draft_that_is_the_target_is_always_accepted_whole(gamma, rule, temperature):
+    made = engine("self", Tree.chain(gamma), rule, temperature=temperature)
+    for step in made.generate(PROMPTS, 24).trace.steps():
+        assert step.accepted == step.drafted == gamma
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_row_of_a_batch_is_the_row_alone(kind, temperature):
+    made = engine(kind, "branching", temperature=temperature)
+    together = made.generate(PROMPTS, NEW).tokens
+    for row, prompt in enumerate(PROMPTS):
+        assert made.generate([prompt], NEW, streams=[row]).tokens == [together[row]]
+    order = [3, 0, 4, 2, 1]
+    shuffled = made.generate([PROMPTS[i] for i in order], NEW, streams=order).tokens
+    assert shuffled == [together[i] for i in order]
+
+
+def test_the_seed_and_the_stream_name_the_sample():
+    def sample(seed: int, streams: list[int]) -> list[list[int]]:
+        return engine(temperature=1.0, seed=seed).generate([PROMPTS[1]] * 2, 12, streams).tokens
+
+    assert sample(0, [0, 1]) == sample(0, [0, 1])
+    assert sample(0, [0, 0])[0] == sample(0, [0, 0])[1]
+    assert sample(0, [0, 1])[0] != sample(0, [0, 1])[1]
+    assert sample(0, [0, 1]) != sample(1, [0, 1])
+
+
+@pytest.mark.parametrize("kind", ["null", "self", "model", "ngram"])
+@pytest.mark.parametrize("at", range(8))
+def test_the_text_ends_at_the_first_end_of_text(kind, at):
+    """Whatever the place of the EOS in a draft: inside an accepted run, as correction, as bonus."""
+    plain = expected("llama")[1]
+    eos = plain[at]
+    cut = plain[: plain.index(eos) + 1]
+    made = engine(kind, "chain", eos=(eos, 999)).generate([PROMPTS[1], PROMPTS[1] + plain[:1]], NEW)
+    assert made.tokens[0] == cut
+    record = made.trace.by_row[0]
+    record.check()
+    assert record.emitted == len(cut)
+
+
+def test_an_end_of_text_in_the_prompt_does_not_stop_the_row():
+    eos = 7
+    plain = expected("llama")[2]
+    cut = plain[: plain.index(eos) + 1] if eos in plain else plain
+    assert engine(eos=(eos,)).generate([[7, 7, 7]], NEW).tokens == [cut]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_length_limit_is_exact_even_when_the_draft_is_longer(tree, count):
+    made = engine("self", tree).generate(PROMPTS, count)
+    assert made.tokens == [row[:count] for row in expected("llama")]
+
+
+def test_rows_already_done_stay_as_they_are_and_are_not_counted():
+    made = engine("model", "branching")
+    eos = expected("llama")[0][2]
+    made.eos = (eos,)
+    trace = made.generate(PROMPTS, NEW).trace
+    alive = [len(trace.steps(row)) for row in range(len(PROMPTS))]
+    assert min(alive) < max(alive)
+    for row in range(len(PROMPTS)):
+        rounds = [any(s.row == row for s in r.steps) for r in trace.rounds]
+        assert rounds == sorted(rounds, reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["model", "self"])
+@pytest.mark.parametrize("tree", ["chain", "branching", "irregular"])
+def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
+    made = engine(kind, tree)
+    shape = TREES[tree]
+    seqs = Sequences.of(PROMPTS, NEW, slack=len(shape))
+    made.drafter.prefill(seqs, made.target.prefill(seqs))
+    while seqs.live.any():
+        made.round(seqs, shape)
+        for lm, upto in ((made.target, 1), (made.drafter.lm, 2)):
+            fresh = LM(lm.module)
+            with torch.inference_mode():
+                fresh.prefill(seqs)
+            for layer, again in zip(lm.cache.layers, fresh.cache.layers, strict=True):
+                for row, length in enumerate(seqs.length.tolist()):
+                    held = slice(0, length - upto)
+                    for a, b in ((layer.keys, again.keys), (layer.values, again.values)):
+                        same = torch.allclose(a[row, :, held], b[row, :, held], atol=1e-10, rtol=0)
+                        assert same, (row, length)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
+    """Random drafts, some right, and garbage written over every slot that may not be read."""
+    rng = random.Random(seed)
+    plain = expected("llama", 40)
+
+    class Scripted(Null):
+        context = CONTEXT
+
+        def propose(self, seqs, tree, _):
+            guesses = []
+            for row, length in enumerate(seqs.length.tolist()):
+                at = length - len(PROMPTS[row])
+                right = [plain[row][min(at + d - 1, 39)] for d in tree.depths[1:]]
+                guesses.append([t if rng.random() < 0.8 else rng.randrange(V) for t in right])
+            return seqs.draft(tree.nodes("cpu"), torch.tensor(guesses, dtype=torch.int64))
+
+    made = engine()
+    made.drafter = Scripted()
+    tree = rng.choice(list(TREES.values()))
+    seqs = Sequences.of(PROMPTS, NEW, slack=len(tree))
+    made.target.prefill(seqs)
+    with torch.inference_mode():
+        while seqs.live.any():
+            stale = torch.arange(seqs.tokens.shape[1]) >= seqs.length[:, None] - 1
+            for layer in made.target.cache.layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer.masked_fill_(stale[:, None, :, None], 1e4)
+            made.round(seqs, tree)
+    for row, prompt in enumerate(PROMPTS):
+        assert seqs.tokens[row, len(prompt) : seqs.length[row]].tolist() == plain[row][:NEW]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["self", "ngram"])
+def test_a_text_may_fill_the_context_to_the_last_token(family, kind):
+    prompt = PROMPTS[1]
+    made = engine(kind, "chain", family=family).generate([prompt], CONTEXT - len(prompt))
+    assert made.tokens == [slowly(module(family), prompt, CONTEXT - len(prompt))]
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers():
+    with pytest.raises(UserError, match=f"120 tokens and 20 new ones exceed the {CONTEXT}.* by 12"):
+        engine().generate([[1] * 120], 20)
+
+
+def test_a_draft_with_a_shorter_context_drafts_less_and_changes_nothing():
+    made = engine("self")
+    made.drafter.context = 16
+    found = made.generate(PROMPTS, NEW)
+    assert found.tokens == expected("llama")
+    drafted = [max(s.drafted for s in r.steps) for r in found.trace.rounds]
+    assert drafted[0] == 4
+    assert drafted[-1] == 0
+    assert drafted == sorted(drafted, reverse=True)
+
+
+@pytest.mark.parametrize("prompts", [[], [[1], []]])
+def test_an_empty_prompt_is_refused(prompts):
+    with pytest.raises(UserError, match=r"empty|no prompts"):
+        engine().generate(prompts, 4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("culprit", ["target", "draft"])
+def test_logits_that_are_no_numbers_stop_the_run_and_name_the_model(culprit, value):
+    law = Sampling()
+    target = LM(copy.deepcopy(module()), "target")
+    draft = LM(copy.deepcopy(draft_module()), "draft")
+    broken = target if culprit == "target" else draft
+    broken.module.model.embed_tokens.weight[31] = value
+    made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law)
+    with pytest.raises(NonFiniteLogits, match=rf"{culprit} .* row 1"):
+        made.generate([[1, 2], [3, 31]], 4)
+    assert made.generate([[1, 2, 3]], 1).tokens[0] != []
+
+
+def test_padded_vocabularies_never_emit_padding():
+    law = Sampling(2.0)
+    target = LM(module(), "target", vocab=20)
+    draft = LM(draft_module(), "draft", vocab=20)
+    made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law, Reject())
+    tokens = made.generate([[1, 2], [3]], 60).tokens
+    assert max(map(max, tokens)) < 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_other_dtypes_run_and_count_correctly(kind, dtype):
+    made = engine(kind, "chain", dtype=dtype)
+    found = made.generate(PROMPTS, NEW)
+    assert [len(t) for t in found.tokens] == [NEW] * len(PROMPTS)
+    found.trace.acceptance.check()
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses the operations by which a value or a data-dependent shape reaches the host."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.FORBIDDEN, f"{func} inside a round"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperature):
+    made = engine(kind, tree, rule, temperature=temperature)
+    shape = TREES[tree]
+    seqs = Sequences.of(PROMPTS, NEW, slack=len(shape))
+    made.drafter.prefill(seqs, made.target.prefill(seqs))
+    made.round(seqs, shape)
+    with NoHostReads():
+        made.round(seqs, shape)
+
+
+def test_the_guard_itself_notices_a_host_read():
+    with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
+        torch.tensor(3).item()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_transformers_own_generation_agrees(kind, prompt):
+    """N23: plain, assisted and prompt-lookup generation of transformers, batch 1, greedy."""
+    net = module()
+    ids = torch.tensor([prompt])
+    common = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    extra = (
+        {"assistant_model": draft_module()} if kind == "model" else {"prompt_lookup_num_tokens": 3}
+    )
+    plain = net.generate(ids, attention_mask=torch.ones_like(ids), **common)
+    theirs = net.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
+    ours = engine(kind, "chain").generate([prompt], NEW).tokens[0]
+    assert ours == plain[0, len(prompt) :].tolist() == theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_on_the_gpu_rounds_do_not_synchronise_and_texts_are_exact(kind, temperature, dtype):
+    from specexp.lab.certify import certify
+
+    law = Sampling(temperature)
+    target = LM(copy.deepcopy(module("llama", torch.float32)).to("cuda", dtype), "target")
+    if kind in ("model", "chosen"):
+        draft = LM(copy.deepcopy(draft_module(torch.float32)).to("cuda", dtype), "draft")
+        guess = DraftModel(draft, law, chosen=kind == "chosen")
+    else:
+        guess = drafter(kind, target, law)
+    made = Engine(target, guess, Fixed(Tree.chain(4)), law, Reject())
+    assert certify(made, PROMPTS, NEW).bugs == 0
+    seqs = Sequences.of(PROMPTS, NEW, slack=5, device="cuda")
+    made.drafter.prefill(seqs, made.target.prefill(seqs))
+    made.round(seqs, Tree.chain(4))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made.round(seqs, Tree.chain(4))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

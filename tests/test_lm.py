@@ -1,0 +1,174 @@
+"""Parity with transformers' own forward, and what is refused before a weight is read."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_engine import FAMILIES, PROMPTS, module
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Gemma3TextConfig,
+    Mamba2Config,
+    MistralConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from specexp import lm as lms
+from specexp.errors import UserError
+from specexp.lm import LM
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ragged_batch_of_trees_has_the_logits_of_each_path_alone(family):
+    net = module(family)
+    target = LM(net)
+    seqs = Sequences.of(PROMPTS, 4, slack=len(TREE))
+    guesses = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
+    target.prefill(seqs)
+    seen = target.verify(seqs, seqs.draft(TREE.nodes("cpu"), guesses), taps=(0, 1))
+    assert seen.hidden.shape == (len(PROMPTS), len(TREE), 2 * 32)
+    for row, prompt in enumerate(PROMPTS):
+        for node in range(len(TREE)):
+            path, at = [], node
+            while at > 0:
+                path.insert(0, int(guesses[row, at - 1]))
+                at = TREE.parents[at]
+            with torch.no_grad():
+                alone = net(torch.tensor([prompt + path]), use_cache=False).logits[0, -1]
+            assert torch.allclose(seen.logits[row, node], alone, atol=1e-9, rtol=0)
+
+
+def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
+    target = LM(module())
+    prompts = [list(range(30)), [3, 1, 2]]
+    whole = Sequences.of(prompts, 4, slack=1)
+    target.prefill(whole)
+    keys = target.cache.layers[1].keys.clone()
+    monkeypatch.setattr(lms, "_PREFILL", 7)
+    states = target.prefill(whole, taps=(2,))
+    assert torch.allclose(target.cache.layers[1].keys, keys, atol=1e-12)
+    assert states.shape == (2, 29, 32)
+
+
+def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
+    target = LM(module())
+    monkeypatch.setattr(lms, "free_memory", lambda device: 2**20)
+    with pytest.raises(UserError, match=r"batch 1000 x 4000 tokens needs .* GiB .* smaller batch"):
+        target.allocate(1000, 4000)
+
+
+def test_bytes_per_token_are_those_of_the_cache():
+    target = LM(module())
+    target.prefill(Sequences.of([[1, 2, 3]], 5, slack=2))
+    held = sum(b.numel() * b.itemsize for x in target.cache.layers for b in (x.keys, x.values))
+    assert target.kv_bytes_per_token * 10 == held
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_llama(0).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_folder_of_safetensors_loads(folder, dtype):
+    loaded = lms.load(folder, "mine", dtype, "cpu")
+    assert loaded.dtype == lms.DTYPES[dtype]
+    assert loaded.parameters == sum(p.numel() for p in tiny_llama(0).parameters())
+    assert (loaded.name, loaded.context, loaded.vocab) == ("mine", 128, 32)
+
+
+def test_pickled_weights_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled weights are refused"):
+        lms.read_config(folder)
+
+
+def test_remote_code_is_refused_and_never_run(folder):
+    canary = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    for changes in (
+        {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}},
+        {"auto_map": {"AutoConfig": "evil.C"}, "model_type": "evil"},
+    ):
+        edit(folder, **changes)
+        with pytest.raises(UserError) as refused:
+            lms.read_config(folder)
+        assert len(str(refused.value).splitlines()) == 1
+        assert not canary.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "nothing"}', "\x00"])
+def test_a_broken_config_is_one_clear_line(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UserError) as refused:
+        lms.read_config(folder)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        lms.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "empty"])
+def test_broken_weights_are_one_clear_line(folder, damage):
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(
+        {"cut": data[:-100], "header": b"\xff" * 8 + data[8:], "empty": b""}[damage]
+    )
+    with pytest.raises(UserError, match="cannot load mine"):
+        lms.load(folder, "mine", "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (MistralConfig(sliding_window=64, max_position_embeddings=128), "sliding_attention"),
+        (Gemma3TextConfig(sliding_window=64, max_position_embeddings=128), "sliding_attention"),
+        (Qwen3NextConfig(), "linear_attention"),
+        (Mamba2Config(), "linear_attention"),
+        (T5Config(), "encoder-decoder"),
+    ],
+    ids=lambda x: getattr(x, "model_type", ""),
+)
+def test_models_whose_state_cannot_be_rolled_back_are_refused_by_name(config, said):
+    with pytest.raises(UserError, match=said):
+        lms.servable(config, "mine")
+
+
+def test_a_window_as_wide_as_the_context_is_full_attention():
+    lms.servable(MistralConfig(sliding_window=128, max_position_embeddings=128), "mine")
+    lms.servable(MistralConfig(sliding_window=None), "mine")
+
+
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    net = BertForMaskedLM(BertConfig(**shape, intermediate_size=32, vocab_size=50))
+    net.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="causal"):
+        lms.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("option", "said"), [("dtype", "float32"), ("device", "no CUDA")])
+def test_unknown_dtypes_and_absent_devices_are_refused(folder, option, said):
+    options = {"dtype": "float32", "device": "cpu"} | {
+        option: "cuda:0" if option == "device" else "x"
+    }
+    if option == "device" and torch.cuda.is_available():
+        options["device"], said = "cuda:99", "CUDA"
+    with pytest.raises(UserError, match=said):
+        lms.load(folder, "mine", **options)
