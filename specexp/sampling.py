@@ -66,7 +66,8 @@ class Noise:
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """w over exponential arrival times: the largest is a draw from w, the k largest k draws."""
         lanes = torch.arange(w.shape[-1], device=w.device)
-        return w / -torch.log1p(-self.uniform(keys, purpose, lanes))
+        u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # every arrival is finite
+        return w / -torch.log1p(-u)
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         u = self.uniform(keys, ACCEPT, torch.tensor([lane], device=p.device))[..., 0]
