@@ -27,7 +27,8 @@ class Match:
     """Sample the target at every node and follow the child that agrees.
 
     Exact without knowing q, since what is emitted is the target's own sample. With a drafter that
-    reads the same noise the two samples agree with probability >= (1 - TV) / (1 + TV).
+    reads the same noise the two samples agree with probability >= (1 - TV) / (1 + TV). Siblings
+    that guess the same token see the same noise, so the one that leads deeper may be followed.
     """
 
     name = "match"

@@ -36,7 +36,10 @@ def mix(x: Tensor) -> Tensor:
 
 
 class Rng(Protocol):
-    """What drafters and rules may ask of chance. keys [...] address the noise; w [..., V] >= 0."""
+    """What drafters and rules may ask of chance. keys [...] address the noise; w [..., V] >= 0.
+
+    It is a function of its address: equal keys and equal laws give equal draws.
+    """
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         """bool [...]: True with probability p [...]."""
