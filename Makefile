@@ -16,10 +16,10 @@ demo: $(STAMP)   ## install, run the demo grids, print the comparison
 test: $(STAMP)   ## install, lint, type-check, run the tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-all: $(STAMP)  ## the tests that take longer too
-	$(BIN)/python -m pytest -m "slow or not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
 lab: $(STAMP)    ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks

@@ -261,17 +261,20 @@ def grid_status(files: GridFiles) -> None:
 def zoo_train(
     only: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(help="Models to train; default: all, targets first."),
+        typer.Option(help="Train just this model (repeatable); default: all, the target first."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the models go.")] = Path("data/zoo"),
-    work: Annotated[Path, typer.Option(help="Corpus and checkpoints.")] = Path("mlruns/zoo"),
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Where the models go; default: mlruns/zoo/models."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run of a few steps.")] = False,
 ) -> None:
     """Train the zoo from the text this Python installation holds; resumes where it was killed."""
     from specexp.zoo.train import train_zoo
 
-    train_zoo(only or None, out, work, device, quick)
+    for folder in train_zoo(only or None, out, device=device, quick=quick):
+        console.print(f"made {_relative(folder)}", highlight=False)
 
 
 def _relative(path: Path) -> Path:
