@@ -112,7 +112,7 @@ _COPYING = replace(
     adam_lr=1.5e-3,
 )
 TARGET = replace(_TARGET, then=_COPYING)
-SIBLING_3M = Recipe(
+_SIBLING_3M = Recipe(
     name="sibling-3m",
     role="draft",
     about="The default draft model: two layers taught to follow target-10m.",
@@ -125,6 +125,10 @@ SIBLING_3M = Recipe(
     repeats={"prose": 2, "continued": 3},
     teacher="target-10m",
     seed=1,
+)
+SIBLING_3M = replace(
+    _SIBLING_3M,
+    then=replace(_SIBLING_3M, phases=(Phase(620, 32, 256),), muon_lr=0.015, adam_lr=2e-3),
 )
 SIBLING_1M = Recipe(
     name="sibling-1m",
