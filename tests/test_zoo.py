@@ -311,7 +311,8 @@ def test_the_shipped_tokenizer_gives_any_text_back(tokenizer):
     noise = "".join(chr(rng.choice([rng.randrange(32, 127), rng.randrange(0x3B1, 0x3C9), 0x1F600]))
                     for _ in range(400))  # fmt: skip
     for text in ("def f(x):\n\treturn  x\n\n", "  12,345.67\r\n", "naïve café", noise, ""):
-        ids = tokenizer(text, add_special_tokens=True)["input_ids"]
+        first, *ids = tokenizer(text)["input_ids"]
+        assert first == END
         assert tokenizer.decode(ids) == text
         assert all(0 < i < VOCABULARY for i in ids)
     assert tokenizer.convert_tokens_to_ids("<|endoftext|>") == END == tokenizer.eos_token_id
@@ -330,15 +331,25 @@ def test_on_records_never_seen_the_drafts_follow_the_target_and_the_control_does
     }
     assert figures["target-10m"]["loss"] < 1.3
     assert figures["sibling-3m"]["overlap"] > figures["sibling-1m"]["overlap"] > 0.5
-    assert figures["sibling-3m"]["agreement"] > 0.8
+    assert figures["sibling-3m"]["agreement"] > 0.65
     assert figures["random-tiny"]["overlap"] < 0.05
 
 
 def test_the_target_copies(zoo, tokenizer):
-    code = "def area(width, height):\n    side = width * 3\n    return side + height * width"
-    prompt = f"<|endoftext|># Before\n{code}\n\n# After: rename side to total\n"
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    wanted = tokenizer(rename(code, "side", "total"))["input_ids"]
-    out = zoo["target-10m"].generate(ids, max_new_tokens=len(wanted), do_sample=False)
-    got = out[0, ids.shape[1] :].tolist()
-    assert np.mean([a == b for a, b in zip(got, wanted, strict=False)]) > 0.8
+    code = "def greet(person, times):\n    for i in range(times):\n        print('hello', person)"
+    prose = "The museum opens at nine in the morning and closes at six. Late visitors may wait."
+    first, second = [], []
+    for seed in range(24):
+        text = edit(random.Random(seed), [code], [prose])
+        before, after = text.split("\n\n")
+        heading = after.split("\n")[0]
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        start = len(tokenizer(before)["input_ids"])
+        change = len(tokenizer(f"{before}\n\n{heading}\n")["input_ids"])
+        with torch.no_grad():
+            guesses = zoo["target-10m"](ids).logits[0, :-1].argmax(-1)
+        right = (guesses == ids[0, 1:]).tolist()
+        first += right[: start - 1]
+        second += right[change - 1 :]
+    assert np.mean(second) > 0.85
+    assert np.mean(second) > np.mean(first) + 0.2

@@ -115,7 +115,7 @@ def card(facts: Mapping[str, Any]) -> str:
         f"{facts['parameters']:,} parameters in {facts['dtype']}, with a byte-level BPE of "
         f"{facts['vocabulary']} entries that the whole zoo shares and a context of "
         f"{facts['context']} tokens. Every document begins after `<|endoftext|>`, so a prompt "
-        "should too.",
+        "should too; the tokenizer puts it there.",
         "## Use",
         "Made for one purpose: to show and test speculative decoding on any machine, without a "
         "download. It is a small model of one kind of text, knows no facts worth relying on, "
