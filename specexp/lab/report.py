@@ -40,8 +40,10 @@ def show(console: Console, run_keys: Collection[str]) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of one experiment for the terminal."""
+    """The overview of one experiment for the terminal: narrow, so categories or speedups."""
     view = overview(runs.drop(columns="experiment"))
+    if "speedup" in view:
+        view = view.drop(columns=[c for c in CATEGORIES if c in view])
     out = Table(*view, title=experiment, title_justify="left", box=None, header_style="bold")
     for row in view.itertuples(index=False):
         out.add_row(*row)
