@@ -133,7 +133,7 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
         axes.set(xlabel="draft length γ", ylabel="speedup over plain decoding")
         axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
         axes.set_ylim(0, max(measured["high"].max(), predicted["speedup"].max()) * 1.1)
-        axes.legend(loc="lower right")
+        axes.legend(loc="best")
         axes.set_title(
             f"{stats.verdict(found).capitalize()} at γ = {int(best['gamma'])} "
             f"[{found.low:.2f}, {found.high:.2f}]; theory says {foretold[int(best['gamma'])]:.2f}x"
@@ -188,7 +188,7 @@ def over_batch(by_batch: pd.DataFrame) -> Figure:
     """Speedup over batch size with the break-even line; `bench.speedups(by="batch")`."""
     with _canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
-        axes.text(by_batch["batch"].iloc[-1], 1.02, "break-even", color=PLAIN, ha="right")
+        axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=PLAIN, va="top")
         axes.errorbar(
             by_batch["batch"], by_batch["speedup"], color=SPECULATIVE, fmt="o-", capsize=3,
             yerr=[by_batch["speedup"] - by_batch["low"], by_batch["high"] - by_batch["speedup"]],
