@@ -45,7 +45,8 @@ class NGram:
         last = seqs.length[:, None] - 1
         period = (last - end).clamp(min=1)  # past the end of the text the copy copies itself
         at = end + 1 + (step - 1) % period
-        return seqs.draft(nodes, torch.where(found, seqs.tokens.gather(1, at.clamp(min=0)), -1))
+        at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where none was found, `end` is anywhere
+        return seqs.draft(nodes, torch.where(found, seqs.tokens.gather(1, at), -1))
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
         """The `count` best earlier ends of the row's suffix [B, count]: longest, then latest."""
