@@ -1,170 +1,32 @@
 """Exact laws of speculative decoding, by walking every branch of chance.
 
 `Oracle` answers a rule's or a drafter's questions in every possible way instead of drawing noise,
-so the real round, run on it, yields the exact joint law of what it emits. Tokens come from toy
-networks that run under the real `LM` over the real cache: their logits are a hash of the
-(position, token) pairs that the mask lets them see, so a stale slot, a wrong mask or a wrong
-position is another law. Nothing here knows how a rule decides.
+so the real round, run on it over the toys, yields the exact joint law of what it emits. Nothing
+here knows how a rule decides, or how a model computes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from scipy.stats import power_divergence
 from torch import Tensor
+from toys import POISON, Text, Texts
 
-from specexp.drafters import Drafter
-from specexp.drafters.model import DraftModel
-from specexp.drafters.ngram import NGram
-from specexp.drafters.null import Null
 from specexp.engine import Engine
-from specexp.lm import LM, Forward
-from specexp.policy import Fixed
-from specexp.rules import Rule
-from specexp.sampling import Rng, Sampling, mix
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.lm import LM
+from specexp.sampling import Sampling
+from specexp.sequences import Sequences
 from specexp.tree import Tree
 
-POISON = -7  # what fills every slot that no pass may read
-GREATEST = 9  # weights of tokens are integers up to this
-Text = tuple[int, ...]
-Texts = tuple[Text, ...]  # of a batch, row by row
 T = TypeVar("T")
-
-
-class Toy:
-    """A network whose one attention layer hashes what it sees; laws are ratios of small integers.
-
-    kind: `dense`; `zeros` (about a third of the tokens impossible); `onehot`; `even` and `odd`
-    (disjoint supports); `tied` (logits equal in pairs). A `blind` toy ignores its context. Two toys
-    of the same kind and salt are the same network. `dirty`: it ever read a poisoned slot.
-    """
-
-    dtype, device = torch.float64, torch.device("cpu")
-
-    def __init__(self, V: int, kind: str = "dense", salt: int = 0, blind: bool = False) -> None:
-        self.V, self.kind, self.salt, self.blind = V, kind, salt, blind
-        self.dirty = False
-        self.config = SimpleNamespace(
-            vocab_size=V, num_hidden_layers=1, num_attention_heads=1, hidden_size=1,
-            max_position_embeddings=1 << 20, model_type="toy",
-        )  # fmt: skip
-        self.config.get_text_config = lambda: self.config
-
-    def eval(self) -> Toy:
-        return self
-
-    def requires_grad_(self, _: bool) -> Toy:
-        return self
-
-    @property
-    def base_model(self) -> Toy:
-        return self
-
-    def __call__(
-        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor,
-        past_key_values: Any, **_: Any,
-    ) -> SimpleNamespace:  # fmt: skip
-        layer = past_key_values.update(
-            input_ids[:, None, :, None], position_ids[:, None, :, None], 0
-        )
-        tokens, positions = (buffer[:, 0, :, 0] for buffer in layer)
-        visible = attention_mask[:, 0] == 0
-        self.dirty |= bool((visible & (tokens == POISON)[:, None]).any())
-        read = (self.pair(positions, tokens)[:, None] * visible).sum(-1)
-        return SimpleNamespace(logits=self.weights(read, position_ids, input_ids).log())
-
-    @staticmethod
-    def pair(positions: Tensor, tokens: Tensor) -> Tensor:
-        return mix(mix(positions + 1) + tokens)
-
-    def weights(self, read: Tensor, position: Tensor, token: Tensor) -> Tensor:
-        """[..., V] float64 integers, from a sum of pairs and the reader's own pair."""
-        context = (
-            torch.zeros_like(read) if self.blind else mix(read + 3 * self.pair(position, token))
-        )
-        v = torch.arange(self.V)
-        bits = (mix(mix(context + self.salt)[..., None] + v) >> 8) & 0xFFFFFF
-        w = 1 + bits % GREATEST
-        favourite = v == (context % self.V)[..., None]
-        if self.kind == "zeros":
-            w = w * ((bits // GREATEST % 3 > 0) | favourite)
-        elif self.kind == "onehot":
-            w = w * favourite
-        elif self.kind in ("even", "odd"):
-            w = w * ((v + context[..., None]) % 2 == (self.kind == "odd"))
-        elif self.kind == "tied":
-            w = w[..., v // 2]
-        return w.double()
-
-    def after(self, prefix: Sequence[int]) -> list[int]:
-        """The weights of the token that follows `prefix`, which lies at positions 0, 1, ..."""
-        tokens = torch.tensor(prefix)
-        at = torch.arange(len(prefix))
-        return [int(w) for w in self.weights(self.pair(at, tokens).sum(), at[-1], tokens[-1])]
-
-
-class Scripted:
-    """Guesses chosen anyhow: a hash of the text and the node; twins among siblings, -1 here and
-    there. The hardest drafter for a rule that does not know q."""
-
-    name, taps, models, context = "scripted", (), (), 1 << 30
-
-    def __init__(self, V: int) -> None:
-        self.V = V
-
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None: ...
-
-    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        known = torch.arange(seqs.tokens.shape[1]) < seqs.length[:, None]
-        text = (Toy.pair(torch.arange(seqs.tokens.shape[1]), seqs.tokens) * known).sum(1)
-        guesses = mix(text[:, None] + torch.arange(1, len(tree))) % (self.V + 1) - 1
-        return seqs.draft(tree.nodes("cpu"), guesses)
-
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None: ...
-
-
-def toy_engine(
-    rule: Rule,
-    drafter: str = "drawn",
-    V: int = 3,
-    p: str = "dense",
-    q: str = "dense",
-    *,
-    twin: bool = False,
-    blind: bool = False,
-    sampling: Sampling = Sampling(temperature=1.0),
-    eos: Sequence[int] = (),
-) -> Engine:
-    """A toy of kind p as the target, and one of kind q, or the target's twin, as the drafter."""
-    drafting = LM(Toy(V, q, salt=1 if twin else 2, blind=blind), "draft")
-    made: dict[str, Drafter] = {
-        "null": Null(),
-        "ngram": NGram(2),
-        "scripted": Scripted(V),
-        "drawn": DraftModel(drafting, sampling),
-        "chosen": DraftModel(drafting, sampling, chosen=True),
-    }
-    target = LM(Toy(V, p, salt=1, blind=blind), "target")
-    return Engine(target, made[drafter], Fixed(Tree.chain(0)), sampling, rule, eos=eos)
-
-
-def texts(V: int, cases: int, rows: int = 1) -> list[Texts]:
-    """Ragged prompts of 1 to 6 tokens; the first, no token of the vocabulary, sets them apart."""
-    made = [
-        (V + 1 + i, *((i * i + 3 * j + i // 3 + j // 2) % V for j in range(i % 6)))
-        for i in range(cases * rows)
-    ]
-    return [tuple(made[c * rows : (c + 1) * rows]) for c in range(cases)]
-
 
 # Chance ---------------------------------------------------------------------------------------
 
@@ -462,3 +324,46 @@ def plain(engine: Engine, case: Texts, max_new_tokens: int) -> dict[Texts, Fract
     return product(
         [target_law(engine.target, p, max_new_tokens, engine.eos, engine.sampling) for p in case]
     )
+
+
+@torch.inference_mode()
+def written(engine: Engine, case: Texts, max_new_tokens: int) -> dict[Texts, float]:
+    """The exact joint law of `generate` itself, world by world: only for the smallest toys."""
+
+    def run(world: Tensor, oracle: Oracle) -> Texts:
+        engine.rng = oracle
+        return tuple(map(tuple, engine.generate(case, max_new_tokens).tokens))
+
+    law: dict[Texts, float] = defaultdict(float)
+    for _, weight, found in branches(run, 1, at_once=1):
+        law[found] += float(weight)
+    return law
+
+
+def surprise(engine: Engine, case: Texts, max_new_tokens: int, draws: int) -> float:
+    """The G-test's p-value of texts sampled with the engine's own noise, `draws` of the case.
+
+    Outcomes expected fewer than five times are pooled; an impossible one gives 0.
+    """
+    seen = Counter(sampled(engine, case, max_new_tokens, draws))
+    law = plain(engine, case, max_new_tokens)
+    if not seen.keys() <= law.keys():
+        return 0.0
+    observed, expected = [0], [0.0]
+    for texts, weight in law.items():
+        if (mean := float(weight) * draws) < 5:
+            observed[0] += seen[texts]
+            expected[0] += mean
+        else:
+            observed.append(seen[texts])
+            expected.append(mean)
+    if not expected[0]:
+        observed, expected = observed[1:], expected[1:]
+    return float(power_divergence(observed, expected, lambda_="log-likelihood").pvalue)
+
+
+def sampled(engine: Engine, case: Texts, max_new_tokens: int, draws: int) -> list[Texts]:
+    """What `generate` writes for the case `draws` times over, side by side, each row a stream."""
+    R = len(case)
+    flat = engine.generate(list(case) * draws, max_new_tokens).tokens
+    return [tuple(map(tuple, flat[i : i + R])) for i in range(0, R * draws, R)]

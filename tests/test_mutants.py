@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from oracle import explore, gap, texts, toy_engine, warp
+from oracle import explore, gap, warp
+from toys import texts, toy_engine
 
 from specexp import engine as engines
 from specexp import lm as lms

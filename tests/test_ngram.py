@@ -73,3 +73,9 @@ def test_a_longer_match_beats_a_later_one():
 def test_a_suffix_of_no_tokens_is_refused():
     with pytest.raises(UserError, match="n is 0"):
         NGram(0)
+
+
+def test_many_leaves_over_a_short_text_stay_inside_the_buffer():
+    for width in range(1, 9):
+        for length in range(1, 9):
+            assert (propose([[*range(length)]], Tree.branching(width), 3)[:, 1:] == -1).all()
