@@ -104,7 +104,7 @@ def test_generate_reads_a_prompts_file_one_json_object_a_line(run, tiny_folders,
 BAD = {
     "no prompt": ([], "--prompt"),
     "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
-    "empty prompt": (["--prompt", ""], "empty"),
+    "empty prompt": (["--prompt", "", "--drafter", "null"], "empty"),
     "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "null, ngram or model"),
     "draft without model": (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "--draft"),
     "unknown draft": (["--prompt", "a", "--draft", "siblin-3m"], "siblin-3m"),

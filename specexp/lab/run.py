@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 import traceback
@@ -184,14 +185,15 @@ def _execute(point: Point, folder: Path) -> None:
     watchdog = threading.Timer(point.timeout_s, expire)
     watchdog.start()
     try:
-        with _environment(
+        with tempfile.TemporaryDirectory(prefix="specexp-") as private, _environment(
             SPECEXP_ATTEMPT=str(folder), SPECEXP_EXPERIMENT=point.experiment,
             MLFLOW_DISABLE_TELEMETRY="true", TOKENIZERS_PARALLELISM="false",
         ):  # fmt: skip
+            sockets = {"ip": f"{private}/k", "connection_file": f"{private}/kernel.json"}
             papermill.execute_notebook(
                 str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
                 kernel_name="python3", progress_bar=False, cwd=str(point.notebook.parent),
-                km=AsyncKernelManager(kernel_name="python3", transport="ipc"),
+                km=AsyncKernelManager(kernel_name="python3", transport="ipc", **sockets),
             )  # fmt: skip
     except papermill.PapermillExecutionError as e:
         raise Failure("error", f"{e.ename}: {e.evalue}") from e
