@@ -42,7 +42,7 @@ def law_on_chains(blind: bool = False) -> None:
 
 def law_on_trees() -> None:
     for V, p, q in ((2, "dense", "dense"), (3, "zeros", "zeros"), (3, "dense", "onehot")):
-        assert gap(toy_engine(Reject(), "drawn", V, p, q), texts(V, 2), 3, [BRANCHING]) <= ROUNDING
+        assert gap(toy_engine(Reject(), "drawn", V, p, q), texts(V, 4), 3, [BRANCHING]) <= ROUNDING
     assert gap(toy_engine(Reject(), "drawn"), texts(3, 4), 2, [TWINS]) <= ROUNDING
 
 

@@ -180,3 +180,11 @@ def test_a_large_vocabulary_keeps_its_precision_in_float32():
     counts = torch.histc(drawn.float(), 16, 0, V).numpy()
     assert chisquare(counts).pvalue > 1e-6
     assert len(drawn.unique()) > 0.97 * draws
+
+
+def test_in_a_million_draws_no_impossible_token():
+    keys = mix(torch.arange(1_000_000))
+    w = torch.tensor([0.0, 1e-6, 0.0, 1.0, 0.0])
+    possible = w > 0
+    assert possible[Noise(6).categorical(w.expand(len(keys), -1), keys, TOKEN)].all()
+    assert possible[Noise(6).draw(w.expand(len(keys), -1), 2, keys)].all()

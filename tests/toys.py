@@ -107,7 +107,10 @@ class Scripted:
     """Guesses chosen anyhow: a hash of the text and the node; twins among siblings, -1 here and
     there. The hardest drafter for a rule that does not know q."""
 
-    name, taps, models, context = "scripted", (), (), 1 << 30
+    name = "scripted"
+    taps: tuple[int, ...] = ()
+    models: tuple[LM, ...] = ()
+    context = 1 << 30
 
     def __init__(self, V: int) -> None:
         self.V = V
