@@ -123,12 +123,7 @@ def _drafter(model: lm.LM, tokenizer: Any, sampling: Sampling, **o: Any) -> Draf
 
 def resolve_drafter(target: str, drafter: str) -> str:
     """`model` means the target's own sibling; every other name stands for itself."""
-    if drafter != "model":
-        return drafter
-    siblings = shelf.drafts_for(target)
-    if not siblings:
-        raise UserError(f"no draft is known for {target}; name one (a zoo name, folder or hub id)")
-    return siblings[0].name
+    return shelf.default_draft(target).name if drafter == "model" else drafter
 
 
 def locate(name: str) -> str:
