@@ -54,16 +54,35 @@ def main() -> None:
 @app.command()
 def generate(
     target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
-    drafter: Annotated[str, typer.Option(help="null, ngram or model.")] = "model",
+    drafter: Annotated[
+        str,
+        typer.Option(
+            help="METHOD, METHOD:ARGUMENT (ngram:4, early_exit:3, eagle:FOLDER) or a draft model; "
+            "`specexp models` lists what there is."
+        ),
+    ] = "model",
     draft: Annotated[
         Optional[str],  # noqa: UP045 (typer reads this at run time)
-        typer.Option(help="Draft model for --drafter model; default: the target's own sibling."),
+        typer.Option(help="The ARGUMENT apart: --drafter eagle --draft FOLDER is eagle:FOLDER."),
     ] = None,
     gamma: Annotated[int, typer.Option(help="Draft length.")] = 5,
+    tree: Annotated[
+        str,
+        typer.Option(
+            help="chain; 3x2x1, the children at each depth; or grown:16, 16 guesses where the "
+            "drafter is surest, gamma deep."
+        ),
+    ] = "chain",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
-    rule: Annotated[str, typer.Option(help="reject or match.")] = "reject",
+    rule: Annotated[
+        str,
+        typer.Option(
+            help="auto (reject if guesses are drawn, else match) or match, reject, block; "
+            "lossy: typical, lenient:0.8."
+        ),
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -93,17 +112,11 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise UserError('give either --prompt "some text" or --prompts FILE')
-    if drafter not in ("null", "ngram", "model"):
-        raise UserError(
-            f"drafter {drafter!r} is unknown; use null, ngram or model (with --draft NAME)"
-        )
-    if draft is not None and drafter != "model":
-        raise UserError(f"--draft goes with --drafter model, not with {drafter}")
-    named = draft or drafter
+    named = drafter if draft is None else f"{drafter}:{draft}"
     options: dict[str, Any] = {
         "target": target, "drafter": named, "gamma": gamma, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "rule": rule, "dtype": dtype, "device": device,
-        "seed": seed,
+        "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype,
+        "device": device, "seed": seed,
     }  # fmt: skip
     if prompt is None:
         chosen = load(str(prompts), None, limit)
@@ -194,7 +207,8 @@ def theory(
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """What is in the zoo, and which drafts suit which target."""
+    """What is in the zoo, what drafts for which target, and the ways to draft."""
+    from specexp import drafters
     from specexp.zoo import shelf
 
     found = shelf.models()
@@ -213,6 +227,11 @@ def models(as_json: AsJson = False) -> None:
         size = f"{m.parameters / 1e6:.1f}M"
         table.add_row(m.name, m.role, size, m.target or "", str(_relative(m.path)))
     console.print(table)
+    console.print()
+    methods = Table("--drafter", "how it guesses", box=None, header_style="bold")
+    for method, about in drafters.described():
+        methods.add_row(method, about)
+    console.print(methods)
 
 
 @app.command()
@@ -267,14 +286,57 @@ def zoo_train(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Where the models go; default: mlruns/zoo/models."),
     ] = None,
+    heads: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Train heads instead: medusa, eagle or eagle3, for --target."),
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="With --heads: zoo name, folder or hub id.")
+    ] = "target-10m",
+    text: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="With --heads: a text file to learn on; default: the zoo's own text."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run of a few steps.")] = False,
 ) -> None:
-    """Train the zoo from the text this Python installation holds; resumes where it was killed."""
+    """Train the zoo from the text this Python installation holds; resumes where it was killed.
+
+    Example: `specexp zoo train --heads eagle3 --target target-10m`
+    """
+    if heads is not None:
+        if only:
+            raise UserError("--only names models and --heads trains heads: give one of them")
+        _train_heads(heads, target, out, device, quick, text)
+        return
     from specexp.zoo.train import train_zoo
 
     for folder in train_zoo(only or None, out, device=device, quick=quick):
         console.print(f"made {_relative(folder)}", highlight=False)
+
+
+def _train_heads(
+    kind: str, target: str, out: Path | None, device: str, quick: bool, text: Path | None
+) -> None:
+    """Loss and accuracy by position go to the MLflow experiment `heads`."""
+    from specexp.lab import build, track
+    from specexp.zoo.heads import train_heads
+
+    history: dict[str, dict[int, float]] = {}
+
+    def watch(step: int, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            history.setdefault(name, {})[step] = value
+
+    folder = train_heads(kind, build.locate(target), out, device=device, quick=quick, text=text,
+                         watch=watch)  # fmt: skip
+    last = {name: values[max(values)] for name, values in history.items()}
+    track.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
+    method = {"eagle3": "eagle"}.get(kind, kind)
+    console.print(
+        f"made {_relative(folder)}; use it as --drafter {method}:{_relative(folder)}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 def _relative(path: Path) -> Path:

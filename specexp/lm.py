@@ -80,10 +80,15 @@ class LM:
         depth: Tensor,
         visible: Tensor,
         taps: tuple[int, ...] = (),
+        **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] written at slots [B, n], at positions depth [B, n], reading
-        the slots where visible [B, n, S] is true. `taps`: hidden states wanted, 0 = embeddings."""
-        out = self._run(self.module, tokens, slots, depth, visible, output_hidden_states=bool(taps))
+        the slots where visible [B, n, S] is true. `taps`: hidden states wanted, 0 = embeddings;
+        `inputs`: whatever else the network reads."""
+        wanted = bool(taps)
+        out = self._run(
+            self.module, tokens, slots, depth, visible, output_hidden_states=wanted, **inputs
+        )
         logits = out.logits[..., : self.vocab]
         self.fault |= ~torch.isfinite(logits.amax(-1)).all(-1)
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
@@ -119,7 +124,7 @@ class LM:
         """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
         root = seqs.length[:, None] - 1
         slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
-        visible = tree_mask(seqs, draft.nodes.ancestors)
+        visible = tree_mask(root, seqs.tokens.shape[1], draft.nodes.ancestors)
         return self.feed(draft.tokens.clamp(min=0), slots, root + draft.nodes.depth, visible, taps)
 
     @torch.inference_mode()
@@ -147,17 +152,16 @@ class LM:
         )
 
 
-def tree_mask(seqs: Sequences, ancestors: Tensor) -> Tensor:
-    """visible [B, N, S]: the slots each node reads: committed text, then its own ancestors.
+def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
+    """visible [B, N, S]: the slots each node reads: all before the root's, then its own ancestors.
 
-    ancestors [b, N, M] bool over the M nodes that lie in slots length-1 .. length-2+M.
+    root [B, 1]: the slot of the root; ancestors [b, N, M] bool over the M places from there on.
     """
-    B, S = seqs.tokens.shape
     M = ancestors.shape[-1]
-    offset = torch.arange(S, device=ancestors.device) - (seqs.length[:, None] - 1)  # [B, S]
-    node = offset.clamp(0, M - 1)[:, None].expand(-1, ancestors.shape[1], -1)
-    inside = ((offset >= 0) & (offset < M))[:, None]
-    return (offset < 0)[:, None] | (inside & ancestors.expand(B, -1, -1).gather(2, node))
+    place = torch.arange(S, device=ancestors.device) - root  # [B, S]
+    index = place.clamp(0, M - 1)[:, None].expand(-1, ancestors.shape[1], -1)
+    inside = ((place >= 0) & (place < M))[:, None]
+    return (place < 0)[:, None] | (inside & ancestors.expand(len(root), -1, -1).gather(2, index))
 
 
 def free_memory(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from specexp.tree import Tree
 class Policy(Protocol):
     @property
     def widest(self) -> int:
-        """Nodes of the largest tree it may choose: the slack every buffer keeps."""
+        """Room for the largest tree it may choose (`Tree.room`): the slack every buffer keeps."""
         ...
 
     def choose(self, live: int) -> Tree:
@@ -27,7 +27,7 @@ class Fixed:
 
     @property
     def widest(self) -> int:
-        return len(self.tree)
+        return self.tree.room
 
     def choose(self, live: int) -> Tree:
         return self.tree

@@ -11,12 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specexp.errors import UserError
 from specexp.sampling import RESIDUAL, TOKEN, Rng
 from specexp.sequences import Draft, Verdict
 
 
 class Rule(Protocol):
     name: str
+    lossy: bool
+    wants_q: bool
+    chains_only: bool
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         """p [B, N, V]: the target's law of the token that follows each node."""
@@ -32,6 +36,7 @@ class Match:
     """
 
     name = "match"
+    lossy = wants_q = chains_only = False
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         sample = rng.categorical(p, draft.keys, TOKEN)
@@ -50,6 +55,8 @@ class Reject:
     """
 
     name = "reject"
+    lossy = chains_only = False
+    wants_q = True
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         nodes, tokens = draft.nodes, draft.tokens
@@ -81,3 +88,10 @@ def normalised(w: Tensor, otherwise: Tensor) -> Tensor:
     """w [..., V] scaled to sum 1; `otherwise` where nothing is left (of probability 0)."""
     total = w.sum(-1, keepdim=True)
     return torch.where(total > 0, w / total, otherwise)
+
+
+def of(name: str) -> Rule:
+    known: dict[str, Rule] = {"match": Match(), "reject": Reject()}
+    if name not in known:
+        raise UserError(f"rule {name!r} is unknown; use one of {', '.join(known)}")
+    return known[name]

@@ -9,6 +9,8 @@ for drafters that grow their tree as they go. Nothing here knows about tokens, m
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -17,12 +19,20 @@ from torch import Tensor
 
 from specexp.errors import UserError
 
+MOST = 1024  # guesses of one draft
+
 
 @dataclass(frozen=True)
 class Tree:
-    """A draft's shape. `parents[0] == -1`; parents come before children, level by level."""
+    """A draft's shape. `parents[0] == -1`; parents come before children, level by level.
+
+    With a `width` only the number of nodes and the depth are binding: a drafter that knows how
+    sure it is puts the nodes where they are likeliest to be accepted, feeding `width` of them a
+    level. Others draft the shape as it is.
+    """
 
     parents: tuple[int, ...]
+    width: int = 0
 
     def __post_init__(self) -> None:
         p = self.parents
@@ -50,9 +60,48 @@ class Tree:
             parents += born
         return cls(tuple(parents))
 
+    @classmethod
+    def grown(cls, guesses: int, depth: int) -> Tree:
+        """`guesses` nodes up to `depth` deep, put where the drafter is surest.
+
+        (Li et al. 2024, EAGLE-2.) As it stands, chains side by side.
+        """
+        if not 0 < depth <= guesses:
+            raise UserError(f"a tree of {guesses} guesses cannot be {depth} deep; grow more nodes")
+        sizes = [guesses // depth + (d < guesses % depth) for d in range(depth)]
+        starts = [1 + sum(sizes[:d]) for d in range(depth)]
+        parents = [-1] + [0] * sizes[0]
+        for above, size in zip(starts, sizes[1:], strict=False):
+            parents += range(above, above + size)
+        return cls(tuple(parents), width=math.isqrt(guesses - 1) + 1)
+
+    @classmethod
+    def parse(cls, shape: str, gamma: int) -> Tree:
+        """`chain` (gamma guesses), `3x2x1` (so many children at each depth) or `grown:16` (so many
+        guesses, gamma deep). Raises UserError for anything else."""
+        if shape == "chain":
+            return cls.chain(gamma)
+        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+            widths = [int(width) for width in shape.split("x")]
+            guesses = sum(math.prod(widths[: d + 1]) for d in range(len(widths)))
+            _refuse_more_than_most(shape, guesses)
+            return cls.branching(*widths)
+        if size := re.fullmatch(r"grown:([1-9]\d*)", shape):
+            _refuse_more_than_most(shape, int(size[1]))
+            return cls.grown(int(size[1]), gamma)
+        raise UserError(
+            f"tree {shape!r} is unknown; use chain, the children at each depth such as 3x2x1, or "
+            "grown:16 for 16 guesses where the drafter is surest"
+        )
+
     def cut(self, depth: int) -> Tree:
         """The same tree without the nodes deeper than `depth`."""
-        return Tree(self.parents[: sum(d <= depth for d in self.depths)])
+        return Tree(self.parents[: sum(d <= depth for d in self.depths)], self.width)
+
+    @property
+    def room(self) -> int:
+        """Slots past the text that one round may write, in the target's cache or a drafter's."""
+        return max(len(self), 1 + self.width * self.depth)
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -77,7 +126,7 @@ class Tree:
 
     @property
     def is_chain(self) -> bool:
-        return self.depth == len(self) - 1
+        return self.depth == len(self) - 1 and not self.width
 
     def nodes(self, device: torch.device | str) -> Nodes:
         return _nodes(self, torch.device(device))
@@ -136,6 +185,11 @@ class Nodes:
         at = on_path[:, :, None] & (self.depth[:, :, None] == level)
         index = torch.arange(ok.shape[1], device=ok.device)[:, None]
         return (at * index).sum(1), n
+
+
+def _refuse_more_than_most(shape: str, guesses: int) -> None:
+    if guesses > MOST:
+        raise UserError(f"tree {shape} has {guesses} guesses; draft at most {MOST} a round")
 
 
 @lru_cache(maxsize=256)

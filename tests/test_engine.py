@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +22,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from specexp.drafters.crossed import Crossed, Tongues
+from specexp.drafters.eagle import EagleLayer
+from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.medusa import MedusaHeads
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.null import Null
+from specexp.drafters.planted import Planted
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
+from specexp.heads import Eagle, EagleShape, Medusa
 from specexp.lm import LM
 from specexp.policy import Fixed
 from specexp.rules import Match, Reject
@@ -39,10 +46,14 @@ TREES = {
     "chain": Tree.chain(4),
     "branching": Tree.branching(2, 2),
     "irregular": Tree((-1, 0, 0, 0, 1, 1, 3, 4)),
+    "grown": Tree.grown(9, 3),
 }
 PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7], [9, 8, 1, 9, 8, 2, 9, 8], [30, 31]]
 RULES = {"match": Match(), "reject": Reject()}
-DRAFTERS = ("null", "ngram", "model", "chosen", "self")
+DRAFTERS = (
+    "null", "ngram", "model", "chosen", "self", "early_exit", "medusa", "eagle", "eagle3",
+    "crossed", "planted",
+)  # fmt: skip
 
 
 def llama():
@@ -91,7 +102,7 @@ def draft_module(dtype: torch.dtype = torch.float64):
     return whole
 
 
-def drafter(kind: str, target: LM, law: Sampling):
+def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
     if kind == "null":
         return Null()
     if kind == "ngram":
@@ -99,8 +110,59 @@ def drafter(kind: str, target: LM, law: Sampling):
     same = LM(target.module, "itself")
     if kind == "self":
         return DraftModel(same, law)
+    if kind == "early_exit":
+        return EarlyExit(target, 1, law)
+    if kind in ("medusa", "eagle", "eagle3"):
+        made = heads(kind, target.dtype)
+        return (MedusaHeads if kind == "medusa" else EagleLayer)(made, target, law)
     draft = LM(draft_module(target.dtype), "draft")
-    return DraftModel(draft, law, chosen=kind == "chosen")
+    if kind == "crossed":
+        return Crossed(draft, Tongues(Alphabet(0), Alphabet(5), V), law)
+    guess = DraftModel(draft, law, chosen=kind == "chosen")
+    return Planted(0.7, target, guess, law, seed) if kind == "planted" else guess
+
+
+class Alphabet:
+    """A tokenizer of V letters, shifted; letters beyond some are spelt in two pieces."""
+
+    eos_token_id = 0
+
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
+
+    def get_vocab(self) -> dict[str, int]:
+        whole = V if not self.shift else V - 6  # the draft lacks six letters
+        return {chr(65 + i): (i + self.shift) % V for i in range(whole)}
+
+    def convert_ids_to_tokens(self, ids):
+        back = {i: letter for letter, i in self.get_vocab().items()}
+        return [back.get(i) for i in ids]
+
+    def decode(self, ids):
+        return "".join(self.convert_ids_to_tokens(ids))
+
+    def __call__(self, text, **_):
+        vocab = self.get_vocab()
+        pieces = [[vocab[c]] if c in vocab else [1, 2] for c in text]
+        return SimpleNamespace(input_ids=[i for piece in pieces for i in piece])
+
+
+@functools.cache
+def heads(kind: str, dtype: torch.dtype = torch.float64):
+    """Of random weights, except that Medusa's begin as copies of the target's own head."""
+    target = module("llama", dtype)
+    torch.manual_seed(1)
+    if kind == "medusa":
+        made = Medusa(4, 1, 32, V)
+        for last in made.readouts:
+            last.data.copy_(target.lm_head.weight)
+    else:
+        shape = EagleShape(kind, 32, V, 64, 4, 2, 8, V - 8 if kind == "eagle3" else V,
+                           (1, 2, 2) if kind == "eagle3" else (2,))  # fmt: skip
+        made = Eagle(shape, target.get_input_embeddings(), target.get_output_embeddings())
+        if kind == "eagle3":
+            made.d2t.fill_(3)
+    return made.to(dtype).eval().requires_grad_(False)
 
 
 def engine(kind="model", tree="chain", rule="reject", family="llama", temperature=0.0,
@@ -108,7 +170,8 @@ def engine(kind="model", tree="chain", rule="reject", family="llama", temperatur
     law = Sampling(temperature)
     target = LM(module(family, dtype), "target")
     shape = TREES[tree] if isinstance(tree, str) else tree
-    return Engine(target, drafter(kind, target, law), Fixed(shape), law, RULES[rule], seed, eos)
+    guess = drafter(kind, target, law, seed)
+    return Engine(target, guess, Fixed(shape), law, RULES[rule], seed, eos)
 
 
 @torch.no_grad()
@@ -225,8 +288,8 @@ def test_rows_already_done_stay_as_they_are_and_are_not_counted():
 def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
     made = engine(kind, tree)
     shape = TREES[tree]
-    seqs = Sequences.of(PROMPTS, NEW, slack=len(shape))
-    made.drafter.prefill(seqs, made.target.prefill(seqs))
+    seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
+    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
     while seqs.live.any():
         made.round(seqs, shape)
         for lm, upto in ((made.target, 1), (made.drafter.lm, 2)):
@@ -262,7 +325,7 @@ def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
     made = engine()
     made.drafter = Scripted()
     tree = rng.choice(list(TREES.values()))
-    seqs = Sequences.of(PROMPTS, NEW, slack=len(tree))
+    seqs = Sequences.of(PROMPTS, NEW, slack=tree.room)
     made.target.prefill(seqs)
     with torch.inference_mode():
         while seqs.live.any():
@@ -354,8 +417,8 @@ class NoHostReads(TorchDispatchMode):
 def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperature):
     made = engine(kind, tree, rule, temperature=temperature)
     shape = TREES[tree]
-    seqs = Sequences.of(PROMPTS, NEW, slack=len(shape))
-    made.drafter.prefill(seqs, made.target.prefill(seqs))
+    seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
+    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
     made.round(seqs, shape)
     with NoHostReads():
         made.round(seqs, shape)
@@ -399,7 +462,7 @@ def test_on_the_gpu_rounds_do_not_synchronise_and_texts_are_exact(kind, temperat
     made = Engine(target, guess, Fixed(Tree.chain(4)), law, Reject())
     assert certify(made, PROMPTS, NEW).bugs == 0
     seqs = Sequences.of(PROMPTS, NEW, slack=5, device="cuda")
-    made.drafter.prefill(seqs, made.target.prefill(seqs))
+    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
     made.round(seqs, Tree.chain(4))
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -15,6 +15,7 @@ import torch
 from oracle import explore, gap, surprise, warp
 from toys import texts, toy_engine
 
+from specexp import growth
 from specexp import lm as lms
 from specexp.cache import SlotCache
 from specexp.drafters.model import DraftModel
@@ -216,7 +217,7 @@ class Mutant:
 
 FULL = "(n == nodes.deepest)[:, None]"
 COIN = "rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)"
-DRAWN = "rng.draw(laws[-1], width, keys[:, level])"
+DRAWN = "rng.draw(laws[-1], width, keys[:, here])"
 REST = "(left - drawn).clamp(min=0)"
 RETURN = "return Verdict(path, n, rng.categorical(owed"
 OWED = "owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]"
@@ -224,7 +225,7 @@ GAINED = "torch.minimum(verdict.n, before_end) + 1"
 ROOM = "(self.limit - self.length).clamp(min=0)"
 reject = (Reject, "__call__")
 match = (Match, "__call__")
-propose = (DraftModel, "propose")
+grow = (growth, "grow")
 round_ = (Engine, "round")
 commit = (Sequences, "commit")
 verify = (LM, "verify")
@@ -238,20 +239,20 @@ def last(new: str) -> dict[str, str]:
 
 MUTANTS = [
     # What is proposed
-    Mutant("guesses drawn from another q", *propose,
-           {DRAWN: "rng.draw(self.sampling.law(logits / 2), width, keys[:, level])"},
+    Mutant("guesses drawn from another q", *grow,
+           {DRAWN: "rng.draw(sampling.law(logits / 2), width, keys[:, here])"},
            "law_on_chains"),
-    Mutant("likeliest guess under a soft q", *propose, {DRAWN: "logits.topk(width).indices"},
+    Mutant("likeliest guess under a soft q", *grow, {DRAWN: "logits.topk(width).indices"},
            "law_on_chains"),
-    Mutant("q reported at another temperature", *propose,
-           {"laws.append(self.sampling.law(logits))": "laws.append(Sampling(1.0).law(logits))",
-            DRAWN: "rng.draw(self.sampling.law(logits), width, keys[:, level])"},
+    Mutant("q reported at another temperature", *grow,
+           {"laws.append(sampling.law(logits))": "laws.append(Sampling(1.0).law(logits))",
+            DRAWN: "rng.draw(sampling.law(logits), width, keys[:, here])"},
            "law_when_shaped"),
     # What the target says of it
     Mutant("temperature on q only", *round_,
            {"self.sampling.law(seen.logits)": "Sampling(1.0).law(seen.logits)"},
            "law_when_shaped"),
-    Mutant("stale prefix", lms, "tree_mask", {"return (offset < 0)": "return (offset < -1)"},
+    Mutant("stale prefix", lms, "tree_mask", {"return (place < 0)": "return (place < -1)"},
            "law_on_chains"),
     Mutant("first row verifies all", *round_,
            {"(seen.logits)": "(seen.logits[:, :1].expand_as(seen.logits))"}, "law_on_chains"),
@@ -261,7 +262,7 @@ MUTANTS = [
     Mutant("a node's slot taken for its position", *verify, {"root + draft.nodes.depth": "slots"},
            "law_on_trees"),
     Mutant("nodes see their siblings", lms, "tree_mask",
-           {"ancestors.expand(B, -1, -1).gather(2, node)": "(node >= 0)"}, "law_on_trees"),
+           {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"}, "law_on_trees"),
     # What is kept
     Mutant("threshold for a coin", *reject, {COIN: "(ratio[..., 0] > 0.5)"}, "law_on_chains"),
     Mutant("accept if a sample agrees, then the residual", *reject,

@@ -15,7 +15,7 @@ from specexp.zoo import shelf
 from specexp.zoo.cards import measure
 from specexp.zoo.corpus import gather, is_held_out, passages, pieces
 from specexp.zoo.edits import echo, edit, rename
-from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Phase, quick_version
+from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Course, Phase, quick_version
 from specexp.zoo.records import record
 from specexp.zoo.rows import Rows, encode, train_tokenizer
 from specexp.zoo.train import _loss, continued, fit, train_zoo
@@ -128,19 +128,19 @@ def test_the_tokenizer_is_the_same_twice(corpus):
 
 
 def test_rows_are_a_function_of_the_step(documents):
-    recipe = quick_version(TARGET)
-    forward = [Rows(documents).batch(recipe, step) for step in range(recipe.steps)]
+    course = quick_version(TARGET).courses[0]
+    forward = [Rows(documents).batch(course, step) for step in range(course.steps)]
     rows = Rows(documents)
-    for step in reversed(range(recipe.steps)):
-        assert torch.equal(rows.batch(recipe, step), forward[step])
+    for step in reversed(range(course.steps)):
+        assert torch.equal(rows.batch(course, step), forward[step])
     assert [tuple(b.shape) for b in forward] == [(4, 65)] * 4 + [(2, 129)] * 2
 
 
 def test_an_epoch_holds_every_token_once_and_repeats_twice():
     ids = {"a": [np.arange(1, 9, dtype=np.uint16)], "b": [np.arange(11, 20, dtype=np.uint16)]}
     rows = Rows(ids, {"b": 2})
-    recipe = replace(quick_version(TARGET), phases=(Phase(5, 1, 5),))
-    seen = torch.cat([rows.batch(recipe, step)[:, :-1].flatten() for step in range(5)]).tolist()
+    course = Course((Phase(5, 1, 5),))
+    seen = torch.cat([rows.batch(course, step)[:, :-1].flatten() for step in range(5)]).tolist()
     counts = [seen.count(i) for i in range(20)]
     assert sum(counts) == 25  # of 8 + 2 * 9, the last being only predicted
     assert max(counts[1:9]) == 1
@@ -149,7 +149,7 @@ def test_an_epoch_holds_every_token_once_and_repeats_twice():
 
 def test_too_little_text_is_said_so():
     with pytest.raises(ValueError, match="do not fill one batch"):
-        Rows({"a": [np.zeros(9, dtype=np.uint16)]}).batch(TARGET, 0)
+        Rows({"a": [np.zeros(9, dtype=np.uint16)]}).batch(TARGET.courses[0], 0)
 
 
 # the loop
@@ -158,14 +158,16 @@ def test_too_little_text_is_said_so():
 class Killed(Rows):
     """Rows of a run that dies when it asks for the sixth batch."""
 
-    def batch(self, recipe, step):
+    def batch(self, course, step):
         if step == 5:
             raise KeyboardInterrupt
-        return super().batch(recipe, step)
+        return super().batch(course, step)
 
 
 def _fit(recipe, rows, work):
-    return fit(recipe, rows, work, recipe.build(), compiled=False, checkpoint_every=2)
+    model, course = recipe.build(), recipe.courses[0]
+    return model, fit(recipe.name, course, rows, work, model, _loss(model, None), compiled=False,
+                      checkpoint_every=2)  # fmt: skip
 
 
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(documents, tmp_path):
@@ -193,7 +195,7 @@ def test_another_recipe_or_text_does_not_go_on_from_a_checkpoint(documents, tmp_
 def test_a_pupil_that_is_its_teacher_has_the_entropy_as_loss_and_nothing_to_learn(documents):
     teacher, pupil = quick_version(TARGET).build(), quick_version(TARGET).build()
     teacher.requires_grad_(False)
-    batch = Rows(documents).batch(quick_version(TARGET), 0)
+    batch = Rows(documents).batch(quick_version(TARGET).courses[0], 0)
     loss = _loss(pupil, teacher)(batch)
     loss.backward()
     law = teacher(input_ids=batch[:, :-1]).logits.softmax(-1)

@@ -1,15 +1,27 @@
-"""Ways to guess. One file each; a drafter knows nothing of rules, and any rule keeps it exact."""
+"""Ways to guess. One file each; a drafter knows nothing of rules, and any rule keeps it exact.
+
+A drafter is named `METHOD` or `METHOD:ARGUMENT`: METHOD is a file of this folder, and `prepare` in
+that file says what the argument means. So a new file is a new method, known everywhere at once.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from specexp.errors import UserError
 from specexp.lm import LM, Forward
-from specexp.sampling import Rng
+from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
+
+METHODS = sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 class Drafter(Protocol):
@@ -35,3 +47,75 @@ class Drafter(Protocol):
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """The verdict on the last draft, before it is committed."""
         ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of an experiment before a weight is loaded.
+
+    `argument`: what follows `METHOD:` in the drafter's name, "" if nothing. `config`: the target's.
+    `source(method, name)`: the folder or hub id of the model or heads of that name, or, without a
+    name, of the zoo's own for this method and target; raises UserError when there is none.
+    """
+
+    method: str
+    argument: str
+    target: str
+    config: Any
+    vocab: int
+    tokenizer: Any
+    sampling: Sampling
+    tree: Tree
+    dtype: str
+    seed: int
+    source: Callable[[str, str], str]
+
+    def whole(self, default: int, at_least: int = 1) -> int:
+        """The argument as a whole number."""
+        try:
+            value = int(self.argument or default)
+        except ValueError:
+            value = at_least - 1
+        if value < at_least:
+            raise UserError(
+                f"drafter {self.method}:{self.argument}: give a whole number of {at_least} or "
+                f"more, such as {self.method}:{default}"
+            )
+        return value
+
+    def nothing(self) -> None:
+        """Refuse an argument."""
+        if self.argument:
+            raise UserError(
+                f"drafter {self.method} takes no argument, and {self.argument!r} was given"
+            )
+
+
+@dataclass(frozen=True)
+class Ready:
+    """`make` gives the drafter for the loaded target. `draws`: its guesses are drawn from a law
+    that the rule is shown (else they are chosen)."""
+
+    make: Callable[[LM], Drafter]
+    draws: bool = False
+
+
+def described() -> list[tuple[str, str]]:
+    """Every method, and the first sentence of its file."""
+    found = []
+    for method in METHODS:
+        about = importlib.import_module(f"{__name__}.{method}").__doc__ or ""
+        found.append((method, " ".join(about.split("\n\n")[0].split())))
+    return found
+
+
+def prepare(plan: Plan) -> Ready:
+    """Check everything about a drafter without loading a weight; raises UserError, one line."""
+    if plan.method not in METHODS:
+        near = difflib.get_close_matches(plan.method, METHODS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"drafter {plan.method!r} is unknown{hint} (there are {', '.join(METHODS)})"
+        )
+    found: Ready = importlib.import_module(f"{__name__}.{plan.method}").prepare(plan)
+    return found

@@ -6,12 +6,17 @@ fed: whether or not the whole last draft was accepted, nothing is missing from t
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specexp.lm import LM, Forward, tree_mask
+from specexp.drafters import Plan, Ready
+from specexp.errors import UserError
+from specexp.growth import Level, grow
+from specexp.lm import LM, Forward, load, read_config, read_tokenizer, tree_mask
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -34,37 +39,19 @@ class DraftModel:
         self.lm.prefill(seqs)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        nodes = tree.nodes(seqs.tokens.device)
-        keys = seqs.keys(nodes.depth)
-        visible = tree_mask(seqs, nodes.ancestors)
         root = seqs.length[:, None] - 1
-        guesses: list[Tensor] = []
-        laws: list[Tensor] = []
-        width = nodes.children.shape[-1]
-        for level, below in pairwise(tree.levels):
-            if level.start == 0:
-                logits = self._catch_up(seqs)
-            else:
-                slots = root + torch.arange(level.start, level.stop, device=root.device)
-                depth = root + nodes.depth[:, level]
-                logits = self.lm.feed(guesses[-1], slots, depth, visible[:, level]).logits
-            if self.chosen:
-                picked = logits.topk(width).indices
-            else:
-                laws.append(self.sampling.law(logits))
-                picked = rng.draw(laws[-1], width, keys[:, level])
-            parent = nodes.parents[0, below]
-            born = torch.arange(below.start, below.stop, device=root.device)
-            rank = born - nodes.children[0, parent, 0]
-            guesses.append(picked[:, parent - level.start, rank])
-        if not guesses:
-            return seqs.draft(nodes)
-        q = None
-        if not self.chosen:
-            B, _, V = laws[0].shape
-            leaves = laws[0].new_zeros(B, len(tree) - tree.levels[-1].start, V)
-            q = torch.cat([*laws, leaves], 1)
-        return seqs.draft(nodes, torch.cat(guesses, 1), q)
+
+        def step(level: Level) -> Tensor:
+            if level.depth == 0:
+                return self._catch_up(seqs)
+            slots = root + torch.arange(level.at.start, level.at.stop, device=root.device)
+            depth = (root + level.depth).expand_as(slots)
+            visible = tree_mask(root, seqs.tokens.shape[1], level.ancestors)
+            return self.lm.feed(level.tokens, slots, depth, visible).logits
+
+        grown = grow(seqs, tree, step, self.sampling, None if self.chosen else rng)
+        self.place = grown.place
+        return grown.draft
 
     def _catch_up(self, seqs: Sequences) -> Tensor:
         """Feed the last two committed tokens; logits [B, 1, V] after the last."""
@@ -75,4 +62,34 @@ class DraftModel:
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         if not tree.is_chain:
-            self.lm.keep(seqs, verdict)
+            place = self.place.expand(len(verdict.path), -1)
+            self.lm.keep(seqs, replace(verdict, path=place.gather(1, verdict.path)))
+
+
+def prepare(plan: Plan) -> Ready:
+    """`model:NAME`: a zoo name, a folder or a hub id; without a name, the zoo's draft."""
+    source = plan.source(plan.method, plan.argument)
+    read_config(source)
+    same_tokens(plan.tokenizer, plan.target, read_tokenizer(source), Path(source).name)
+
+    def make(target: LM) -> DraftModel:
+        name = Path(source).name
+        if name == Path(plan.target).name:
+            draft = LM(target.module, f"{name} (as its own draft)", target.vocab)
+        else:
+            draft = load(source, name, plan.dtype, str(target.device), target.vocab)
+        return DraftModel(draft, plan.sampling)
+
+    return Ready(make, draws=True)
+
+
+def same_tokens(tokenizer: Any, target: str, other: Any, draft: str) -> None:
+    """Refuse a draft whose tokenizer maps any token differently."""
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if ours != theirs:
+        odd = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+        shown = ", ".join(f"{t!r}: {ours.get(t)} and {theirs.get(t)}" for t in odd[:3])
+        raise UserError(
+            f"{target} and {draft} have different tokenizers ({len(odd)} tokens differ: {shown}); "
+            f"pick a draft of the same family, or translate with drafter crossed:{draft}"
+        )

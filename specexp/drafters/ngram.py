@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specexp.drafters import Plan, Ready
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
 from specexp.sampling import Rng
@@ -77,3 +78,9 @@ def _first_leaf(tree: Tree) -> list[int]:
             first[node] = min(first[node], rank)
             node = tree.parents[node]
     return first
+
+
+def prepare(plan: Plan) -> Ready:
+    """`ngram:3`: suffixes of up to three tokens."""
+    n = plan.whole(default=3)
+    return Ready(lambda target: NGram(n))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from specexp.drafters import Plan, Ready
 from specexp.lm import LM, Forward
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences, Verdict
@@ -24,3 +25,8 @@ class Null:
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         pass
+
+
+def prepare(plan: Plan) -> Ready:
+    plan.nothing()
+    return Ready(lambda target: Null())

@@ -1,14 +1,17 @@
 """From names to an engine: what a notebook, a grid point or the command line asks for.
 
-A model is named by its zoo name, a folder, or a hub id. A drafter is `null`, `ngram`, `model` (the
-target's own sibling from the zoo) or the name of a draft model. `check` finds everything that is
-wrong with a set of parameters without loading a weight; `build` raises on the first of them.
+A model is named by its zoo name, a folder, or a hub id. A drafter is `METHOD`, `METHOD:ARGUMENT`
+(drafters/ says which there are) or just the name of a draft model. `check` finds everything that
+is wrong with a set of parameters without loading a weight; `build` raises on the first of them.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,22 +19,16 @@ from typing import Any
 
 import torch
 
-from specexp import lm
-from specexp.drafters import Drafter
-from specexp.drafters.model import DraftModel
-from specexp.drafters.ngram import NGram
-from specexp.drafters.null import Null
+from specexp import drafters, lm, rules
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError
 from specexp.lab import prompts
 from specexp.policy import Fixed
-from specexp.rules import Match, Reject, Rule
+from specexp.rules import Rule
 from specexp.sampling import Sampling
 from specexp.tree import Tree
 from specexp.zoo import shelf
 
-RULES: dict[str, type[Rule]] = {"match": Match, "reject": Reject}
-WITHOUT_MODEL = ("null", "ngram")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -69,14 +66,16 @@ def build(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    rule: str = "reject",
+    rule: str = "auto",
+    tree: str = "chain",
     dtype: str = "float32",
     device: str = "auto",
     seed: int = 0,
-    ngram: int = 3,
 ) -> Rig:
-    """Load and wire a pairing. gamma: draft length; ngram: longest suffix that is looked up.
+    """Load and wire a pairing.
 
+    gamma: draft length of a chain, and depth of a grown tree; tree: see `Tree.parse`; rule: see
+    `rules.of`, or "auto": reject for guesses that are drawn, match for those that are chosen.
     device "auto" takes the GPU when there is one. Raises UserError with one line for bad input.
     """
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -85,45 +84,70 @@ def build(
     model = lm.load(locate(target), name, dtype, where, vocabulary(tokenizer, target))
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "rule": rule, "dtype": dtype, "seed": seed, "ngram": ngram,
+        "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
     return _assemble(model, tokenizer, **options)
 
 
 def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
-    sampling = Sampling(o["temperature"], o["top_k"], o["top_p"])
-    policy = Fixed(Tree.chain(o["gamma"]))
-    if o["rule"] not in RULES:
-        raise UserError(f"rule {o['rule']!r} is unknown; use one of {', '.join(RULES)}")
+    plan = _plan(o, model.config, model.vocab, tokenizer)
+    ready = drafters.prepare(plan)
     eos = model.module.generation_config.eos_token_id
     if eos is None:
         eos = model.config.eos_token_id
     stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
     engine = Engine(
-        model, _drafter(model, tokenizer, sampling, **o), policy, sampling,
-        RULES[o["rule"]](), o["seed"], stops,
+        model, ready.make(model), Fixed(plan.tree), plan.sampling,
+        _rule(o["rule"], plan, ready), o["seed"], stops,
     )  # fmt: skip
     return Rig(engine, tokenizer, resolve_drafter(o["target"], o["drafter"]), o)
 
 
-def _drafter(model: lm.LM, tokenizer: Any, sampling: Sampling, **o: Any) -> Drafter:
-    name = resolve_drafter(o["target"], o["drafter"])
-    if name == "null":
-        return Null()
-    if name == "ngram":
-        return NGram(o["ngram"])
-    same_tokens(tokenizer, o["target"], name)
-    source = locate(name)
-    if source == locate(o["target"]):
-        draft = lm.LM(model.module, f"{name} (as its own draft)", model.vocab)
-    else:
-        draft = lm.load(source, Path(name).name, o["dtype"], str(model.device), model.vocab)
-    return DraftModel(draft, sampling)
+def _plan(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Plan:
+    method, argument = split(o["drafter"])
+
+    def source(method: str, name: str) -> str:
+        return locate(name or shelf.default_draft(o["target"], method).name)
+
+    return drafters.Plan(
+        method=method, argument=argument, target=o["target"], config=config, vocab=vocab,
+        tokenizer=tokenizer, sampling=Sampling(o["temperature"], o["top_k"], o["top_p"]),
+        tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"], seed=o["seed"], source=source,
+    )  # fmt: skip
+
+
+def _rule(name: str, plan: drafters.Plan, ready: drafters.Ready) -> Rule:
+    """The rule named, or the one that suits the guesses; refused where it could gain nothing."""
+    drawn = ready.draws and not plan.tree.width
+    if name == "auto":
+        return rules.of("reject" if drawn else "match")
+    rule = rules.of(name)
+    if rule.chains_only and not plan.tree.is_chain:
+        raise UserError(f"rule {name} works on chains; use tree chain, or another rule")
+    if rule.wants_q and not drawn and plan.sampling.temperature > 0:
+        raise UserError(
+            f"rule {name} weighs guesses by the law they were drawn from, and those of "
+            f"{plan.method} on this tree are chosen, not drawn: use rule match"
+        )
+    return rule
+
+
+def split(drafter: str) -> tuple[str, str]:
+    """Method and argument of a drafter's name; the name of a model stands for `model:` and it."""
+    method, _, argument = drafter.partition(":")
+    if method in drafters.METHODS:
+        return method, argument
+    if difflib.get_close_matches(method, drafters.METHODS, n=1):
+        return method, argument
+    return "model", drafter
 
 
 def resolve_drafter(target: str, drafter: str) -> str:
-    """`model` means the target's own sibling; every other name stands for itself."""
-    return shelf.default_draft(target).name if drafter == "model" else drafter
+    """How a drafter is called in tables: a draft model by its own name, the rest as given."""
+    method, argument = split(drafter)
+    if method != "model":
+        return drafter
+    return argument or shelf.default_draft(target, "model").name
 
 
 def locate(name: str) -> str:
@@ -151,18 +175,6 @@ def vocabulary(tokenizer: Any, name: str) -> int:
     return V
 
 
-def same_tokens(tokenizer: Any, target: str, draft: str) -> None:
-    """Refuse a draft whose tokenizer maps any token differently."""
-    ours, theirs = tokenizer.get_vocab(), _tokenizer(draft).get_vocab()
-    if ours != theirs:
-        odd = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
-        shown = ", ".join(f"{t!r}: {ours.get(t)} and {theirs.get(t)}" for t in odd[:3])
-        raise UserError(
-            f"{target} and {draft} have different tokenizers ({len(odd)} tokens differ: {shown}); "
-            "pick a draft of the same family"
-        )
-
-
 def encode(tokenizer: Any, text: str) -> list[int]:
     tokens = list(tokenizer(text).input_ids)
     if not tokens:
@@ -187,8 +199,7 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
             problems.append(str(e).strip().splitlines()[0])
 
     for name, at_least in {
-        "gamma": 0, "max_new_tokens": 1, "batch": 1, "limit": 1, "ngram": 1, "seed": 0,
-        "repeats": 1,
+        "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1,
     }.items():  # fmt: skip
         for value in _values(params, name, name + "s", name + "es"):
             if value < at_least:
@@ -196,8 +207,12 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
     for value in _values(params, "temperature", "temperatures"):
         attempt(Sampling, value)
     attempt(Sampling, 0.0, params.get("top_k", 0), params.get("top_p", 1.0))
-    if params.get("rule", "reject") not in RULES:
-        problems.append(f"rule {params['rule']!r} is unknown; use one of {', '.join(RULES)}")
+    for rule in _values(params, "rule", "rules"):
+        if rule != "auto":
+            attempt(rules.of, rule)
+    for gamma in _values(params, "gamma", "gammas") or [1]:
+        for shape in _values(params, "tree", "trees") or ["chain"]:
+            attempt(Tree.parse, shape, gamma)
     if params.get("dtype", "float32") not in lm.DTYPES:
         problems.append(f"dtype {params['dtype']!r} is unknown; use {', '.join(lm.DTYPES)}")
     device = params.get("device", "auto")
@@ -221,9 +236,9 @@ def _check_models(
     tokenizer = config and attempt(_tokenizer, target)
     if not tokenizer:
         return []
-    attempt(vocabulary, tokenizer, target)
-    for drafter in _values(params, "drafter", "drafters", "rivals"):
-        attempt(_check_drafter, target, tokenizer, drafter)
+    vocab = attempt(vocabulary, tokenizer, target)
+    for options in _each(params) if vocab else []:
+        attempt(_check_pairing, options, config.get_text_config(), vocab, tokenizer)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     new = params.get("max_new_tokens", 0)
     problems = []
@@ -240,11 +255,29 @@ def _check_models(
     return problems
 
 
-def _check_drafter(target: str, tokenizer: Any, drafter: str) -> None:
-    name = resolve_drafter(target, drafter)
-    if name not in WITHOUT_MODEL:
-        lm.read_config(locate(name))
-        same_tokens(tokenizer, target, name)
+def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of options that these parameters name, singly or in lists."""
+    named = {
+        "drafter": _values(params, "drafter", "drafters", "rivals"),
+        "gamma": _values(params, "gamma", "gammas"),
+        "temperature": _values(params, "temperature", "temperatures"),
+        "rule": _values(params, "rule", "rules"),
+        "tree": _values(params, "tree", "trees"),
+    }
+    defaults = {name: p.default for name, p in inspect.signature(build).parameters.items()}
+    fixed = defaults | {name: value for name, value in params.items() if name in defaults}
+    lists = {name: values for name, values in named.items() if values}
+    for values in itertools.product(*lists.values()):
+        yield fixed | dict(zip(lists, values, strict=True))
+
+
+def _check_pairing(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> None:
+    plan = _plan(o, config, vocab, tokenizer)
+    ready = drafters.prepare(plan)
+    widest = max(plan.tree.parents.count(i) for i in range(len(plan.tree)))
+    if max(widest, plan.tree.width) > vocab:
+        raise UserError(f"tree {o['tree']} is wider than the vocabulary of {vocab} tokens")
+    _rule(o["rule"], plan, ready)
 
 
 def _values(params: dict[str, Any], *names: str) -> list[Any]:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import LlamaForCausalLM
 
-from specexp.zoo.recipes import CONTEXT, VOCABULARY, Recipe
+from specexp.zoo.recipes import CONTEXT, VOCABULARY, Course, HeadRecipe, Recipe
 from specexp.zoo.rows import Documents
 
 Figures = dict[str, dict[str, float]]
@@ -61,23 +62,8 @@ def describe(
     losses: Sequence[float],
 ) -> dict[str, Any]:
     """The content of `zoo.json`; `shelf.py` reads the first lines of it."""
-    courses: list[dict[str, Any]] = []
-    for course in recipe.courses:
-        mine, losses = losses[: course.steps], losses[course.steps :]
-        courses.append(
-            {
-                "phases": [[p.steps, p.batch, p.length] for p in course.phases],
-                "tokens": course.tokens,
-                "repeats": dict(course.repeats),
-                "muon_lr": course.muon_lr,
-                "adam_lr": course.adam_lr,
-                "loss": [
-                    round(float(np.mean(mine[i : i + 20])), 4) for i in range(0, len(mine), 20)
-                ],
-            }
-        )
     trained = {
-        "courses": courses,
+        "courses": _courses(recipe.courses, losses),
         "seed": recipe.seed,
         "torch": torch.__version__.split("+")[0],
         "corpus": dict(corpus),
@@ -97,7 +83,7 @@ def describe(
         "context": CONTEXT,
         "dtype": "bfloat16",
         "held_out": held_out,
-        "trained": trained if courses else None,
+        "trained": trained if recipe.courses else None,
     }
 
 
@@ -140,10 +126,73 @@ def card(facts: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(folder: Path, facts: Mapping[str, Any]) -> None:
+def describe_heads(
+    recipe: HeadRecipe,
+    name: str,
+    target: str,
+    heads: nn.Module,
+    held_out: Figures,
+    text: Mapping[str, Any],
+    losses: Sequence[float],
+) -> dict[str, Any]:
+    """The content of `zoo.json` for heads; figures are the accuracy at each drafted position."""
+    return {
+        "name": name,
+        "role": recipe.kind,
+        "target": target,
+        "parameters": sum(p.numel() for p in heads.parameters()),
+        "layers": recipe.heads if recipe.kind == "medusa" else 1,
+        "width": next(iter(heads.parameters())).shape[-1],
+        "about": recipe.about,
+        "held_out": held_out,
+        "trained": {
+            "courses": _courses(recipe.courses, losses),
+            "seed": recipe.seed,
+            "torch": torch.__version__.split("+")[0],
+            "corpus": dict(text),
+        },
+    }
+
+
+def card_of_heads(facts: Mapping[str, Any]) -> str:
+    """The model card of heads, in Markdown."""
+    kind = facts["role"]
+    layout = "in its published layout" if kind != "eagle3" else "in the `speculators` format"
+    corpus = facts["trained"]["corpus"]
+    parts = [
+        f"---\nlicense: mit\nbase_model: {facts['target']}\ntags: [speculative-decoding]\n---",
+        f"# {facts['name']}",
+        facts["about"],
+        "## Heads",
+        f"{facts['parameters']:,} parameters for the target {facts['target']}, {layout}.",
+        "## Use",
+        f"`specexp generate --target {facts['target']} --drafter {kind.rstrip('3')}` with a "
+        "prompt. They read this target's hidden states, so they fit no other.",
+        "## Training",
+        _schedule(
+            "Taught the law of the target (soft cross-entropy) from its own hidden states, on its "
+            "corpus and on passages that it continued at temperature 0.8; a further position "
+            "weighs 0.8 of the one before.",
+            facts["trained"],
+        ),
+        _data(corpus) if "parts" in corpus else f"Text: {json.dumps(corpus)}",
+        "## Held-out text",
+        _table(facts["held_out"])
+        + "\n\nAt each drafted position, how often the likeliest token is the target's, the text "
+        "before it given; in rows of up to 256 tokens.",
+        "## Make it again",
+        f"`specexp zoo train --heads {kind} --target {facts['target']}`",
+        "## Licence",
+        "The weights are under the licence of this repository (MIT). The text they were trained "
+        "on comes with Python, under the Python Software Foundation License.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(folder: Path, facts: Mapping[str, Any], text: str) -> None:
     """`zoo.json` and `README.md` into a model's folder."""
     (folder / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (folder / "README.md").write_text(card(facts))
+    (folder / "README.md").write_text(text)
 
 
 def _data(corpus: Mapping[str, Any]) -> str:
@@ -164,6 +213,25 @@ def _data(corpus: Mapping[str, Any]) -> str:
     ) + "\n".join(rows)
 
 
+def _courses(courses: Sequence[Course], losses: Sequence[float]) -> list[dict[str, Any]]:
+    described: list[dict[str, Any]] = []
+    for course in courses:
+        mine, losses = losses[: course.steps], losses[course.steps :]
+        described.append(
+            {
+                "phases": [[p.steps, p.batch, p.length] for p in course.phases],
+                "tokens": course.tokens,
+                "repeats": dict(course.repeats),
+                "muon_lr": course.muon_lr,
+                "adam_lr": course.adam_lr,
+                "loss": [
+                    round(float(np.mean(mine[i : i + 20])), 4) for i in range(0, len(mine), 20)
+                ],
+            }
+        )
+    return described
+
+
 def _training(facts: Mapping[str, Any]) -> str:
     trained = facts["trained"]
     goal = (
@@ -172,6 +240,11 @@ def _training(facts: Mapping[str, Any]) -> str:
         else f"Taught the law of {facts['target']} (soft cross-entropy, the forward KL plus a "
         "constant) on the corpus and on passages which that model continued at temperature 0.8."
     )
+    return _schedule(goal, trained)
+
+
+def _schedule(goal: str, trained: Mapping[str, Any]) -> str:
+    """How it was trained, course by course."""
     lines = [
         f"{goal} Muon for the hidden matrices, AdamW for the rest; a short rise, a plateau, a "
         f"straight fall to 2 %; seed {trained['seed']}, torch {trained['torch']}. A kind counts "
@@ -189,15 +262,19 @@ def _training(facts: Mapping[str, Any]) -> str:
 
 
 def _figures(facts: Mapping[str, Any]) -> str:
-    names = list(next(iter(facts["held_out"].values())))
-    lines = [f"| kind | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
-    for kind, values in facts["held_out"].items():
-        lines.append(f"| {kind} | " + " | ".join(f"{values[n]:.3f}" for n in names) + " |")
     notes = "Loss in nats per token, in rows of up to 512 tokens."
-    if "agreement" in names:
+    if "agreement" in next(iter(facts["held_out"].values())):
         notes += (
             " Given the true text before each position: agreement is how often this model and the "
             "target have the same most probable token; overlap is 1 - TV of their laws, the "
             "chance that a sampled guess is accepted."
         )
-    return "\n".join(lines) + "\n\n" + notes
+    return f"{_table(facts['held_out'])}\n\n{notes}"
+
+
+def _table(figures: Figures) -> str:
+    names = list(next(iter(figures.values())))
+    lines = [f"| kind | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for kind, values in figures.items():
+        lines.append(f"| {kind} | " + " | ".join(f"{values[n]:.3f}" for n in names) + " |")
+    return "\n".join(lines)

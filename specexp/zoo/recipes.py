@@ -24,24 +24,16 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One model: its shape, its schedule, and the model whose law it is taught to follow."""
+class Course:
+    """A stretch of training: its phases, the mix of text, the learning rates.
 
-    name: str
-    role: str  # "target", "draft" or "control"
-    about: str
-    layers: int
-    width: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    phases: tuple[Phase, ...] = ()
-    repeats: Mapping[str, int] = field(default_factory=dict)  # of a kind an epoch; 1 if absent
-    then: "Recipe | None" = None  # a second course from the weights of this one
-    teacher: str | None = None
+    `repeats`: how often a kind of text counts an epoch, once if absent.
+    """
+
+    phases: tuple[Phase, ...]
+    repeats: Mapping[str, int] = field(default_factory=dict)
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
-    seed: int = 0
 
     @property
     def steps(self) -> int:
@@ -51,26 +43,44 @@ class Recipe:
     def tokens(self) -> int:
         return sum(phase.steps * phase.batch * phase.length for phase in self.phases)
 
-    @property
-    def courses(self) -> "list[Recipe]":
-        """What is trained, in order: nothing, this recipe, or this one and what comes then."""
-        if not self.phases:
-            return []
-        return [self, *(self.then.courses if self.then else [])]
-
     def place(self, step: int) -> tuple[int, int]:
         """Which phase a step falls in, and which step of that phase it is."""
         for number, phase in enumerate(self.phases):
             if step < phase.steps:
                 return number, step
             step -= phase.steps
-        raise IndexError("past the last step of the recipe")
+        raise IndexError("past the last step of the course")
 
     def pace(self, step: int) -> float:
         """Factor on the learning rates: a short rise, a plateau, a straight fall to 2 %."""
         warm, fall = max(1, self.steps // 40), int(0.35 * self.steps)
         rest = (self.steps - step) / (self.steps - fall)
         return min(1.0, (step + 1) / warm, max(0.02, rest))
+
+    def quick(self, steps: int = 4) -> "Course":
+        """A smoke run: a few short steps of the same mix."""
+        return replace(self, phases=(Phase(steps, 4, 64), Phase(steps // 2, 2, 128)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model: its shape, its courses one after another, and whose law it is taught to follow.
+
+    `exits`: layers after which it must be able to speak, too.
+    """
+
+    name: str
+    role: str  # "target", "draft" or "control"
+    about: str
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    courses: tuple[Course, ...] = ()
+    teacher: str | None = None
+    exits: tuple[int, ...] = ()
+    seed: int = 0
 
     def build(self) -> LlamaForCausalLM:
         """The model, float32, weights drawn from the recipe's seed."""
@@ -92,7 +102,7 @@ class Recipe:
         return LlamaForCausalLM(config).float()
 
 
-_TARGET = Recipe(
+TARGET = Recipe(
     name="target-10m",
     role="target",
     about="The target: the model whose law every experiment keeps.",
@@ -101,18 +111,16 @@ _TARGET = Recipe(
     hidden=704,
     heads=4,
     kv_heads=2,
-    phases=(Phase(1000, 32, 256), Phase(400, 16, 512), Phase(120, 8, 1024)),
-    repeats={"prose": 2, "echoes": 0},
+    courses=(
+        Course(
+            (Phase(1000, 32, 256), Phase(400, 16, 512), Phase(120, 8, 1024)),
+            {"prose": 2, "echoes": 0},
+        ),
+        Course((Phase(180, 16, 512),), {"edits": 3, "echoes": 3}, muon_lr=0.01, adam_lr=1.5e-3),
+    ),
 )
-_COPYING = replace(
-    _TARGET,
-    phases=(Phase(180, 16, 512),),
-    repeats={"edits": 3, "echoes": 3},
-    muon_lr=0.01,
-    adam_lr=1.5e-3,
-)
-TARGET = replace(_TARGET, then=_COPYING)
-_SIBLING_3M = Recipe(
+_FOLLOW = {"prose": 2, "continued": 3}
+SIBLING_3M = Recipe(
     name="sibling-3m",
     role="draft",
     about="The default draft model: two layers taught to follow target-10m.",
@@ -121,14 +129,12 @@ _SIBLING_3M = Recipe(
     hidden=1024,
     heads=4,
     kv_heads=2,
-    phases=(Phase(340, 32, 256), Phase(60, 8, 1024)),
-    repeats={"prose": 2, "continued": 3},
+    courses=(
+        Course((Phase(340, 32, 256), Phase(60, 8, 1024)), _FOLLOW),
+        Course((Phase(620, 32, 256),), _FOLLOW, muon_lr=0.015, adam_lr=2e-3),
+    ),
     teacher="target-10m",
     seed=1,
-)
-SIBLING_3M = replace(
-    _SIBLING_3M,
-    then=replace(_SIBLING_3M, phases=(Phase(620, 32, 256),), muon_lr=0.015, adam_lr=2e-3),
 )
 SIBLING_1M = Recipe(
     name="sibling-1m",
@@ -139,10 +145,22 @@ SIBLING_1M = Recipe(
     hidden=1024,
     heads=2,
     kv_heads=1,
-    phases=(Phase(180, 32, 256), Phase(30, 8, 1024)),
-    repeats={"prose": 2, "continued": 3},
+    courses=(Course((Phase(180, 32, 256), Phase(30, 8, 1024)), _FOLLOW),),
     teacher="target-10m",
     seed=2,
+)
+EXIT_TARGET = Recipe(
+    name="target-exit-1m",
+    role="target",
+    about="A target whose first layer can speak for it: for self-speculation by early exit.",
+    layers=4,
+    width=128,
+    hidden=352,
+    heads=2,
+    kv_heads=1,
+    courses=(Course((Phase(900, 32, 256), Phase(100, 8, 1024)), {"prose": 2, "edits": 2}),),
+    exits=(1, 2),
+    seed=4,
 )
 RANDOM = Recipe(
     name="random-tiny",
@@ -155,12 +173,56 @@ RANDOM = Recipe(
     kv_heads=1,
     seed=3,
 )
-RECIPES = (TARGET, SIBLING_3M, SIBLING_1M, RANDOM)
+RECIPES = (TARGET, SIBLING_3M, SIBLING_1M, EXIT_TARGET, RANDOM)
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE).
+
+    `unroll`: passes in a row that are trained on their own output (training-time test, Li et al.
+    2025, EAGLE-3, section 3.2).
+    """
+
+    kind: str  # "medusa", "eagle" or "eagle3"
+    about: str
+    courses: tuple[Course, ...]
+    heads: int = 3
+    layers: int = 1
+    hidden: int = 512
+    draft_vocab: int = 2048
+    unroll: int = 3
+    seed: int = 5
+
+    def quick(self) -> "HeadRecipe":
+        courses = tuple(course.quick() for course in self.courses)
+        return replace(self, courses=courses, hidden=64, draft_vocab=256)
+
+
+HEADS = {
+    recipe.kind: recipe
+    for recipe in (
+        HeadRecipe(
+            "medusa",
+            "Medusa heads: three guesses from the target's last state.",
+            (Course((Phase(320, 32, 256),), _FOLLOW, adam_lr=1.5e-3),),
+        ),
+        HeadRecipe(
+            "eagle",
+            "An EAGLE-1 layer: autoregression on the target's last state.",
+            (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), _FOLLOW),),
+        ),
+        HeadRecipe(
+            "eagle3",
+            "An EAGLE-3 layer: autoregression on states from three depths of the target.",
+            (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), _FOLLOW),),
+        ),
+    )
+}
 
 
 def quick_version(recipe: Recipe, steps: int = 4) -> Recipe:
     """The same recipe shrunk to a smoke run: narrow layers and a few short steps."""
-    phases = (Phase(steps, 4, 64), Phase(steps // 2, 2, 128)) if recipe.phases else ()
     return replace(
         recipe,
         layers=min(recipe.layers, 2),
@@ -168,6 +230,6 @@ def quick_version(recipe: Recipe, steps: int = 4) -> Recipe:
         hidden=128,
         heads=2,
         kv_heads=1,
-        phases=phases,
-        then=quick_version(recipe.then, steps) if recipe.then else None,
+        exits=recipe.exits[:1],
+        courses=tuple(course.quick(steps) for course in recipe.courses),
     )

@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specexp.zoo.recipes import CONTEXT, END, VOCABULARY, Recipe
+from specexp.zoo.recipes import CONTEXT, END, VOCABULARY, Course
 
 END_TEXT = "<|endoftext|>"
-Documents = list[np.ndarray]  # uint16 [tokens], END last
+Documents = list[np.ndarray]  # int32 [tokens], the end of text last
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -57,9 +57,10 @@ def wrap(bpe: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Documents:
-    """Each text as tokens with `<|endoftext|>` behind it."""
+    """Each text as tokens with the tokenizer's end of text behind it."""
     encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [np.array([*e.ids, END], dtype=np.uint16) for e in encodings]
+    end = tokenizer.eos_token_id
+    return [np.array([*e.ids, end], dtype=np.int32) for e in encodings]
 
 
 @dataclass
@@ -71,10 +72,10 @@ class Rows:
     seed: int = 0
     _epoch: tuple[tuple[int, int, int], np.ndarray] | None = None
 
-    def batch(self, recipe: Recipe, step: int) -> torch.Tensor:
+    def batch(self, course: Course, step: int) -> torch.Tensor:
         """Token ids [batch, length + 1] int64 of a step, the last column only to be predicted."""
-        number, step = recipe.place(step)
-        phase = recipe.phases[number]
+        number, step = course.place(step)
+        phase = course.phases[number]
         batches = self.tokens // phase.length // phase.batch
         if not batches:
             raise ValueError(f"{self.tokens} tokens do not fill one batch of {phase}")
@@ -96,7 +97,7 @@ class Rows:
         ]
 
     def _rows(self, phase: int, epoch: int, length: int) -> np.ndarray:
-        """All rows of an epoch, uint16 [rows, length + 1], shuffled twice: documents, then rows."""
+        """All rows of an epoch, int32 [rows, length + 1], shuffled twice: documents, then rows."""
         key = (phase, epoch, length)
         if self._epoch is None or self._epoch[0] != key:
             rng = np.random.default_rng([self.seed, phase, epoch])

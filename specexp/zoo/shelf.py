@@ -11,7 +11,7 @@ from pathlib import Path
 from specexp.errors import UserError
 
 SHELF = Path(__file__).resolve().parents[2] / "data" / "zoo"
-ROLES = ("target", "draft", "control")
+ROLES = ("target", "draft", "medusa", "eagle3", "eagle", "control")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class ZooModel:
 
     name: str
     path: Path
-    role: str  # "target", "draft" or "control"
-    target: str | None  # the target that a draft model was taught to follow
+    role: str  # "target", "draft", "control", or the kind of heads it is
+    target: str | None  # the target that a draft model or heads were taught to follow
     parameters: int
     layers: int
     width: int
@@ -53,14 +53,19 @@ def find(name: str, shelf: Path = SHELF) -> Path:
     raise UserError(f"no zoo model is called {name!r}{hint} (there are {', '.join(known)})")
 
 
-def drafts_for(target: str, shelf: Path = SHELF) -> list[ZooModel]:
-    """The draft models taught to follow a target, the most faithful (largest) first."""
-    return [model for model in models(shelf) if model.target == target]
+METHODS = {"model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle")}
 
 
-def default_draft(target: str, shelf: Path = SHELF) -> ZooModel:
-    """The draft model to take when none is named. Raises UserError when the zoo has none."""
-    drafts = drafts_for(target, shelf)
+def drafts_for(target: str, method: str = "model", shelf: Path = SHELF) -> list[ZooModel]:
+    """What was taught to follow a target and drafts by a method, the most faithful first."""
+    roles = METHODS.get(method, ())
+    return [model for model in models(shelf) if model.target == target and model.role in roles]
+
+
+def default_draft(target: str, method: str = "model", shelf: Path = SHELF) -> ZooModel:
+    """What a method takes when none is named. Raises UserError when the zoo has nothing."""
+    drafts = drafts_for(target, method, shelf)
     if not drafts:
-        raise UserError(f"the zoo has no draft model for {target!r}; name one")
+        what = "draft model" if method == "model" else f"{method} heads"
+        raise UserError(f"the zoo has no {what} for {target!r}; name one as {method}:NAME")
     return drafts[0]

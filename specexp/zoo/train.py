@@ -12,22 +12,24 @@ This file does not know what the text is (`corpus.py`) or how a batch is drawn (
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
+from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specexp.errors import UserError
-from specexp.zoo.cards import describe, measure, write
+from specexp.zoo.cards import card, describe, measure, write
 from specexp.zoo.corpus import Corpus, gather
-from specexp.zoo.recipes import END, RECIPES, Recipe, quick_version
+from specexp.zoo.recipes import END, RECIPES, Course, Recipe, quick_version
 from specexp.zoo.rows import Documents, Rows, encode, train_tokenizer, wrap
 
 WORK = Path(__file__).resolve().parents[2] / "mlruns" / "zoo"
@@ -70,16 +72,16 @@ def _make(recipe: Recipe, corpus: Corpus, out: Path, work: Path, device: str, qu
     held = {kind: encode(tokenizer, texts) for kind, texts in corpus.held.items()}
     if target is not None:
         given = [d for kind in corpus.train if kind != "echoes" for d in train[kind]]
-        train["continued"] = _continued_once(target, given, 8 if quick else 512, work)
+        train["continued"] = continued_once(target, given, 8 if quick else 512, work)
     losses: list[float] = []
-    model = recipe.build()
+    model = recipe.build().to(device)
     if target is not None and target.config.hidden_size == recipe.width:
         model.model.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight.data)
-    compiled = not quick and (device != "cpu" or shutil.which("g++") is not None)
+    compiled = not quick and can_compile(device)
     for course in recipe.courses:
         rows = Rows(train, course.repeats)
-        model, more = fit(course, rows, work, model, target, device, compiled)
-        losses += more
+        loss = _loss(model, target, recipe.exits)
+        losses += fit(recipe.name, course, rows, work, model, loss, device, compiled)
     shipped = model.to(torch.bfloat16)
     shipped.generation_config = GenerationConfig(
         bos_token_id=END, eos_token_id=END, pad_token_id=END
@@ -91,9 +93,14 @@ def _make(recipe: Recipe, corpus: Corpus, out: Path, work: Path, device: str, qu
     tokenizer.save_pretrained(part)
     tokens = 2_048 if quick else 32_768
     figures = measure(shipped.float().to(device), held, target, tokens)
-    write(part, describe(recipe, shipped, figures, corpus.facts(), losses))
+    facts = describe(recipe, shipped, figures, corpus.facts(), losses)
+    write(part, facts, card(facts))
     shutil.rmtree(folder, ignore_errors=True)
     part.replace(folder)
+
+
+def can_compile(device: str) -> bool:
+    return device != "cpu" or shutil.which("g++") is not None
 
 
 def _chosen(only: list[str] | None) -> list[Recipe]:
@@ -132,7 +139,7 @@ def _tokenizer(corpus: Corpus, recipe: Recipe, out: Path) -> PreTrainedTokenizer
     )
 
 
-def _continued_once(
+def continued_once(
     target: LlamaForCausalLM, documents: Documents, count: int, work: Path
 ) -> Documents:
     """What the target continued, from the file that an earlier run left if there is one."""
@@ -144,23 +151,26 @@ def _continued_once(
 
 
 def fit(
-    recipe: Recipe,
+    name: str,
+    course: Course,
     rows: Rows,
     work: Path,
-    model: LlamaForCausalLM,
-    teacher: LlamaForCausalLM | None = None,
+    model: nn.Module,
+    loss_of: Loss,
     device: str = "cpu",
     compiled: bool = True,
     checkpoint_every: int = CHECKPOINT_EVERY,
-) -> tuple[LlamaForCausalLM, list[float]]:
+    watch: Callable[[int, float], None] = lambda step, loss: None,
+) -> list[float]:
     """Train a model in place for one course, from the checkpoint under `work` if there is one.
 
-    Returns the model (float32) and its loss at every step.
+    `watch` is told the step and the mean of the last losses at every checkpoint. Returns the loss
+    at every step.
     """
     torch.set_flush_denormal(True)
-    path = work / f"{recipe.name}-{_digest(recipe, rows, model)}.pt"
-    model = model.to(device).train()
-    optimizers = _optimizers(model, recipe)
+    path = work / f"{name}-{_digest(name, course, rows, model)}.pt"
+    model.train()
+    optimizers = _optimizers(model, course)
     losses: list[float] = []
     if path.exists():
         state = torch.load(path, map_location=device, weights_only=True)
@@ -168,32 +178,33 @@ def fit(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         losses = state["losses"]
-    loss_of = _loss(model, teacher)
     if compiled:
         loss_of = torch.compile(loss_of, dynamic=False)
     start = len(losses)
-    bar = tqdm(range(start, recipe.steps), initial=start, total=recipe.steps, desc=recipe.name)
+    bar = tqdm(range(start, course.steps), initial=start, total=course.steps, desc=name)
     for step in bar:
-        batch = rows.batch(recipe, step).to(device)
+        batch = rows.batch(course, step).to(device)
         loss = loss_of(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["full_lr"] * recipe.pace(step)
+                group["lr"] = group["full_lr"] * course.pace(step)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         rate = batch[:, 1:].numel() * (bar.format_dict["rate"] or 0.0)
         bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}", tokens_s=f"{rate:.0f}", refresh=False)
-        if (step + 1) % checkpoint_every == 0 or step + 1 == recipe.steps:
+        if (step + 1) % checkpoint_every == 0 or step + 1 == course.steps:
             state = {
                 "model": model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                 "losses": losses,
             }
             _write(path, state)
-    return model.eval(), losses
+            watch(step + 1, float(np.mean(losses[-20:])))
+    model.eval()
+    return losses
 
 
 @torch.no_grad()
@@ -205,6 +216,7 @@ def continued(
     new: int = 191,
     temperature: float = 0.8,
     batch: int = 64,
+    end: int = END,
 ) -> Documents:
     """Beginnings of documents that the target continues: `count` of `given + new + 1` tokens."""
     rng = torch.Generator().manual_seed(0)
@@ -221,38 +233,52 @@ def continued(
             cache = out.past_key_values
             law = (out.logits[:, -1].float() / temperature).softmax(-1).cpu()
             text.append(torch.multinomial(law, 1, generator=rng).to(target.device))
-        text.append(torch.full_like(text[-1], END))
-        found += list(torch.cat(text, 1).cpu().numpy().astype(np.uint16))
+        text.append(torch.full_like(text[-1], end))
+        found += list(torch.cat(text, 1).cpu().numpy().astype(np.int32))
     return found[:count]
 
 
-def _loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM | None) -> Loss:
-    """Cross-entropy per token of a batch [B, T + 1], against the text or a teacher's law."""
+def _loss(
+    model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, exits: tuple[int, ...] = ()
+) -> Loss:
+    """Cross-entropy per token of a batch [B, T + 1], against the text or a teacher's law.
 
-    def logits(net: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-        hidden = net.model(input_ids=ids, use_cache=False).last_hidden_state
-        return F.linear(hidden, net.lm_head.weight).flatten(0, 1).float()  # [B * T, V]
+    `exits`: layers whose states must predict through the model's own norm and head, too; they
+    share a weight of one (LayerSkip, Elhoushi et al. 2024, section 4.1.2).
+    """
 
-    def of_text(batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(model.device.type, torch.bfloat16):
-            return F.cross_entropy(logits(model, batch[:, :-1]), batch[:, 1:].flatten())
+    def laws(net: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
+        out = net.model(input_ids=ids, use_cache=False, output_hidden_states=bool(exits))
+        states = [out.last_hidden_state, *(net.model.norm(out.hidden_states[e]) for e in exits)]
+        return [F.linear(x, net.lm_head.weight).flatten(0, 1).float() for x in states]  # [B * T, V]
 
-    def of_teacher(batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(model.device.type, torch.bfloat16):
-            with torch.no_grad():
-                law = logits(teacher, batch[:, :-1]).softmax(-1)
-            return F.cross_entropy(logits(model, batch[:, :-1]), law)
+    def against(answer: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+        def loss(batch: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(model.device.type, torch.bfloat16):
+                right = answer(batch)
+                last, *early = (F.cross_entropy(x, right) for x in laws(model, batch[:, :-1]))
+                return last + sum(early) / len(early) if early else last
 
-    return of_text if teacher is None else of_teacher
+        return loss
+
+    @torch.no_grad()
+    def law(batch: torch.Tensor) -> torch.Tensor:
+        assert teacher is not None
+        return laws(teacher, batch[:, :-1])[0].softmax(-1)
+
+    return against(law) if teacher is not None else against(lambda batch: batch[:, 1:].flatten())
 
 
-def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    inside = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in inside]
+_MATRIX = re.compile(r"(_proj|linear|fc)\.weight$")  # inside the network, not at its ends
+
+
+def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if _MATRIX.search(name)]
+    rest = [p for name, p in named.items() if not _MATRIX.search(name)]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.05),
-        torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=course.muon_lr, weight_decay=0.05),
+        torch.optim.AdamW(rest, lr=course.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -271,11 +297,11 @@ def _write(path: Path, content: object) -> None:
     part.replace(path)
 
 
-def _digest(recipe: Recipe, rows: Rows, model: LlamaForCausalLM) -> str:
-    """Names a checkpoint: another recipe, text or beginning is another run."""
-    shape = asdict(replace(recipe, about="", repeats={}, then=None))
-    digest = hashlib.sha256(repr((shape, rows.seed)).encode())
-    digest.update(model.model.embed_tokens.weight.detach().cpu().numpy().tobytes())
+def _digest(name: str, course: Course, rows: Rows, model: nn.Module) -> str:
+    """Names a checkpoint: another schedule, text or beginning is another run."""
+    digest = hashlib.sha256(repr((name, replace(course, repeats={}), rows.seed)).encode())
+    for weight in model.state_dict().values():
+        digest.update(weight.detach().cpu().numpy().tobytes())
     for kind, documents in rows.documents.items():
         times = rows.repeats.get(kind, 1)
         if times:

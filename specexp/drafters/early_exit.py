@@ -1,0 +1,88 @@
+"""Guess with the target's own lower layers, its norm and its LM head: self-speculation.
+
+(Zhang et al. 2023, Draft & Verify; Elhoushi et al. 2024, LayerSkip, section 4.3.) The draft shares
+the target's weights and its cache: what the lower layers hold of the committed text is what the
+target itself wrote, so nothing has to be caught up, and verifying overwrites what drafting wrote.
+It pays for targets trained to speak early; others are worth a look with several exits.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specexp.drafters import Plan, Ready
+from specexp.errors import UserError
+from specexp.growth import Level, grow
+from specexp.lm import LM, Forward, tree_mask
+from specexp.sampling import Rng, Sampling
+from specexp.sequences import Draft, Sequences, Verdict
+from specexp.tree import Tree
+
+
+class EarlyExit:
+    """The first `layers` layers of the target; drawn or chosen as by a draft model."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, target: LM, layers: int, sampling: Sampling) -> None:
+        self.name = f"first {layers} layers of {target.name}"
+        self.target, self.sampling = target, sampling
+        self.lm = LM(lower(target.module, layers), self.name, target.vocab)
+        self.models: tuple[LM, ...] = (self.lm,)
+        self.context = target.context
+
+    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
+        self.lm.cache = self.target.cache
+        self.lm.fault = torch.zeros_like(self.target.fault)
+
+    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        root = seqs.length[:, None] - 1
+
+        def step(level: Level) -> Tensor:
+            slots = root + torch.arange(level.at.start, level.at.stop, device=root.device)
+            depth = (root + level.depth).expand_as(slots)
+            visible = tree_mask(root, seqs.tokens.shape[1], level.ancestors)
+            return self.lm.feed(level.tokens, slots, depth, visible).logits
+
+        drawn = rng if self.sampling.temperature > 0 else None
+        return grow(seqs, tree, step, self.sampling, drawn).draft
+
+    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
+        pass
+
+
+def lower(module: Any, layers: int) -> Any:
+    """The same model cut off after its first layers: shared weights, nothing copied."""
+    top, base = _shallow(module), _shallow(module.base_model)
+    setattr(top, module.base_model_prefix, base)
+    [name] = [
+        name
+        for name, part in module.base_model.named_children()
+        if isinstance(part, nn.ModuleList) and len(part) == module.config.num_hidden_layers
+    ]
+    setattr(base, name, getattr(base, name)[:layers])
+    for part in (top, base):
+        part.config = copy.copy(module.config)
+        part.config.num_hidden_layers = layers
+    return top
+
+
+def _shallow(module: nn.Module) -> Any:
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    return twin
+
+
+def prepare(plan: Plan) -> Ready:
+    """`early_exit:K`: after K layers, by default a quarter of them."""
+    L = plan.config.num_hidden_layers
+    layers = plan.whole(default=max(1, L // 4))
+    if layers >= L:
+        raise UserError(
+            f"drafter early_exit:{layers}: {plan.target} has {L} layers; leave before the last"
+        )
+    return Ready(lambda target: EarlyExit(target, layers, plan.sampling), draws=True)

@@ -1,0 +1,74 @@
+"""Guess several places at once with extra heads on the target's last hidden state.
+
+(Cai et al. 2024, Medusa, section 2.1.) Head k reads the state from which the target took the root
+and guesses the token k places after the root, whatever stands between. No pass, no cache: the heads
+are one matrix product each.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specexp.drafters import Plan, Ready
+from specexp.errors import UserError
+from specexp.formats import read
+from specexp.growth import Level, grow
+from specexp.heads import Medusa, check, load, medusa_size
+from specexp.lm import LM, Forward
+from specexp.sampling import Rng, Sampling
+from specexp.sequences import Draft, Sequences, Verdict
+from specexp.tree import Tree
+
+
+class MedusaHeads:
+    name = "medusa"
+    models: tuple[LM, ...] = ()
+
+    def __init__(self, heads: Medusa, target: LM, sampling: Sampling) -> None:
+        self.heads, self.sampling, self.vocab = heads, sampling, target.vocab
+        self.taps: tuple[int, ...] = (target.config.num_hidden_layers,)
+        self.context = target.context
+        self.width, self.dtype = target.config.hidden_size, target.dtype
+
+    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
+        """Keep the state before the root; a prompt of one token has none: it is guessed blindly."""
+        B, device = len(seqs.tokens), seqs.tokens.device
+        self.state = torch.zeros(B, 1, self.width, dtype=self.dtype, device=device)
+        if hidden is not None:
+            last = (seqs.length - 2)[:, None, None]
+            found = hidden.gather(1, last.clamp(min=0).expand(-1, -1, self.width))
+            self.state = torch.where(last >= 0, found, self.state)
+
+    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        logits = self.heads(self.state)[..., : self.vocab]  # [heads, B, 1, V]
+
+        def step(level: Level) -> Tensor:
+            return logits[level.depth].expand(-1, level.tokens.shape[1], -1)
+
+        drawn = rng if self.sampling.temperature > 0 else None
+        return grow(seqs, tree, step, self.sampling, drawn).draft
+
+    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
+        assert seen.hidden is not None
+        last = verdict.path.gather(1, verdict.n[:, None])[..., None]
+        self.state = seen.hidden.gather(1, last.expand(-1, -1, self.width))
+
+
+def prepare(plan: Plan) -> Ready:
+    """`medusa:NAME`: a folder or hub id of Medusa heads; without a name, the zoo's."""
+    head = read(plan.source(plan.method, plan.argument))
+    check(head, plan.config, plan.target, "medusa")
+    heads, _ = medusa_size(head)
+    if plan.tree.depth > heads:
+        raise UserError(
+            f"{head.source} has {heads} heads and the draft is {plan.tree.depth} deep: use gamma "
+            f"{heads} or less"
+        )
+
+    def make(target: LM) -> MedusaHeads:
+        made = load(head, target.module)
+        assert isinstance(made, Medusa)
+        return MedusaHeads(made, target, plan.sampling)
+
+    return Ready(make, draws=True)

@@ -1,0 +1,192 @@
+"""The layouts in which heads are published: Medusa, EAGLE-1/2, EAGLE-3 and `speculators`.
+
+Reading turns a folder or hub id into one description with one set of tensor names, those of the
+published EAGLE-3 and Medusa files; writing goes the other way, for EAGLE-3 in the layout of the
+`speculators` package, which vLLM serves. Weights are safetensors, or pickles that hold tensors and
+nothing else (`weights_only`). This file knows files and names; what the tensors do is in heads.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specexp.errors import UserError
+
+LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
+_MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
+_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight)$")  # derived, or the target's
+
+
+@dataclass(frozen=True)
+class Head:
+    """Heads on disk. kind: `medusa`, `eagle` or `eagle3`; config as in config.json; `shapes`: of
+    every tensor, under the names that heads.py uses; the weights are not read until asked for."""
+
+    kind: str
+    source: str
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    file: Path
+    names: dict[str, str]
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self.file.suffix == ".safetensors":
+            with safe_open(self.file, "pt") as held:
+                return {name: held.get_tensor(theirs) for name, theirs in self.names.items()}
+        held = _unpickled(self.file)
+        return {name: held[theirs].clone() for name, theirs in self.names.items()}
+
+
+def read(source: str | Path) -> Head:
+    """Which heads these are, from config and tensor names alone. `source`: a folder or hub id.
+
+    Raises UserError for what is none of the known layouts.
+    """
+    folder = _local(str(source))
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{source} has no config.json; point at a folder of {LAYOUTS}")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as e:
+        raise UserError(f"{source}: config.json is not JSON: {e}") from e
+    file = _weights(folder, str(source))
+    shapes = _shapes(file)
+    names = {ours: name for name in shapes if (ours := _our_name(name))}
+    kind = _kind(names)
+    if kind is None:
+        raise UserError(
+            f"{source} holds tensors such as {', '.join(sorted(shapes)[:3])}: none of {LAYOUTS}"
+        )
+    inner = config.get("transformer_layer_config")
+    config = config | inner if isinstance(inner, dict) else config
+    found = {ours: shapes[name] for ours, name in names.items()}
+    return Head(kind, str(source), config, found, file, names)
+
+
+def _our_name(name: str) -> str | None:
+    if medusa := _MEDUSA.match(name):
+        return medusa[1]
+    return None if _NOT_OURS.match(name) else name
+
+
+def _kind(names: Mapping[str, str]) -> str | None:
+    """By the tensors there are. The layer of a `speculators` head is renamed in passing."""
+    if names and all(_MEDUSA.match(name) for name in names):
+        return "medusa"
+    if "fc.weight" not in names:
+        return None
+    if any(".hidden_norm." in name for name in names):
+        assert isinstance(names, dict)
+        for name in [n for n in names if n.startswith("layers.0.")]:
+            names[name.replace("layers.0.", "midlayer.")] = names.pop(name)
+        return "eagle3"
+    return "eagle" if any(name.startswith("layers.0.") for name in names) else None
+
+
+def _local(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        wanted = ["config.json", "*.safetensors", "*.pt", "*.bin"]
+        return Path(snapshot_download(source, allow_patterns=wanted))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        said = str(e).strip().splitlines()[0]
+        raise UserError(f"cannot read the heads {source}: {said}") from e
+
+
+def _weights(folder: Path, source: str) -> Path:
+    for pattern in ("*.safetensors", "*.pt", "*.bin"):
+        found = sorted(folder.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            listed = ", ".join(f.name for f in found)
+            raise UserError(f"{source} has several weight files ({listed}); heads come in one")
+    raise UserError(f"{source} has no weights: looked for *.safetensors, *.pt and *.bin")
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as held:
+                return {name: tuple(held.get_slice(name).get_shape()) for name in held.keys()}  # noqa: SIM118
+        return {name: tuple(t.shape) for name, t in _unpickled(file).items()}
+    except (SafetensorError, OSError, RuntimeError) as e:
+        raise UserError(f"cannot read {file.name}: {str(e).strip().splitlines()[0]}") from e
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # whatever a hostile or broken pickle raises
+        raise UserError(
+            f"{file.name} is a pickle that holds more than tensors, or is broken, and is not "
+            "loaded: convert it to safetensors"
+        ) from e
+    if not isinstance(held, dict) or not all(isinstance(t, Tensor) for t in held.values()):
+        raise UserError(f"{file.name} is not a dictionary of tensors")
+    return held
+
+
+def write(
+    folder: Path, kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: str
+) -> None:
+    """Heads in their published layout; EAGLE-3 in that of `speculators`, for vLLM.
+
+    config: of the layer (EAGLE, as transformers writes it, with `draft_vocab_size` and `taps`) or
+    `heads`, `layers`, `hidden_size`, `vocab_size` (Medusa). `target` is recorded as the verifier.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps")}
+    about: dict[str, Any]
+    if kind == "medusa":
+        about = {
+            "model_type": "medusa",
+            "medusa_num_heads": config["heads"],
+            "medusa_num_layers": config["layers"],
+            "hidden_size": config["hidden_size"],
+            "vocab_size": config["vocab_size"],
+            "base_model_name_or_path": target,
+        }
+    elif kind == "eagle":
+        about = layer | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in held}
+    else:
+        held = {n.replace("midlayer.", "layers.0."): t for n, t in held.items()}
+        ids = torch.arange(len(held["d2t"])) + held["d2t"].cpu()
+        t2d = torch.zeros(config["vocab_size"], dtype=torch.bool)
+        held["t2d"] = t2d.index_fill(0, ids, True)
+        proposal = {
+            "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }  # fmt: skip
+        about = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+            },
+            "transformer_layer_config": layer,
+            "draft_vocab_size": config["draft_vocab_size"],
+            "eagle_aux_hidden_state_layer_ids": list(config["taps"]),
+            "norm_before_residual": False,
+        }
+    name = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
+    save_file(held, folder / name, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(about, indent=2, default=str) + "\n")

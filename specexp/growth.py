@@ -1,0 +1,130 @@
+"""Growing a draft level by level from whatever says what may follow a node.
+
+A `step` is asked once a level for the logits after every node of it, and sees where those nodes
+lie: that is all that a draft model, an early exit, Medusa heads and EAGLE differ in. The tree is
+either given or chosen row by row from the drafter's own confidence. Nothing here knows what
+answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from specexp.sampling import Rng, Sampling
+from specexp.sequences import Draft, Sequences
+from specexp.tree import Nodes, Tree
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes of one depth, to be fed together; M places are kept for all nodes that will be fed.
+
+    `at`: their places 0..M-1, in which place 0 is the root. tokens [B, n]; parent [b, n], the rank
+    of each node's parent in the level before; ancestors [b, n, M] bool, themselves included.
+    """
+
+    depth: int
+    at: slice
+    tokens: Tensor
+    parent: Tensor
+    ancestors: Tensor
+
+
+Step = Callable[[Level], Tensor]  # logits [B, n, V] of what follows each node
+
+
+@dataclass(frozen=True)
+class Grown:
+    """`place` [b, N]: where in the drafter's cache each node was fed (0 where it was not)."""
+
+    draft: Draft
+    place: Tensor
+
+
+def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng | None) -> Grown:
+    """Children are drawn from the law that `sampling` makes of the logits, or, where there is no
+    `rng`, are the likeliest tokens. A tree with a `width` is grown by confidence, never drawn."""
+    if tree.width and tree.depth:
+        return _by_confidence(seqs, tree, step)
+    device = seqs.tokens.device
+    nodes = tree.nodes(device)
+    keys = seqs.keys(nodes.depth)
+    place = torch.arange(len(tree), device=device)[None]
+    tokens, rank = seqs.root, place[:, :1]
+    guesses: list[Tensor] = []
+    laws: list[Tensor] = []
+    for depth, (here, below) in enumerate(pairwise(tree.levels)):
+        logits = step(Level(depth, here, tokens, rank, nodes.ancestors[:, here]))
+        width = max(tree.parents.count(i) for i in range(here.start, here.stop))
+        if rng is None:
+            picked = logits.topk(width).indices
+        else:
+            laws.append(sampling.law(logits))
+            picked = rng.draw(laws[-1], width, keys[:, here])
+        parent = nodes.parents[:, below]
+        sibling = place[:, below] - nodes.children[0, parent[0], 0]
+        rank = parent - here.start
+        tokens = picked[:, rank[0], sibling[0]]
+        guesses.append(tokens)
+    if not guesses:
+        return Grown(seqs.draft(nodes), place)
+    q = None
+    if laws:
+        B, _, V = laws[0].shape
+        leaves = laws[0].new_zeros(B, len(tree) - tree.levels[-1].start, V)
+        q = torch.cat([*laws, leaves], 1)
+    return Grown(seqs.draft(nodes, torch.cat(guesses, 1), q), place)
+
+
+def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
+    """EAGLE-2 (Li et al. 2024, section 4): each level feeds the `width` likeliest nodes so far and
+    asks each for `width` children; the N - 1 likeliest of all become the draft.
+
+    A node's confidence is the product of the drafter's probabilities along its path, so a parent
+    is never less likely than its children, and what is chosen is a tree.
+    """
+    N, D, K = len(tree), tree.depth, tree.width
+    B, device = len(seqs.tokens), seqs.tokens.device
+    M = 1 + (D - 1) * K
+    ancestors = torch.zeros(B, 1, M, dtype=torch.bool, device=device).index_fill(
+        2, torch.zeros(1, dtype=torch.int64, device=device), True
+    )
+    zero = torch.zeros(B, 1, dtype=torch.int64, device=device)
+    level = Level(0, slice(0, 1), seqs.root, zero, ancestors)
+    trust = torch.zeros(B, 1, device=device)
+    name = zero  # of a candidate: 0 is the root, then 1, 2, ... as they come up
+    found: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place: [B, n] each
+    count = 1
+    for depth in range(1, D + 1):
+        best = step(level).float().log_softmax(-1).clamp(max=0).topk(K if D > 1 else N - 1)
+        tokens = best.indices.flatten(1)
+        confidence = (trust[..., None] + best.values).flatten(1)
+        parent = name.repeat_interleave(best.indices.shape[-1], 1)
+        n = tokens.shape[1]
+        place = torch.zeros_like(tokens)
+        if depth < D:
+            start = 1 + (depth - 1) * K
+            chosen = confidence.sort(dim=1, descending=True, stable=True).indices[:, :K]
+            places = torch.arange(start, start + K, device=device).expand(B, K)
+            place = place.scatter(1, chosen, places)
+            own = torch.arange(M, device=device) == places[..., None]
+            up = chosen // K
+            ancestors = level.ancestors.gather(1, up[..., None].expand(B, K, M)) | own
+            at = slice(start, start + K)
+            level = Level(depth, at, tokens.gather(1, chosen), up, ancestors)
+            trust, name = confidence.gather(1, chosen), count + chosen
+        found.append((tokens, confidence, parent, place))
+        count += n
+    tokens, confidence, parent, place = (torch.cat(part, 1) for part in zip(*found, strict=True))
+    likeliest = confidence.sort(dim=1, descending=True, stable=True).indices[:, : N - 1]
+    kept = likeliest.sort(1).values
+    number = torch.zeros(B, count, dtype=torch.int64, device=device)
+    number = number.scatter(1, kept + 1, torch.arange(1, N, device=device).expand(B, -1))
+    parents = torch.cat([zero, number.gather(1, parent.gather(1, kept))], 1)
+    draft = seqs.draft(Nodes.of(parents, D, K), tokens.gather(1, kept))
+    return Grown(draft, torch.cat([zero, place.gather(1, kept)], 1))

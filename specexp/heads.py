@@ -1,0 +1,325 @@
+"""The networks that draft from the target's own hidden states: Medusa heads and the EAGLE layer.
+
+Names of tensors are those of the published checkpoints. Embeddings, and the LM head of EAGLE-1, are
+the target's: they are borrowed, not owned, so a head's `state_dict` holds what was trained and
+nothing else. Attention, MLP, norms and rotary positions are transformers' own. Nothing here knows
+about drafts (drafters/) or training (zoo/heads.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from specexp import formats
+from specexp.errors import UserError
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(Wx), which begins as the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class Medusa(nn.ModuleList):
+    """Head k guesses the token k + 1 places after the one the target's own head predicts.
+
+    (Cai et al. 2024, section 2.1.) hidden [..., E], the state the target's LM head reads; logits
+    [heads, ..., V].
+    """
+
+    def __init__(self, heads: int, layers: int, width: int, vocab: int) -> None:
+        def head() -> nn.Sequential:
+            last = nn.Linear(width, vocab, bias=False)
+            return nn.Sequential(*(ResBlock(width) for _ in range(layers)), last)
+
+        super().__init__(head() for _ in range(heads))
+        self.blocks = layers
+
+    @property
+    def readouts(self) -> list[Tensor]:
+        """The last matrix of each head [V, E]."""
+        return [p for name, p in self.named_parameters() if "linear" not in name]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.stack([head(hidden) for head in self])
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """kind: `eagle` (EAGLE-1 and 2: the target's last state in, its LM head out) or `eagle3` (the
+    states of `taps` fused in, a head of `draft_vocab` tokens out)."""
+
+    kind: str
+    width: int
+    vocab: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    draft_vocab: int
+    taps: tuple[int, ...]
+    rope: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 10000.0))
+    eps: float = 1e-6
+    context: int = 2048
+    fc_bias: bool = False
+
+    @property
+    def fused(self) -> bool:
+        return self.kind == "eagle3"
+
+    def config(self) -> LlamaConfig:
+        """The one layer as transformers describes it."""
+        config = LlamaConfig(
+            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=self.hidden,
+            num_hidden_layers=1, num_attention_heads=self.heads, head_dim=self.head_dim,
+            num_key_value_heads=self.kv_heads, max_position_embeddings=self.context,
+            rms_norm_eps=self.eps, rope_parameters=dict(self.rope),
+        )  # fmt: skip
+        config._attn_implementation = "sdpa"
+        return config
+
+
+class Layer(nn.Module):
+    """A Llama layer; fused, its attention reads the embedding and the feature side by side."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        config = shape.config()
+        self.self_attn = LlamaAttention(config, 0)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(shape.width, shape.eps)
+        if shape.fused:
+            self.hidden_norm = LlamaRMSNorm(shape.width, shape.eps)
+            self.input_layernorm = LlamaRMSNorm(shape.width, shape.eps)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                narrow = getattr(self.self_attn, name)
+                wide = nn.Linear(2 * shape.width, narrow.out_features, bias=False)
+                setattr(self.self_attn, name, wide)
+
+    def forward(self, read: Tensor, residual: Tensor, **attention: Any) -> Tensor:
+        residual = residual + self.self_attn(read, **attention)[0]
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle(nn.Module):
+    """Autoregression on features: from the feature of one place and the token of the next comes
+    the feature of that next place, and from it the law of what follows.
+
+    (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Driven like a model of
+    transformers: `features` [B, n, taps*E] are the target's, or [B, n, E] its own. The output's
+    `hidden_states[-1]` [B, n, E] are the features it made; logits [B, n, V] are -inf for tokens
+    outside the draft vocabulary.
+    """
+
+    d2t: Tensor
+
+    def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
+        super().__init__()
+        self.shape, self.config = shape, shape.config()
+        self.borrowed = (embed, lm_head)  # in a tuple: not this module's to train, move or save
+        self.rotary = LlamaRotaryEmbedding(self.config)
+        if shape.fused:
+            self.fc = nn.Linear(len(shape.taps) * shape.width, shape.width, bias=shape.fc_bias)
+            self.midlayer = Layer(shape)
+            self.norm = LlamaRMSNorm(shape.width, shape.eps)
+            self.lm_head = nn.Linear(shape.width, shape.draft_vocab, bias=False)
+            self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
+        else:
+            self.fc = nn.Linear(2 * shape.width, shape.width, bias=shape.fc_bias)
+            self.layers = nn.ModuleList([Layer(shape)])
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """What the first pass over the target's states reads [..., taps*E] as features [..., E]."""
+        return self.fc(features) if self.shape.fused else features
+
+    def features(
+        self, tokens: Tensor, features: Tensor, position_ids: Tensor, **attention: Any
+    ) -> Tensor:
+        """One step of the layer: the next places' features [B, n, E]."""
+        embedded = self.borrowed[0](tokens).to(features.dtype)
+        attention["position_embeddings"] = self.rotary(features, position_ids)
+        if self.shape.fused:
+            layer = self.midlayer
+            read = [layer.input_layernorm(embedded), layer.hidden_norm(features)]
+            return layer(torch.cat(read, -1), features, **attention)
+        mixed = self.fc(torch.cat([embedded, features], -1))
+        return self.layers[0](mixed, mixed, **attention)
+
+    def draft_logits(self, features: Tensor) -> Tensor:
+        """[..., draft_vocab]: logits of the tokens it can guess."""
+        return self.lm_head(self.norm(features)) if self.shape.fused else self.borrowed[1](features)
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[draft_vocab] the target's ids of the tokens it can guess; `d2t` keeps the offsets."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,
+        past_key_values: Any = None, **_: Any,
+    ) -> SimpleNamespace:  # fmt: skip
+        made = self.features(
+            input_ids, features, position_ids,
+            attention_mask=attention_mask, past_key_values=past_key_values,
+        )  # fmt: skip
+        logits = self.draft_logits(made)
+        if self.shape.fused:
+            everywhere = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
+            logits = everywhere.index_copy(-1, self.draft_ids, logits)
+        return SimpleNamespace(logits=logits, hidden_states=(made,))
+
+
+UNKNOWN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # not built here
+
+
+def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
+    """Refuse heads that are of another kind or for another target, or that are incomplete.
+
+    config: the target's. Raises UserError with both numbers, or the tensors by name.
+    """
+    said = f"{head.source} are {head.kind} heads"
+    if head.kind not in kinds:
+        raise UserError(f"{said}; this drafter takes {' or '.join(kinds)}: name its own method")
+    for what, ours, theirs in _sizes(head, config):
+        if ours != theirs:
+            raise UserError(
+                f"{said} for {what} {theirs}, and {target} has {ours}: they were made for another "
+                "target"
+            )
+    if head.kind != "medusa":
+        if on := [name for name in UNKNOWN if head.config.get(name)]:
+            raise UserError(f"{said} with {', '.join(on)}, which is not supported")
+        shape = _shape(head, config)
+        L = config.num_hidden_layers
+        if bad := [t for t in shape.taps if not 0 <= t <= L]:
+            raise UserError(f"{said} reading layer {bad[0]}, and {target} has {L} layers")
+    with torch.device("meta"):
+        wanted = {n: tuple(t.shape) for n, t in _build(head, config, None).state_dict().items()}
+    found = {n: s for n, s in head.shapes.items() if n != EMBED}
+    for what, names in (("lacks", wanted.keys() - found), ("has unknown", found.keys() - wanted)):
+        if names:
+            raise UserError(f"{said}; the file {what} {', '.join(sorted(names)[:5])}")
+    for name, size in wanted.items():
+        if found[name] != size:
+            raise UserError(f"{said}; {name} is {found[name]} where {size} is expected")
+
+
+EMBED = "embed_tokens.weight"
+
+
+def _sizes(head: formats.Head, config: Any) -> Iterator[tuple[str, int, int]]:
+    """What must be alike: (name, the target's, the heads')."""
+    if head.kind == "medusa":
+        last = [s for n, s in head.shapes.items() if "linear" not in n]
+        yield "hidden size", config.hidden_size, last[0][1]
+        yield "vocabulary", config.vocab_size, last[0][0]
+        return
+    width = head.config.get("target_hidden_size") or head.config["hidden_size"]
+    yield "hidden size", config.hidden_size, width
+    yield "vocabulary", config.vocab_size, head.config["vocab_size"]
+
+
+def medusa_size(head: formats.Head) -> tuple[int, int]:
+    """Heads, and residual blocks in each."""
+    numbers = [tuple(map(int, name.split(".")[:2])) for name in head.shapes]
+    return 1 + max(h for h, _ in numbers), max(block for _, block in numbers)
+
+
+def _shape(head: formats.Head, config: Any) -> EagleShape:
+    c = head.config
+    L, heads = config.num_hidden_layers, c["num_attention_heads"]
+    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    rope.setdefault("rope_theta", c.get("rope_theta", 10000.0))
+    fused = head.kind == "eagle3"
+    listed = c.get("eagle_aux_hidden_state_layer_ids") or (c.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    return EagleShape(
+        kind=head.kind, width=c["hidden_size"], vocab=c["vocab_size"],
+        hidden=c["intermediate_size"], heads=heads,
+        kv_heads=c.get("num_key_value_heads") or heads,
+        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+        draft_vocab=(c.get("draft_vocab_size") or c["vocab_size"]) if fused else c["vocab_size"],
+        taps=tuple(listed or default_taps(L)) if fused else (L,),
+        rope=tuple(rope.items()), eps=c.get("rms_norm_eps", 1e-6),
+        context=c.get("max_position_embeddings", 2048), fc_bias="fc.bias" in head.shapes,
+    )  # fmt: skip
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The states EAGLE-3's own code reads: after layer 2, half of them, and all but 3."""
+    return tuple(max(1, t) for t in (2, layers // 2, layers - 3))
+
+
+def _build(head: formats.Head, config: Any, target: Any) -> Medusa | Eagle:
+    if head.kind == "medusa":
+        return Medusa(*medusa_size(head), config.hidden_size, config.vocab_size)
+    embed = target and target.get_input_embeddings()
+    return Eagle(_shape(head, config), embed, target and target.get_output_embeddings())
+
+
+def load(head: formats.Head, target: Any) -> Medusa | Eagle:
+    """The heads with their weights, in the dtype and on the device of `target`, a model of
+    transformers. `check` has found nothing wrong."""
+    made = _build(head, target.config.get_text_config(), target)
+    tensors = head.tensors()
+    own = tensors.pop(EMBED, None)
+    made.load_state_dict(tensors)
+    for name, tensor in made.state_dict().items():
+        if not torch.isfinite(tensor.float()).all():
+            raise UserError(f"{head.source}: {name} holds NaN or infinite weights")
+    made = made.to(target.device).eval().requires_grad_(False)
+    for weight in made.parameters():  # not the rotary frequencies, which stay float32
+        weight.data = weight.data.to(target.dtype)
+    if isinstance(made, Eagle) and own is not None:
+        own = own.to(target.device, target.dtype)
+        if not torch.equal(own, made.borrowed[0].weight):
+            made.borrowed = (nn.Embedding.from_pretrained(own), made.borrowed[1])
+    return made
+
+
+def save(folder: Path, made: Medusa | Eagle, target: str) -> None:
+    """Write heads in the layout their kind is published in (formats.py)."""
+    tensors = {name: tensor.cpu() for name, tensor in made.state_dict().items()}
+    if isinstance(made, Medusa):
+        vocab, width = made.readouts[0].shape
+        config = {
+            "heads": len(made), "layers": made.blocks, "hidden_size": width,
+            "vocab_size": vocab,
+        }  # fmt: skip
+        return formats.write(folder, "medusa", config, tensors, target)
+    shape = made.shape
+    config = shape.config().to_diff_dict() | {
+        "vocab_size": shape.vocab, "draft_vocab_size": shape.draft_vocab, "taps": shape.taps,
+    }  # fmt: skip
+    return formats.write(folder, shape.kind, config, tensors, target)

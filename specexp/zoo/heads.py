@@ -1,0 +1,244 @@
+"""Trains heads for a target: Medusa and EAGLE, on the law of the target itself.
+
+Every batch goes through the target first, without gradients, for its hidden states and its law;
+the heads learn that law (soft cross-entropy) and nothing of the text. EAGLE is trained on its own
+output too: in pass s of the unrolled chain it reads the features it made in pass s - 1 and may see
+what it would see while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2; so the
+feature loss of EAGLE-1 is not needed). This file does not know how a head drafts or is stored.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specexp.errors import UserError
+from specexp.heads import Eagle, EagleShape, Medusa, default_taps, save
+from specexp.lm import load, read_tokenizer
+from specexp.zoo import cards
+from specexp.zoo.corpus import gather
+from specexp.zoo.recipes import HEADS, HeadRecipe
+from specexp.zoo.rows import Documents, Rows, encode
+from specexp.zoo.train import WORK, Loss, can_compile, continued_once, fit
+
+DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
+Laws = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
+
+
+def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor) -> Medusa | Eagle:
+    """A head that has not been trained. counts [V]: how often each token occurs in the text."""
+    config = target.config.get_text_config()
+    torch.manual_seed(recipe.seed)
+    readout = target.get_output_embeddings()
+    if recipe.kind == "medusa":
+        medusa = Medusa(recipe.heads, recipe.layers, config.hidden_size, config.vocab_size)
+        for last in medusa.readouts:
+            last.data.copy_(readout.weight)
+        return medusa.to(target.device)
+    shape = eagle_shape(recipe, config)
+    eagle = Eagle(shape, target.get_input_embeddings(), readout).to(target.device)
+    if shape.fused:
+        ids = counts.topk(shape.draft_vocab).indices.sort().values.to(target.device)
+        eagle.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        eagle.lm_head.weight.data.copy_(readout.weight[ids])
+    return eagle
+
+
+def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
+    """The layer has the attention of the target's own."""
+    L = config.num_hidden_layers
+    fused = recipe.kind == "eagle3"
+    taps = default_taps(L) if fused else (L,)
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta", 10000.0)
+    return EagleShape(
+        kind=recipe.kind, width=config.hidden_size, vocab=config.vocab_size, hidden=recipe.hidden,
+        heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        draft_vocab=min(recipe.draft_vocab, config.vocab_size) if fused else config.vocab_size,
+        taps=taps, rope=(("rope_type", "default"), ("rope_theta", theta)),
+        eps=getattr(config, "rms_norm_eps", 1e-6),
+        context=getattr(config, "max_position_embeddings", 2048),
+    )  # fmt: skip
+
+
+def loss_of(laws: Laws, device: str) -> Loss:
+    """Soft cross-entropy summed over the drafted positions, each weighing DECAY of the one before.
+
+    Probability outside the draft vocabulary is owed by no guess: those tokens weigh nothing.
+    """
+
+    def loss(batch: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            parts = []
+            for i, (logits, law) in enumerate(laws(batch)):
+                kept = logits.float().log_softmax(-1)
+                parts.append(-(DECAY**i) * (law * kept).sum(-1).mean())
+            return torch.stack(parts).sum()
+
+    return loss
+
+
+@torch.no_grad()
+def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
+    """For each drafted position, how often its likeliest token is the target's; rows [B, T + 1]."""
+    with torch.autocast(device, torch.bfloat16):
+        return [
+            float((logits.argmax(-1) == law.argmax(-1)).float().mean())
+            for logits, law in laws(rows)
+        ]
+
+
+def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws:
+    """What the heads say and what the target says, position by position: batch [B, T + 1] to pairs
+    (logits, law) [B, n, V]. With a draft vocabulary the target's law is cut down to it."""
+
+    @torch.no_grad()
+    def target_sees(batch: Tensor, states: bool) -> tuple[Tensor, Any, Tensor]:
+        out = target.base_model(batch[:, :-1], use_cache=False, output_hidden_states=states)
+        law = target.get_output_embeddings()(out.last_hidden_state).float().softmax(-1)
+        return out.last_hidden_state, out.hidden_states, law
+
+    def medusa(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        assert isinstance(model, Medusa)
+        hidden, _, law = target_sees(batch, False)
+        for ahead, head in enumerate(model, 1):
+            yield head(hidden[:, :-ahead]), law[:, ahead:]
+
+    def eagle(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        assert isinstance(model, Eagle)
+        _, states, law = target_sees(batch, True)
+        law = law[..., model.draft_ids] if model.shape.fused else law
+        features = model.fuse(torch.cat([states[t][:, :-1] for t in model.shape.taps], -1))
+        tokens, law = batch[:, 1:-1], law[:, 1:]
+        position, cache = torch.arange(tokens.shape[1], device=batch.device)[None], Passes()
+        for number in range(unroll):
+            mask = unrolled(tokens.shape[1], number, batch.device)
+            made = model.features(
+                tokens, features, position, attention_mask=mask, past_key_values=cache
+            )
+            yield model.draft_logits(made[:, number:]), law[:, number:]
+            features = made.roll(1, 1)
+
+    return medusa if isinstance(model, Medusa) else eagle
+
+
+class Passes:
+    """A cache that keeps the keys and values of every pass of the chain side by side."""
+
+    def __init__(self) -> None:
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        if self.held is not None:
+            keys, values = (torch.cat(p, 2) for p in zip(self.held, (keys, values), strict=True))
+        self.held = keys, values
+        return self.held
+
+
+def unrolled(T: int, number: int, device: torch.device) -> Tensor:
+    """Additive mask [1, 1, T, (number + 1) * T] of pass `number`.
+
+    The guess in slot t stems from a chain that left the text at slot t - number: it sees pass 0 up
+    to there, and of each later pass r its own ancestor, slot t - number + r.
+    """
+    left = torch.arange(T, device=device)[:, None] - number
+    slot = torch.arange(T, device=device)
+    seen = [slot <= left, *(slot == left + r for r in range(1, number + 1))]
+    mask = torch.zeros(T, (number + 1) * T, device=device)
+    return mask.masked_fill(~torch.cat(seen, 1), torch.finfo(torch.bfloat16).min)[None, None]
+
+
+def train_heads(
+    kind: str,
+    target: str | Path,
+    out: Path | None = None,
+    work: Path = WORK,
+    device: str = "cpu",
+    quick: bool = False,
+    text: Path | None = None,
+    watch: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+) -> Path:
+    """Train heads of a kind for any target in Hugging Face format; the folder they are in.
+
+    `text`: a file to learn on, by default what the zoo is trained on; either way the target goes
+    on with some of it, and that is learned, too. `watch(step, figures)` is told the loss and the
+    accuracy by position on held-out text at every checkpoint. Resumes where it was killed.
+
+    Raises UserError for an unknown kind, target, device or text.
+    """
+    if kind not in HEADS:
+        raise UserError(f"heads {kind!r} are unknown: the zoo trains {', '.join(HEADS)}")
+    recipe = HEADS[kind].quick() if quick else HEADS[kind]
+    model = load(target, Path(target).name, "float32", device)
+    tokenizer = read_tokenizer(target)
+    train, held, facts = _text(text, tokenizer, quick)
+    net = model.module
+    given = [d for kind_, found in train.items() if kind_ != "echoes" for d in found]
+    train["continued"] = continued_once(net, given, 8 if quick else 512, work)
+    counts = np.bincount(np.concatenate(given), minlength=model.config.vocab_size)
+    head = make(recipe, net, torch.from_numpy(counts))
+    laws = laws_of(head, net, recipe.unroll)
+    rows = {name: _rows(documents, device) for name, documents in held.items()}
+
+    def look(step: int, loss: float) -> None:
+        found = [accuracy(laws, part, device) for part in rows.values()]
+        each = torch.tensor(found).mean(0).tolist()
+        named = {f"accuracy/at_{i}": a for i, a in enumerate(each, 1)}
+        watch(step, {"training/loss": loss} | named)
+
+    losses: list[float] = []
+    name = f"{Path(target).name}-{kind}"
+    for course in recipe.courses:
+        loss = loss_of(laws, device)
+        losses += fit(name, course, Rows(train, course.repeats), work, head, loss, device,
+                      not quick and can_compile(device), watch=look)  # fmt: skip
+    look(len(losses), float(np.mean(losses[-20:])))
+    figures = {
+        part: {f"at_{i}": round(a, 4) for i, a in enumerate(accuracy(laws, held_rows, device), 1)}
+        for part, held_rows in rows.items()
+    }
+    folder = (out or work / ("quick" if quick else "models")) / name
+    part = folder.with_name(f".{name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    save(part, head.to(torch.bfloat16), str(target))
+    about = cards.describe_heads(recipe, name, Path(target).name, head, figures, facts, losses)
+    cards.write(part, about, cards.card_of_heads(about))
+    shutil.rmtree(folder, ignore_errors=True)
+    part.replace(folder)
+    return folder
+
+
+def _text(
+    text: Path | None, tokenizer: Any, quick: bool
+) -> tuple[dict[str, Documents], dict[str, Documents], dict[str, Any]]:
+    """Documents to learn and to be measured on, by kind, and what is said about them."""
+    if text is None:
+        corpus = gather(records=80, edits=80, limit=24) if quick else gather()
+        sides = corpus.train, corpus.held
+        facts = corpus.facts()
+    else:
+        if not text.is_file():
+            raise UserError(f"no text file at {text}")
+        whole = text.read_text(errors="replace")
+        cut = max(1, len(whole) // 20)
+        sides = {"text": [whole[cut:]]}, {"text": [whole[:cut]]}
+        facts = {"file": text.name, "characters": len(whole)}
+    train, held = ({k: encode(tokenizer, v) for k, v in side.items()} for side in sides)
+    return train, held, facts
+
+
+def _rows(documents: Documents, device: str, rows: int = 16, length: int = 256) -> Tensor:
+    """The first tokens of held-out text, [rows, length + 1] or what there is."""
+    stream = np.concatenate(documents).astype(np.int64)
+    length = min(length, len(stream) - 1)
+    rows = min(rows, len(stream) // (length + 1))
+    return torch.from_numpy(stream[: rows * (length + 1)].reshape(rows, -1)).to(device)
