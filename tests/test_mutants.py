@@ -262,7 +262,8 @@ MUTANTS = [
     Mutant("a node's slot taken for its position", *verify, {"root + draft.nodes.depth": "slots"},
            "law_on_trees"),
     Mutant("nodes see their siblings", lms, "tree_mask",
-           {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"}, "law_on_trees"),
+           {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"},
+           "law_on_trees"),
     # What is kept
     Mutant("threshold for a coin", *reject, {COIN: "(ratio[..., 0] > 0.5)"}, "law_on_chains"),
     Mutant("accept if a sample agrees, then the residual", *reject,

@@ -121,7 +121,7 @@ def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws
         tokens, law = batch[:, 1:-1], law[:, 1:]
         position, cache = torch.arange(tokens.shape[1], device=batch.device)[None], Passes()
         for number in range(unroll):
-            mask = unrolled(tokens.shape[1], number, batch.device)
+            mask = unrolled(tokens.shape[1], number, features)
             made = model.features(
                 tokens, features, position, attention_mask=mask, past_key_values=cache
             )
@@ -144,17 +144,17 @@ class Passes:
         return self.held
 
 
-def unrolled(T: int, number: int, device: torch.device) -> Tensor:
-    """Additive mask [1, 1, T, (number + 1) * T] of pass `number`.
+def unrolled(T: int, number: int, like: Tensor) -> Tensor:
+    """Additive mask [1, 1, T, (number + 1) * T] of pass `number`, of the dtype of `like`.
 
     The guess in slot t stems from a chain that left the text at slot t - number: it sees pass 0 up
     to there, and of each later pass r its own ancestor, slot t - number + r.
     """
-    left = torch.arange(T, device=device)[:, None] - number
-    slot = torch.arange(T, device=device)
+    left = torch.arange(T, device=like.device)[:, None] - number
+    slot = torch.arange(T, device=like.device)
     seen = [slot <= left, *(slot == left + r for r in range(1, number + 1))]
-    mask = torch.zeros(T, (number + 1) * T, device=device)
-    return mask.masked_fill(~torch.cat(seen, 1), torch.finfo(torch.bfloat16).min)[None, None]
+    mask = torch.zeros(T, (number + 1) * T, dtype=like.dtype, device=like.device)
+    return mask.masked_fill(~torch.cat(seen, 1), torch.finfo(like.dtype).min)[None, None]
 
 
 def train_heads(

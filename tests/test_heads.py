@@ -1,0 +1,450 @@
+"""Heads on disk, in every published layout, and what drafting with them must propose."""
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_tokenizer
+from safetensors.torch import save_file
+from test_engine import PROMPTS, Alphabet, V, engine, heads, module
+
+from specexp import formats
+from specexp.drafters.crossed import Crossed, Tongues
+from specexp.drafters.eagle import EagleLayer
+from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.medusa import MedusaHeads
+from specexp.drafters.planted import Planted
+from specexp.errors import UserError
+from specexp.heads import check, load, medusa_size, save
+from specexp.lm import LM
+from specexp.sampling import Sampling
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+from specexp.zoo.heads import accuracy, laws_of, loss_of, train_heads
+
+KINDS = ["medusa", "eagle", "eagle3"]
+E, HIDDEN, DRAFT_V = 32, 64, 20
+
+
+def tensors(**shapes):
+    torch.manual_seed(3)
+    return {name.replace("__", "."): torch.randn(shape) / 8 for name, shape in shapes.items()}
+
+
+def layer(prefix: str, reads: int) -> dict[str, tuple[int, int]]:
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (E, reads),
+        f"{prefix}.self_attn.k_proj.weight": (16, reads),
+        f"{prefix}.self_attn.v_proj.weight": (16, reads),
+        f"{prefix}.self_attn.o_proj.weight": (E, E),
+        f"{prefix}.mlp.gate_proj.weight": (HIDDEN, E),
+        f"{prefix}.mlp.up_proj.weight": (HIDDEN, E),
+        f"{prefix}.mlp.down_proj.weight": (E, HIDDEN),
+        f"{prefix}.post_attention_layernorm.weight": (E,),
+    }
+
+
+LAYER = {
+    "hidden_size": E, "intermediate_size": HIDDEN, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": V, "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0, "max_position_embeddings": 128, "model_type": "llama",
+}  # fmt: skip
+
+
+def eagle3_tensors(prefix: str):
+    norms = {f"{prefix}.input_layernorm.weight": (E,), f"{prefix}.hidden_norm.weight": (E,)}
+    ends = {"fc.weight": (E, 3 * E), "norm.weight": (E,), "lm_head.weight": (DRAFT_V, E)}
+    held = tensors(**layer(prefix, 2 * E), **norms, **ends)
+    ids = torch.arange(DRAFT_V) + torch.arange(DRAFT_V) // 2
+    t2d = torch.zeros(V, dtype=torch.bool)
+    t2d[ids] = True
+    return held | {"d2t": ids - torch.arange(DRAFT_V), "t2d": t2d}
+
+
+def published(layout: str):
+    """config and tensors exactly as on the hub, and the file they come in."""
+    if layout.startswith("medusa"):
+        prefix = "medusa_head." if layout == "medusa, prefixed" else ""
+        shapes = {}
+        for i in range(3):
+            shapes |= {f"{prefix}{i}.0.linear.weight": (E, E), f"{prefix}{i}.0.linear.bias": (E,)}
+            shapes[f"{prefix}{i}.1.weight"] = (V, E)
+        config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "model_type": "medusa",
+                  "base_model_name_or_path": "target"}  # fmt: skip
+        return config, tensors(**shapes)
+    if layout.startswith("eagle-1"):
+        shapes = layer("layers.0", E) | {"fc.weight": (E, 2 * E), "embed_tokens.weight": (V, E)}
+        if "bias" in layout:
+            shapes["fc.bias"] = (E,)
+        return LAYER | {"architectures": ["LlamaForCausalLM"]}, tensors(**shapes)
+    if layout == "eagle-3":
+        config = LAYER | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_V}
+        return config, eagle3_tensors("midlayer")
+    config = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0", "draft_vocab_size": DRAFT_V, "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "transformer_layer_config": LAYER,
+        "speculators_config": {"algorithm": "eagle3"},
+    }  # fmt: skip
+    return config, eagle3_tensors("layers.0")
+
+
+LAYOUTS = ["medusa", "medusa, prefixed", "eagle-1", "eagle-1 with bias", "eagle-3", "speculators"]
+FILES = {
+    "safetensors": "model.safetensors",
+    "pickle": "pytorch_model.bin",
+    "pt": "medusa_lm_head.pt",
+}
+
+
+def put(folder, config, held, file="model.safetensors"):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (save_file if file.endswith("safetensors") else torch.save)(held, folder / file)
+    return folder
+
+
+@pytest.mark.parametrize("file", FILES.values(), ids=FILES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_heads_are_read_bit_for_bit_and_generate(tmp_path, layout, file):
+    config, held = published(layout)
+    head = formats.read(put(tmp_path / "head", config, held, file))
+    kind = layout.split(",")[0].split(" ")[0].replace("-", "").replace("eagle1", "eagle")
+    assert head.kind == {"speculators": "eagle3"}.get(kind, kind)
+    target = module("llama", torch.float64)
+    check(head, target.config, "target", head.kind)
+    made = load(head, target)
+    given = {name.removeprefix("medusa_head.").replace("layers.0.", "midlayer.")
+             if head.kind == "eagle3" else name.removeprefix("medusa_head."): t
+             for name, t in held.items()}  # fmt: skip
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(tensor, given[name].to(tensor.dtype)), name
+    if "eagle-1" in layout:
+        assert torch.equal(made.borrowed[0].weight, given["embed_tokens.weight"].double())
+    law = Sampling()
+    lm = LM(target, "target")
+    rig = engine("null", Tree.chain(3))
+    rig.drafter = (MedusaHeads if head.kind == "medusa" else EagleLayer)(made, lm, law)
+    rig.target = lm
+    assert rig.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_read_back_the_same(tmp_path, kind):
+    target, made = module(), heads(kind)
+    save(tmp_path, made, "target")
+    head = formats.read(tmp_path)
+    check(head, target.config, "target", kind)
+    again = load(head, target)
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    if kind == "medusa":
+        assert medusa_size(head) == (4, 1)
+    else:
+        assert again.shape.taps == made.shape.taps
+        assert again.config.to_dict() == made.config.to_dict()
+
+
+def test_eagle3_is_saved_for_vllm(tmp_path):
+    save(tmp_path, heads("eagle3"), "org/target")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    assert config["transformer_layer_config"]["vocab_size"] == V
+    with formats.safe_open(tmp_path / "model.safetensors", "pt") as held:
+        names = set(held.keys())
+        t2d, d2t = held.get_tensor("t2d"), held.get_tensor("d2t")
+    assert "layers.0.hidden_norm.weight" in names
+    assert t2d.nonzero()[:, 0].tolist() == (torch.arange(len(d2t)) + d2t).tolist()
+
+
+def bad(layout, **changes):
+    config, held = published(layout)
+    held = {n: t for n, t in held.items() if n not in changes.get("without", ())}
+    held |= {n: torch.zeros(s) for n, s in changes.get("shapes", {}).items()}
+    return config | changes.get("config", {}), held
+
+
+BAD = {
+    "another kind": (bad("eagle-3"), ("medusa",), "takes medusa"),
+    "hidden size": (
+        bad("eagle-3", config={"hidden_size": 48}), ("eagle3",), "48, and target has 32",
+    ),
+    "vocabulary": (bad("eagle-1", config={"vocab_size": 50}), ("eagle",), "50, and target has 32"),
+    "medusa's vocabulary": (
+        bad("medusa", shapes={f"{i}.1.weight": (40, E) for i in range(3)}), ("medusa",),
+        "vocabulary 40",
+    ),
+    "taps": (
+        bad("speculators", config={"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}), ("eagle3",),
+        "reading layer 9, and target has 2 layers",
+    ),
+    "missing": (bad("eagle-3", without=["norm.weight"]), ("eagle3",), "lacks norm.weight"),
+    "missing head": (bad("medusa", without=["1.1.weight"]), ("medusa",), "lacks 1.1.weight"),
+    "extra": (bad("eagle-3", shapes={"odd": (2,)}), ("eagle3",), "has unknown odd"),
+    "shape": (bad("eagle-3", shapes={"norm.weight": (7,)}), ("eagle3",), r"(7,) where (32,)"),
+    "variant": (bad("speculators", config={"norm_before_fc": True}), ("eagle3",), "norm_before_fc"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "kinds", "said"), BAD.values(), ids=BAD)
+def test_heads_that_do_not_fit_are_refused_in_one_line(tmp_path, files, kinds, said):
+    with pytest.raises(UserError) as refused:
+        check(formats.read(put(tmp_path / "head", *files)), module().config, "target", *kinds)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("never",)
+
+
+def test_files_that_are_no_heads_are_refused(tmp_path, capsys):
+    config, held = published("medusa")
+    cases = {"none of Medusa": put(tmp_path / "a", config, {"x": torch.zeros(2)})}
+    cases["several weight files"] = put(
+        put(tmp_path / "b", config, held).parent / "b", config, held, "2.safetensors"
+    )
+    cases["more than tensors"] = put(tmp_path / "c", config, {"x": Hostile()}, "heads.pt")
+    (tmp_path / "d").mkdir()
+    cases["no config.json"] = tmp_path / "d"
+    cases["no weights"] = put(tmp_path / "e", config, held)
+    (tmp_path / "e" / "model.safetensors").unlink()
+    cases["cannot read model.safetensors"] = put(tmp_path / "f", config, held)
+    (tmp_path / "f" / "model.safetensors").write_bytes(b"torn")
+    for said, folder in cases.items():
+        with pytest.raises(UserError, match=said):
+            formats.read(folder)
+    assert "never" not in capsys.readouterr().out
+    held["0.1.weight"][0, 0] = float("nan")
+    head = formats.read(put(tmp_path / "g", config, held))
+    with pytest.raises(UserError, match=r"0.1.weight holds NaN"):
+        load(head, module())
+
+
+# What is proposed, against the definition computed without any cache -----------------------------
+
+
+@torch.no_grad()
+def states(text: list[int], taps) -> torch.Tensor:
+    """[len(text) - 1, taps*E]: the target's states over all but the last token."""
+    out = module()(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True)
+    return torch.cat([out.hidden_states[t][0] for t in taps], -1)
+
+
+def causal(n: int) -> torch.Tensor:
+    return torch.full((n, n), -1e300, dtype=torch.float64).triu(1)[None, None]
+
+
+@torch.no_grad()
+def eagle_law(net, text: list[int], path: list[int]) -> torch.Tensor:
+    """Log-probabilities [V] after a path of guesses, by running the layer over the whole chain of
+    pairs again for every guess."""
+    features = net.fuse(states(text, net.shape.taps))
+    tokens = torch.tensor(text[1:])
+    for ahead in range(len(path) + 1):
+        n = len(tokens)
+        made = net.features(
+            tokens[None], features[None], torch.arange(n)[None], attention_mask=causal(n)
+        )
+        features = torch.cat([features, made[0, -1:]])
+        tokens = torch.cat([tokens, torch.tensor(path[ahead : ahead + 1])])
+    said = net.draft_logits(made[0, -1]).log_softmax(-1)
+    ids = net.draft_ids if net.shape.fused else torch.arange(V)
+    return torch.full((V,), -torch.inf, dtype=said.dtype).index_copy(0, ids, said)
+
+
+def eagle_says(net, text: list[int], count: int) -> list[int]:
+    guesses: list[int] = []
+    for _ in range(count):
+        guesses.append(int(eagle_law(net, text, guesses).argmax()))
+    return guesses
+
+
+@torch.no_grad()
+def medusa_says(net, text: list[int], count: int) -> list[int]:
+    return net(states(text, (2,))[-1]).argmax(-1).tolist()[:count]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_guess_of_every_round_is_the_one_defined(kind):
+    """Ragged rows, accepted runs of every length; some guesses are accepted by luck alone, so the
+    text is steered: what the drafter proposes is accepted as often as the toss of a coin says."""
+    made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
+    made.drafter.sampling = Sampling()
+    says = medusa_says if kind == "medusa" else eagle_says
+    net = made.drafter.heads if kind == "medusa" else made.drafter.net
+    prompts = [p for p in PROMPTS if len(p) > 1]
+    seqs = Sequences.of(prompts, 30, slack=4)
+    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
+    kept = set()
+    for _ in range(12):
+        texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
+        report = made.round(seqs, Tree.chain(3))
+        kept |= set(report[:, 2].tolist())
+        for text, row in zip(texts, report.tolist(), strict=True):
+            if row[0]:
+                assert row[-3:] == says(net, text, 3)
+    assert len(kept) >= 2, "an accepted guess and a rejected one, or caches were not exercised"
+
+
+@torch.no_grad()
+def law_after(kind: str, drafter, text: list[int], path: list[int]) -> torch.Tensor:
+    """Log-probabilities [V] of the drafter after a path, without any cache."""
+    if kind == "medusa":
+        return drafter.heads(states(text, (2,))[-1])[len(path)].log_softmax(-1)
+    if kind.startswith("eagle"):
+        return eagle_law(drafter.net, text, path)
+    net = drafter.lm.module
+    return net(torch.tensor([text + path]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+
+def likeliest(says, guesses: int, depth: int, width: int) -> set[tuple[int, ...]]:
+    """EAGLE-2's tree by the book: beams of `width`, then the likeliest of all that came up."""
+    beams, found = [((), 0.0)], []
+    for _ in range(depth):
+        born = []
+        for path, score in beams:
+            law = says(list(path))
+            born += [((*path, t), score + float(law[t])) for t in law.topk(width).indices.tolist()]
+        found += born
+        beams = sorted(born, key=lambda scored: -scored[1])[:width]
+    return {path for path, _ in sorted(found, key=lambda scored: -scored[1])[:guesses]}
+
+
+@pytest.mark.parametrize("shape", [(9, 3), (5, 4), (12, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "early_exit", "model"])
+def test_a_grown_tree_is_that_of_the_book_in_every_row_and_round(kind, shape):
+    tree = Tree.grown(*shape)
+    made = engine(kind, tree)
+    prompts = [p for p in PROMPTS if len(p) > 1]
+    seqs = Sequences.of(prompts, 20, slack=tree.room)
+    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
+    drafts = []
+    propose = made.drafter.propose
+    made.drafter.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
+    for _ in range(3):
+        texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
+        made.round(seqs, tree)
+        nodes, tokens = drafts[-1].nodes, drafts[-1].tokens
+        for row, text in enumerate(texts):
+            ways = [nodes.ancestors[row, i].nonzero()[1:, 0] for i in range(1, len(tree))]
+            paths = [tuple(tokens[row, way].tolist()) for way in ways]
+            says = functools.partial(law_after, kind, made.drafter, text)
+            assert set(paths) == likeliest(says, *shape, tree.width)
+
+
+def test_the_draft_of_all_layers_is_the_target_itself():
+    for temperature in (0.0, 0.9):
+        made = engine("null", Tree.chain(4), "reject", temperature=temperature)
+        made.drafter = EarlyExit(made.target, 2, made.sampling)
+        for step in made.generate(PROMPTS, 20).trace.steps():
+            assert step.accepted == step.drafted == 4
+
+
+def test_cross_entropy_of_the_heads_own_law_is_least():
+    """`loss_of` is least where the heads say what the target says."""
+    law = torch.rand(2, 5, 7).softmax(-1)
+
+    def says(logits):
+        return lambda batch: iter([(logits, law)])
+
+    right = loss_of(says(law.log()), "cpu")(torch.zeros(1))
+    wrong = loss_of(says(law.log() + torch.randn(2, 5, 7)), "cpu")(torch.zeros(1))
+    assert right < wrong
+    assert float(right) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), abs=1e-3)
+    assert accuracy(says(law.log()), torch.zeros(1), "cpu") == [1.0]
+
+
+@torch.no_grad()
+def test_the_unrolled_mask_is_what_drafting_sees():
+    """Pass s of training, at the slot that a chain reaches, equals the guess drafted there."""
+    net, target = heads("eagle3"), module()
+    text = torch.randint(0, V, (1, 14), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", enabled=False):
+        passes = list(laws_of(net, target, 3)(text))
+    features = net.fuse(torch.cat(
+        [target(text[:, :-1], output_hidden_states=True).hidden_states[t] for t in net.shape.taps],
+        -1))[0]  # fmt: skip
+    for left in (0, 4, 9):  # the chain leaves the text after pair `left`
+        tokens, states_ = text[0, 1 : left + 2], features[: left + 1]
+        for number, (logits, law) in enumerate(passes):
+            n = len(tokens)
+            mask = causal(n)
+            made = net.features(tokens[None], states_[None], torch.arange(n)[None],
+                                attention_mask=mask)[0, -1]  # fmt: skip
+            if left + number < law.shape[1] + number:
+                said = net.draft_logits(made)
+                assert torch.allclose(logits[0, left], said, atol=1e-9), (left, number)
+            tokens = torch.cat([tokens, text[0, n + 1 : n + 2]])
+            states_ = torch.cat([states_, made[None]])
+
+
+def test_planted_guesses_are_right_as_often_as_dialled():
+    for temperature in (0.0, 1.0):
+        for alpha in (0.0, 0.6, 1.0):
+            made = engine("model", Tree.chain(4), "match", temperature=temperature)
+            made.drafter = Planted(alpha, made.target, made.drafter, made.sampling, made.seed)
+            trace = made.generate(PROMPTS * 12, 40).trace
+            tried = [(s.accepted, s.drafted) for s in trace.steps()]
+            flips = sum(min(a + 1, d) for a, d in tried)
+            rate = sum(a for a, _ in tried) / flips
+            assert rate == pytest.approx(
+                alpha, abs=5 * (0.25 / flips) ** 0.5 if alpha == 0.6 else 0
+            )
+            assert made.generate(PROMPTS, 20).tokens == made.plain().generate(PROMPTS, 20).tokens
+
+
+def test_a_draft_that_spells_every_token_alike_is_accepted_whole():
+    """The same network with its vocabulary shifted: only a broken translation could differ."""
+    shifted = copy.deepcopy(module())
+    for weight in (shifted.model.embed_tokens.weight, shifted.lm_head.weight):
+        weight.data = weight.data.roll(5, 0)
+    whole = Alphabet(5)
+    whole.get_vocab = lambda: {chr(65 + i): (i + 5) % V for i in range(V)}
+    for temperature in (0.0, 0.9):
+        made = engine("null", Tree.chain(3), "reject", temperature=temperature)
+        draft = LM(shifted, "shifted")
+        made.drafter = Crossed(draft, Tongues(Alphabet(0), whole, V), made.sampling)
+        for step in made.generate(PROMPTS, 24).trace.steps():
+            assert step.accepted == step.drafted == 3
+
+
+def test_a_token_the_draft_lacks_is_respelt_and_never_guessed():
+    made = engine("crossed", Tree.chain(3), "reject", temperature=1.5)
+    trace = made.generate(PROMPTS * 4, 40).trace
+    guesses = [g for s in trace.steps() for g in s.guesses]
+    assert max(guesses) < V - 6
+    assert any(t >= V - 6 for row in made.generate(PROMPTS * 4, 40).tokens for t in row)
+    text = made.drafter.text
+    for row in range(3):
+        told = made.drafter.tongues.translated(PROMPTS[row])
+        assert text.tokens[row, : len(told)].tolist() == told
+
+
+def test_losses_of_a_tiny_head_fall(tmp_path):
+    """The whole of training, for a target that is not of the zoo, and what it leaves."""
+    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
+    folder = tmp_path / "mine"
+    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
+    for kind in KINDS:
+        seen = {}
+        made = train_heads(
+            kind, folder, tmp_path / "out", tmp_path / "work", quick=True, text=text,
+            watch=lambda step, figures, seen=seen: seen.update({step: figures}),
+        )  # fmt: skip
+        facts = json.loads((made / "zoo.json").read_text())
+        assert facts["role"] == kind
+        assert facts["target"] == "mine"
+        losses = facts["trained"]["courses"][0]["loss"]
+        assert all(loss > 0 for loss in losses)
+        assert {"training/loss", "accuracy/at_1"} <= set(seen[max(seen)])
+        check(formats.read(made), module().config.__class__.from_pretrained(folder), "mine", kind)
+    with pytest.raises(UserError, match="heads 'hydra' are unknown"):
+        train_heads("hydra", folder)
