@@ -96,6 +96,7 @@ class Engine:
         seqs = Sequences.of(
             prompts, max_new_tokens,
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
+            by_round=self.rule.looks_ahead,
         )  # fmt: skip
         begin = time.perf_counter()
         self.drafter.prefill(seqs, self.target.prefill(seqs, self.drafter.taps))

@@ -1,11 +1,13 @@
 """Which guesses to keep, so that the output's law stays the target's.
 
 A rule sees the draft, the target's law p at every node and the noise; it knows nothing of models,
-caches or temperature. Both rules here are exact for any drafter and any tree.
+caches or temperature. Match, Reject and Block are exact for any drafter; Typical and a lenient
+Reject are not, say so in their names, and tell by how much (`emitted`).
 """
 
 from __future__ import annotations
 
+import difflib
 from typing import Protocol
 
 import torch
@@ -17,13 +19,24 @@ from specexp.sequences import Draft, Verdict
 
 
 class Rule(Protocol):
+    """`lossy`: the output's law is not the target's. `wants_q`: it keeps more of guesses that were
+    drawn from a q it is shown. `chains_only`: it cannot judge trees. `looks_ahead`: its verdict
+    depends on guesses that it does not keep, so their noise must not be used again (`Sequences`).
+    """
+
     name: str
     lossy: bool
     wants_q: bool
     chains_only: bool
+    looks_ahead: bool
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         """p [B, N, V]: the target's law of the token that follows each node."""
+        ...
+
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        """The law [..., V] of the first token of a round whose one guess was drawn from q
+        [..., V] (a chosen guess: its one-hot). An exact rule's is p."""
         ...
 
 
@@ -36,13 +49,16 @@ class Match:
     """
 
     name = "match"
-    lossy = wants_q = chains_only = False
+    lossy = wants_q = chains_only = looks_ahead = False
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         sample = rng.categorical(p, draft.keys, TOKEN)
         wanted = sample.gather(1, draft.nodes.parents.expand_as(sample))
         path, n = draft.nodes.accepted(draft.tokens == wanted)
         return Verdict(path, n, sample.gather(1, path.gather(1, n[:, None]))[:, 0])
+
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        return p
 
 
 class Reject:
@@ -52,11 +68,19 @@ class Reject:
     On a tree the siblings are tried in turn, each against what the rejected ones left over
     (SpecInfer, Miao et al. 2023, section 4.3; drawn without replacement: RRSw, Jeon et al. 2024).
     A chosen guess (q is None, or no mass left to draw from) counts as drawn from a one-hot q.
+
+    `lenience` < 1 weighs q by it (Leviathan et al. 2022, appendix A.5): more guesses are kept, no
+    token comes more than 1 / lenience times as often as it should, and the law is another one.
     """
 
-    name = "reject"
-    lossy = chains_only = False
     wants_q = True
+    chains_only = looks_ahead = False
+
+    def __init__(self, lenience: float = 1.0) -> None:
+        if not 0 < lenience <= 1:
+            raise UserError(f"lenience is {lenience:g}; it must lie in (0, 1], and 1 is exact")
+        self.lenience, self.lossy = lenience, lenience < 1
+        self.name = f"lenient {lenience:g} (lossy)" if self.lossy else "reject"
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         nodes, tokens = draft.nodes, draft.tokens
@@ -67,15 +91,13 @@ class Reject:
             child = nodes.children[..., rank].expand_as(tokens)
             x = torch.where(child >= 0, tokens.gather(1, child.clamp(min=0)), -1)
             tried, x = open_ & (x >= 0), x.clamp(min=0)[..., None]
-            certain = torch.zeros_like(p).scatter_(-1, x, 1.0)
-            drawn = certain if q is None else torch.where(q.gather(-1, x) > 0, q, certain)
-            ratio = left.gather(-1, x) / drawn.gather(-1, x)
+            drawn = _drawn(q, p, x)
+            ratio = left.gather(-1, x) / (self.lenience * drawn.gather(-1, x))
             took = tried & rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)
             ok = ok.scatter(1, child.clamp(min=0), took)
             open_ = open_ & ~took
-            left = torch.where(
-                tried[..., None], normalised((left - drawn).clamp(min=0), left), left
-            )
+            uncovered = (left - self.lenience * drawn).clamp(min=0)
+            left = torch.where(tried[..., None], normalised(uncovered, left), left)
             if q is not None:
                 q = torch.where(tried[..., None], normalised(drawn.scatter(-1, x, 0.0), drawn), q)
         path, n = nodes.accepted(ok)
@@ -83,15 +105,125 @@ class Reject:
         owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]
         return Verdict(path, n, rng.categorical(owed, draft.keys.gather(1, stop)[:, 0], RESIDUAL))
 
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        kept = torch.minimum(q, p / self.lenience)
+        rest = normalised((p - self.lenience * q).clamp(min=0), p)
+        return kept + (1 - kept.sum(-1, keepdim=True)).clamp(min=0) * rest
+
+
+class Block:
+    """Judge a chain as a whole: of all its beginnings that pass, keep the longest.
+
+    (Sun et al. 2024, Block verification, arXiv 2403.10444, algorithm 2.) The i-th beginning is
+    owed P_i = min(1, P_{i-1} p/q) and passes with probability S_i / (S_i + 1 - P_i), S_i being the
+    mass of (P_i p - q)+ over the next token, from which the bonus is drawn. It keeps at least as
+    many guesses as Reject, in expectation, whatever p and q are. After the last guess of a row, or
+    its last before one that was not made, q is nothing: there P_i decides, and the bonus is p's.
+    """
+
+    name = "block"
+    lossy = False
+    wants_q = chains_only = looks_ahead = True
+
+    def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
+        tokens = draft.tokens
+        B, N, _ = p.shape
+        if draft.nodes.deepest != N - 1:
+            raise UserError("rule block judges chains; use tree chain, or the rule reject")
+        following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -1)], 1)
+        x = following.clamp(min=0)[..., None]
+        made = (following >= 0).cumprod(1).bool()  # [B, N]: a guess follows node i, and all before
+        drawn = torch.where(made[..., None], _drawn(draft.q, p, x), 0.0)
+        odds = torch.where(made, (p.gather(-1, x) / drawn.gather(-1, x))[..., 0], 0.0)
+        owed = [torch.ones_like(odds[:, 0])]
+        for i in range(N - 1):
+            owed.append((owed[-1] * odds[:, i]).clamp(max=1))
+        P = torch.stack(owed, 1)  # [B, N]: of the beginning that ends with node i
+        uncovered = (P[..., None] * p - drawn).clamp(min=0)
+        S = uncovered.sum(-1)
+        chance = torch.where(S + 1 - P > 0, S / (S + 1 - P), 1.0)
+        passes = rng.bernoulli(chance[:, 1:], draft.keys[:, : N - 1], 0)
+        place = torch.arange(1, N, device=p.device)
+        n = (passes * place).amax(1) if N > 1 else torch.zeros_like(tokens[:, 0])
+        stop = n[:, None]
+        last = stop[..., None].expand(-1, 1, p.shape[-1])
+        law = normalised(uncovered.gather(1, last), p.gather(1, last))[:, 0]
+        path = torch.arange(N, device=p.device).expand(B, N)
+        path = torch.where(path <= stop, path, 0)
+        return Verdict(path, n, rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL))
+
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        return p
+
+
+class Typical:
+    """Keep a guess that is likely enough for the target: p(x) > min(epsilon, delta exp(-H(p))).
+
+    (Cai et al. 2024, Medusa, section 2.3.1; delta = sqrt(epsilon) there.) Of a tree the longest
+    such path is kept, and the bonus is the target's. Lossy, except at temperature 0.
+    """
+
+    name = "typical (lossy)"
+    lossy = True
+    wants_q = chains_only = looks_ahead = False
+
+    def __init__(self, epsilon: float = 0.09) -> None:
+        if not 0 < epsilon <= 1:
+            raise UserError(f"epsilon is {epsilon:g}; typical acceptance wants it in (0, 1]")
+        self.epsilon, self.delta = epsilon, epsilon**0.5
+
+    def _typical(self, p: Tensor) -> Tensor:
+        """[..., V] bool: which tokens would be kept."""
+        entropy = torch.special.entr(p).sum(-1, keepdim=True)
+        least = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
+        return p > least
+
+    def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
+        parents = draft.nodes.parents.expand_as(draft.tokens)
+        typical = self._typical(p).gather(1, parents[..., None].expand(-1, -1, p.shape[-1]))
+        x = draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
+        ok = typical.gather(-1, x)[..., 0] & (draft.tokens >= 0)
+        path, n = draft.nodes.accepted(ok)
+        stop = path.gather(1, n[:, None])
+        law = p.gather(1, stop[..., None].expand(-1, 1, p.shape[-1]))[:, 0]
+        return Verdict(path, n, rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL))
+
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        kept = q * self._typical(p)
+        return kept + (1 - kept.sum(-1, keepdim=True)).clamp(min=0) * p
+
+
+NAMES = ("match", "reject", "block", "typical", "typical:EPSILON", "lenient:LENIENCE")
+
+
+def of(name: str) -> Rule:
+    """The rule of a name: see NAMES. Raises UserError, one line, for any other."""
+    kind, _, argument = name.partition(":")
+    plain: dict[str, type[Rule]] = {
+        "match": Match, "reject": Reject, "block": Block, "typical": Typical,
+    }  # fmt: skip
+    if not argument and kind in plain:
+        return plain[kind]()
+    if kind in ("typical", "lenient"):
+        try:
+            value = float(argument)
+        except ValueError:
+            raise UserError(f"rule {name!r} needs a number, such as {kind}:0.3") from None
+        return Typical(value) if kind == "typical" else Reject(value)
+    if kind in plain:
+        raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
+    near = difflib.get_close_matches(kind, [*plain, "lenient"], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"rule {name!r} is unknown{hint} (there are {', '.join(NAMES)})")
+
+
+def _drawn(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
+    """The law [B, N, V] that x [B, N, 1] was drawn from: q, or a one-hot where q(x) is 0."""
+    certain = torch.zeros_like(p).scatter_(-1, x, 1.0)
+    return certain if q is None else torch.where(q.gather(-1, x) > 0, q, certain)
+
 
 def normalised(w: Tensor, otherwise: Tensor) -> Tensor:
     """w [..., V] scaled to sum 1; `otherwise` where nothing is left (of probability 0)."""
     total = w.sum(-1, keepdim=True)
     return torch.where(total > 0, w / total, otherwise)
-
-
-def of(name: str) -> Rule:
-    known: dict[str, Rule] = {"match": Match(), "reject": Reject()}
-    if name not in known:
-        raise UserError(f"rule {name!r} is unknown; use one of {', '.join(known)}")
-    return known[name]

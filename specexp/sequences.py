@@ -49,6 +49,7 @@ class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
     A row is done when `length >= limit`. `commit` is the only method that changes anything.
+    `by_round`: the noise of a position is another in every round.
     """
 
     tokens: Tensor
@@ -56,6 +57,7 @@ class Sequences:
     limit: Tensor
     stream: Tensor
     eos: Tensor
+    by_round: bool = False
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class Sequences:
         eos: Sequence[int] = (),
         streams: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
+        by_round: bool = False,
     ) -> Sequences:
         """Ragged prompts, padded on the right, with room for one whole draft past every limit."""
         if not prompts:
@@ -89,6 +92,7 @@ class Sequences:
             (length + max_new_tokens).to(device),
             torch.tensor(list(rows), dtype=torch.int64, device=device),
             torch.tensor(list(eos), dtype=torch.int64, device=device),
+            by_round,
         )
 
     @property
@@ -110,9 +114,12 @@ class Sequences:
         """[B, n] noise addresses of the tokens that follow nodes of `depth` [b, n].
 
         An address is a hash of the row's stream and the token's position in the text, so the noise
-        a row sees depends on neither its batch nor its drafts.
+        a row sees depends on neither its batch nor its drafts. A rule that looks ahead has seen,
+        when it decides, the noise of positions it then does not write: under such a rule the
+        address is `by_round`, a hash of the root's position and the distance from it.
         """
-        return mix(mix(self.stream)[:, None] + self.length[:, None] + depth)
+        root = mix(self.stream)[:, None] + self.length[:, None]
+        return mix((mix(root) if self.by_round else root) + depth)
 
     def commit(self, draft: Draft, verdict: Verdict) -> Tensor:
         """Append the accepted path and the bonus token; emitted [B], after EOS and limit cuts.

@@ -9,11 +9,14 @@ import itertools
 from fractions import Fraction
 
 import pytest
+import torch
 from oracle import distance, explore, gap, plain, sampled, surprise, written
-from toys import texts, toy_engine
+from toys import Toy, texts, toy_engine
 
+from specexp.errors import UserError
 from specexp.policy import Fixed
-from specexp.rules import Match, Reject
+from specexp.rules import Block, Match, Reject, Typical
+from specexp.rules import of as rules_of
 from specexp.sampling import Sampling
 from specexp.tree import Tree
 
@@ -44,14 +47,17 @@ LAWS = {
 SIZES = [(1, 2, 3), (2, 3, 4), (3, 2, 3)]  # V, gamma, new tokens
 LARGER = [(4, 2, 3), (5, 2, 3), (3, 3, 4), (4, 3, 4)]
 
+CHAIN_RULES = RULES | {"block": Block()}
+
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+chain_rules = pytest.mark.parametrize("rule", CHAIN_RULES.values(), ids=CHAIN_RULES)
 laws = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 drafters = pytest.mark.parametrize("drafter", ["null", "ngram", "scripted", "drawn", "chosen"])
 
 
 @laws
 @pytest.mark.parametrize(("V", "gamma", "length"), SIZES)
-@rules
+@chain_rules
 def test_chains_keep_the_law_in_twenty_contexts(rule, V, gamma, length, law):
     if V == 1:
         law = {}
@@ -61,8 +67,10 @@ def test_chains_keep_the_law_in_twenty_contexts(rule, V, gamma, length, law):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @drafters
-@rules
+@chain_rules
 def test_every_drafter_rule_and_tree_keeps_the_law(rule, drafter, shape):
+    if rule.chains_only and not shape.is_chain:
+        return
     settings = [(2, "dense", 5)] * (shape != SHAPES["triplets"])
     settings += [(3, "zeros", 3)] * (len(shape) <= 4)
     for V, kind, contexts in settings:
@@ -79,16 +87,16 @@ def test_siblings_drawn_without_replacement_keep_the_law(rule, law):
 
 @pytest.mark.parametrize("eos", [(0,), (1, 2)])
 @drafters
-@rules
+@chain_rules
 def test_texts_end_at_the_first_end_of_text(rule, drafter, eos):
     """Some prompts hold one, too; it ends nothing."""
     engine = toy_engine(rule, drafter, eos=eos)
-    for shape in (Tree.chain(2), Tree.branching(2)):
+    for shape in (Tree.chain(2), *[Tree.branching(2)] * (not rule.chains_only)):
         assert gap(engine, texts(3, 6), 3, [shape]) <= ROUNDING
 
 
 @pytest.mark.parametrize("drafter", ["drawn", "scripted"])
-@rules
+@chain_rules
 def test_the_rows_of_a_ragged_batch_are_independent(rule, drafter):
     engine = toy_engine(rule, drafter, V=2, eos=(1,))
     assert gap(engine, texts(2, 4, rows=2), 3, [Tree.chain(2)]) <= ROUNDING
@@ -106,7 +114,7 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("drafted", [None, Sampling(1.0), Sampling(0.5, top_k=1)], ids=str)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@rules
+@chain_rules
 def test_the_law_kept_is_the_shaped_one_however_the_draft_is_shaped(rule, sampling, drafted):
     for drafter in ("drawn", "chosen"):
         engine = toy_engine(rule, drafter, V=4, p="tied", sampling=sampling)
@@ -123,9 +131,9 @@ def test_the_draft_may_change_its_shape_from_round_to_round():
 @pytest.mark.slow
 @laws
 @pytest.mark.parametrize(("V", "gamma", "length"), LARGER)
-@rules
+@chain_rules
 def test_longer_chains_over_more_tokens(rule, V, gamma, length, law):
-    contexts = 20 if isinstance(rule, Reject) else 2
+    contexts = 2 if isinstance(rule, Match) else 20
     engine = toy_engine(rule, "drawn", V, **law)
     assert gap(engine, texts(V, contexts), length, [Tree.chain(gamma)]) <= ROUNDING
 
@@ -231,6 +239,108 @@ def test_guesses_are_kept_as_often_as_the_laws_overlap(rule, both, kind):
             assert found[c, 0, n] == pytest.approx(float(more - most), abs=ROUNDING)
 
 
+def kept(engine, cases, gamma) -> list[float]:
+    """Expected guesses kept in the first round, by case."""
+    found = explore(engine, cases, 1, [Tree.chain(gamma)]).accepted
+    means = [0.0] * len(cases)
+    for (c, r, n), weight in found.items():
+        means[c] += n * weight * (r == 0)
+    return means
+
+
+@laws
+@pytest.mark.parametrize("drafter", ["drawn", "scripted"])
+def test_block_keeps_at_least_as_many_guesses_as_reject(drafter, law):
+    """In every context (Sun et al. 2024, theorem 2); with one guess they are the same rule."""
+    gains = []
+    for gamma in (1, 2, 3):
+        reject, block = (
+            kept(toy_engine(rule, drafter, **law), texts(3, 10), gamma)
+            for rule in (Reject(), Block())
+        )
+        gains += [b - a for a, b in zip(reject, block, strict=True)]
+        if gamma == 1:
+            assert max(map(abs, gains)) <= ROUNDING
+    assert min(gains) >= -ROUNDING
+    if drafter == "drawn" and not law:
+        assert max(gains) > 0.01
+
+
+class Biased(Toy):
+    """A coin that forgets: heads with probability 1/3, or 2/3."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__(2)
+        self.heads = heads
+
+    def weights(self, read, position, token):
+        return torch.tensor([self.heads, 3 - self.heads]).double().expand(*read.shape, 2)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(Reject(), 10 / 9), (Block(), 11 / 9)])
+def test_the_worked_example_of_block_verification(rule, expected):
+    """p = (1/3, 2/3), q = (2/3, 1/3), two guesses (Sun et al. 2024, section 2)."""
+    engine = toy_engine(rule, "drawn", V=2)
+    engine.target.module, engine.drafter.lm.module = Biased(1), Biased(2)
+    assert kept(engine, [((3,),)], 2) == [pytest.approx(expected, abs=ROUNDING)]
+
+
+LOSSY = {"typical": Typical(), "typical 0.5": Typical(0.5), "lenient": Reject(0.6)}
+
+
+@pytest.mark.parametrize("kind", ["dense", "zeros"])
+@pytest.mark.parametrize("rule", LOSSY.values(), ids=LOSSY)
+def test_a_lossy_rule_says_so_and_knows_what_it_emits(rule, kind):
+    """`emitted` against every branch of the real round, one guess drawn from q."""
+    assert rule.lossy
+    assert "lossy" in rule.name
+    engine = toy_engine(rule, "drawn", V=4, p=kind, q=kind)
+    cases = texts(4, 8)
+    found = explore(engine, cases, 1, [Tree.chain(1)]).law
+    worst = 0.0
+    for law, (prompt,) in zip(found, cases, strict=True):
+        p, q = (torch.tensor(lm.module.after(prompt)).double() for lm in engine.models)
+        p, q = p / p.sum(), q / q.sum()
+        said = rule.emitted(p, q).tolist()
+        for token in range(4):
+            assert said[token] == pytest.approx(law.get(((token,),), 0.0), abs=ROUNDING)
+        worst = max(worst, float((rule.emitted(p, q) - p).abs().sum() / 2))
+    assert worst > 0.01
+
+
+@pytest.mark.parametrize("rule", [*CHAIN_RULES.values(), Reject(1.0)], ids=lambda r: r.name)
+def test_an_exact_rule_emits_the_target(rule):
+    p, q = torch.rand(2, 5, dtype=torch.float64).softmax(-1)
+    assert not rule.lossy
+    assert torch.allclose(rule.emitted(p, q), p, atol=ROUNDING)
+
+
+def test_typical_acceptance_of_a_certain_law_is_greedy():
+    engine = toy_engine(Typical(), "chosen", sampling=Sampling(0.0))
+    assert gap(engine, texts(3, 6), 3, [Tree.chain(2), Tree.branching(2)]) <= ROUNDING
+
+
+def test_block_refuses_a_tree_and_says_what_to_do():
+    with pytest.raises(UserError, match="block judges chains; use tree chain"):
+        explore(toy_engine(Block(), "drawn"), texts(3, 1), 1, [Tree.branching(2)])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("blok", "did you mean 'block'"), ("lenient", "needs a number"), ("reject:2", "no argument"),
+     ("lenient:0", r"lie in \(0, 1\]"), ("typical:7", r"in \(0, 1\]"), ("x", "there are match")],
+)  # fmt: skip
+def test_a_rule_that_is_none_is_one_line(name, said):
+    with pytest.raises(UserError, match=said):
+        rules_of(name)
+
+
+@pytest.mark.parametrize("name", ["match", "reject", "block", "typical", "typical:0.3"])
+def test_rules_go_by_name(name):
+    assert rules_of(name).name.startswith(name.partition(":")[0])
+    assert rules_of("lenient:0.5").lenience == 0.5
+
+
 # The same with the engine's own noise -----------------------------------------------------------
 
 ALARM = 1e-6  # of a false alarm, once for all: the seeds are fixed
@@ -240,6 +350,8 @@ OWN_NOISE = {
     "reject siblings": (Reject(), "drawn", Tree.branching(2)),
     "reject tree": (Reject(), "drawn", Tree((-1, 0, 0, 2))),
     "reject chosen": (Reject(), "scripted", Tree((-1, 0, 0, 2))),
+    "block chain": (Block(), "drawn", Tree.chain(2)),
+    "block longer chain": (Block(), "drawn", Tree.chain(3)),
 }
 
 

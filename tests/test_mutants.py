@@ -15,14 +15,14 @@ import torch
 from oracle import explore, gap, surprise, warp
 from toys import texts, toy_engine
 
-from specexp import growth
+from specexp import growth, rules
 from specexp import lm as lms
 from specexp.cache import SlotCache
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.lm import LM
 from specexp.policy import Fixed
-from specexp.rules import Match, Reject
+from specexp.rules import Block, Match, Reject, Typical
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Sampling, mix
 from specexp.sequences import Sequences
 from specexp.trace import Acceptance
@@ -78,6 +78,55 @@ def law_when_sampled() -> None:
         engine = toy_engine(Reject(), "drawn")
         engine.policy = Fixed(shape)
         assert surprise(engine, texts(3, 3)[2], 3, 30_000) > 1e-6
+
+
+def law_of_block() -> None:
+    for drafter, p, q in (("drawn", "dense", "dense"), ("drawn", "zeros", "zeros"),
+                          ("scripted", "dense", "dense")):  # fmt: skip
+        assert gap(toy_engine(Block(), drafter, 3, p, q), texts(3, 8), 3, [CHAIN]) <= ROUNDING
+
+
+def law_of_block_when_sampled() -> None:
+    engine = toy_engine(Block(), "drawn", V=2)
+    engine.policy = Fixed(Tree.chain(3))
+    assert surprise(engine, texts(2, 3)[2], 5, 60_000) > 1e-6
+
+
+def gain_of_block() -> None:
+    """At least what Reject keeps, in every context, and more in some (exactly)."""
+    cases = texts(3, 8)
+    more = []
+    for gamma in (2, 3):
+        means = []
+        for rule in (Reject(), Block()):
+            found = explore(toy_engine(rule, "drawn"), cases, 1, [Tree.chain(gamma)]).accepted
+            means.append([sum(n * found[c, 0, n] for n in range(gamma + 1)) for c in range(8)])
+        more += [b - a for a, b in zip(*means, strict=True)]
+    assert min(more) >= -ROUNDING
+    assert max(more) > 0.01
+
+
+def bias_of_lossy_rules() -> None:
+    """What a lossy rule says it emits is what it emits, of drawn guesses and of chosen ones."""
+    for rule in (Typical(), Reject(0.6)):
+        for drafter in ("drawn", "chosen"):
+            engine = toy_engine(rule, drafter, V=4)
+            cases = texts(4, 6)
+            found = explore(engine, cases, 1, [Tree.chain(1)]).law
+            for law, (prompt,) in zip(found, cases, strict=True):
+                p, q = (torch.tensor(lm.module.after(prompt)).double() for lm in engine.models)
+                p, q = p / p.sum(), q / q.sum()
+                if drafter == "chosen":
+                    q = torch.zeros(4).double().index_fill(0, q.argmax(), 1.0)
+                said = rule.emitted(p, q).tolist()
+                assert said == pytest.approx([law.get(((t,),), 0.0) for t in range(4)], abs=1e-12)
+
+
+def typical_by_hand() -> None:
+    p = torch.tensor([0.5, 0.25, 0.2, 0.05])
+    for law, kept in ((p, [1, 1, 1, 0]), (torch.tensor([0.9, 0.06, 0.03, 0.01]), [1, 0, 0, 0])):
+        assert Typical(0.09)._typical(law).long().tolist() == kept
+    assert Typical(0.25)._typical(torch.full((64,), 1 / 64)).all(), "an open law keeps all"
 
 
 def speed() -> None:
@@ -181,7 +230,8 @@ CHECKS = {
     f.__name__: f
     for f in (shape, precision, edges, addresses, law_on_chains, law_on_trees,
               law_of_chosen_guesses, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
-              law_when_sampled, speed, overlap, counts)
+              law_when_sampled, law_of_block, law_of_block_when_sampled, gain_of_block,
+              bias_of_lossy_rules, typical_by_hand, speed, overlap, counts)
 }  # fmt: skip
 
 
@@ -218,13 +268,14 @@ class Mutant:
 FULL = "(n == nodes.deepest)[:, None]"
 COIN = "rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)"
 DRAWN = "rng.draw(laws[-1], width, keys[:, here])"
-REST = "(left - drawn).clamp(min=0)"
+REST = "(left - self.lenience * drawn).clamp(min=0)"
 RETURN = "return Verdict(path, n, rng.categorical(owed"
 OWED = "owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]"
 GAINED = "torch.minimum(verdict.n, before_end) + 1"
 ROOM = "(self.limit - self.length).clamp(min=0)"
 reject = (Reject, "__call__")
 match = (Match, "__call__")
+block = (Block, "__call__")
 grow = (growth, "grow")
 round_ = (Engine, "round")
 commit = (Sequences, "commit")
@@ -274,7 +325,7 @@ MUTANTS = [
            "law_on_chains"),
     Mutant("accepts what the target never says", *reject,
            {"ratio[..., 0].clamp(max=1)": "ratio[..., 0].clamp(0.05, 1)"}, "law_on_chains"),
-    Mutant("a guess of zero probability taken as drawn", *reject,
+    Mutant("a guess of zero probability taken as drawn", rules, "_drawn",
            {"torch.where(q.gather(-1, x) > 0, q, certain)": "q"}, "law_on_trees"),
     Mutant("no guess taken for token 0", *reject, {"open_ & (x >= 0)": "open_"},
            "law_of_chosen_guesses"),
@@ -294,8 +345,47 @@ MUTANTS = [
     Mutant("guesses kept only where samples agree", *reject,
            {"nodes, tokens = draft.nodes, draft.tokens": "return Match()(draft, p, rng)"},
            "overlap"),
+    # A chain judged as a whole
+    Mutant("block: passes with P_i", *block, {"S / (S + 1 - P)": "P"}, "law_of_block"),
+    Mutant("block: passes with its own ratio", *block,
+           {"S / (S + 1 - P)": "odds.roll(1, 1).clamp(max=1)"}, "law_of_block"),
+    Mutant("block: passes with S_i", *block, {"S / (S + 1 - P)": "S"}, "law_of_block"),
+    Mutant("block: P_i not cut at one", *block,
+           {"(owed[-1] * odds[:, i]).clamp(max=1)": "owed[-1] * odds[:, i]",
+            "chance[:, 1:]": "chance[:, 1:].clamp(0, 1)"}, "law_of_block"),
+    Mutant("block: residual of p, not of P_i p", *block,
+           {"(P[..., None] * p - drawn)": "(p - drawn)"}, "law_of_block"),
+    Mutant("block: bonus from p", *block,
+           {"normalised(uncovered.gather(1, last), p.gather(1, last))": "p.gather(1, last)"},
+           "law_of_block"),
+    Mutant("block: stops at the first that fails", *block,
+           {"(passes * place).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
+    Mutant("block: the last guess judged like the others", *block,
+           {"torch.where(made[..., None], _drawn(draft.q, p, x), 0.0)":
+            "torch.where(made[..., None], _drawn(draft.q, p, x), draft.q[:, :1] if draft.q is not "
+            "None else 0.0)"}, "law_of_block"),
+    Mutant("block: no guess taken for token 0", *block,
+           {"(following >= 0).cumprod(1)": "(place0 >= 0).cumprod(1)",
+            "x = following.clamp(min=0)[..., None]":
+            "x = following.clamp(min=0)[..., None]\n    place0 = torch.zeros_like(following)\n"
+            "    place0[:, -1] = -1"}, "law_of_block"),
+    Mutant("block: only as good as the rule it replaces", *block,
+           {"tokens = draft.tokens": "return Reject()(draft, p, rng)"}, "gain_of_block"),
+    Mutant("a rule that looks ahead sees the same noise again", Sequences, "keys",
+           {"mix(root) if self.by_round else root": "root"}, "law_of_block_when_sampled"),
+    # Lossy on purpose, and by how much
+    Mutant("lenient in the ratio only", *reject,
+           {"(left - self.lenience * drawn)": "(left - drawn)"}, "bias_of_lossy_rules"),
+    Mutant("lenience upside down", *reject,
+           {"/ (self.lenience * drawn.gather(-1, x))": "* self.lenience / drawn.gather(-1, x)"},
+           "bias_of_lossy_rules"),
+    Mutant("typical: entropy of the wrong sign", Typical, "_typical",
+           {"torch.exp(-entropy)": "torch.exp(entropy)"}, "typical_by_hand"),
+    Mutant("typical: judged by the law after the guess", Typical, "__call__",
+           {"typical = self._typical(p).gather(1, parents[..., None].expand(-1, -1, p.shape[-1]))":
+            "typical = self._typical(p)"}, "bias_of_lossy_rules"),
     # What follows
-    Mutant("residual is p", *reject, {f"normalised({REST}, left)": "left"}, "law_on_chains"),
+    Mutant("residual is p", *reject, {"normalised(uncovered, left)": "left"}, "law_on_chains"),
     Mutant("residual is the absolute difference", *reject, {REST: "(left - drawn).abs()"},
            "law_on_chains"),
     Mutant("residual without the guess only", *reject, {REST: "left.scatter(-1, x, 0.0)"},
@@ -396,7 +486,7 @@ MUTANTS = [
     Mutant("rows share their noise", Sequences, "keys",
            {"mix(self.stream)": "mix(0 * self.stream)"}, "addresses"),
     Mutant("noise by node, not by position", Sequences, "keys",
-           {"self.length[:, None] + depth": "depth"}, "addresses"),
+           {"+ self.length[:, None]": "+ 0 * self.length[:, None]"}, "addresses"),
     Mutant("purposes share their noise", Noise, "uniform", {"* 8 + purpose": "* 8"}, "addresses"),
     Mutant("seeds share their noise", Noise, "uniform", {"self.seed * 8": "8"}, "addresses"),
     Mutant("lanes share their noise", Noise, "uniform", {"lanes * _GOLDEN": "lanes * 0"},
