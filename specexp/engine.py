@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Engine:
 
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
         """One round for every row; what the host will want to know of it, [B, 5 + N] int64."""
+        seqs = replace(seqs, by_round=self.rule.looks_ahead)  # the same tensors
         live = seqs.live
         draft = self.drafter.propose(seqs, tree, self.rng)  # guess
         seen = self.target.verify(seqs, draft, self.drafter.taps)  # one pass checks every guess
@@ -96,7 +97,6 @@ class Engine:
         seqs = Sequences.of(
             prompts, max_new_tokens,
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
-            by_round=self.rule.looks_ahead,
         )  # fmt: skip
         begin = time.perf_counter()
         self.drafter.prefill(seqs, self.target.prefill(seqs, self.drafter.taps))

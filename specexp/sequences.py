@@ -69,7 +69,6 @@ class Sequences:
         eos: Sequence[int] = (),
         streams: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
-        by_round: bool = False,
     ) -> Sequences:
         """Ragged prompts, padded on the right, with room for one whole draft past every limit."""
         if not prompts:
@@ -92,7 +91,6 @@ class Sequences:
             (length + max_new_tokens).to(device),
             torch.tensor(list(rows), dtype=torch.int64, device=device),
             torch.tensor(list(eos), dtype=torch.int64, device=device),
-            by_round,
         )
 
     @property

@@ -25,11 +25,14 @@ from transformers import (
 from specexp.drafters.crossed import Crossed, Tongues
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.lookahead import Lookahead
 from specexp.drafters.medusa import MedusaHeads
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.null import Null
 from specexp.drafters.planted import Planted
+from specexp.drafters.recycle import Recycle
+from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.heads import Eagle, EagleShape, Medusa
@@ -52,7 +55,7 @@ PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7], [9, 8, 1, 9, 8, 2, 9, 8], [
 RULES = {"match": Match(), "reject": Reject()}
 DRAFTERS = (
     "null", "ngram", "model", "chosen", "self", "early_exit", "medusa", "eagle", "eagle3",
-    "crossed", "planted",
+    "crossed", "planted", "suffix", "recycle", "lookahead",
 )  # fmt: skip
 
 
@@ -107,6 +110,9 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return Null()
     if kind == "ngram":
         return NGram(2)
+    free = {"suffix": Suffix(V, 8), "recycle": Recycle(V, 4), "lookahead": Lookahead(V, 3, 4)}
+    if kind in free:
+        return free[kind]
     same = LM(target.module, "itself")
     if kind == "self":
         return DraftModel(same, law)
@@ -224,7 +230,8 @@ def test_a_draft_that_is_the_target_is_always_accepted_whole(gamma, rule, temper
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_row_of_a_batch_is_the_row_alone(kind, temperature):
-    made = engine(kind, "branching", temperature=temperature)
+    rule = "match" if kind in ("recycle", "lookahead") else "reject"  # their tables are shared
+    made = engine(kind, "branching", rule, temperature=temperature)
     together = made.generate(PROMPTS, NEW).tokens
     for row, prompt in enumerate(PROMPTS):
         assert made.generate([prompt], NEW, streams=[row]).tokens == [together[row]]

@@ -205,7 +205,10 @@ HEADS = {
         HeadRecipe(
             "medusa",
             "Medusa heads: three guesses from the target's last state.",
-            (Course((Phase(320, 32, 256),), _FOLLOW, adam_lr=1.5e-3),),
+            (
+                Course((Phase(320, 32, 256),), _FOLLOW, adam_lr=1.5e-3),
+                Course((Phase(700, 32, 256),), _FOLLOW, adam_lr=2e-3),
+            ),
         ),
         HeadRecipe(
             "eagle",
