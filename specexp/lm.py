@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from specexp.cache import SlotCache
 from specexp.errors import UserError
@@ -232,6 +233,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("no CUDA device is available; use --device cpu")
+    logging.disable_progress_bar()
     try:
         module = AutoModelForCausalLM.from_pretrained(
             str(source),

@@ -15,7 +15,12 @@ SMALL = {
     "10_acceptance": {"rivals": ["ngram"], "limit": 5, "max_new_tokens": 6, "temperatures": [0.0]},
     "20_latency": {"gammas": [1, 2], "limit": 2, "max_new_tokens": 6},
     "30_throughput_under_batch": {"batches": [1, 2], "limit": 5, "max_new_tokens": 6, "repeats": 2},
-}
+    "40_drafters": {"rivals": ["ngram", "recycle"], "gamma": 2, "limit": 2, "max_new_tokens": 6},
+    "50_trees": {"trees": ["2x1", "grown:4"], "gamma": 2, "guesses": 4, "limit": 2,
+                 "max_new_tokens": 6},
+    "60_rules": {"rules": ["reject", "typical"], "gamma": 2, "temperatures": [0.0, 1.0],
+                 "limit": 3, "max_new_tokens": 6},
+}  # fmt: skip
 
 
 def test_every_experiment_notebook_is_tested():
@@ -33,7 +38,7 @@ def prompts_file(tmp_path_factory):
 
 
 def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders, prompts_file):
-    """One store: the three experiments by the runner, then the comparison over their runs."""
+    """One store: every experiment by the runner, then the comparison over their runs."""
     target, draft = tiny_folders
     files = []
     for name, small in SMALL.items():
@@ -45,7 +50,7 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
     console = Console(record=True, width=160)
     assert run.run(points, console) == 0, console.export_text()
     runs = track.runs()
-    assert set(runs["experiment"]) == {"acceptance", "latency", "throughput_under_batch"}
+    assert set(runs["experiment"]) == {name[3:] for name in SMALL}
     assert (runs["metrics.exact/pass"] == 1).all()
     by_name = runs.set_index("experiment")
     for metric in ("acceptance/rate", "acceptance/length", "counts/emitted", "exact/tokens"):
@@ -53,6 +58,10 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
     assert by_name.loc["acceptance", "metrics.category/c0"] >= 0
     assert by_name.loc["latency", "metrics.speedup/predicted"] > 0
     assert by_name.loc["throughput_under_batch", "metrics.speedup/at_largest_batch"] > 0
+    for name in ("drafters", "trees"):
+        assert by_name.loc[name, "metrics.cost/draft_steps"] > 0
+        assert by_name.loc[name, "metrics.speedup/measured"] > 0
+    assert by_name.loc["rules", "metrics.exact/total_variation"] == 0
     for point in points:
         result = store / "results" / point.run_key
         assert (result / "rounds.parquet").stat().st_size > 0
@@ -60,7 +69,7 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
         assert len(images(result / "notebook.ipynb")) >= 2
     compared = execute("90_compare", tmp_path)
     assert len(images(compared)) == 3
-    assert "3 finished runs" in compared.read_text()
+    assert f"{len(SMALL)} finished runs" in compared.read_text()
 
 
 def test_the_comparison_of_nothing_says_what_to_run(store, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp.errors import UserError
+from specexp.lab.build import build
 from specexp.zoo import shelf
 from specexp.zoo.cards import measure
 from specexp.zoo.corpus import gather, is_held_out, passages, pieces
@@ -20,7 +21,8 @@ from specexp.zoo.records import record
 from specexp.zoo.rows import Rows, encode, train_tokenizer
 from specexp.zoo.train import _loss, continued, fit, train_zoo
 
-NAMES = ["target-10m", "sibling-3m", "sibling-1m", "random-tiny"]
+NAMES = ["target-10m", "target-exit-1m", "sibling-3m", "sibling-1m", "random-tiny"]
+HEADS = ["target-10m-medusa", "target-10m-eagle3"]
 
 
 @pytest.fixture(scope="module")
@@ -255,10 +257,12 @@ def test_bad_requests_are_one_clear_line(tmp_path):
 
 
 def test_the_shelf_lists_and_finds_what_ships():
-    assert [model.name for model in shelf.models()] == NAMES
+    assert [model.name for model in shelf.models()] == [*NAMES[:-1], *HEADS, NAMES[-1]]
     assert shelf.find("sibling-3m") == shelf.SHELF / "sibling-3m"
-    assert [model.name for model in shelf.drafts_for("target-10m")] == NAMES[1:3]
+    assert [model.name for model in shelf.drafts_for("target-10m")] == NAMES[2:4]
     assert shelf.default_draft("target-10m").name == "sibling-3m"
+    assert shelf.default_draft("target-10m", "medusa").name == "target-10m-medusa"
+    assert shelf.default_draft("target-10m", "eagle").name == "target-10m-eagle3"
 
 
 def test_an_unknown_name_gets_the_known_ones_and_a_hint(tmp_path):
@@ -268,6 +272,8 @@ def test_an_unknown_name_gets_the_known_ones_and_a_hint(tmp_path):
         shelf.find("target-10m", tmp_path)
     with pytest.raises(UserError, match="no draft model for 'random-tiny'"):
         shelf.default_draft("random-tiny")
+    with pytest.raises(UserError, match="no medusa heads for 'random-tiny'; name one as medusa:"):
+        shelf.default_draft("random-tiny", "medusa")
 
 
 # the weights that ship
@@ -275,7 +281,7 @@ def test_an_unknown_name_gets_the_known_ones_and_a_hint(tmp_path):
 
 def test_the_zoo_is_small_and_its_weights_are_safetensors():
     files = [path for path in shelf.SHELF.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 32_000_000
+    assert sum(path.stat().st_size for path in files) <= 44_600_000
     assert {path.suffix for path in files} == {".json", ".md", ".safetensors"}
 
 
@@ -330,6 +336,7 @@ def test_on_records_never_seen_the_drafts_follow_the_target_and_the_control_does
     figures = {
         name: measure(zoo[name], documents, target, tokens=1500, length=500)["records"]
         for name in NAMES
+        if name != "target-exit-1m"
     }
     assert figures["target-10m"]["loss"] < 1.3
     assert figures["sibling-3m"]["overlap"] > figures["sibling-1m"]["overlap"] > 0.5
@@ -355,3 +362,20 @@ def test_the_target_copies(zoo, tokenizer):
         second += right[change - 1 :]
     assert np.mean(second) > 0.85
     assert np.mean(second) > np.mean(first) + 0.2
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_shipped_heads_are_what_their_card_says_and_guess(name):
+    facts = json.loads((shelf.find(name) / "zoo.json").read_text())
+    method = {"eagle3": "eagle"}.get(facts["role"], facts["role"])
+    rig = build("target-10m", method, gamma=3)
+    own = rig.engine.drafter.heads if method == "medusa" else rig.engine.drafter.net
+    assert sum(p.numel() for p in own.parameters()) == facts["parameters"]
+    assert f"{facts['parameters']:,} parameters" in (shelf.find(name) / "README.md").read_text()
+    made = rig.generate(["def mean(values):\n", "total = 0\nfor i in range(10):\n"], 40)
+    assert made.trace.acceptance.length > {"medusa": 1.3, "eagle": 2.2}[method]
+
+
+def test_the_exit_target_speaks_after_its_first_layers():
+    plain = build("target-exit-1m", "early_exit:2", gamma=3)
+    assert plain.generate(["def mean(values):\n"], 40).trace.acceptance.rate > 0.4

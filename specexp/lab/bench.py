@@ -9,7 +9,7 @@ from them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from specexp.engine import Engine
 from specexp.lab import stats
 from specexp.lab.build import Rig
 from specexp.lab.prompts import Prompt
+from specexp.lm import LM
 from specexp.sequences import Sequences
 from specexp.trace import Acceptance, Trace
 from specexp.tree import Tree
@@ -102,6 +103,37 @@ def latency_metrics(
     return metrics, series | curves
 
 
+def duel_metrics(
+    samples: pd.DataFrame, costs: pd.DataFrame
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics and series of one arm of `duel`, with what `costs` says of it."""
+    metrics, series = acceptance_metrics(samples)
+    row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
+    return metrics | _headline(speedups(samples, "arm").iloc[0]) | {
+        "latency/ttft_ms": 1e3 * samples["ttft_s"].median(),
+        "cost/draft_steps": row["draft_s"] / row["step_s"],
+        "cost/verify_steps": row["verify_s"] / row["step_s"],
+        "memory/weights_mb": row["weights_mb"],
+        "memory/kv_bytes_per_token": row["kv_bytes"],
+    }, series  # fmt: skip
+
+
+def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
+    """What each rule adds to the acceptance length of the rule `over`, paired by prompt."""
+    columns = ["accepted", "passes"]
+    by_rule = {rule: part.set_index("question_id") for rule, part in samples.groupby("rule")}
+    base = by_rule.pop(over)
+    rows = []
+    for rule, part in by_rule.items():
+        pairs = part[columns].join(base[columns], rsuffix="_base")
+        gain = stats.interval(
+            lambda a, n, b, m: a.sum(-1) / n.sum(-1) - b.sum(-1) / m.sum(-1),
+            *(pairs[c] for c in pairs),
+        )
+        rows.append({"rule": rule, "gain": gain.value, "low": gain.low, "high": gain.high})
+    return pd.DataFrame(rows)
+
+
 def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of a batch sweep; the headline is its smallest batch."""
     by_batch = speedups(samples, "batch")
@@ -136,25 +168,120 @@ def latency(
     repeats: int = 1,
 ) -> pd.DataFrame:
     """One stream at a time: one row a gamma, prompt and repeat, beside plain decoding just then."""
-    arms = {gamma: rig.with_(gamma=gamma).engine for gamma in gammas}
-    plain = rig.engine.plain()
-    _warm_up([plain, *arms.values()], [rig.encode([prompts[0].text])[0]])
+    arms: dict[Any, Rig] = {gamma: rig.with_(gamma=gamma) for gamma in gammas}
+    return duel(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
+
+
+def duel(
+    arms: dict[Any, Rig], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
+) -> pd.DataFrame:
+    """One stream at a time: one row an arm, prompt and repeat; all arms and plain decoding take
+    turns on every prompt."""
+    rig = next(iter(arms.values()))
+    engines: dict[Any, Engine] = {None: rig.engine.plain()}
+    engines |= {arm: other.engine for arm, other in arms.items()}
+    _warm_up(engines.values(), [rig.encode([prompts[0].text])[0]])
     rows: list[dict[str, Any]] = []
-    with tqdm(total=repeats * len(prompts) * (len(arms) + 1), desc="latency", unit="run") as bar:
+    with tqdm(total=repeats * len(prompts) * len(engines), desc="latency", unit="run") as bar:
         for repeat in range(repeats):
             for prompt in prompts:
                 ids = rig.encode([prompt.text])
-                traces = _take_turns({-1: plain, **arms}, ids, max_new_tokens, repeat % 2 == 1, bar)
-                base = traces.pop(-1)
-                for gamma, trace in traces.items():
+                traces = _take_turns(engines, ids, max_new_tokens, repeat % 2 == 1, bar)
+                base = traces.pop(None)
+                for arm, trace in traces.items():
                     rows.append(
-                        _row(rig, prompt)
-                        | {"gamma": gamma, "repeat": repeat, "ttft_s": trace.ttft_s}
+                        _row(arms[arm], prompt)
+                        | {"arm": arm, "repeat": repeat, "ttft_s": trace.ttft_s}
                         | {"s": trace.decode_s, "tokens": trace.emitted}
                         | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
                         | _outcome(trace)
                     )
     return pd.DataFrame(rows)
+
+
+def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFrame:
+    """One row an arm: median seconds to draft, to verify and to decide, in turns; `step_s` is a
+    plain step. `weights_mb` and `kv_bytes` (a token) are what the drafter adds to the target."""
+    first = next(iter(arms.values()))
+    ids = first.encode([prompt.text])
+    engines = {None: first.engine.plain(), **{arm: rig.engine for arm, rig in arms.items()}}
+    seen: dict[Any, list[tuple[float, float, float]]] = {arm: [] for arm in engines}
+    for repeat in range(repeats + 2):
+        for arm in list(engines) if repeat % 2 else list(engines)[::-1]:
+            engine = engines[arm]  # arms share the target and its cache: each prefills again
+            seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
+            engine.drafter.prefill(seqs, engine.target.prefill(seqs, engine.drafter.taps))
+            seen[arm].append(_one_round(engine, seqs, engine.policy.choose(1)))
+    medians = {arm: np.median(np.array(times[2:]), axis=0) for arm, times in seen.items()}
+    step = float(medians.pop(None).sum())
+    return pd.DataFrame(
+        {
+            "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
+            "guesses": len(engines[arm].policy.choose(1)) - 1,
+            "weights_mb": added_bytes(engines[arm]) / 1e6,
+            "kv_bytes": sum(m.kv_bytes_per_token for m in engines[arm].drafter.models
+                            if m.cache is not engines[arm].target.cache),
+        }
+        for arm, (draft, verify, rest) in medians.items()
+    )  # fmt: skip
+
+
+def added_bytes(engine: Engine) -> int:
+    """Bytes of weights that a drafter holds and the target does not."""
+    shared = {p.data_ptr() for p in engine.target.module.parameters()}
+    own = {
+        p.data_ptr(): p.numel() * p.element_size()
+        for module in _modules(engine.drafter)
+        for p in module.parameters()
+    }
+    return sum(size for pointer, size in own.items() if pointer not in shared)
+
+
+def _modules(drafter: Any) -> Iterator[torch.nn.Module]:
+    for part in vars(drafter).values():
+        if isinstance(part, torch.nn.Module):
+            yield part
+        elif isinstance(part, LM) and isinstance(part.module, torch.nn.Module):
+            yield part.module
+        elif hasattr(part, "propose"):
+            yield from _modules(part)
+
+
+def bias(rig: Rig, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
+    """How far the law of what a round emits first is from the target's: total variation, the mean
+    over rounds, one value a prompt. 0 for an exact rule."""
+    engine = rig.engine
+    found = []
+    for prompt in tqdm(prompts, desc="bias", unit="prompt"):
+        seqs = Sequences.of(
+            rig.encode([prompt.text]), max_new_tokens, slack=engine.policy.widest,
+            device=engine.target.device,
+        )  # fmt: skip
+        found.append(_bias(engine, seqs, max_new_tokens))
+    return pd.Series(found, index=[p.question_id for p in prompts], name="total_variation")
+
+
+@torch.inference_mode()
+def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
+    engine.drafter.prefill(seqs, engine.target.prefill(seqs, engine.drafter.taps))
+    tree, found = engine.policy.choose(1), []
+    for _ in range(most):
+        draft = engine.drafter.propose(seqs, tree, engine.rng)
+        seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+        p = engine.sampling.law(seen.logits)
+        chosen = torch.zeros_like(p[:, 0]).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
+        q = chosen if draft.q is None else draft.q[:, 0]
+        made = bool((draft.tokens[:, 1] >= 0).all())
+        emitted = engine.rule.emitted(p[:, 0], q) if made else p[:, 0]
+        found.append(float((emitted - p[:, 0]).abs().sum()) / 2)
+        verdict = engine.rule(draft, p, engine.rng)
+        if not tree.is_chain:
+            engine.target.keep(seqs, verdict)
+        engine.drafter.observe(seqs, tree, verdict, seen)
+        seqs.commit(draft, verdict)
+        if not bool(seqs.live.any()):
+            break
+    return float(np.mean(found))
 
 
 def throughput(
@@ -311,7 +438,7 @@ def _warm_up(engines: Iterable[Engine], ids: list[list[int]]) -> None:
 
 def _row(rig: Rig, prompt: Prompt) -> dict[str, Any]:
     return {
-        "pairing": rig.drafter, "gamma": rig.options["gamma"],
+        "pairing": rig.drafter, "rule": rig.engine.rule.name, "gamma": rig.options["gamma"],
         "temperature": rig.options["temperature"],
         "category": prompt.category, "question_id": prompt.question_id,
     }  # fmt: skip

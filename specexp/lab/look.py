@@ -20,28 +20,31 @@ STYLES = {
 }
 
 
-def pieces(step: Step, tokens: Sequence[int]) -> Iterator[tuple[int, str]]:
+def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int, str]]:
     """(token, kind) of what one round delivered: tokens are the `step.emitted` ones."""
-    last = (
-        "plain" if not step.drafted else "bonus" if step.accepted == step.drafted else "corrected"
-    )
+    whole = step.accepted == min(depth, step.drafted)
+    last = "plain" if not step.drafted else "bonus" if whole else "corrected"
     for i, token in enumerate(tokens):
         yield token, "accepted" if i < step.accepted else last
 
 
 def stream(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
     """The whole text, each token in the colour of how it came about."""
-    made = [p for step, part in _parts(rounds, tokens, row) for p in pieces(step, part)]
+    parts = _parts(rounds, tokens, row)
+    made = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
     return _coloured(rig, made)
 
 
 def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
     """One line a round: what was kept, what was corrected, and the guesses thrown away."""
     text = Text()
-    for number, (step, part) in enumerate(_parts(rounds, tokens, row), 1):
+    for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
-        wrong = [(t, "rejected") for t in step.guesses[step.accepted :] if t >= 0]
-        text.append(_coloured(rig, [*pieces(step, part), *wrong], visible=True))
+        wrong = [t for t in step.guesses if t >= 0]
+        for token in part[: step.accepted]:
+            wrong.remove(token)
+        made = [*pieces(step, part, depth), *((t, "rejected") for t in wrong)]
+        text.append(_coloured(rig, made, visible=True))
         text.append("\n")
     return text
 
@@ -62,11 +65,13 @@ def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Group:
 
 def _parts(
     rounds: Sequence[Round], tokens: Sequence[int], row: int
-) -> Iterator[tuple[Step, Sequence[int]]]:
+) -> Iterator[tuple[Step, Sequence[int], int]]:
+    """Each round of a row: its step, the tokens it delivered, how deep its draft was."""
     at = 0
-    for step in (s for r in rounds for s in r.steps if s.row == row):
-        yield step, tokens[at : at + step.emitted]
-        at += step.emitted
+    for found in rounds:
+        for step in (s for s in found.steps if s.row == row):
+            yield step, tokens[at : at + step.emitted], found.depth
+            at += step.emitted
 
 
 def _coloured(rig: Rig, made: Sequence[tuple[int, str]], visible: bool = False) -> Text:

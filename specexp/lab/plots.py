@@ -66,6 +66,111 @@ def by_category(samples: pd.DataFrame) -> Figure:
     return figure
 
 
+def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
+    """Speedup over acceptance length, one point an arm, its size the cost of a draft; from
+    `bench.speedups(by="arm")` and `bench.costs`."""
+    table = measured.merge(costs, on="arm")
+    table["draft_steps"] = table["draft_s"] / table["step_s"]
+    with _canvas(8.5, 4.8) as (figure, axes):
+        axes.axhline(1, color=PLAIN, lw=1)
+        palette = sns.color_palette("colorblind", len(table))
+        for (_, row), colour in zip(table.iterrows(), palette, strict=True):
+            error = [[row["speedup"] - row["low"]], [row["high"] - row["speedup"]]]
+            axes.errorbar(row["length"], row["speedup"], yerr=error, fmt="o", color=colour,
+                          markersize=6 + 9 * row["draft_steps"], capsize=3, alpha=0.85,
+                          label=f"{row['arm']} ({row['draft_steps']:.2f})")  # fmt: skip
+        axes.set(xlabel="acceptance length (tokens a target pass)",
+                 ylabel="speedup over plain decoding", xlim=(0.9, None))  # fmt: skip
+        legend = axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
+                             loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+        for handle in legend.legend_handles:
+            if handle is not None and hasattr(handle, "set_markersize"):
+                handle.set_markersize(6)
+        best = table.loc[table["speedup"].idxmax()]
+        found = stats.Interval(best["speedup"], best["low"], best["high"])
+        longest = table.loc[table["length"].idxmax()]
+        figure.suptitle(
+            f"{best['arm']}: {stats.verdict(found)} [{found.low:.2f}, {found.high:.2f}]; longest "
+            f"kept: {longest['arm']}, {longest['length']:.2f} tokens a pass", x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def arm_costs(costs: pd.DataFrame) -> Figure:
+    """Where a round's time goes for each arm, in plain steps; costs from `bench.costs`."""
+    parts = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept"}
+    with _canvas(8, 1.4 + 0.42 * len(costs)) as (figure, axes):
+        left = pd.Series(0.0, index=costs.index)
+        palette = sns.color_palette("colorblind", 3)
+        for (column, label), colour in zip(parts.items(), palette, strict=True):
+            share = costs[column] / costs["step_s"]
+            axes.barh(costs["arm"], share, left=left, label=label, color=colour)
+            left = left + share
+        axes.axvline(1, color=PLAIN, lw=1)
+        axes.invert_yaxis()
+        axes.set(xlabel=f"plain steps (of {costs['step_s'].iloc[0] * 1e3:.1f} ms)")
+        axes.legend(loc="lower right")
+        dear = costs.loc[costs["draft_s"].idxmax()]
+        wide = costs.loc[costs["verify_s"].idxmax()]
+        figure.suptitle(
+            f"Dearest draft: {dear['arm']}, {dear['draft_s'] / dear['step_s']:.2f} steps; dearest "
+            f"check: {wide['arm']}, {wide['verify_s'] / wide['step_s']:.2f}", x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def over_temperature(samples: pd.DataFrame) -> Figure:
+    """Acceptance length over temperature, one line a rule; samples from `bench.acceptance`."""
+    rows = []
+    for (rule, temperature), part in samples.groupby(["rule", "temperature"], sort=False):
+        length = stats.interval(
+            lambda accepted, passes: 1 + accepted.sum(-1) / passes.sum(-1),
+            part["accepted"], part["passes"],
+        )  # fmt: skip
+        rows.append({"rule": rule, "temperature": temperature, **length._asdict()})
+    lengths = pd.DataFrame(rows).sort_values("temperature")
+    with _canvas(8.5, 4.4) as (figure, axes):
+        names = list(dict.fromkeys(samples["rule"]))
+        palette = sns.color_palette("colorblind", len(names))
+        for rule, colour in zip(names, palette, strict=True):
+            part = lengths[lengths["rule"] == rule]
+            style = "o--" if "lossy" in rule else "o-"
+            axes.plot(part["temperature"], part["value"], style, color=colour, label=rule)
+            axes.fill_between(
+                part["temperature"], part["low"], part["high"], color=colour, alpha=0.12
+            )
+        axes.set(xlabel="temperature", ylabel="acceptance length (tokens a target pass)")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        hot = lengths[lengths["temperature"] == lengths["temperature"].max()]
+        exact = hot[~hot["rule"].str.contains("lossy")]
+        best = exact.loc[exact["value"].idxmax()]
+        axes.set_title(
+            f"At temperature {best['temperature']:g} the exact rule that keeps most is "
+            f"{best['rule']}: {best['value']:.2f}"
+        )
+    return figure
+
+
+def bias_and_length(table: pd.DataFrame) -> Figure:
+    """What a lossy rule buys and what it costs: columns rule, length, bias (total variation)."""
+    with _canvas(8, 4.2) as (figure, axes):
+        palette = sns.color_palette("colorblind", len(table))
+        for (_, row), colour in zip(table.iterrows(), palette, strict=True):
+            axes.scatter(row["bias"], row["length"], s=90, color=colour, label=row["rule"],
+                         marker="D" if row["bias"] > 0 else "o")  # fmt: skip
+        axes.set(xlabel="total variation of a round's first token to the target's law",
+                 ylabel="acceptance length",
+                 xlim=(-0.02, max(0.1, table["bias"].max() * 1.15)))  # fmt: skip
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        worst = table.loc[table["bias"].idxmax()]
+        axes.set_title(
+            f"{worst['rule']} moves the law by {worst['bias']:.0%}" if worst["bias"] > 0
+            else "Every rule here keeps the target's law"
+        )  # fmt: skip
+    return figure
+
+
 def by_position(samples: pd.DataFrame) -> Figure:
     """How far a draft gets: P(at least i guesses kept), and P(guess i | the one before it)."""
     pairings = list(dict.fromkeys(samples["pairing"]))

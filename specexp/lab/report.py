@@ -66,7 +66,10 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
     view["largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")
     view["tok/s"] = _metric(runs, "throughput/tok_s", "{:.0f}")
-    view["exact"] = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG", "": ""})
+    view["bias"] = _metric(runs, "exact/total_variation", "{:.1%}")
+    exact = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG", "": ""})
+    lossy = runs.get("tags.lossy", pd.Series("", index=runs.index)).fillna("") != ""
+    view["exact"] = exact.mask(lossy & (runs.get("metrics.exact/bugs", 1) == 0), "lossy")
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 
