@@ -1,5 +1,6 @@
 """Tiny real models, folders of them, and a store: what the tests share."""
 
+import importlib.util
 import shutil
 
 import pytest
@@ -11,10 +12,17 @@ CONTEXT = 128
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests exist only where there is a GPU: deselected elsewhere, never skipped."""
-    if torch.cuda.is_available():
-        return
-    gone = [item for item in items if item.get_closest_marker("cuda")]
+    """Tests that need a GPU or the package `speculators` exist only where there is one: deselected
+    elsewhere, never skipped."""
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "speculators": importlib.util.find_spec("speculators") is not None,
+    }
+    gone = [
+        item
+        for item in items
+        if any(item.get_closest_marker(name) and not found for name, found in there.items())
+    ]
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in gone]

@@ -1,12 +1,14 @@
 """The command line as a user meets it: output, one-line errors, exit codes."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from specexp import cli
+from specexp import cli, drafters
 
 
 @pytest.fixture
@@ -118,6 +120,41 @@ BAD = {
     "rule": (["--prompt", "a", "--drafter", "null", "--rule", "tipical"], "match, reject"),
     "dtype": (["--prompt", "a", "--drafter", "null", "--dtype", "int8"], "float32"),
     "device": (["--prompt", "a", "--drafter", "null", "--device", "tpu"], "cuda"),
+    "tree": (["--prompt", "a", "--drafter", "null", "--tree", "3y2"], "such as 3x2x1"),
+    "tree too big": (["--prompt", "a", "--drafter", "null", "--tree", "99x99"], "at most 1024"),
+    "tree too wide": (["--prompt", "a", "--drafter", "ngram", "--tree", "999"], "wider than the"),
+    "tree too deep": (
+        ["--prompt", "a", "--drafter", "ngram", "--tree", "grown:3", "--gamma", "4"],
+        "cannot be 4 deep",
+    ),
+    "block on a tree": (
+        ["--prompt", "a", "--drafter", "early_exit", "--tree", "2x2", "--rule", "block"],
+        "works on chains",
+    ),
+    "block without q": (
+        ["--prompt", "a", "--drafter", "ngram", "--rule", "block", "--temperature", "1"],
+        "use rule match",
+    ),
+    "reject without q": (
+        ["--prompt", "a", "--drafter", "suffix", "--rule", "reject", "--temperature", "1"],
+        "use rule match",
+    ),
+    "lenience": (["--prompt", "a", "--drafter", "null", "--rule", "lenient:2"], "(0, 1]"),
+    "n-gram": (["--prompt", "a", "--drafter", "ngram:x"], "such as ngram:3"),
+    "argument": (["--prompt", "a", "--drafter", "null:3"], "takes no argument"),
+    "all layers": (["--prompt", "a", "--drafter", "early_exit:3"], "leave before the last"),
+    "no heads": (["--prompt", "a", "--drafter", "medusa"], "no medusa heads"),
+    "no such heads": (["--prompt", "a", "--drafter", "eagle:nowhere"], "nowhere"),
+    "planted": (["--prompt", "a", "--drafter", "planted:2"], "from 0 to 1"),
+    "crossed": (["--prompt", "a", "--drafter", "crossed"], "crossed:NAME"),
+    "recycle": (
+        ["--prompt", "a", "--drafter", "recycle:2", "--tree", "4"],
+        "use recycle:4",
+    ),
+    "lookahead": (
+        ["--prompt", "a", "--drafter", "lookahead:5", "--gamma", "2"],
+        "gamma 4 or more",
+    ),
     "prompts file": (["--prompts", "missing.jsonl", "--drafter", "null"], "missing.jsonl"),
     "too long": (["--prompt", "a b " * 200, "--drafter", "null"], "more than the 128-token"),
     "no tokens": (["--prompt", "a", "--drafter", "null", "--max-new-tokens", "0"], "1 or more"),
@@ -132,6 +169,39 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tiny_folders, case):
     assert said in err
     assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in err + out
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    ["early_exit:1", "suffix", "recycle", "lookahead", "planted:0.6,DRAFT", "model:DRAFT",
+     "crossed:DRAFT", "model:TARGET"],
+)  # fmt: skip
+def test_every_method_generates_what_the_target_would(run, tiny_folders, drafter):
+    target, draft = tiny_folders
+    named = drafter.replace("DRAFT", draft).replace("TARGET", target)
+    options = ("generate", "--target", target, "--prompt", "def mean(values):", "--json")
+    made, alone = (
+        json.loads(run(*options, "--max-new-tokens", "12", "--drafter", d)[1])
+        for d in (named, "null")
+    )
+    assert made["text"] == alone["text"]
+    assert made["exact"]["pass"] is True
+
+
+def test_a_drafter_is_one_file_and_no_edit_elsewhere(run, tiny_folders, tmp_path, monkeypatch):
+    """The example of the documentation, as a file of its own."""
+    page = Path(drafters.__file__).with_name("README.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(example.splitlines()) <= 45
+    (tmp_path / "echo.py").write_text(example)
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    options = ("generate", "--target", tiny_folders[0], "--prompt", "ab ab ab", "--json")
+    made = json.loads(run(*options, "--drafter", "echo:2", "--gamma", "3")[1])
+    alone = json.loads(run(*options, "--drafter", "null")[1])
+    assert made["tokens"] == alone["tokens"]
+    assert made["acceptance"]["drafted"] > 0
+    assert "Guess that the text repeats" in run("models")[1]
+    assert run(*options, "--drafter", "echo:0")[0] == 2
 
 
 def test_every_problem_is_told_at_once(run, tiny_folders):

@@ -160,6 +160,42 @@ def test_eagle3_is_saved_for_vllm(tmp_path):
     assert t2d.nonzero()[:, 0].tolist() == (torch.arange(len(d2t)) + d2t).tolist()
 
 
+@pytest.mark.speculators
+@torch.no_grad()
+def test_the_package_of_the_speculators_format_says_what_we_say(tmp_path):
+    """Its own class takes every tensor, and its layer makes the same logits."""
+    from speculators import SpeculatorModelConfig
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+    ours = heads("eagle3", torch.float32)
+    save(tmp_path, ours, "target")
+    config = SpeculatorModelConfig.from_pretrained(str(tmp_path))
+    assert tuple(config.eagle_aux_hidden_state_layer_ids) == ours.shape.taps
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = Eagle3DraftModel(config)
+    with formats.safe_open(tmp_path / "model.safetensors", "pt") as held:
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+    missing, extra = theirs.load_state_dict(tensors, strict=False)
+    assert not extra
+    assert set(missing) == {
+        "embed_tokens.weight",
+        "verifier_lm_head.weight",
+        "verifier_norm.weight",
+    }
+    theirs.embed_tokens.weight.copy_(ours.borrowed[0].weight)
+    tokens, place = torch.randint(0, V, (1, 9)), torch.arange(9)[None]
+    states = torch.randn(1, 9, 3 * E)
+    mask = causal(9).clamp(min=torch.finfo(torch.float32).min).float()
+    read = torch.cat([theirs.embed_tokens(tokens), theirs.fc(states)], -1)
+    made = theirs.layers[0](
+        read, attention_mask=mask, position_ids=place,
+        position_embeddings=theirs.rotary_emb(read, place),
+    )  # fmt: skip
+    said = ours.features(tokens, ours.fuse(states), place, attention_mask=mask)
+    assert torch.allclose(made, said, atol=1e-5)
+    assert torch.allclose(theirs.lm_head(theirs.norm(made)), ours.draft_logits(said), atol=1e-5)
+
+
 def bad(layout, **changes):
     config, held = published(layout)
     held = {n: t for n, t in held.items() if n not in changes.get("without", ())}

@@ -21,7 +21,10 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-METHODS = sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+def methods() -> list[str]:
+    """The names of the files in this folder."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 class Drafter(Protocol):
@@ -103,7 +106,7 @@ class Ready:
 def described() -> list[tuple[str, str]]:
     """Every method, and the first sentence of its file."""
     found = []
-    for method in METHODS:
+    for method in methods():
         about = importlib.import_module(f"{__name__}.{method}").__doc__ or ""
         found.append((method, " ".join(about.split("\n\n")[0].split())))
     return found
@@ -111,11 +114,11 @@ def described() -> list[tuple[str, str]]:
 
 def prepare(plan: Plan) -> Ready:
     """Check everything about a drafter without loading a weight; raises UserError, one line."""
-    if plan.method not in METHODS:
-        near = difflib.get_close_matches(plan.method, METHODS, n=1)
+    if plan.method not in methods():
+        near = difflib.get_close_matches(plan.method, methods(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"drafter {plan.method!r} is unknown{hint} (there are {', '.join(METHODS)})"
+            f"drafter {plan.method!r} is unknown{hint} (there are {', '.join(methods())})"
         )
     found: Ready = importlib.import_module(f"{__name__}.{plan.method}").prepare(plan)
     return found

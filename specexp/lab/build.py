@@ -135,9 +135,9 @@ def _rule(name: str, plan: drafters.Plan, ready: drafters.Ready) -> Rule:
 def split(drafter: str) -> tuple[str, str]:
     """Method and argument of a drafter's name; the name of a model stands for `model:` and it."""
     method, _, argument = drafter.partition(":")
-    if method in drafters.METHODS:
+    if method in drafters.methods():
         return method, argument
-    if difflib.get_close_matches(method, drafters.METHODS, n=1):
+    if difflib.get_close_matches(method, drafters.methods(), n=1):
         return method, argument
     return "model", drafter
 
