@@ -30,7 +30,7 @@ def made_by(kind: str, V: int):
 @pytest.mark.parametrize(
     ("rule", "shape"),
     [(Match(), Tree.chain(2)), (Match(), Tree.branching(2)), (Reject(), Tree.chain(2))],
-    ids=str,
+    ids=["match chain", "match twins", "reject chain"],
 )
 @pytest.mark.parametrize("kind", ["suffix", "recycle", "lookahead"])
 def test_a_drafter_with_a_memory_keeps_the_law(kind, rule, shape):
