@@ -73,7 +73,7 @@ class Noise:
         return w / -torch.log1p(-u)
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
-        u = self.uniform(keys, ACCEPT, torch.tensor([lane], device=p.device))[..., 0]
+        u = self.uniform(keys, ACCEPT, torch.full((1,), lane, device=p.device))[..., 0]
         return u <= p
 
     def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:

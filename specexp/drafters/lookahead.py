@@ -10,6 +10,8 @@ beside the draft but part of it, and costs no more than it; the pool is shared b
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ class Lookahead:
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         nodes = tree.nodes(seqs.tokens.device)
-        self.branch = _deepest_branch(tree)
+        on_line, self.branch = _deepest_branch(tree, seqs.tokens.device)
         latest = self._grams(seqs.root)[:, 0]
         head = torch.where(latest[:, -1:] >= 0, latest, self.line[:, : self.n - 1])
         line = torch.cat([head, self.line[:, self.n - 1 :]], 1)
@@ -55,7 +57,7 @@ class Lookahead:
             found, tail = self._grams(tokens[parent]), tails[parent]
             used = int(parent == 0)  # the root's latest is at the head of the line
             for _ in range(tree.parents.count(parent)):
-                if len(tokens) in self.branch:
+                if len(tokens) in on_line:
                     rest = line[:, tree.depths[parent] :]
                 elif tail.shape[1]:
                     rest = tail
@@ -64,7 +66,7 @@ class Lookahead:
                     rest = found[:, min(used, POOL - 1)]
                     used += 1
                 tokens.append(rest[:, :1])
-                tails.append(rest[:, 1:] if len(tokens) - 1 not in self.branch else rest[:, :0])
+                tails.append(rest[:, 1:] if len(tokens) - 1 not in on_line else rest[:, :0])
         self.fed = torch.cat(tokens, 1)
         return seqs.draft(nodes, self.fed[:, 1:])
 
@@ -101,12 +103,13 @@ class Lookahead:
         self.pool = torch.where(write[:, None, None], shifted, self.pool)
 
 
-def _deepest_branch(tree: Tree) -> list[int]:
-    """The root and the way to the first of the deepest nodes."""
+@lru_cache(maxsize=64)
+def _deepest_branch(tree: Tree, device: torch.device) -> tuple[frozenset[int], Tensor]:
+    """The root and the way to the first of the deepest nodes: as a set, and in order."""
     way = [tree.levels[-1].start]
     while way[-1]:
         way.append(tree.parents[way[-1]])
-    return way[::-1]
+    return frozenset(way), torch.tensor(way[::-1], device=device)
 
 
 def prepare(plan: Plan) -> Ready:

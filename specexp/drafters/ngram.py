@@ -8,6 +8,8 @@ decoding; Yang et al. 2023, LLMA, for the idea.)
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -38,9 +40,8 @@ class NGram:
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
             return seqs.draft(nodes)
-        leaf_of = _first_leaf(tree)
-        ends, found = self._occurrences(seqs, max(leaf_of) + 1)  # [B, leaves]
-        branch = torch.tensor(leaf_of[1:], device=ends.device)
+        leaves, branch = _first_leaf(tree, seqs.tokens.device)
+        ends, found = self._occurrences(seqs, leaves)  # [B, leaves]
         step = nodes.depth[:, 1:]
         end, found = ends[:, branch], found[:, branch]
         last = seqs.length[:, None] - 1
@@ -68,8 +69,9 @@ class NGram:
         pass
 
 
-def _first_leaf(tree: Tree) -> list[int]:
-    """For every node the rank of the first leaf below it (itself, if a leaf)."""
+@lru_cache(maxsize=64)
+def _first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
+    """How many leaves there are, and of every guess the rank of the first leaf it leads to."""
     leaves = [i for i in range(len(tree)) if i not in tree.parents]
     first: list[int] = [len(leaves)] * len(tree)
     for rank, leaf in enumerate(leaves):
@@ -77,7 +79,7 @@ def _first_leaf(tree: Tree) -> list[int]:
         while node >= 0:
             first[node] = min(first[node], rank)
             node = tree.parents[node]
-    return first
+    return len(leaves), torch.tensor(first[1:], device=device)
 
 
 def prepare(plan: Plan) -> Ready:

@@ -63,7 +63,8 @@ class Recycle:
         order = torch.arange(len(rows), device=rows.device)
         writer = torch.full((self.vocab + 1,), -1, device=rows.device)
         writer = writer.scatter_reduce(0, rows, order, "amax")
-        writer[self.vocab] = -1
+        none = torch.arange(self.vocab + 1, device=rows.device) == self.vocab
+        writer = writer.masked_fill(none, -1)
         news = candidates.flatten(0, 1)[writer.clamp(min=0)]
         self.table = torch.where((writer >= 0)[:, None], news, self.table)
 
