@@ -19,11 +19,11 @@ from specexp.drafters import model as draft_model
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
 from specexp.rules import Match
-from specexp.sampling import Noise, Rng, Sampling
+from specexp.sampling import Noise, Rng, Sampling, mix
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-_COINS = Noise(7)  # which places are foretold rightly: a function of the row and the position
+_COINS = Noise(7)  # which places are foretold rightly: a function of prompt, row and position
 
 
 class Planted:
@@ -40,6 +40,10 @@ class Planted:
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         self.worker.prefill(seqs, hidden)
         told = replace(seqs, **{f: getattr(seqs, f).clone() for f in ("tokens", "length", "limit")})
+        place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
+        prompt = torch.where(place < seqs.length[:, None], mix(mix(place) + seqs.tokens), 0)
+        self.salt = prompt.sum(1, keepdim=True)
+        told.limit += seqs.tokens.shape[1] - int(seqs.limit.max()) - 1  # guesses go past it
         root, match = Tree.chain(0).nodes(told.tokens.device), Match()
         for _ in range(int((told.limit - told.length).max())):
             draft = told.draft(root)
@@ -57,7 +61,7 @@ class Planted:
         place = (seqs.length[:, None] - 1 + depth).clamp(max=seqs.tokens.shape[1] - 1)
         rank = torch.arange(1, len(tree), device=place.device) - nodes.children[0, parent, 0]
         odds = torch.full(place.shape, self.alpha, device=place.device)
-        right = _COINS.bernoulli(odds, seqs.keys(depth), 0) & (rank == 0)
+        right = _COINS.bernoulli(odds, mix(seqs.keys(depth) + self.salt), 0) & (rank == 0)
         miss = (1 + rank) * ~right
         return seqs.draft(nodes, (self.future.gather(1, place) + miss) % self.target.vocab)
 
@@ -77,9 +81,10 @@ def prepare(plan: Plan) -> Ready:
             f"drafter planted:{plan.argument}: give an acceptance probability from 0 to 1, such "
             "as planted:0.8, or with a draft model, planted:0.8,NAME"
         )
-    worker = draft_model.prepare(replace(plan, method="model", argument=name))
+    ready = draft_model.prepare(replace(plan, method="model", argument=name))
 
     def make(target: LM) -> Planted:
-        return Planted(alpha, target, worker.make(target), plan.sampling, plan.seed)
+        worker = ready.make(target)
+        return Planted(alpha, target, worker, plan.sampling, plan.seed)
 
     return Ready(make)
