@@ -79,6 +79,7 @@ def describe(
         "hidden": recipe.hidden,
         "heads": recipe.heads,
         "kv_heads": recipe.kv_heads,
+        "exits": list(recipe.exits),
         "vocabulary": VOCABULARY,
         "context": CONTEXT,
         "dtype": "bfloat16",
@@ -178,8 +179,8 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
         _data(corpus) if "parts" in corpus else f"Text: {json.dumps(corpus)}",
         "## Held-out text",
         _table(facts["held_out"])
-        + "\n\nAt each drafted position, how often the likeliest token is the target's, the text "
-        "before it given; in rows of up to 256 tokens.",
+        + "\n\nAt each drafted position, how often the likeliest token is the target's (of the "
+        "tokens that can be guessed), the text before it given; in rows of up to 256 tokens.",
         "## Make it again",
         f"`specexp zoo train --heads {kind} --target {facts['target']}`",
         "## Licence",
@@ -240,6 +241,11 @@ def _training(facts: Mapping[str, Any]) -> str:
         else f"Taught the law of {facts['target']} (soft cross-entropy, the forward KL plus a "
         "constant) on the corpus and on passages which that model continued at temperature 0.8."
     )
+    if facts.get("exits"):
+        goal += (
+            f" The states after layers {' and '.join(map(str, facts['exits']))} must predict it "
+            "through the same norm and head, too; together they weigh as much as the last."
+        )
     return _schedule(goal, trained)
 
 
