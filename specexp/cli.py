@@ -65,7 +65,10 @@ def generate(
         Optional[str],  # noqa: UP045 (typer reads this at run time)
         typer.Option(help="The ARGUMENT apart: --drafter eagle --draft FOLDER is eagle:FOLDER."),
     ] = None,
-    gamma: Annotated[int, typer.Option(help="Draft length.")] = 5,
+    gamma: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Draft length; default: 5, or what the drafter can do at most."),
+    ] = None,
     tree: Annotated[
         str,
         typer.Option(
@@ -114,10 +117,11 @@ def generate(
         raise UserError('give either --prompt "some text" or --prompts FILE')
     named = drafter if draft is None else f"{drafter}:{draft}"
     options: dict[str, Any] = {
-        "target": target, "drafter": named, "gamma": gamma, "temperature": temperature,
+        "target": target, "drafter": named, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype,
         "device": device, "seed": seed,
     }  # fmt: skip
+    options["gamma"] = build.usual_gamma(options) if gamma is None else gamma
     if prompt is None:
         chosen = load(str(prompts), None, limit)
     else:
@@ -155,7 +159,8 @@ def _as_dict(rig: Rig, text: str, made: Generation, exact: Exactness) -> dict[st
             "cut": record.cut, "passes": record.passes,
         },
         "exact": {
-            "pass": exact.bugs == 0, "tokens": exact.tokens, "ties": exact.ties, "bugs": exact.bugs,
+            "pass": exact.bugs == 0 and not exact.lossy, "lossy": exact.lossy,
+            "tokens": exact.tokens, "ties": exact.ties, "bugs": exact.bugs,
         },
     }  # fmt: skip
 

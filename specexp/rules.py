@@ -164,8 +164,8 @@ class Typical:
     """
 
     name = "typical (lossy)"
-    lossy = True
-    wants_q = chains_only = looks_ahead = False
+    lossy = looks_ahead = True
+    wants_q = chains_only = False
 
     def __init__(self, epsilon: float = 0.09) -> None:
         if not 0 < epsilon <= 1:

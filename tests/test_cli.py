@@ -67,7 +67,7 @@ def test_generate_json_tells_tokens_rounds_acceptance_and_exactness(run, tiny_fo
     assert record["accepted"] == sum(r["accepted"] for r in made["rounds"])
     assert record["rate"] == pytest.approx(record["accepted"] / record["drafted"])
     assert record["length"] == pytest.approx(1 + sum(record["marginal"]))
-    assert made["exact"] == {"pass": True, "tokens": 12, "ties": 0, "bugs": 0}
+    assert made["exact"] == {"pass": True, "lossy": "", "tokens": 12, "ties": 0, "bugs": 0}
 
 
 @pytest.mark.parametrize("drafter", ["null", "ngram"])
@@ -143,6 +143,10 @@ BAD = {
     "n-gram": (["--prompt", "a", "--drafter", "ngram:x"], "such as ngram:3"),
     "argument": (["--prompt", "a", "--drafter", "null:3"], "takes no argument"),
     "all layers": (["--prompt", "a", "--drafter", "early_exit:3"], "leave before the last"),
+    "more than the heads": (
+        ["--target", "target-10m", "--prompt", "a", "--drafter", "medusa", "--gamma", "4"],
+        "use gamma 3 or less",
+    ),
     "no heads": (["--prompt", "a", "--drafter", "medusa"], "no medusa heads"),
     "no such heads": (["--prompt", "a", "--drafter", "eagle:nowhere"], "nowhere"),
     "planted": (["--prompt", "a", "--drafter", "planted:2"], "from 0 to 1"),
@@ -186,6 +190,22 @@ def test_every_method_generates_what_the_target_would(run, tiny_folders, drafter
     )
     assert made["text"] == alone["text"]
     assert made["exact"]["pass"] is True
+
+
+@pytest.mark.parametrize("drafter", ["model", "eagle", "medusa", "early_exit", "planted"])
+def test_what_ships_drafts_without_being_told_more(run, drafter):
+    options = ("generate", "--drafter", drafter, "--prompt", "def f(x):", "--json")
+    made = json.loads(run(*options, "--max-new-tokens", "8")[1])
+    assert made["exact"]["pass"] is True
+    assert made["exact"]["lossy"] == ""
+
+
+def test_a_lossy_rule_does_not_pass_for_exact(run):
+    options = ("generate", "--rule", "typical", "--temperature", "1", "--prompt", "def f(x):")
+    made = json.loads(run(*options, "--max-new-tokens", "8", "--json")[1])
+    assert made["exact"]["pass"] is False
+    assert made["exact"]["lossy"] == "typical (lossy)"
+    assert made["exact"]["bugs"] == 0
 
 
 def test_a_drafter_is_one_file_and_no_edit_elsewhere(run, tiny_folders, tmp_path, monkeypatch):

@@ -97,10 +97,11 @@ class Plan:
 @dataclass(frozen=True)
 class Ready:
     """`make` gives the drafter for the loaded target. `draws`: its guesses are drawn from a law
-    that the rule is shown (else they are chosen)."""
+    that the rule is shown (else they are chosen). `deepest`: the longest draft it can make."""
 
     make: Callable[[LM], Drafter]
     draws: bool = False
+    deepest: int = 1 << 30
 
 
 def described() -> list[tuple[str, str]]:

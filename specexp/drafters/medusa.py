@@ -71,4 +71,4 @@ def prepare(plan: Plan) -> Ready:
         assert isinstance(made, Medusa)
         return MedusaHeads(made, target, plan.sampling)
 
-    return Ready(make, draws=True)
+    return Ready(make, draws=True, deepest=heads)

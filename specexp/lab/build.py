@@ -103,6 +103,18 @@ def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
     return Rig(engine, tokenizer, resolve_drafter(o["target"], o["drafter"]), o)
 
 
+def usual_gamma(options: dict[str, Any]) -> int:
+    """The draft length to take when none is asked for: 5, or what the drafter can do at most."""
+    try:
+        config = lm.read_config(locate(options["target"])).get_text_config()
+        tokenizer = _tokenizer(options["target"])
+        vocab = vocabulary(tokenizer, options["target"])
+        plan = _plan(options | {"gamma": 1, "tree": "chain"}, config, vocab, tokenizer)
+        return min(5, drafters.prepare(plan).deepest)
+    except (UserError, OSError):
+        return 5  # `check` tells what is wrong
+
+
 def _plan(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Plan:
     method, argument = split(o["drafter"])
 
