@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences
-from specexp.tree import Nodes, Tree
+from specexp.tree import Nodes, Tree, tree_mask
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class Level:
     tokens: Tensor
     parent: Tensor
     ancestors: Tensor
+
+    def placed(self, root: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots and positions [B, n] of the nodes, and the slots they read [B, n, S], in a cache
+        that has the root in slot `root` [B, 1]."""
+        slots = root + torch.arange(self.at.start, self.at.stop, device=root.device)
+        return slots, (root + self.depth).expand_as(slots), tree_mask(root, S, self.ancestors)
 
 
 Step = Callable[[Level], Tensor]  # logits [B, n, V] of what follows each node

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from specexp.cache import SlotCache
 from specexp.errors import UserError
 from specexp.sequences import Draft, Sequences, Verdict
+from specexp.tree import tree_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _PREFILL = 512  # tokens a prefill pass
@@ -151,18 +152,6 @@ class LM:
             use_cache=True,
             **kwargs,
         )
-
-
-def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
-    """visible [B, N, S]: the slots each node reads: all before the root's, then its own ancestors.
-
-    root [B, 1]: the slot of the root; ancestors [b, N, M] bool over the M places from there on.
-    """
-    M = ancestors.shape[-1]
-    place = torch.arange(S, device=ancestors.device) - root  # [B, S]
-    index = place.clamp(0, M - 1)[:, None].expand(-1, ancestors.shape[1], -1)
-    inside = ((place >= 0) & (place < M))[:, None]
-    return (place < 0)[:, None] | (inside & ancestors.expand(len(root), -1, -1).gather(2, index))
 
 
 def free_memory(device: torch.device) -> int:

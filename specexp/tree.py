@@ -187,6 +187,18 @@ class Nodes:
         return (at * index).sum(1), n
 
 
+def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
+    """visible [B, N, S]: the slots each node reads: all before the root's, then its own ancestors.
+
+    root [B, 1]: the slot of the root; ancestors [b, N, M] bool over the M places from there on.
+    """
+    M = ancestors.shape[-1]
+    place = torch.arange(S, device=ancestors.device) - root  # [B, S]
+    index = place.clamp(0, M - 1)[:, None].expand(-1, ancestors.shape[1], -1)
+    inside = ((place >= 0) & (place < M))[:, None]
+    return (place < 0)[:, None] | (inside & ancestors.expand(len(root), -1, -1).gather(2, index))
+
+
 def _refuse_more_than_most(shape: str, guesses: int) -> None:
     if guesses > MOST:
         raise UserError(f"tree {shape} has {guesses} guesses; draft at most {MOST} a round")

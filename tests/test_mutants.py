@@ -16,7 +16,7 @@ from oracle import explore, gap, surprise, warp
 from toys import texts, toy_engine
 
 from specexp import growth, rules
-from specexp import lm as lms
+from specexp import tree as trees
 from specexp.cache import SlotCache
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
@@ -303,7 +303,7 @@ MUTANTS = [
     Mutant("temperature on q only", *round_,
            {"self.sampling.law(seen.logits)": "Sampling(1.0).law(seen.logits)"},
            "law_when_shaped"),
-    Mutant("stale prefix", lms, "tree_mask", {"return (place < 0)": "return (place < -1)"},
+    Mutant("stale prefix", trees, "tree_mask", {"return (place < 0)": "return (place < -1)"},
            "law_on_chains"),
     Mutant("first row verifies all", *round_,
            {"(seen.logits)": "(seen.logits[:, :1].expand_as(seen.logits))"}, "law_on_chains"),
@@ -312,7 +312,7 @@ MUTANTS = [
             "root = seqs.length[:1, None] - 1 + 0 * seqs.length[:, None]"}, "law_on_chains"),
     Mutant("a node's slot taken for its position", *verify, {"root + draft.nodes.depth": "slots"},
            "law_on_trees"),
-    Mutant("nodes see their siblings", lms, "tree_mask",
+    Mutant("nodes see their siblings", trees, "tree_mask",
            {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"},
            "law_on_trees"),
     # What is kept

@@ -19,7 +19,7 @@ from torch import Tensor
 from specexp.drafters import Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.lm import LM, Forward, load, read_config, read_tokenizer, tree_mask
+from specexp.lm import LM, Forward, load, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -102,11 +102,8 @@ class Crossed:
             if level.depth == 0:
                 logits = self._catch_up()
             else:
-                slots = root + torch.arange(level.at.start, level.at.stop, device=root.device)
-                depth = (root + level.depth).expand_as(slots)
-                visible = tree_mask(root, S, level.ancestors)
                 tokens = self.common[level.tokens].clamp(min=0)
-                logits = self.lm.feed(tokens, slots, depth, visible).logits
+                logits = self.lm.feed(tokens, *level.placed(root, S)).logits
             here = logits[..., self.common.clamp(min=0)]
             return here.masked_fill(self.common < 0, -torch.inf)
 

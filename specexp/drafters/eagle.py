@@ -16,7 +16,7 @@ from specexp.drafters import Plan, Ready
 from specexp.formats import read
 from specexp.growth import Level, grow
 from specexp.heads import Eagle, check, load
-from specexp.lm import LM, Forward, tree_mask
+from specexp.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -68,15 +68,11 @@ class EagleLayer:
                 assert fed.hidden is not None
                 logits, made = _at(fed.logits, self.fresh), _at(fed.hidden, self.fresh)
             else:
-                slots = root + torch.arange(level.at.start, level.at.stop, device=root.device)
-                depth = (root + level.depth).expand_as(slots)
-                visible = tree_mask(root, seqs.tokens.shape[1], level.ancestors)
                 before = features.pop()
                 parent = level.parent.expand(len(before), -1)[..., None]
                 inherited = before.gather(1, parent.expand(-1, -1, before.shape[2]))
-                fed = self.lm.feed(
-                    level.tokens, slots, depth, visible, taps=(0,), features=inherited
-                )
+                placed = level.placed(root, seqs.tokens.shape[1])
+                fed = self.lm.feed(level.tokens, *placed, taps=(0,), features=inherited)
                 assert fed.hidden is not None
                 logits, made = fed.logits, fed.hidden
             features.append(made)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specexp.drafters import Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.lm import LM, Forward, tree_mask
+from specexp.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -43,10 +43,7 @@ class EarlyExit:
         root = seqs.length[:, None] - 1
 
         def step(level: Level) -> Tensor:
-            slots = root + torch.arange(level.at.start, level.at.stop, device=root.device)
-            depth = (root + level.depth).expand_as(slots)
-            visible = tree_mask(root, seqs.tokens.shape[1], level.ancestors)
-            return self.lm.feed(level.tokens, slots, depth, visible).logits
+            return self.lm.feed(level.tokens, *level.placed(root, seqs.tokens.shape[1])).logits
 
         drawn = rng if self.sampling.temperature > 0 else None
         return grow(seqs, tree, step, self.sampling, drawn).draft

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Plan, Ready
+from specexp.drafters.recycle import last_writer, row_of
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
 from specexp.sampling import Rng
@@ -72,7 +73,7 @@ class Lookahead:
 
     def _grams(self, token: Tensor) -> Tensor:
         """[B, POOL, n - 1]: what followed token [B, 1], the latest first; -1 where nothing did."""
-        return self.pool[self._row(token)[:, 0]]
+        return self.pool[row_of(token, self.vocab)[:, 0]]
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """The target's answers along the deepest branch: they refine the line and feed the pool."""
@@ -86,20 +87,13 @@ class Lookahead:
             grams = torch.stack([said[:, i : i + keys.shape[1]] for i in range(self.n - 1)], -1)
             self._learn(keys, grams)
 
-    def _row(self, token: Tensor) -> Tensor:
-        return torch.where((token < 0) | (token >= self.vocab), self.vocab, token)
-
     def _learn(self, keys: Tensor, grams: Tensor) -> None:
         """Put grams [B, m, n - 1] first in the pool of keys [B, m]; of twins the last counts."""
-        rows = self._row(keys).flatten()
-        order = torch.arange(len(rows), device=rows.device)
-        writer = torch.full((self.vocab + 1,), -1, device=rows.device)
-        writer = writer.scatter_reduce(0, rows, order, "amax")
+        writer = last_writer(keys, self.vocab)
         news = grams.flatten(0, 1)[writer.clamp(min=0)][:, None]
-        none = torch.arange(self.vocab + 1, device=rows.device) == self.vocab
         known = (self.pool == news).all(-1).any(1)
-        write = (writer >= 0) & ~none & ~known
         shifted = torch.cat([news, self.pool[:, :-1]], 1)
+        write = (writer >= 0) & ~known
         self.pool = torch.where(write[:, None, None], shifted, self.pool)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from specexp.drafters import Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.lm import LM, Forward, load, read_config, read_tokenizer, tree_mask
+from specexp.lm import LM, Forward, load, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -44,10 +44,7 @@ class DraftModel:
         def step(level: Level) -> Tensor:
             if level.depth == 0:
                 return self._catch_up(seqs)
-            slots = root + torch.arange(level.at.start, level.at.stop, device=root.device)
-            depth = (root + level.depth).expand_as(slots)
-            visible = tree_mask(root, seqs.tokens.shape[1], level.ancestors)
-            return self.lm.feed(level.tokens, slots, depth, visible).logits
+            return self.lm.feed(level.tokens, *level.placed(root, seqs.tokens.shape[1])).logits
 
         grown = grow(seqs, tree, step, self.sampling, None if self.chosen else rng)
         self.place = grown.place

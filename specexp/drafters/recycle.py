@@ -40,11 +40,11 @@ class Recycle:
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         nodes = tree.nodes(seqs.tokens.device)
-        tokens = [self._row(seqs.root)]
+        tokens = [row_of(seqs.root, self.vocab)]
         for parent in range(len(tree)):
             for rank in range(tree.parents.count(parent)):
                 guess = self.table[tokens[parent], rank]
-                tokens.append(self._row(guess))
+                tokens.append(row_of(guess, self.vocab))
         self.fed = torch.cat(tokens, 1)
         guesses = self.fed[:, 1:]
         return seqs.draft(nodes, torch.where(guesses == self.vocab, -1, guesses))
@@ -53,20 +53,28 @@ class Recycle:
         likeliest = seen.logits.topk(self.k).indices
         self._learn(self.fed, likeliest)
 
-    def _row(self, token: Tensor) -> Tensor:
-        """The row of a token; the last one for no token and for ids beyond the vocabulary."""
-        return torch.where((token < 0) | (token >= self.vocab), self.vocab, token)
-
     def _learn(self, tokens: Tensor, candidates: Tensor) -> None:
         """Write candidates [B, n, k] into the rows of tokens [B, n]; of twins the last counts."""
-        rows = self._row(tokens).flatten()
-        order = torch.arange(len(rows), device=rows.device)
-        writer = torch.full((self.vocab + 1,), -1, device=rows.device)
-        writer = writer.scatter_reduce(0, rows, order, "amax")
-        none = torch.arange(self.vocab + 1, device=rows.device) == self.vocab
-        writer = writer.masked_fill(none, -1)
+        writer = last_writer(tokens, self.vocab)
         news = candidates.flatten(0, 1)[writer.clamp(min=0)]
         self.table = torch.where((writer >= 0)[:, None], news, self.table)
+
+
+def row_of(token: Tensor, vocab: int) -> Tensor:
+    """The row of a token in a table of vocab + 1; the last one for no token and for ids beyond."""
+    return torch.where((token < 0) | (token >= vocab), vocab, token)
+
+
+def last_writer(tokens: Tensor, vocab: int) -> Tensor:
+    """[vocab + 1]: where in tokens [B, n], flattened, each row's token last stands; -1 nowhere.
+
+    So a table can be written in one pass in which twins do not race.
+    """
+    rows = row_of(tokens, vocab).flatten()
+    place = torch.arange(len(rows), device=rows.device)
+    writer = torch.full((vocab + 1,), -1, device=rows.device)
+    writer = writer.scatter_reduce(0, rows, place, "amax")
+    return writer.masked_fill(torch.arange(vocab + 1, device=rows.device) == vocab, -1)
 
 
 def prepare(plan: Plan) -> Ready:
