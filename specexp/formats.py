@@ -61,6 +61,8 @@ def read(source: str | Path) -> Head:
         config = json.loads((folder / "config.json").read_text())
     except ValueError as e:
         raise UserError(f"{source}: config.json is not JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{source}: config.json holds no settings")
     file = _weights(folder, str(source))
     shapes = _shapes(file)
     names = {ours: name for name in shapes if (ours := _our_name(name))}

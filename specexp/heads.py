@@ -209,6 +209,10 @@ def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
     said = f"{head.source} are {head.kind} heads"
     if head.kind not in kinds:
         raise UserError(f"{said}; this drafter takes {' or '.join(kinds)}: name its own method")
+    if head.kind != "medusa":
+        for name in NEEDED:
+            if not isinstance(head.config.get(name), int):
+                raise UserError(f"{said}; config.json gives no whole number for {name}")
     for what, ours, theirs in _sizes(head, config):
         if ours != theirs:
             raise UserError(
@@ -225,6 +229,8 @@ def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
     with torch.device("meta"):
         wanted = {n: tuple(t.shape) for n, t in _build(head, config, None).state_dict().items()}
     found = {n: s for n, s in head.shapes.items() if n != EMBED}
+    if wanted.get("d2t") == (config.vocab_size,):
+        found.setdefault("d2t", wanted["d2t"])  # a full vocabulary needs no map
     for what, names in (("lacks", wanted.keys() - found), ("has unknown", found.keys() - wanted)):
         if names:
             raise UserError(f"{said}; the file {what} {', '.join(sorted(names)[:5])}")
@@ -234,6 +240,7 @@ def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
 
 
 EMBED = "embed_tokens.weight"
+NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 
 
 def _sizes(head: formats.Head, config: Any) -> Iterator[tuple[str, int, int]]:
@@ -294,7 +301,11 @@ def load(head: formats.Head, target: Any) -> Medusa | Eagle:
     made = _build(head, target.config.get_text_config(), target)
     tensors = head.tensors()
     own = tensors.pop(EMBED, None)
-    made.load_state_dict(tensors)
+    made.load_state_dict({n: t for n, t in made.state_dict().items() if n == "d2t"} | tensors)
+    if isinstance(made, Eagle) and made.shape.fused:
+        ids = made.draft_ids
+        if ids.min() < 0 or ids.max() >= made.shape.vocab or len(ids.unique()) < len(ids):
+            raise UserError(f"{head.source}: d2t names tokens outside the vocabulary, or one twice")
     for name, tensor in made.state_dict().items():
         if not torch.isfinite(tensor.float()).all():
             raise UserError(f"{head.source}: {name} holds NaN or infinite weights")

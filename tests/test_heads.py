@@ -131,6 +131,15 @@ def test_published_heads_are_read_bit_for_bit_and_generate(tmp_path, layout, fil
     assert rig.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
 
 
+def test_a_head_of_the_full_vocabulary_needs_no_map(tmp_path):
+    config, held = published("eagle-3")
+    held = {n: t for n, t in held.items() if n not in ("d2t", "t2d")}
+    held["lm_head.weight"] = torch.randn(V, E)
+    head = formats.read(put(tmp_path / "head", config | {"draft_vocab_size": V}, held))
+    check(head, module().config, "target", "eagle3")
+    assert load(head, module()).draft_ids.tolist() == list(range(V))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_read_back_the_same(tmp_path, kind):
     target, made = module(), heads(kind)
@@ -221,6 +230,7 @@ BAD = {
     "missing head": (bad("medusa", without=["1.1.weight"]), ("medusa",), "lacks 1.1.weight"),
     "extra": (bad("eagle-3", shapes={"odd": (2,)}), ("eagle3",), "has unknown odd"),
     "shape": (bad("eagle-3", shapes={"norm.weight": (7,)}), ("eagle3",), r"(7,) where (32,)"),
+    "no width": (bad("eagle-3", config={"hidden_size": None}), ("eagle3",), "for hidden_size"),
     "variant": (bad("speculators", config={"norm_before_fc": True}), ("eagle3",), "norm_before_fc"),
 }  # fmt: skip
 
@@ -255,6 +265,13 @@ def test_files_that_are_no_heads_are_refused(tmp_path, capsys):
         with pytest.raises(UserError, match=said):
             formats.read(folder)
     assert "never" not in capsys.readouterr().out
+    (tmp_path / "f" / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="holds no settings"):
+        formats.read(tmp_path / "f")
+    config3, held3 = published("eagle-3")
+    held3["d2t"][0] = 99
+    with pytest.raises(UserError, match="d2t names tokens outside"):
+        load(formats.read(put(tmp_path / "h", config3, held3)), module())
     held["0.1.weight"][0, 0] = float("nan")
     head = formats.read(put(tmp_path / "g", config, held))
     with pytest.raises(UserError, match=r"0.1.weight holds NaN"):
