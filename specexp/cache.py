@@ -8,6 +8,7 @@ must the accepted path be moved to the front (`keep`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from specexp.sequences import Sequences, Verdict
 
 
 class Slots(CacheLayerMixin):
-    """One layer: keys and values [B, H, S, d], written at `cache.slots` [B, n]."""
+    """One layer: keys and values [B, H, S, d], written at `cache.slots` [b, n] of `cache.rows`."""
 
     is_sliding = False
 
@@ -27,9 +28,10 @@ class Slots(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, H, _, d = key_states.shape
-        self.keys = key_states.new_zeros(B, H, self.cache.size, d)
-        self.values = value_states.new_zeros(B, H, self.cache.size, value_states.shape[-1])
+        B, S = self.cache.batch, self.cache.size
+        self.keys, self.values = (
+            x.new_zeros(B, x.shape[1], S, x.shape[-1]) for x in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(
@@ -37,13 +39,14 @@ class Slots(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        keys, values = (x[self.cache.rows, :, : self.cache.seen] for x in (self.keys, self.values))
         index = self.cache.slots[:, None, :, None]
-        self.keys.scatter_(2, index.expand_as(key_states), key_states)
-        self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys, self.values
+        keys.scatter_(2, index.expand_as(key_states), key_states)
+        values.scatter_(2, index.expand_as(value_states), value_states)
+        return keys, values
 
-    def keep(self, source: Tensor, slots: Tensor) -> None:
-        for buffer in (self.keys, self.values):
+    def keep(self, rows: slice, source: Tensor, slots: Tensor) -> None:
+        for buffer in (self.keys[rows], self.values[rows]):
             B, H, _, d = buffer.shape
             moved = buffer.gather(2, source[:, None, :, None].expand(B, H, -1, d))
             buffer.scatter_(2, slots[:, None, :, None].expand(B, H, -1, d), moved)
@@ -52,7 +55,7 @@ class Slots(CacheLayerMixin):
         return 0  # positions and mask are always given; nothing may be derived from a count
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.size, 0
+        return self.cache.seen, 0
 
     def get_max_length(self) -> int:
         return self.cache.size
@@ -61,10 +64,12 @@ class Slots(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """One static buffer of `size` slots a layer. Set `slots` [B, n] before each pass."""
+    """One static buffer of `batch` rows of `size` slots a layer. Set before each pass: `rows`, the
+    b rows it is about; `slots` [b, n], where it writes; `seen`, how many slots it may read."""
 
-    def __init__(self, layers: int, size: int) -> None:
-        self.size = size
+    def __init__(self, layers: int, batch: int, size: int) -> None:
+        self.batch, self.size, self.seen = batch, size, size
+        self.rows = slice(0, batch)
         self.slots: Tensor = torch.empty(0, 0, dtype=torch.int64)
         super().__init__(layers=[Slots(self) for _ in range(layers)])
 
@@ -75,4 +80,19 @@ class SlotCache(Cache):
         n = torch.arange(verdict.path.shape[1], device=root.device) <= verdict.n[:, None]
         source = torch.where(n, root + verdict.path, target)
         for layer in self.layers:
-            layer.keep(source, target)
+            layer.keep(seqs.rows, source, target)
+
+    def copy(self, source: int, target: int, slots: int) -> None:
+        """The first slots of one row to another."""
+        for buffer in self._buffers():
+            buffer[target, :, :slots] = buffer[source, :, :slots]
+
+    def clear(self, row: int) -> None:
+        """Forget a row, NaN included: a slot of weight 0 must hold a number."""
+        for buffer in self._buffers():
+            buffer[row] = 0
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for layer in self.layers:
+            if layer.is_initialized:
+                yield from (layer.keys, layer.values)

@@ -18,7 +18,7 @@ from specexp.drafters import Drafter
 from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.lm import LM
-from specexp.policy import Fixed, Policy
+from specexp.policy import Fixed, Load, Policy, Share
 from specexp.rules import Match, Rule
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -54,9 +54,10 @@ class Engine:
         still = Fixed(Tree.chain(0))
         return Engine(self.target, Null(), still, self.sampling, Match(), self.seed, self.eos)
 
+    @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
         """One round for every row; what the host will want to know of it, [B, 5 + N] int64."""
-        seqs = replace(seqs, by_round=self.rule.looks_ahead)  # the same tensors
+        seqs = replace(seqs, by_round=self.rule.looks_ahead)  # the same memory
         live = seqs.live
         draft = self.drafter.propose(seqs, tree, self.rng)  # guess
         seen = self.target.verify(seqs, draft, self.drafter.taps)  # one pass checks every guess
@@ -66,13 +67,27 @@ class Engine:
         self.drafter.observe(seqs, tree, verdict, seen)
         emitted = seqs.commit(draft, verdict)  # length grows: that is the roll back
         drafted = (draft.tokens[:, 1:] >= 0).sum(1)
-        faults = torch.stack([lm.fault for lm in self.models]).T
+        faults = torch.stack([lm.fault[seqs.rows] for lm in self.models]).T
         counts = torch.stack([live, drafted, verdict.n, emitted, seqs.live], 1)
         return torch.cat([counts, faults, draft.tokens[:, 1:]], 1)
 
     @property
     def models(self) -> tuple[LM, ...]:
         return (self.target, *self.drafter.models)
+
+    @torch.inference_mode()
+    def allocate(self, B: int, S: int) -> None:
+        """Room for B rows of S slots, in every cache. Raises UserError when there is too little."""
+        self.target.allocate(B, S)
+        self.drafter.allocate(B, S)
+
+    @torch.inference_mode()
+    def begin(self, seqs: Sequences) -> None:
+        """Allocate for a new batch and read its prompts."""
+        self.allocate(*seqs.tokens.shape)
+        known = int(seqs.length.max()) - 1
+        self.drafter.prefill(seqs, self.target.prefill(seqs, 0, known, self.drafter.taps))
+        self.drafter.catch_up(seqs, known)
 
     @torch.inference_mode()
     def generate(
@@ -99,14 +114,21 @@ class Engine:
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
         )  # fmt: skip
         begin = time.perf_counter()
-        self.drafter.prefill(seqs, self.target.prefill(seqs, self.drafter.taps))
+        self.begin(seqs)
         self._synchronize()
         trace = Trace(len(prompts), time.perf_counter() - begin)
         live = len(prompts) if max_new_tokens else 0
+        missed = 0  # tokens a row that were written without guesses
         while live:
-            tree = self.policy.choose(live).cut(max(0, self.drafter.context - longest))
+            load = Load(live, seqs.tokens.shape[1])
+            tree = self.policy.choose(load)[0].tree.cut(max(0, self.drafter.context - longest))
+            if len(tree) > 1 and missed:
+                self.drafter.catch_up(seqs, missed)
+            missed = 0 if len(tree) > 1 else missed + 1
             report = self.round(seqs, tree).tolist()
-            trace.rounds.append(self._read(report, tree, time.perf_counter() - begin))
+            made = self._read(report, tree, time.perf_counter() - begin)
+            self.policy.learn(load, (Share(live, tree),), made.steps, made.end_s - trace.end_s)
+            trace.rounds.append(made)
             live = sum(row[4] for row in report)
             longest += max(row[3] for row in report)
         lengths = seqs.length.tolist()
@@ -115,20 +137,28 @@ class Engine:
         )
 
     def _read(self, report: list[list[int]], tree: Tree, end_s: float) -> Round:
-        faults = slice(5, 5 + len(self.models))
         for i, row in enumerate(report):
-            for lm, bad in zip(self.models, row[faults], strict=True):
-                if bad and row[0]:
-                    raise NonFiniteLogits(
-                        f"{lm.name} produced NaN or infinite logits in row {i}; nothing drawn from "
-                        "them was kept: check its weights and dtype"
-                    )
-        steps = tuple(
-            Step(i, row[1], row[2], row[3], tuple(row[faults.stop :]))
+            if broken := self.broken(row):
+                raise NonFiniteLogits(
+                    f"{broken} produced NaN or infinite logits in row {i}; nothing drawn from "
+                    "them was kept: check its weights and dtype"
+                )
+        return Round(end_s, len(tree), tree.depth, self.steps(report))
+
+    def broken(self, row: list[int]) -> str | None:
+        """The model whose logits were no numbers in a live row of a report."""
+        faults = row[5 : 5 + len(self.models)]
+        names = (lm.name for lm, bad in zip(self.models, faults, strict=True) if bad and row[0])
+        return next(names, None)
+
+    def steps(self, report: list[list[int]]) -> tuple[Step, ...]:
+        """What a report says of the live rows."""
+        guesses = 5 + len(self.models)
+        return tuple(
+            Step(i, row[1], row[2], row[3], tuple(row[guesses:]))
             for i, row in enumerate(report)
             if row[0]
         )
-        return Round(end_s, len(tree), tree.depth, steps)
 
     def _synchronize(self) -> None:
         if self.target.device.type == "cuda":

@@ -24,7 +24,7 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import tree_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_PREFILL = 512  # tokens a prefill pass
+PREFILL = 512  # tokens a row in one prefill pass
 
 
 @dataclass
@@ -71,12 +71,13 @@ class LM:
                 f"the cache of {self.name} for batch {B} x {S} tokens needs {need / 2**30:.1f} GiB "
                 f"and {free / 2**30:.1f} GiB are free: use a smaller batch or fewer tokens"
             )
-        self.cache = SlotCache(self.config.num_hidden_layers, S)
+        self.cache = SlotCache(self.config.num_hidden_layers, B, S)
         self.fault = torch.zeros(B, dtype=torch.bool, device=self.device)
 
     @torch.inference_mode()
     def feed(
         self,
+        seqs: Sequences,
         tokens: Tensor,
         slots: Tensor,
         depth: Tensor,
@@ -84,50 +85,60 @@ class LM:
         taps: tuple[int, ...] = (),
         **inputs: Tensor,
     ) -> Forward:
-        """One pass over tokens [B, n] written at slots [B, n], at positions depth [B, n], reading
-        the slots where visible [B, n, S] is true. `taps`: hidden states wanted, 0 = embeddings;
-        `inputs`: whatever else the network reads."""
+        """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
+        depth [B, n], reading the slots where visible [B, n, S] is true. `taps`: hidden states
+        wanted, 0 = embeddings; `inputs`: whatever else the network reads."""
         wanted = bool(taps)
         out = self._run(
-            self.module, tokens, slots, depth, visible, output_hidden_states=wanted, **inputs
+            self.module, seqs, tokens, slots, depth, visible, output_hidden_states=wanted, **inputs
         )
         logits = out.logits[..., : self.vocab]
-        self.fault |= ~torch.isfinite(logits.amax(-1)).all(-1)
+        self.fault[seqs.rows] |= ~torch.isfinite(logits.amax(-1)).all(-1)
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return Forward(logits, hidden)
 
     @torch.inference_mode()
-    def prefill(self, seqs: Sequences, taps: tuple[int, ...] = ()) -> Tensor | None:
-        """Fill slots 0..length-2 of a fresh cache; hidden states [B, P, taps*E] if tapped.
+    def prefill(
+        self, seqs: Sequences, start: int, stop: int, taps: tuple[int, ...] = ()
+    ) -> Tensor | None:
+        """Fill the slots start..stop-1 with the text; hidden states [B, stop-start, taps*E] if
+        tapped.
 
-        Rows shorter than the longest write padding beyond their length: never read, overwritten.
+        Rows shorter than that write padding beyond their length: never read, overwritten.
         """
         B, S = seqs.tokens.shape
-        self.allocate(B, S)
-        known = int(seqs.length.max()) - 1
         slot = torch.arange(S, device=self.device)
         hidden = []
-        for start in range(0, known, _PREFILL):
-            at = slot[start : min(start + _PREFILL, known)].expand(B, -1)
-            visible = slot <= at[0, :, None]
-            out = self._run(
-                self.module.base_model,
-                seqs.tokens.gather(1, at),
-                at,
-                at,
-                visible[None].expand(B, -1, -1),
-                output_hidden_states=bool(taps),
-            )
+        for first in range(start, stop, PREFILL):
+            at = slot[first : min(first + PREFILL, stop)].expand(B, -1)
+            out = self._fill(seqs, at, output_hidden_states=bool(taps))
             if taps:
                 hidden.append(torch.cat([out.hidden_states[t] for t in taps], -1))
         return torch.cat(hidden, 1) if hidden else None
+
+    @torch.inference_mode()
+    def refill(self, seqs: Sequences, count: int) -> None:
+        """Feed the last `count` tokens before the root again, row by row where they are."""
+        root = seqs.length[:, None] - 1
+        back = torch.arange(-count, 0, device=self.device)
+        for first in range(0, count, PREFILL):
+            self._fill(seqs, (root + back[first : first + PREFILL]).clamp(min=0))
+
+    def follow(self, seqs: Sequences, count: int) -> Tensor:
+        """Feed the last `count` tokens, the root included; logits [B, 1, V] after the root."""
+        back = torch.arange(1 - count, 1, device=self.device)
+        slots = (seqs.length[:, None] - 1 + back).clamp(min=0)
+        visible = torch.arange(seqs.tokens.shape[1], device=slots.device) <= slots[:, :, None]
+        tokens = seqs.tokens.gather(1, slots)
+        return self.feed(seqs, tokens, slots, slots, visible).logits[:, -1:]
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
         """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
         root = seqs.length[:, None] - 1
         slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
         visible = tree_mask(root, seqs.tokens.shape[1], draft.nodes.ancestors)
-        return self.feed(draft.tokens.clamp(min=0), slots, root + draft.nodes.depth, visible, taps)
+        positions = root + draft.nodes.depth
+        return self.feed(seqs, draft.tokens.clamp(min=0), slots, positions, visible, taps)
 
     @torch.inference_mode()
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
@@ -135,11 +146,24 @@ class LM:
         assert self.cache is not None
         self.cache.keep(seqs, verdict)
 
+    def _fill(self, seqs: Sequences, slots: Tensor, **kwargs: Any) -> Any:
+        """A pass over the text at slots [B, n] that nobody wants logits of."""
+        visible = torch.arange(seqs.tokens.shape[1], device=slots.device) <= slots[:, :, None]
+        tokens = seqs.tokens.gather(1, slots)
+        return self._run(self.module.base_model, seqs, tokens, slots, slots, visible, **kwargs)
+
     def _run(
-        self, net: Any, tokens: Tensor, slots: Tensor, depth: Tensor, visible: Tensor, **kwargs: Any
+        self,
+        net: Any,
+        seqs: Sequences,
+        tokens: Tensor,
+        slots: Tensor,
+        depth: Tensor,
+        visible: Tensor,
+        **kwargs: Any,
     ) -> Any:
-        assert self.cache is not None, "prefill before the first pass"
-        self.cache.slots = slots
+        assert self.cache is not None, "allocate before the first pass"
+        self.cache.rows, self.cache.seen, self.cache.slots = seqs.rows, visible.shape[-1], slots
         blocked = torch.finfo(self.dtype).min
         mask = torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, blocked)[:, None]
         return net(

@@ -10,7 +10,7 @@ is no first round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,8 +48,9 @@ class Verdict:
 class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
-    A row is done when `length >= limit`. `commit` is the only method that changes anything.
-    `by_round`: the noise of a position is another in every round.
+    A row is done when `length >= limit`. `commit` and `write` are all that changes anything.
+    `by_round`: the noise of a position is another in every round. `first`: row 0 is the row of that
+    number in every cache and in whatever a drafter keeps a row (`window`).
     """
 
     tokens: Tensor
@@ -58,6 +59,18 @@ class Sequences:
     stream: Tensor
     eos: Tensor
     by_round: bool = False
+    first: int = 0
+
+    @classmethod
+    def empty(
+        cls, B: int, S: int, eos: Sequence[int] = (), device: torch.device | str = "cpu"
+    ) -> Sequences:
+        """B rows with room for S tokens and nothing to write in any."""
+        one = torch.ones(B, dtype=torch.int64, device=device)
+        return cls(
+            torch.zeros(B, S, dtype=torch.int64, device=device), one, one.clone(),
+            torch.zeros_like(one), torch.tensor(list(eos), dtype=torch.int64, device=device),
+        )  # fmt: skip
 
     @classmethod
     def of(
@@ -92,6 +105,24 @@ class Sequences:
             torch.tensor(list(rows), dtype=torch.int64, device=device),
             torch.tensor(list(eos), dtype=torch.int64, device=device),
         )
+
+    def window(self, first: int, count: int, S: int | None = None) -> Sequences:
+        """`count` rows from `first` on and their first S slots: the same memory, no copy."""
+        rows = slice(first, first + count)
+        return replace(
+            self, tokens=self.tokens[rows, :S], length=self.length[rows], limit=self.limit[rows],
+            stream=self.stream[rows], first=self.first + first,
+        )  # fmt: skip
+
+    def write(self, row: int, text: Sequence[int], limit: int, stream: int) -> None:
+        """Begin a row anew: its text so far, where it ends and the name of its noise."""
+        self.tokens[row, : len(text)] = torch.tensor(text, device=self.tokens.device)
+        self.length[row], self.limit[row], self.stream[row] = len(text), limit, stream
+
+    @property
+    def rows(self) -> slice:
+        """Where these rows are in tensors that hold a whole bank of them."""
+        return slice(self.first, self.first + len(self.tokens))
 
     @property
     def live(self) -> Tensor:

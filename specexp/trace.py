@@ -59,9 +59,14 @@ class Trace:
         return sum(s.emitted for s in self.steps())
 
     @property
+    def end_s(self) -> float:
+        """When the last round, or prefill, was over."""
+        return self.rounds[-1].end_s if self.rounds else self.prefill_s
+
+    @property
     def decode_s(self) -> float:
         """Seconds spent in rounds, prefill apart."""
-        return self.rounds[-1].end_s - self.prefill_s if self.rounds else 0.0
+        return self.end_s - self.prefill_s
 
     @property
     def ttft_s(self) -> float:

@@ -170,7 +170,7 @@ def explore(
     R = len(cases[0])
     prompts = [list(prompt) for case in cases for prompt in case]
     seqs = Sequences.of(prompts, max_new_tokens, slack=max(map(len, trees)), eos=engine.eos)
-    engine.drafter.prefill(seqs, engine.target.prefill(seqs, engine.drafter.taps))
+    engine.begin(seqs)
     begin = seqs.length.reshape(-1, R)
     case, weight = torch.arange(len(cases)), torch.ones(len(cases), dtype=torch.float64)
     state = _freeze(engine, seqs).unflatten(0, (-1, R))

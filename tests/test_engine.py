@@ -37,7 +37,7 @@ from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.heads import Eagle, EagleShape, Medusa
 from specexp.lm import LM
-from specexp.policy import Fixed
+from specexp.policy import Fixed, Share
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -111,9 +111,10 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return Null()
     if kind == "ngram":
         return NGram(2)
-    free = {"suffix": Suffix(V, 8), "recycle": Recycle(V, 4), "lookahead": Lookahead(V, 3, 4)}
-    if kind in free:
-        return free[kind]
+    if kind == "suffix":
+        return Suffix(V, 8)
+    if kind in ("recycle", "lookahead"):
+        return Recycle(target, 4) if kind == "recycle" else Lookahead(target, 3, 4)
     same = LM(target.module, "itself")
     if kind == "self":
         return DraftModel(same, law)
@@ -126,7 +127,7 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
     if kind == "crossed":
         return Crossed(draft, Tongues(Alphabet(0), Alphabet(5), V), law)
     guess = DraftModel(draft, law, chosen=kind == "chosen")
-    return Planted(0.7, target, guess, law, seed) if kind == "planted" else guess
+    return Planted(0.7, target, guess, law, seed, 4) if kind == "planted" else guess
 
 
 class Alphabet:
@@ -230,14 +231,54 @@ def test_a_draft_that_is_the_target_is_always_accepted_whole(gamma, rule, temper
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_row_of_a_batch_is_the_row_alone(kind, temperature):
-    rule = "match" if kind in ("recycle", "lookahead") else "reject"  # their tables are shared
-    made = engine(kind, "branching", rule, temperature=temperature)
+    made = engine(kind, "branching", "reject", temperature=temperature)
     together = made.generate(PROMPTS, NEW).tokens
     for row, prompt in enumerate(PROMPTS):
         assert made.generate([prompt], NEW, streams=[row]).tokens == [together[row]]
     order = [3, 0, 4, 2, 1]
     shuffled = made.generate([PROMPTS[i] for i in order], NEW, streams=order).tokens
     assert shuffled == [together[i] for i in order]
+
+
+@pytest.mark.parametrize("pattern", [(0, 0, 0, 3), (3, 0, 3, 1, 0, 0), (1, 0, 4, 0, 2)], ids=str)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_drafter_that_was_not_asked_for_a_while_loses_nothing(kind, pattern):
+    """What it guesses after rounds without guesses is what it would guess of the same text."""
+    made = engine(kind, "chain", "match", temperature=0.9)
+    made.policy = Alternating(pattern)
+    found = made.generate(PROMPTS, NEW)
+    assert found.tokens == made.plain().generate(PROMPTS, NEW).tokens
+    if kind in ("recycle", "lookahead"):
+        return  # they remember what was said, not the text
+    texts = [list(p) for p in PROMPTS]
+    told = [0] * len(PROMPTS)
+    for round_ in found.trace.rounds:
+        for step in round_.steps:
+            if step.guesses and round_.nodes > 1 and len(PROMPTS[step.row]) > 1:
+                fresh = engine(kind, "chain", "match", temperature=0.9)
+                seqs = Sequences.of([texts[step.row]], 8, slack=6, streams=[step.row])
+                if kind != "planted":
+                    fresh.begin(seqs)
+                    with torch.inference_mode():
+                        draft = fresh.drafter.propose(seqs, Tree.chain(round_.depth), fresh.rng)
+                    assert draft.tokens[0, 1:].tolist() == list(step.guesses)
+            new = found.tokens[step.row][told[step.row] :][: step.emitted]
+            texts[step.row] += new
+            told[step.row] += step.emitted
+
+
+class Alternating:
+    """Chains of these lengths in turn."""
+
+    def __init__(self, pattern):
+        self.pattern, self.round = pattern, -1
+        self.widest = max(pattern) + 1
+
+    def choose(self, load):
+        self.round += 1
+        return (Share(load.live, Tree.chain(self.pattern[self.round % len(self.pattern)])),)
+
+    def learn(self, load, plan, steps, seconds): ...
 
 
 def test_the_seed_and_the_stream_name_the_sample():
@@ -296,13 +337,14 @@ def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
     made = engine(kind, tree)
     shape = TREES[tree]
     seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
-    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
+    made.begin(seqs)
     while seqs.live.any():
         made.round(seqs, shape)
         for lm, upto in ((made.target, 1), (made.drafter.lm, 2)):
             fresh = LM(lm.module)
             with torch.inference_mode():
-                fresh.prefill(seqs)
+                fresh.allocate(*seqs.tokens.shape)
+                fresh.prefill(seqs, 0, int(seqs.length.max()) - 1)
             for layer, again in zip(lm.cache.layers, fresh.cache.layers, strict=True):
                 for row, length in enumerate(seqs.length.tolist()):
                     held = slice(0, length - upto)
@@ -333,7 +375,7 @@ def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
     made.drafter = Scripted()
     tree = rng.choice(list(TREES.values()))
     seqs = Sequences.of(PROMPTS, NEW, slack=tree.room)
-    made.target.prefill(seqs)
+    made.begin(seqs)
     with torch.inference_mode():
         while seqs.live.any():
             stale = torch.arange(seqs.tokens.shape[1]) >= seqs.length[:, None] - 1
@@ -426,7 +468,7 @@ def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperatur
     made = engine(kind, tree, rule, temperature=temperature)
     shape = TREES[tree]
     seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
-    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
+    made.begin(seqs)
     made.round(seqs, shape)
     with NoHostReads():
         made.round(seqs, shape)
@@ -465,7 +507,7 @@ def test_on_the_gpu_rounds_do_not_synchronise_and_texts_are_exact(kind, temperat
     made = Engine(target, drafter(kind, target, law), Fixed(Tree.chain(4)), law, Reject())
     assert certify(made, PROMPTS, NEW).bugs == 0
     seqs = Sequences.of(PROMPTS, NEW, slack=5, device="cuda")
-    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
+    made.begin(seqs)
     made.round(seqs, Tree.chain(4))
     torch.cuda.set_sync_debug_mode("error")
     try:

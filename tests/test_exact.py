@@ -14,7 +14,7 @@ from oracle import distance, explore, gap, plain, sampled, surprise, written
 from toys import Toy, texts, toy_engine
 
 from specexp.errors import UserError
-from specexp.policy import Fixed
+from specexp.policy import Fixed, Share
 from specexp.rules import Block, Match, Reject, Typical
 from specexp.rules import of as rules_of
 from specexp.sampling import Sampling
@@ -175,9 +175,12 @@ class Nosy:
         self.seqs = seqs
         self.prefill(seqs, hidden)
 
-    def choose(self, live):
+    def choose(self, load):
         last = int(self.seqs.root.sum() + self.seqs.length.sum())
-        return [Tree.chain(0), Tree.chain(1), Tree.branching(2)][(last + live) % 3]
+        trees = [Tree.chain(0), Tree.chain(1), Tree.branching(2)]
+        return (Share(load.live, trees[(last + load.live) % 3]),)
+
+    def learn(self, load, plan, steps, seconds): ...
 
 
 @rules

@@ -1,6 +1,7 @@
 """The drafters that need no training: what they must guess, written out slowly."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +24,21 @@ TREES = [Tree.chain(4), Tree.branching(2, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4)), T
 RNG = Sampling().rng(0)
 
 
+def of_vocabulary(V: int):
+    return SimpleNamespace(vocab=V, device=torch.device("cpu"))
+
+
 def made_by(kind: str, V: int):
-    return {"suffix": Suffix(V, 4), "recycle": Recycle(V, 3), "lookahead": Lookahead(V, 3, 4)}[kind]
+    target = of_vocabulary(V)
+    if kind == "suffix":
+        return Suffix(V, 4)
+    return Recycle(target, 3) if kind == "recycle" else Lookahead(target, 3, 4)
+
+
+def begun(drafter, seqs):
+    drafter.allocate(*seqs.tokens.shape)
+    drafter.prefill(seqs, None)
+    return drafter
 
 
 @pytest.mark.parametrize(
@@ -113,7 +127,7 @@ def test_recycle_offers_the_targets_last_candidates_breadth_first():
     made = engine("recycle", Tree.branching(2, 2))
     tree = Tree.branching(2, 2)
     seqs = Sequences.of(PROMPTS[:1], 20, slack=8)
-    made.drafter.prefill(seqs, made.target.prefill(seqs))
+    made.begin(seqs)
     table: dict[int, list[int]] = {}
     with torch.inference_mode():
         for _ in range(8):
@@ -134,10 +148,10 @@ def test_recycle_offers_the_targets_last_candidates_breadth_first():
 
 
 def test_recycle_begins_with_what_followed_in_the_prompts():
-    drafter = Recycle(10, 2)
     seqs = Sequences.of([[1, 2, 3, 1, 4, 1], [7, 8]], 4, slack=4)
-    drafter.prefill(seqs, None)
-    assert drafter.table[:, 0].tolist() == [-1, 4, 3, 1, 1, -1, -1, 8, -1, -1, -1]
+    drafter = begun(Recycle(of_vocabulary(10), 2), seqs)
+    found = drafter.table.read(slice(0, 2), torch.arange(10).expand(2, -1))[..., 0]
+    assert found.tolist() == [[-1, 4, 3, 1, 1, *[-1] * 5], [*[-1] * 7, 8, -1, -1]]
     assert drafter.propose(seqs, Tree.chain(2), RNG).tokens.tolist() == [[1, 4, 1], [8, -1, -1]]
 
 
@@ -148,10 +162,10 @@ def test_lookahead_solves_a_line_that_the_target_would_write():
     """Jacobi: a guess that stands right behind right guesses is right in the next round."""
     made = engine("lookahead", Tree.chain(4))
     seqs = Sequences.of([PROMPTS[1]], 24, slack=5)
-    made.drafter.prefill(seqs, made.target.prefill(seqs))
-    made.drafter.pool.fill_(-1)
-    made.drafter._learn = lambda keys, grams: None
+    made.begin(seqs)
+    made.drafter._learn = lambda *learned: None
     with torch.inference_mode():
+        made.drafter.pool.clear(slice(0, 1))
         draft = made.drafter.propose(seqs, Tree.chain(4), made.rng)
         seen = made.target.verify(seqs, draft)
         said = seen.logits[0].argmax(-1).tolist()
@@ -164,14 +178,17 @@ def test_lookahead_solves_a_line_that_the_target_would_write():
 
 
 def test_lookahead_remembers_ngrams_latest_first():
-    drafter = Lookahead(10, 3, 4)
     seqs = Sequences.of([[1, 2, 3, 1, 4, 5, 1, 2, 3, 1]], 8, slack=8)
-    drafter.prefill(seqs, None)
-    assert drafter.pool[1, 0].tolist() == [2, 3]
-    drafter._learn(torch.tensor([[1, 1]]), torch.tensor([[[6, 7], [8, 9]]]))
-    assert drafter.pool[1, :3].tolist() == [[8, 9], [2, 3], [-1, -1]]
-    drafter._learn(torch.tensor([[1]]), torch.tensor([[[2, 3]]]))
-    assert drafter.pool[1, :2].tolist() == [[8, 9], [2, 3]], "what is known is not put in twice"
+    drafter = begun(Lookahead(of_vocabulary(10), 3, 4), seqs)
+
+    def pool() -> list[list[int]]:
+        return drafter._grams(seqs, torch.tensor([[1]]))[0].tolist()
+
+    assert pool()[0] == [2, 3]
+    drafter._learn(seqs, torch.tensor([[1, 1]]), torch.tensor([[[6, 7], [8, 9]]]))
+    assert pool()[:3] == [[8, 9], [2, 3], [-1, -1]]
+    drafter._learn(seqs, torch.tensor([[1]]), torch.tensor([[[2, 3]]]))
+    assert pool()[:2] == [[8, 9], [2, 3]], "what is known is not put in twice"
     chain = drafter.propose(seqs, Tree.chain(4), RNG).tokens.tolist()
     assert chain[0][:3] == [1, 8, 9]
     tree = drafter.propose(seqs, Tree((-1, 0, 0, 1, 2)), RNG).tokens.tolist()

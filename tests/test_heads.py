@@ -332,7 +332,7 @@ def test_every_guess_of_every_round_is_the_one_defined(kind):
     net = made.drafter.heads if kind == "medusa" else made.drafter.net
     prompts = [p for p in PROMPTS if len(p) > 1]
     seqs = Sequences.of(prompts, 30, slack=4)
-    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
+    made.begin(seqs)
     kept = set()
     for _ in range(12):
         texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
@@ -375,7 +375,7 @@ def test_a_grown_tree_is_that_of_the_book_in_every_row_and_round(kind, shape):
     made = engine(kind, tree)
     prompts = [p for p in PROMPTS if len(p) > 1]
     seqs = Sequences.of(prompts, 20, slack=tree.room)
-    made.drafter.prefill(seqs, made.target.prefill(seqs, made.drafter.taps))
+    made.begin(seqs)
     drafts = []
     propose = made.drafter.propose
     made.drafter.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
@@ -440,7 +440,7 @@ def test_planted_guesses_are_right_as_often_as_dialled():
     for temperature in (0.0, 1.0):
         for alpha in (0.0, 0.6, 1.0):
             made = engine("model", Tree.chain(4), "match", temperature=temperature)
-            made.drafter = Planted(alpha, made.target, made.drafter, made.sampling, made.seed)
+            made.drafter = Planted(alpha, made.target, made.drafter, made.sampling, made.seed, 4)
             trace = made.generate(PROMPTS * 12, 40).trace
             tried = [(s.accepted, s.drafted) for s in trace.steps()]
             flips = sum(min(a + 1, d) for a, d in tried)
@@ -472,7 +472,7 @@ def test_a_token_the_draft_lacks_is_respelt_and_never_guessed():
     guesses = [g for s in trace.steps() for g in s.guesses]
     assert max(guesses) < V - 6
     assert any(t >= V - 6 for row in made.generate(PROMPTS * 4, 40).tokens for t in row)
-    text = made.drafter.text
+    text = made.drafter.texts
     for row in range(3):
         told = made.drafter.tongues.translated(PROMPTS[row])
         assert text.tokens[row, : len(told)].tolist() == told

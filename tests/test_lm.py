@@ -25,13 +25,18 @@ from specexp.tree import Tree
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))
 
 
+def filled(target: LM, seqs: Sequences, taps: tuple[int, ...] = ()):
+    target.allocate(*seqs.tokens.shape)
+    return target.prefill(seqs, 0, int(seqs.length.max()) - 1, taps)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_ragged_batch_of_trees_has_the_logits_of_each_path_alone(family):
     net = module(family)
     target = LM(net)
     seqs = Sequences.of(PROMPTS, 4, slack=len(TREE))
     guesses = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
-    target.prefill(seqs)
+    filled(target, seqs)
     seen = target.verify(seqs, seqs.draft(TREE.nodes("cpu"), guesses), taps=(0, 1))
     assert seen.hidden.shape == (len(PROMPTS), len(TREE), 2 * 32)
     for row, prompt in enumerate(PROMPTS):
@@ -49,10 +54,10 @@ def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
     target = LM(module())
     prompts = [list(range(30)), [3, 1, 2]]
     whole = Sequences.of(prompts, 4, slack=1)
-    target.prefill(whole)
+    filled(target, whole)
     keys = target.cache.layers[1].keys.clone()
-    monkeypatch.setattr(lms, "_PREFILL", 7)
-    states = target.prefill(whole, taps=(2,))
+    monkeypatch.setattr(lms, "PREFILL", 7)
+    states = filled(target, whole, taps=(2,))
     assert torch.allclose(target.cache.layers[1].keys, keys, atol=1e-12)
     assert states.shape == (2, 29, 32)
 
@@ -66,7 +71,7 @@ def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
 
 def test_bytes_per_token_are_those_of_the_cache():
     target = LM(module())
-    target.prefill(Sequences.of([[1, 2, 3]], 5, slack=2))
+    filled(target, Sequences.of([[1, 2, 3]], 5, slack=2))
     held = sum(b.numel() * b.itemsize for x in target.cache.layers for b in (x.keys, x.values))
     assert target.kv_bytes_per_token * 10 == held
 

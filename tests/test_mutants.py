@@ -435,8 +435,8 @@ MUTANTS = [
     # What is remembered
     Mutant("cache off by one", *verify, {"slots = root + torch": "slots = root + 1 + torch"},
            "law_on_chains"),
-    Mutant("prefill of one token too few", LM, "prefill",
-           {"known = int(seqs.length.max()) - 1": "known = int(seqs.length.max()) - 2"},
+    Mutant("prefill of one token too few", Engine, "begin",
+           {"known = int(seqs.length.max()) - 1": "known = max(0, int(seqs.length.max()) - 2)"},
            "law_on_chains"),
     Mutant("accepted path left where it was", *round_, {"if not tree.is_chain:": "if False:"},
            "law_on_trees"),
@@ -446,8 +446,8 @@ MUTANTS = [
            {"<= verdict.n": "< verdict.n"}, "law_on_trees"),
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
            {"if not tree.is_chain:": "if False:"}, "speed"),
-    Mutant("catch-up of one token", DraftModel, "_catch_up",
-           {"- 2 + torch.arange(2": "- 1 + 0 * torch.arange(2"}, "speed"),
+    Mutant("only the root is fed again", DraftModel, "propose",
+           {"self.lm.follow(seqs, 2)": "self.lm.follow(seqs, 1)"}, "speed"),
     # From logits to a law
     Mutant("top-p keeps one token too few", *law,
            {"ranked.cumsum(-1) - ranked >= self.top_p": "ranked.cumsum(-1) > self.top_p"},
@@ -497,7 +497,7 @@ MUTANTS = [
             "torch.stack([self.categorical(w, keys + i, TOKEN) for i in range(k)], -1)"},
            "addresses"),
     # What is reported
-    Mutant("done rows counted", Engine, "_read", {"if row[0]\n": "\n"}, "counts"),
+    Mutant("done rows counted", Engine, "steps", {"if row[0]\n": "\n"}, "counts"),
     Mutant("bonus not counted", Acceptance, "of", {"s.accepted + 1": "s.accepted"}, "counts"),
     Mutant("emitted before the cut", *commit, {"return emitted": "return verdict.n + 1"}, "counts"),
 ]  # fmt: skip

@@ -18,11 +18,11 @@ from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.null import Null
 from specexp.engine import Engine
-from specexp.lm import LM, Forward
+from specexp.lm import LM
 from specexp.policy import Fixed
 from specexp.rules import Rule
 from specexp.sampling import Rng, Sampling, mix
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 POISON = -7  # what fills every slot that no pass may read
@@ -103,27 +103,20 @@ class Toy:
         return [int(w) for w in self.weights(self.pair(at, tokens).sum(), at[-1], tokens[-1])]
 
 
-class Scripted:
+class Scripted(Drafter):
     """Guesses chosen anyhow: a hash of the text and the node; twins among siblings, -1 here and
     there. The hardest drafter for a rule that does not know q."""
 
     name = "scripted"
-    taps: tuple[int, ...] = ()
-    models: tuple[LM, ...] = ()
-    context = 1 << 30
 
     def __init__(self, V: int) -> None:
         self.V = V
-
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None: ...
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         known = torch.arange(seqs.tokens.shape[1]) < seqs.length[:, None]
         text = (Toy.pair(torch.arange(seqs.tokens.shape[1]), seqs.tokens) * known).sum(1)
         guesses = mix(text[:, None] + torch.arange(1, len(tree))) % (self.V + 1) - 1
         return seqs.draft(tree.nodes("cpu"), guesses)
-
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None: ...
 
 
 def toy_engine(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -27,29 +28,40 @@ def methods() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-class Drafter(Protocol):
-    """What the engine asks of a drafter.
+class Drafter(ABC):
+    """What the engine asks of a drafter. All but `propose` may be left as it is here.
 
     `taps`: hidden states of the target it wants to see. `models`: the models it runs. `context`:
-    the longest text it can draft for; past it the engine drafts less.
+    the longest text it can draft for; past it the engine drafts less. `state`: what it keeps for
+    every row [B, ...] between rounds, besides the caches of its models; `seqs.rows` says which of
+    them a call is about.
     """
 
     name: str
-    taps: tuple[int, ...]
-    models: tuple[LM, ...]
-    context: int
+    taps: tuple[int, ...] = ()
+    models: tuple[LM, ...] = ()
+    context: int = 1 << 30
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def allocate(self, B: int, S: int) -> None:
+        """Room for B rows of S slots, all empty."""
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        """A new batch begins; hidden [B, P, taps*E] are the target's states over the prompts."""
-        ...
+        """These rows begin; hidden [B, P, taps*E] are the target's states over the prompts. Runs
+        no model: `catch_up` does."""
 
+    def catch_up(self, seqs: Sequences, missed: int) -> None:
+        """The last `missed` tokens before the root, or fewer, were written without guesses."""
+
+    @abstractmethod
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """Guess the nodes of `tree`."""
-        ...
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """The verdict on the last draft, before it is committed."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexp.drafters import Plan, Ready
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.lm import LM, Forward, load, read_config, read_tokenizer
@@ -56,9 +56,7 @@ def _plain(token: str) -> str:
     return token.replace("\u2581", "\u0120")
 
 
-class Crossed:
-    taps: tuple[int, ...] = ()
-
+class Crossed(Drafter):
     def __init__(self, lm: LM, tongues: Tongues, sampling: Sampling) -> None:
         self.lm, self.tongues, self.sampling = lm, tongues, sampling
         self.name = f"{lm.name} (crossed)"
@@ -67,43 +65,58 @@ class Crossed:
         self.spelling = tongues.spelling.to(lm.device)
         self.common = tongues.common.to(lm.device)
 
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        lengths = seqs.length.tolist()
-        rows = [row[:n] for row, n in zip(seqs.tokens.tolist(), lengths, strict=True)]
-        new = seqs.tokens.shape[1] - min(lengths)
-        self.text = Sequences.of(
-            [self.tongues.translated(row) for row in rows],
-            new * self.spelling.shape[1],
-            slack=new + 1,
-            device=seqs.tokens.device,
-        )
-        self.told, self.most = seqs.length.clone(), 1
-        self.lm.prefill(self.text)
+    def allocate(self, B: int, S: int) -> None:
+        """A text of the draft's may be twice as long; beyond that its guesses are worth nothing."""
+        self.longest, self.most = 2 * S, 1
+        self.texts = Sequences.empty(B, 3 * S, device=self.lm.device)
+        self.told = torch.ones(B, dtype=torch.int64, device=self.lm.device)
+        self.lm.allocate(B, 3 * S)
 
-    def _listen(self, seqs: Sequences) -> None:
-        """Respell what was committed since the last draft: at most `most` tokens a row."""
-        at = self.told[:, None] + torch.arange(self.most, device=self.told.device)
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return (self.texts.tokens, self.texts.length, self.told)
+
+    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
+        for row, (tokens, length) in enumerate(
+            zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
+        ):
+            text = self.tongues.translated(tokens[:length])[: self.longest]
+            self.texts.write(seqs.first + row, text, limit=0, stream=0)
+        self.told[seqs.rows] = seqs.length
+
+    def catch_up(self, seqs: Sequences, missed: int) -> None:
+        text = self._listen(seqs)
+        pieces = (missed + 1) * self.spelling.shape[1]
+        self.lm.refill(text, min(pieces, int(text.length.max())))
+
+    def _listen(self, seqs: Sequences) -> Sequences:
+        """Respell what was committed since the last round: at most `most` tokens a row."""
+        text, told = self.texts.window(seqs.first, len(seqs.tokens)), self.told[seqs.rows]
+        at = told[:, None] + torch.arange(self.most, device=told.device)
         new = seqs.tokens.gather(1, at.clamp(max=seqs.tokens.shape[1] - 1))
         pieces = torch.where((at < seqs.length[:, None])[..., None], self.spelling[new], -1)
         pieces = pieces.flatten(1)
         said = pieces >= 0
-        end = self.text.tokens.shape[1] - 1  # a slot that no text reaches takes the padding
-        slot = torch.where(said, self.text.length[:, None] + said.cumsum(1) - 1, end)
-        self.text.tokens.scatter_(1, slot, pieces.clamp(min=0))
-        self.text.length += said.sum(1)
-        self.told = seqs.length.clone()
+        end = text.tokens.shape[1] - 1  # a slot that no text reaches takes the padding
+        slot = torch.where(said, text.length[:, None] + said.cumsum(1) - 1, end)
+        text.tokens.scatter_(1, slot, pieces.clamp(min=0))
+        text.length += said.sum(1)
+        text.length.clamp_(max=self.longest)
+        told.copy_(seqs.length)
+        return text
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        self._listen(seqs)
-        self.most = tree.depth + 1
-        root, S = self.text.length[:, None] - 1, self.text.tokens.shape[1]
+        text = self._listen(seqs)
+        self.most = max(self.most, tree.depth + 1)
+        root, S = text.length[:, None] - 1, text.tokens.shape[1]
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
-                logits = self._catch_up()
+                # the deepest guess of the draft before, and the pieces of its bonus
+                logits = self.lm.follow(text, self.spelling.shape[1] + 1)
             else:
                 tokens = self.common[level.tokens].clamp(min=0)
-                logits = self.lm.feed(tokens, *level.placed(root, S)).logits
+                logits = self.lm.feed(text, tokens, *level.placed(root, S)).logits
             here = logits[..., self.common.clamp(min=0)]
             return here.masked_fill(self.common < 0, -torch.inf)
 
@@ -112,19 +125,11 @@ class Crossed:
         self.place = grown.place
         return grown.draft
 
-    def _catch_up(self) -> Tensor:
-        """Feed what the cache may lack: the deepest guess and the pieces of the bonus token."""
-        window = self.spelling.shape[1] + 1
-        back = torch.arange(window, device=self.text.length.device) - window
-        slots = (self.text.length[:, None] + back).clamp(min=0)
-        visible = torch.arange(self.text.tokens.shape[1], device=slots.device) <= slots[:, :, None]
-        fed = self.lm.feed(self.text.tokens.gather(1, slots), slots, slots, visible)
-        return fed.logits[:, -1:]
-
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         if not tree.is_chain:
             place = self.place.expand(len(verdict.path), -1)
-            self.lm.keep(self.text, replace(verdict, path=place.gather(1, verdict.path)))
+            text = self.texts.window(seqs.first, len(seqs.tokens))
+            self.lm.keep(text, replace(verdict, path=place.gather(1, verdict.path)))
 
 
 def prepare(plan: Plan) -> Ready:

@@ -14,19 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specexp.drafters import Plan, Ready
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.lm import LM, Forward
+from specexp.lm import LM
 from specexp.sampling import Rng, Sampling
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 
-class EarlyExit:
+class EarlyExit(Drafter):
     """The first `layers` layers of the target; drawn or chosen as by a draft model."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, target: LM, layers: int, sampling: Sampling) -> None:
         self.name = f"first {layers} layers of {target.name}"
@@ -35,7 +33,7 @@ class EarlyExit:
         self.models: tuple[LM, ...] = (self.lm,)
         self.context = target.context
 
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
+    def allocate(self, B: int, S: int) -> None:
         self.lm.cache = self.target.cache
         self.lm.fault = torch.zeros_like(self.target.fault)
 
@@ -43,13 +41,11 @@ class EarlyExit:
         root = seqs.length[:, None] - 1
 
         def step(level: Level) -> Tensor:
-            return self.lm.feed(level.tokens, *level.placed(root, seqs.tokens.shape[1])).logits
+            placed = level.placed(root, seqs.tokens.shape[1])
+            return self.lm.feed(seqs, level.tokens, *placed).logits
 
         drawn = rng if self.sampling.temperature > 0 else None
         return grow(seqs, tree, step, self.sampling, drawn).draft
-
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        pass
 
 
 def lower(module: Any, layers: int) -> Any:

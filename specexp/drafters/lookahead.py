@@ -5,7 +5,7 @@ deepest branch of every draft carries a line of guesses for the next places; ver
 target's own next token after each, which is the next, better line. What lines said in passing, n
 tokens in a row, goes into a pool by its first token; the root's latest n-gram is tried at the head
 of the line, others on the other branches. Unlike the paper's, the line is not an extra window
-beside the draft but part of it, and costs no more than it; the pool is shared by the batch.
+beside the draft but part of it, and costs no more than it. Every stream has a pool of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specexp.drafters import Plan, Ready
-from specexp.drafters.recycle import last_writer, row_of
+from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters.recycle import Table
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
 from specexp.sampling import Rng
@@ -26,36 +26,40 @@ from specexp.tree import Tree
 POOL = 8  # n-grams kept for each first token, the latest first
 
 
-class Lookahead:
+class Lookahead(Drafter):
     name = "lookahead"
-    taps: tuple[int, ...] = ()
-    models: tuple[LM, ...] = ()
-    context = 1 << 30
 
-    def __init__(self, vocab: int, n: int, depth: int) -> None:
-        self.vocab, self.n, self.depth = vocab, n, depth
+    def __init__(self, target: LM, n: int, depth: int) -> None:
+        self.vocab, self.device, self.n, self.depth = target.vocab, target.device, n, depth
+
+    def allocate(self, B: int, S: int) -> None:
+        self.pool = Table(B, self.vocab, (POOL, self.n - 1), self.device)
+        self.lines = torch.zeros(B, self.depth, dtype=torch.int64, device=self.device)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return (*self.pool.state, self.lines)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        """The line begins with the root's token over and over, the pool with the prompts."""
-        device = seqs.tokens.device
-        shape = (self.vocab + 1, POOL, self.n - 1)
-        self.pool = torch.full(shape, -1, device=device)  # the last row: no token
-        self.line = seqs.root.expand(-1, self.depth).clamp(max=self.vocab - 1)
-        place = torch.arange(seqs.tokens.shape[1], device=device)
+        """The line begins with the root's token over and over, the pool with the prompt."""
+        self.pool.clear(seqs.rows)
+        self.lines[seqs.rows] = seqs.root.clamp(max=self.vocab - 1)
+        place = torch.arange(seqs.tokens.shape[1], device=self.device)
         known = place + self.n <= seqs.length[:, None]
         grams = torch.stack([seqs.tokens.roll(-i, 1) for i in range(1, self.n)], -1)
-        self._learn(torch.where(known, seqs.tokens, -1), grams)
+        self._learn(seqs, torch.where(known, seqs.tokens, -1), grams)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         nodes = tree.nodes(seqs.tokens.device)
         on_line, self.branch = _deepest_branch(tree, seqs.tokens.device)
-        latest = self._grams(seqs.root)[:, 0]
-        head = torch.where(latest[:, -1:] >= 0, latest, self.line[:, : self.n - 1])
-        line = torch.cat([head, self.line[:, self.n - 1 :]], 1)
+        old = self.lines[seqs.rows]
+        latest = self._grams(seqs, seqs.root)[:, 0]
+        head = torch.where(latest[:, -1:] >= 0, latest, old[:, : self.n - 1])
+        line = torch.cat([head, old[:, self.n - 1 :]], 1)
         tokens = [seqs.root]
         tails: list[Tensor] = [latest[:, :0]]  # of a node: what is left of its n-gram
         for parent in range(len(tree)):
-            found, tail = self._grams(tokens[parent]), tails[parent]
+            found, tail = self._grams(seqs, tokens[parent]), tails[parent]
             used = int(parent == 0)  # the root's latest is at the head of the line
             for _ in range(tree.parents.count(parent)):
                 if len(tokens) in on_line:
@@ -71,9 +75,10 @@ class Lookahead:
         self.fed = torch.cat(tokens, 1)
         return seqs.draft(nodes, self.fed[:, 1:])
 
-    def _grams(self, token: Tensor) -> Tensor:
+    def _grams(self, seqs: Sequences, token: Tensor) -> Tensor:
         """[B, POOL, n - 1]: what followed token [B, 1], the latest first; -1 where nothing did."""
-        return self.pool[row_of(token, self.vocab)[:, 0]]
+        found = self.pool.read(seqs.rows, token)[:, 0]
+        return torch.where(found < self.vocab, found, -1)
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """The target's answers along the deepest branch: they refine the line and feed the pool."""
@@ -81,20 +86,19 @@ class Lookahead:
         read = self.fed[:, self.branch]
         d = said.shape[1] - 1
         ahead = verdict.n[:, None] + 1 + torch.arange(self.depth, device=said.device)
-        self.line = said.gather(1, ahead.clamp(max=d))
+        self.lines[seqs.rows] = said.gather(1, ahead.clamp(max=d))
         if d >= self.n - 1:
             keys = read[:, : d - self.n + 2]
             grams = torch.stack([said[:, i : i + keys.shape[1]] for i in range(self.n - 1)], -1)
-            self._learn(keys, grams)
+            self._learn(seqs, keys, grams)
 
-    def _learn(self, keys: Tensor, grams: Tensor) -> None:
+    def _learn(self, seqs: Sequences, keys: Tensor, grams: Tensor) -> None:
         """Put grams [B, m, n - 1] first in the pool of keys [B, m]; of twins the last counts."""
-        writer = last_writer(keys, self.vocab)
-        news = grams.flatten(0, 1)[writer.clamp(min=0)][:, None]
-        known = (self.pool == news).all(-1).any(1)
-        shifted = torch.cat([news, self.pool[:, :-1]], 1)
-        write = (writer >= 0) & ~known
-        self.pool = torch.where(write[:, None, None], shifted, self.pool)
+        old = self.pool.read(seqs.rows, keys)  # [B, m, POOL, n - 1]
+        news = grams[:, :, None]
+        known = (old == news).all(-1).any(-1)[..., None, None]
+        shifted = torch.cat([news, old[:, :, :-1]], 2)
+        self.pool.write(seqs.rows, keys, torch.where(known, old, shifted))
 
 
 @lru_cache(maxsize=64)
@@ -114,4 +118,4 @@ def prepare(plan: Plan) -> Ready:
             f"drafter lookahead:{n} needs drafts of {n - 1} or more: use gamma {n - 1} or more, or "
             f"lookahead:{plan.tree.depth + 1}"
         )
-    return Ready(lambda target: Lookahead(target.vocab, n, max(1, plan.tree.depth)))
+    return Ready(lambda target: Lookahead(target, n, max(1, plan.tree.depth)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp.drafters import Plan, Ready
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.formats import read
 from specexp.growth import Level, grow
@@ -21,27 +21,32 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
 
-class MedusaHeads:
+class MedusaHeads(Drafter):
     name = "medusa"
-    models: tuple[LM, ...] = ()
 
     def __init__(self, heads: Medusa, target: LM, sampling: Sampling) -> None:
         self.heads, self.sampling, self.vocab = heads, sampling, target.vocab
         self.taps: tuple[int, ...] = (target.config.num_hidden_layers,)
         self.context = target.context
-        self.width, self.dtype = target.config.hidden_size, target.dtype
+        self.width, self.dtype, self.device = target.config.hidden_size, target.dtype, target.device
+
+    def allocate(self, B: int, S: int) -> None:
+        self.last = torch.zeros(B, 1, self.width, dtype=self.dtype, device=self.device)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return (self.last,)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         """Keep the state before the root; a prompt of one token has none: it is guessed blindly."""
-        B, device = len(seqs.tokens), seqs.tokens.device
-        self.state = torch.zeros(B, 1, self.width, dtype=self.dtype, device=device)
+        self.last[seqs.rows] = 0
         if hidden is not None:
             last = (seqs.length - 2)[:, None, None]
             found = hidden.gather(1, last.clamp(min=0).expand(-1, -1, self.width))
-            self.state = torch.where(last >= 0, found, self.state)
+            self.last[seqs.rows] = torch.where(last >= 0, found, 0)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        logits = self.heads(self.state)[..., : self.vocab]  # [heads, B, 1, V]
+        logits = self.heads(self.last[seqs.rows])[..., : self.vocab]  # [heads, B, 1, V]
 
         def step(level: Level) -> Tensor:
             return logits[level.depth].expand(-1, level.tokens.shape[1], -1)
@@ -52,7 +57,7 @@ class MedusaHeads:
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
         last = verdict.path.gather(1, verdict.n[:, None])[..., None]
-        self.state = seen.hidden.gather(1, last.expand(-1, -1, self.width))
+        self.last[seqs.rows] = seen.hidden.gather(1, last.expand(-1, -1, self.width))
 
 
 def prepare(plan: Plan) -> Ready:

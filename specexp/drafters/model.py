@@ -1,7 +1,8 @@
 """Guess with a smaller causal LM (Leviathan et al. 2022; Chen et al. 2023).
 
 The first pass of a round always feeds the last two committed tokens and the deepest level is never
-fed: whether or not the whole last draft was accepted, nothing is missing from the cache.
+fed: whether or not the whole last draft was accepted, nothing is missing from the cache. Text that
+was written while nobody asked for guesses is fed first (`catch_up`), and so is the prompt.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from specexp.drafters import Plan, Ready
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.lm import LM, Forward, load, read_config, read_tokenizer
@@ -22,11 +22,9 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Children are drawn from the draft's law under `sampling`, or, at temperature 0 or when
     `chosen`, are its most likely tokens."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, lm: LM, sampling: Sampling, chosen: bool = False) -> None:
         self.lm, self.sampling = lm, sampling
@@ -35,27 +33,24 @@ class DraftModel:
         self.models: tuple[LM, ...] = (lm,)
         self.context = lm.context
 
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        self.lm.prefill(seqs)
+    def allocate(self, B: int, S: int) -> None:
+        self.lm.allocate(B, S)
+
+    def catch_up(self, seqs: Sequences, missed: int) -> None:
+        self.lm.refill(seqs, missed + 1)  # and the deepest guess of the draft before
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         root = seqs.length[:, None] - 1
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
-                return self._catch_up(seqs)
-            return self.lm.feed(level.tokens, *level.placed(root, seqs.tokens.shape[1])).logits
+                return self.lm.follow(seqs, 2)
+            placed = level.placed(root, seqs.tokens.shape[1])
+            return self.lm.feed(seqs, level.tokens, *placed).logits
 
         grown = grow(seqs, tree, step, self.sampling, None if self.chosen else rng)
         self.place = grown.place
         return grown.draft
-
-    def _catch_up(self, seqs: Sequences) -> Tensor:
-        """Feed the last two committed tokens; logits [B, 1, V] after the last."""
-        slots = (seqs.length[:, None] - 2 + torch.arange(2, device=seqs.tokens.device)).clamp(min=0)
-        visible = torch.arange(seqs.tokens.shape[1], device=slots.device) <= slots[:, :, None]
-        fed = self.lm.feed(seqs.tokens.gather(1, slots), slots, slots, visible)
-        return fed.logits[:, 1:]
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         if not tree.is_chain:

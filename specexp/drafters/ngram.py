@@ -13,27 +13,20 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from specexp.drafters import Plan, Ready
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
-from specexp.lm import LM, Forward
 from specexp.sampling import Rng
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 
-class NGram:
+class NGram(Drafter):
     name = "ngram"
-    taps: tuple[int, ...] = ()
-    models: tuple[LM, ...] = ()
-    context = 1 << 30
 
     def __init__(self, n: int = 3) -> None:
         if n < 1:
             raise UserError(f"ngram n is {n}; look up at least 1 token")
         self.n = n
-
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        pass
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """Each leaf of the tree, in order, follows the next best occurrence; -1 where none is."""
@@ -64,9 +57,6 @@ class NGram:
         score = torch.where((end < last) & (matched > 0), matched * S + end, -1)
         best = score.topk(min(count, S), dim=1)
         return best.indices, best.values >= 0
-
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        pass
 
 
 @lru_cache(maxsize=64)

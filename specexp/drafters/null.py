@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from specexp.drafters import Plan, Ready
-from specexp.lm import LM, Forward
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.sampling import Rng
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 
-class Null:
+class Null(Drafter):
     name = "null"
-    taps: tuple[int, ...] = ()
-    models: tuple[LM, ...] = ()
     context = 0
-
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        pass
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         return seqs.draft(Tree.chain(0).nodes(seqs.tokens.device))
-
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        pass
 
 
 def prepare(plan: Plan) -> Ready:

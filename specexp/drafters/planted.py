@@ -26,30 +26,41 @@ from specexp.tree import Tree
 _COINS = Noise(7)  # which places are foretold rightly: a function of prompt, row and position
 
 
-class Planted:
-    taps: tuple[int, ...] = ()
-
+class Planted(Drafter):
     def __init__(
-        self, alpha: float, target: LM, worker: Drafter, sampling: Sampling, seed: int
+        self, alpha: float, target: LM, worker: Drafter, sampling: Sampling, seed: int, depth: int
     ) -> None:
         self.name = f"planted {alpha:g}"
-        self.alpha, self.target, self.worker = alpha, target, worker
+        self.alpha, self.target, self.worker, self.depth = alpha, target, worker, depth
         self.sampling, self.rng = sampling, sampling.rng(seed)
         self.models, self.context = worker.models, worker.context
+
+    def allocate(self, B: int, S: int) -> None:
+        self.worker.allocate(B, S)
+        self.future = torch.zeros(B, S, dtype=torch.int64, device=self.target.device)
+        self.salt = torch.zeros(B, 1, dtype=torch.int64, device=self.target.device)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return (self.future, self.salt, *self.worker.state)
+
+    def catch_up(self, seqs: Sequences, missed: int) -> None:
+        self.worker.catch_up(seqs, missed)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         self.worker.prefill(seqs, hidden)
         told = replace(seqs, **{f: getattr(seqs, f).clone() for f in ("tokens", "length", "limit")})
         place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
         prompt = torch.where(place < seqs.length[:, None], mix(mix(place) + seqs.tokens), 0)
-        self.salt = prompt.sum(1, keepdim=True)
-        told.limit += seqs.tokens.shape[1] - int(seqs.limit.max()) - 1  # guesses go past it
+        self.salt[seqs.rows] = prompt.sum(1, keepdim=True)
+        told.limit += self.depth  # guesses go past it
+        told.limit.clamp_(max=seqs.tokens.shape[1] - 1)
         root, match = Tree.chain(0).nodes(told.tokens.device), Match()
         for _ in range(int((told.limit - told.length).max())):
             draft = told.draft(root)
             law = self.sampling.law(self.target.verify(told, draft).logits)
             told.commit(draft, match(draft, law, self.rng))
-        self.future = told.tokens
+        self.future[seqs.rows, : told.tokens.shape[1]] = told.tokens
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The first child of a node foretells; its siblings guess wrongly."""
@@ -61,9 +72,10 @@ class Planted:
         place = (seqs.length[:, None] - 1 + depth).clamp(max=seqs.tokens.shape[1] - 1)
         rank = torch.arange(1, len(tree), device=place.device) - nodes.children[0, parent, 0]
         odds = torch.full(place.shape, self.alpha, device=place.device)
-        right = _COINS.bernoulli(odds, mix(seqs.keys(depth) + self.salt), 0) & (rank == 0)
+        salt, future = self.salt[seqs.rows], self.future[seqs.rows]
+        right = _COINS.bernoulli(odds, mix(seqs.keys(depth) + salt), 0) & (rank == 0)
         miss = (1 + rank) * ~right
-        return seqs.draft(nodes, (self.future.gather(1, place) + miss) % self.target.vocab)
+        return seqs.draft(nodes, (future.gather(1, place) + miss) % self.target.vocab)
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         self.worker.observe(seqs, tree, verdict, seen)
@@ -85,6 +97,6 @@ def prepare(plan: Plan) -> Ready:
 
     def make(target: LM) -> Planted:
         worker = ready.make(target)
-        return Planted(alpha, target, worker, plan.sampling, plan.seed)
+        return Planted(alpha, target, worker, plan.sampling, plan.seed, plan.tree.depth)
 
     return Ready(make)

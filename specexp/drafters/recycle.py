@@ -1,10 +1,9 @@
 """Guess what the target itself thought likely the last time it read this token.
 
 (Token Recycling: Luo et al. 2024, arXiv 2408.08696.) Every verified node leaves the target's k
-likeliest next tokens in a table, one row a token; a draft reads the table breadth-first, the r-th
-child of a node being the r-th candidate after its token. The table is shared by the batch, so which
-guesses are made, though never the law of the text, depends on the other rows. It begins with what
-followed each token in the prompts.
+likeliest next tokens in a table, one place a token; a draft reads the table breadth-first, the r-th
+child of a node being the r-th candidate after its token. Every stream has a table of its own, which
+begins with what followed each token in the prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp.drafters import Plan, Ready
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
 from specexp.sampling import Rng
@@ -20,61 +19,91 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
 
-class Recycle:
-    name = "recycle"
-    taps: tuple[int, ...] = ()
-    models: tuple[LM, ...] = ()
-    context = 1 << 30
+class Table:
+    """What was last noted of a token, for B streams: [..., *shape], filled with -1.
 
-    def __init__(self, vocab: int, k: int = 8) -> None:
-        self.vocab, self.k = vocab, min(k, vocab)
+    A stream has `places` places at most: where there are more tokens than that, those that are
+    equal modulo it share one, and the last one noted has it.
+    """
+
+    def __init__(
+        self, B: int, vocab: int, shape: tuple[int, ...], device: torch.device, places: int = 4096
+    ) -> None:
+        self.places = min(vocab, places)
+        # the last place is for what is no token
+        self.owner = torch.full((B, self.places + 1), -1, device=device)
+        self.notes = torch.full((B, self.places + 1, *shape), -1, device=device)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return (self.owner, self.notes)
+
+    def clear(self, rows: slice) -> None:
+        for part in self.state:
+            part[rows] = -1
+
+    def read(self, rows: slice, tokens: Tensor) -> Tensor:
+        """What is noted of tokens [b, n]: [b, n, *shape], -1 where nothing is."""
+        place = self._place(tokens)
+        known = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
+        found = _gather(self.notes[rows], place)
+        return torch.where(_as(known, found), found, -1)
+
+    def write(self, rows: slice, tokens: Tensor, notes: Tensor) -> None:
+        """Note [b, n, *shape] of tokens [b, n], -1 being none; of twins the last counts."""
+        place = self._place(tokens)
+        order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        last = torch.zeros_like(self.owner[rows]).scatter_reduce(1, place, order, "amax")
+        writer = last.gather(1, place)  # twins all write what the last of them says
+        self.owner[rows].scatter_(1, place, tokens.gather(1, writer))
+        news = _gather(notes, writer)
+        self.notes[rows].scatter_(1, _as(place, news).expand_as(news), news)
+
+    def _place(self, tokens: Tensor) -> Tensor:
+        return torch.where(tokens < 0, self.places, tokens % self.places)
+
+
+def _as(index: Tensor, like: Tensor) -> Tensor:
+    return index.reshape(*index.shape, *(1,) * (like.dim() - index.dim()))
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """x [b, m, *shape] at index [b, n]: [b, n, *shape]."""
+    return x.gather(1, _as(index, x).expand(*index.shape, *x.shape[2:]))
+
+
+class Recycle(Drafter):
+    name = "recycle"
+
+    def __init__(self, target: LM, k: int = 8) -> None:
+        self.vocab, self.device, self.k = target.vocab, target.device, min(k, target.vocab)
+
+    def allocate(self, B: int, S: int) -> None:
+        self.table = Table(B, self.vocab, (self.k,), self.device)
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return self.table.state
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        device = seqs.tokens.device
-        self.table = torch.full((self.vocab + 1, self.k), -1, device=device)  # the last row: none
-        place = torch.arange(seqs.tokens.shape[1] - 1, device=device)
-        known = place + 1 < seqs.length[:, None]
-        followed = torch.full((*known.shape, self.k), -1, device=device)
+        self.table.clear(seqs.rows)
+        place = torch.arange(1, seqs.tokens.shape[1], device=self.device)
+        followed = torch.full((*seqs.tokens[:, 1:].shape, self.k), -1, device=self.device)
         followed[..., 0] = seqs.tokens[:, 1:]
-        self._learn(torch.where(known, seqs.tokens[:, :-1], -1), followed)
+        tokens = torch.where(place < seqs.length[:, None], seqs.tokens[:, :-1], -1)
+        self.table.write(seqs.rows, tokens, followed)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        nodes = tree.nodes(seqs.tokens.device)
-        tokens = [row_of(seqs.root, self.vocab)]
+        tokens = [seqs.root]
         for parent in range(len(tree)):
-            for rank in range(tree.parents.count(parent)):
-                guess = self.table[tokens[parent], rank]
-                tokens.append(row_of(guess, self.vocab))
+            if children := tree.parents.count(parent):
+                found = self.table.read(seqs.rows, tokens[parent])[:, 0, :children]
+                tokens += torch.where(found < self.vocab, found, -1).split(1, dim=1)
         self.fed = torch.cat(tokens, 1)
-        guesses = self.fed[:, 1:]
-        return seqs.draft(nodes, torch.where(guesses == self.vocab, -1, guesses))
+        return seqs.draft(tree.nodes(seqs.tokens.device), self.fed[:, 1:])
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        likeliest = seen.logits.topk(self.k).indices
-        self._learn(self.fed, likeliest)
-
-    def _learn(self, tokens: Tensor, candidates: Tensor) -> None:
-        """Write candidates [B, n, k] into the rows of tokens [B, n]; of twins the last counts."""
-        writer = last_writer(tokens, self.vocab)
-        news = candidates.flatten(0, 1)[writer.clamp(min=0)]
-        self.table = torch.where((writer >= 0)[:, None], news, self.table)
-
-
-def row_of(token: Tensor, vocab: int) -> Tensor:
-    """The row of a token in a table of vocab + 1; the last one for no token and for ids beyond."""
-    return torch.where((token < 0) | (token >= vocab), vocab, token)
-
-
-def last_writer(tokens: Tensor, vocab: int) -> Tensor:
-    """[vocab + 1]: where in tokens [B, n], flattened, each row's token last stands; -1 nowhere.
-
-    So a table can be written in one pass in which twins do not race.
-    """
-    rows = row_of(tokens, vocab).flatten()
-    place = torch.arange(len(rows), device=rows.device)
-    writer = torch.full((vocab + 1,), -1, device=rows.device)
-    writer = writer.scatter_reduce(0, rows, place, "amax")
-    return writer.masked_fill(torch.arange(vocab + 1, device=rows.device) == vocab, -1)
+        self.table.write(seqs.rows, self.fed, seen.logits.topk(self.k).indices)
 
 
 def prepare(plan: Plan) -> Ready:
@@ -86,4 +115,4 @@ def prepare(plan: Plan) -> Ready:
             f"drafter recycle:{k} keeps {k} candidates and the tree wants {widest} children of one "
             f"node: use recycle:{widest}"
         )
-    return Ready(lambda target: Recycle(target.vocab, k))
+    return Ready(lambda target: Recycle(target, k))

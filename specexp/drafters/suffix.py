@@ -12,26 +12,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp.drafters import Plan, Ready
-from specexp.lm import LM, Forward
+from specexp.drafters import Drafter, Plan, Ready
 from specexp.sampling import Rng
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 
-class Suffix:
+class Suffix(Drafter):
     name = "suffix"
-    taps: tuple[int, ...] = ()
-    models: tuple[LM, ...] = ()
-    context = 1 << 30
 
     def __init__(
         self, vocab: int, longest: int = 16, least: float = 0.2, stretch: float = 3.0
     ) -> None:
         self.vocab, self.longest, self.least, self.stretch = vocab, longest, least, stretch
-
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        pass
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The k-th child of a node is the token with the k-th most votes; ties go to the latest."""
@@ -82,9 +75,6 @@ class Suffix:
             same = same & (place >= back) & (seqs.tokens.roll(back, 1) == token) & (last >= back)
             agreed += same
         return agreed
-
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        pass
 
 
 def prepare(plan: Plan) -> Ready:

@@ -23,6 +23,7 @@ from specexp.lab import stats
 from specexp.lab.build import Rig
 from specexp.lab.prompts import Prompt
 from specexp.lm import LM
+from specexp.policy import Load
 from specexp.sequences import Sequences
 from specexp.trace import Acceptance, Trace
 from specexp.tree import Tree
@@ -210,14 +211,14 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
         for arm in list(engines) if repeat % 2 else list(engines)[::-1]:
             engine = engines[arm]  # arms share the target and its cache: each prefills again
             seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
-            engine.drafter.prefill(seqs, engine.target.prefill(seqs, engine.drafter.taps))
-            seen[arm].append(_one_round(engine, seqs, engine.policy.choose(1)))
+            engine.begin(seqs)
+            seen[arm].append(_one_round(engine, seqs, _tree(engine)))
     medians = {arm: np.median(np.array(times[2:]), axis=0) for arm, times in seen.items()}
     step = float(medians.pop(None).sum())
     return pd.DataFrame(
         {
             "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
-            "guesses": len(engines[arm].policy.choose(1)) - 1,
+            "guesses": len(_tree(engines[arm])) - 1,
             "weights_mb": added_bytes(engines[arm]) / 1e6,
             "kv_bytes": sum(m.kv_bytes_per_token for m in engines[arm].drafter.models
                             if m.cache is not engines[arm].target.cache),
@@ -263,8 +264,8 @@ def bias(rig: Rig, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
 
 @torch.inference_mode()
 def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
-    engine.drafter.prefill(seqs, engine.target.prefill(seqs, engine.drafter.taps))
-    tree, found = engine.policy.choose(1), []
+    engine.begin(seqs)
+    tree, found = _tree(engine), []
     for _ in range(most):
         draft = engine.drafter.propose(seqs, tree, engine.rng)
         seen = engine.target.verify(seqs, draft, engine.drafter.taps)
@@ -332,7 +333,7 @@ def pass_costs(
     seqs = Sequences.of(
         rig.encode([prompt.text]) * batch, 64, slack=max(gammas) + 1, device=engine.target.device
     )
-    engine.drafter.prefill(seqs, engine.target.prefill(seqs, engine.drafter.taps))
+    engine.begin(seqs)
     wanted = sorted({0, *gammas})
     seen: dict[int, list[tuple[float, float, float]]] = {g: [] for g in wanted}
     for repeat in range(repeats + 2):
@@ -355,6 +356,11 @@ def _one_round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, floa
     engine.rule(draft, engine.sampling.law(seen.logits), engine.rng).n.tolist()
     now.append(_clock(engine))
     return now[1] - now[0], now[2] - now[1], now[3] - now[2]
+
+
+def _tree(engine: Engine) -> Tree:
+    """What a lone stream drafts."""
+    return engine.policy.choose(Load(1, 0))[0].tree
 
 
 def _clock(engine: Engine) -> float:
