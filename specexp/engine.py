@@ -120,14 +120,14 @@ class Engine:
         live = len(prompts) if max_new_tokens else 0
         missed = 0  # tokens a row that were written without guesses
         while live:
-            load = Load(live, seqs.tokens.shape[1])
+            load = Load(len(prompts), seqs.tokens.shape[1])
             tree = self.policy.choose(load)[0].tree.cut(max(0, self.drafter.context - longest))
             if len(tree) > 1 and missed:
                 self.drafter.catch_up(seqs, missed)
             missed = 0 if len(tree) > 1 else missed + 1
             report = self.round(seqs, tree).tolist()
             made = self._read(report, tree, time.perf_counter() - begin)
-            self.policy.learn(load, (Share(live, tree),), made.steps, made.end_s - trace.end_s)
+            self.policy.learn(load, (Share(load.rows, tree),), made.steps, made.end_s - trace.end_s)
             trace.rounds.append(made)
             live = sum(row[4] for row in report)
             longest += max(row[3] for row in report)

@@ -24,24 +24,25 @@ Plan = tuple[Share, ...]
 
 
 class Stream(NamedTuple):
-    """What is known of a live row: tokens its drafter has not read, guesses lately judged (up to
-    and including the first refusal of a round) and kept; both counts fade."""
+    """What is known of a row being written. behind: tokens that its drafter has not read; judged
+    and kept: guesses lately judged (in each round up to and including the first refusal) and kept,
+    both fading."""
 
-    behind: int
-    judged: float
-    kept: float
+    behind: int = 0
+    judged: float = 0.0
+    kept: float = 0.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """The moment before a round. live: rows being written; context: slots that every pass reads;
-    waiting: requests in the queue; streams: the live rows in order, or () where they cannot be
-    treated apart and the plan must have one share."""
+    """The moment before a round. rows: what every pass covers; context: slots that it reads;
+    waiting: requests in the queue; streams: of each row in order, None where nothing is written.
+    Without `streams` rows cannot be treated apart: a plan has one share."""
 
-    live: int
+    rows: int
     context: int
     waiting: int = 0
-    streams: tuple[Stream, ...] = ()
+    streams: tuple[Stream | None, ...] = ()
 
 
 class Policy(Protocol):
@@ -51,11 +52,11 @@ class Policy(Protocol):
         ...
 
     def choose(self, load: Load) -> Plan:
-        """What the live rows draft next: shares that add up to `load.live`."""
+        """What comes next: shares that add up to `load.rows`."""
         ...
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
-        """How that went: what each live row did and how long the round took."""
+        """How that went: what every row did that was being written, and how long it took."""
         ...
 
 
@@ -70,7 +71,7 @@ class Fixed:
         return self.tree.room
 
     def choose(self, load: Load) -> Plan:
-        return (Share(load.live, self.tree),)
+        return (Share(load.rows, self.tree),)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         pass

@@ -276,7 +276,7 @@ class Alternating:
 
     def choose(self, load):
         self.round += 1
-        return (Share(load.live, Tree.chain(self.pattern[self.round % len(self.pattern)])),)
+        return (Share(load.rows, Tree.chain(self.pattern[self.round % len(self.pattern)])),)
 
     def learn(self, load, plan, steps, seconds): ...
 

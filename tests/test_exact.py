@@ -178,7 +178,7 @@ class Nosy:
     def choose(self, load):
         last = int(self.seqs.root.sum() + self.seqs.length.sum())
         trees = [Tree.chain(0), Tree.chain(1), Tree.branching(2)]
-        return (Share(load.live, trees[(last + load.live) % 3]),)
+        return (Share(load.rows, trees[(last + load.rows) % 3]),)
 
     def learn(self, load, plan, steps, seconds): ...
 

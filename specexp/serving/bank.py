@@ -1,0 +1,166 @@
+"""A fixed bank of rows over an engine: texts come, are read, written and leave; memory stays.
+
+Passes cover windows of the bank: the rows in use and as many slots as their texts need. The round
+is the engine's. Nothing here decides anything: serve.py does, and simulate.py has a bank of the
+same shape that holds no text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+SLOTS = 64  # windows grow by this many slots, so that there are few shapes
+
+
+class Turn(NamedTuple):
+    """What a round did to one row; `broken`: the model whose logits were no numbers."""
+
+    row: int
+    drafted: int
+    accepted: int
+    emitted: int
+    done: bool
+    broken: str | None
+
+
+class OutOfMemory(Exception):
+    """A pass did not fit; the texts are as they were before it."""
+
+
+class EngineBank:
+    """`rows` texts of up to `slots` tokens. `room`: slots that a round may write past a text."""
+
+    def __init__(self, engine: Engine, rows: int, slots: int, room: int) -> None:
+        self.engine, self.slots, self.room = engine, slots, room
+        self.rows = _allocated(engine, rows, slots)
+        device = engine.target.device
+        self.seqs = Sequences.empty(self.rows + 1, slots, engine.eos, device)
+        self._hidden: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def context(self) -> int:
+        """The longest text that the target can continue."""
+        return self.engine.target.context
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, until: float) -> None:
+        time.sleep(max(0.0, until - self.clock()))
+
+    @torch.inference_mode()
+    def enter(self, row: int, text: Sequence[int], stream: int) -> None:
+        """A text takes a row; nothing of it is in the target's cache."""
+        self.seqs.write(row, text, len(text), stream)
+        self._hidden[row] = []
+        for lm in self.engine.models:
+            lm.fault[row] = False
+
+    def read(self, row: int, start: int, stop: int) -> None:
+        """The target reads the tokens start..stop-1 of a row."""
+        with _memory():
+            window = self._window(row, 1, stop)
+            hidden = self.engine.target.prefill(window, start, stop, self.engine.drafter.taps)
+            if hidden is not None:
+                self._hidden[row].append(hidden)
+
+    @torch.inference_mode()
+    def begin(self, row: int, limit: int) -> None:
+        """The row is read but for its last token: from now on it is written, up to `limit`."""
+        self.seqs.limit[row] = limit
+        hidden = torch.cat(self._hidden[row], 1) if self._hidden[row] else None
+        with _memory():
+            self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
+        del self._hidden[row]
+
+    @torch.inference_mode()
+    def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None:
+        """The drafter reads the last `missed` tokens before the root of these rows."""
+        with _memory():
+            self.engine.drafter.catch_up(self._window(first, rows, longest), missed)
+
+    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Turn]:
+        """One round of these rows, none of them longer than `longest`."""
+        tree = tree.cut(max(0, self.engine.drafter.context - longest))
+        with _memory():
+            report = self.engine.round(self._window(first, rows, longest), tree).tolist()
+        return [
+            Turn(first + i, row[1], row[2], row[3], not row[4], self.engine.broken(row))
+            for i, row in enumerate(report)
+            if row[0]
+        ]
+
+    def _window(self, first: int, rows: int, longest: int) -> Sequences:
+        need = longest + self.room
+        return self.seqs.window(first, rows, min(self.slots, -(-need // SLOTS) * SLOTS))
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int, length: int) -> None:
+        """A text of `length` tokens changes its row."""
+        caches = {id(lm.cache): lm.cache for lm in self.engine.models}
+        for cache in caches.values():
+            assert cache is not None
+            cache.copy(source, target, length if cache.size == self.slots else cache.size)
+        own = (self.seqs.tokens, self.seqs.length, self.seqs.limit, self.seqs.stream)
+        faults = (lm.fault for lm in self.engine.models)
+        for part in (*own, *faults, *self.engine.drafter.state):
+            part[target] = part[source]
+        if source in self._hidden:
+            self._hidden[target] = self._hidden.pop(source)
+
+    def swap(self, a: int, b: int, longest: int) -> None:
+        for source, target in ((a, self.rows), (b, a), (self.rows, b)):
+            self.move(source, target, longest)
+
+    @torch.inference_mode()
+    def leave(self, row: int, broken: bool = False) -> None:
+        """The row is free; if it broke, nothing that is no number stays behind."""
+        self.seqs.length[row] = self.seqs.limit[row] = 1
+        self._hidden.pop(row, None)
+        if broken:
+            for lm in self.engine.models:
+                assert lm.cache is not None
+                lm.cache.clear(row)
+                lm.fault[row] = False
+            for part in self.engine.drafter.state:
+                part[row] = 0
+
+    def text(self, row: int, start: int, stop: int) -> list[int]:
+        return [int(t) for t in self.seqs.tokens[row, start:stop].tolist()]
+
+
+def _allocated(engine: Engine, rows: int, slots: int) -> int:
+    """Allocate for as many rows as fit, at most `rows`, and one to swap through; how many fit."""
+    while True:
+        try:
+            with _memory():
+                engine.allocate(rows + 1, slots)
+            return rows
+        except (UserError, OutOfMemory):
+            if rows == 1:
+                raise
+            rows //= 2
+
+
+@contextmanager
+def _memory() -> Iterator[None]:
+    """Whatever an allocator raises when there is no memory left becomes OutOfMemory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        torch.cuda.empty_cache()
+        raise OutOfMemory(str(e).splitlines()[0]) from e
+    except RuntimeError as e:
+        if "not enough memory" not in str(e):
+            raise
+        raise OutOfMemory(str(e).splitlines()[0]) from e

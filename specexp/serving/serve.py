@@ -1,0 +1,454 @@
+"""Continuous batching: requests wait, are read in chunks, written round by round, and leave.
+
+One step admits whoever fits, reads a chunk of the prompts that are not read yet, and runs one
+round, in which each share of the rows drafts what the policy says. A row that ends is free at once;
+its place goes to the next request, or the last row moves into it, so that passes cover no more rows
+than are in use. Nothing here knows what a bank is made of: an engine (bank.py) or a simulation
+(simulate.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+from specexp.errors import UserError
+from specexp.policy import Load, Plan, Policy, Stream
+from specexp.serving.bank import OutOfMemory, Turn
+from specexp.trace import Step
+from specexp.tree import Tree
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FADE = 0.9  # of what a row's acceptance weighs in the next round
+NEAR = 16  # rows that are this far behind at most catch up together
+
+
+class Bank(Protocol):
+    """What requests are served on: see `bank.EngineBank`."""
+
+    rows: int
+    slots: int
+    room: int
+
+    @property
+    def context(self) -> int: ...
+    def clock(self) -> float: ...
+    def wait(self, until: float) -> None: ...
+    def enter(self, row: int, text: Sequence[int], stream: int) -> None: ...
+    def read(self, row: int, start: int, stop: int) -> None: ...
+    def begin(self, row: int, limit: int) -> None: ...
+    def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None: ...
+    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Turn]: ...
+    def move(self, source: int, target: int, length: int) -> None: ...
+    def swap(self, a: int, b: int, longest: int) -> None: ...
+    def leave(self, row: int, broken: bool = False) -> None: ...
+    def text(self, row: int, start: int, stop: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """prompt: its tokens; new: how many to write at most; at_s: when it comes, in seconds from the
+    start; stream: the name of its noise; kind: what it is a request of, for tables."""
+
+    prompt: Sequence[int]
+    new: int
+    at_s: float = 0.0
+    stream: int = 0
+    kind: str = ""
+
+
+State = Literal["waiting", "reading", "writing", "done", "refused", "cancelled", "failed"]
+
+
+@dataclass
+class Answer:
+    """A request and what became of it. `deliveries`: (seconds, tokens so far), one a round."""
+
+    request: Request
+    came_s: float
+    state: State = "waiting"
+    reason: str = ""
+    tokens: list[int] = field(default_factory=list)
+    begun_s: float | None = None
+    ended_s: float | None = None
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("done", "refused", "cancelled", "failed")
+
+
+@dataclass
+class Seat:
+    """An occupied row: tokens of the text, of them read by the target and by the drafter."""
+
+    answer: Answer
+    length: int
+    limit: int
+    read: int = 0
+    guided: int = 0
+    judged: float = 0.0
+    kept: float = 0.0
+
+    @property
+    def writing(self) -> bool:
+        return self.answer.state == "writing"
+
+    @property
+    def behind(self) -> int:
+        return self.length - 1 - self.guided
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One step. busy_s: seconds spent in the bank, the rest being the scheduler's own; waiting:
+    requests in the queue; read: tokens of prompts; of its round, live: rows being written, rows:
+    those that passes covered, speculated: those that had guesses; guesses drafted and accepted,
+    tokens emitted."""
+
+    begin_s: float
+    end_s: float
+    busy_s: float
+    waiting: int
+    read: int
+    live: int
+    rows: int
+    speculated: int
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+class Server:
+    """Serves requests on a bank under a policy.
+
+    chunk: prompt tokens read a step; queue: requests that may wait. Both keep the running streams
+    from stalling: a long prompt is read in pieces, and what comes beyond the queue is refused.
+    """
+
+    def __init__(self, bank: Bank, policy: Policy, chunk: int = 128, queue: int = 1024) -> None:
+        if policy.widest > bank.room:
+            raise UserError(
+                f"the bank leaves {bank.room} slots for a draft and the policy wants "
+                f"{policy.widest}: make the bank with more room"
+            )
+        if chunk < 1 or queue < 0:
+            raise UserError(f"chunk is {chunk} and queue {queue}; at least 1 and 0 are needed")
+        self.bank, self.policy, self.chunk, self.queue = bank, policy, chunk, queue
+        self.seats: list[Seat | None] = [None] * bank.rows
+        self.waiting: deque[Answer] = deque()
+        self.ticks: list[Tick] = []
+        self.notes: list[str] = []
+        self._busy = 0.0
+        self.rows = bank.rows  # rows that may be used; less once memory has run out
+        self.started = bank.clock()
+
+    @property
+    def now(self) -> float:
+        return self.bank.clock() - self.started
+
+    @property
+    def open(self) -> int:
+        """Requests that wait or have a row."""
+        return len(self.waiting) + sum(seat is not None for seat in self.seats)
+
+    def submit(self, request: Request, came_s: float | None = None) -> Answer:
+        """Take a request, or refuse it with the reason; bad ones never reach a row."""
+        answer = Answer(request, self.now if came_s is None else came_s)
+        P, need = len(request.prompt), len(request.prompt) + request.new
+        if not P:
+            return self._end(answer, "refused", "the prompt is empty; give it at least one token")
+        if request.new < 1:
+            return self._end(answer, "refused", f"{request.new} new tokens asked for; ask for one")
+        most = min(self.bank.context, self.bank.slots - self.bank.room)
+        if need > most:
+            return self._end(
+                answer, "refused",
+                f"a prompt of {P} tokens and {request.new} new ones need {need} slots, "
+                f"{need - most} more than the {most} of a row",
+            )  # fmt: skip
+        if len(self.waiting) >= self.queue + self.seats[: self.rows].count(None):
+            return self._end(answer, "refused", f"the queue is full: {self.queue} requests wait")
+        self.waiting.append(answer)
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Stop a request: it keeps what was written and its row is free for the next one."""
+        if answer.over:
+            return
+        if answer in self.waiting:
+            self.waiting.remove(answer)
+            self._end(answer, "cancelled")
+            return
+        row = next(i for i, seat in enumerate(self.seats) if seat and seat.answer is answer)
+        self._vacate(row, "cancelled")
+
+    def step(self) -> bool:
+        """Admit, read, run a round; False when there was nothing to do."""
+        self._admit()
+        if not any(self.seats):
+            return False
+        begin, self._busy = self.now, 0.0
+        waiting = len(self.waiting)
+        try:
+            read = self._read()
+            plan, turns = self._round()
+        except OutOfMemory as e:
+            self._shrink(str(e))
+            return True
+        self._compact()
+        self.ticks.append(Tick(
+            begin, self.now, self._busy, waiting, read, live=len(turns),
+            rows=sum(share.rows for share in plan),
+            speculated=sum(share.rows for share in plan if len(share.tree) > 1),
+            drafted=sum(turn.drafted for turn in turns),
+            accepted=sum(turn.accepted for turn in turns),
+            emitted=sum(turn.emitted for turn in turns),
+        ))  # fmt: skip
+        return True
+
+    def _admit(self) -> None:
+        for row in range(self.rows):
+            if not self.waiting:
+                return
+            if self.seats[row] is None:
+                answer = self.waiting.popleft()
+                answer.state = "reading"
+                answer.begun_s = self.now if answer.begun_s is None else answer.begun_s
+                text = [*answer.request.prompt, *answer.tokens]
+                limit = len(answer.request.prompt) + answer.request.new
+                self.seats[row] = Seat(answer, len(text), limit)
+                self.bank.enter(row, text, answer.request.stream)
+
+    def _read(self) -> int:
+        """Spend a chunk on the prompts in order of their coming; tokens read."""
+        left = self.chunk
+        reading = [(row, s) for row, s in enumerate(self.seats) if s and not s.writing]
+        for row, seat in sorted(reading, key=lambda pair: pair[1].answer.came_s):
+            stop = min(seat.length - 1, seat.read + left)
+            if stop > seat.read:
+                self._timed(self.bank.read, row, seat.read, stop)
+                left -= stop - seat.read
+                seat.read = stop
+            if seat.read == seat.length - 1:
+                self._timed(self.bank.begin, row, seat.limit)
+                seat.answer.state = "writing"
+            if not left:
+                break
+        return self.chunk - left
+
+    def _round(self) -> tuple[Plan, list[Turn]]:
+        top = 1 + max(row for row, seat in enumerate(self.seats) if seat)
+        if not any(seat and seat.writing for seat in self.seats):
+            return (), []
+        load = Load(top, self._longest(0, top) + self.bank.room, len(self.waiting), tuple(
+            Stream(seat.behind, seat.judged, seat.kept) if seat and seat.writing else None
+            for seat in self.seats[:top]
+        ))  # fmt: skip
+        begin = self.now
+        plan = self.policy.choose(load)
+        assert sum(share.rows for share in plan) == top, "the shares of a plan cover every row"
+        turns: list[Turn] = []
+        first = 0
+        for share in plan:
+            if len(share.tree) > 1:
+                self._catch_up(first, share.rows)
+            longest = self._longest(first, share.rows)
+            made = self._timed(self.bank.round, first, share.rows, longest, share.tree)
+            for turn in made:
+                self._settle(turn)
+            turns += made
+            first += share.rows
+        steps = tuple(Step(t.row, t.drafted, t.accepted, t.emitted) for t in turns)
+        self.policy.learn(load, plan, steps, self.now - begin)
+        self._sort(plan)
+        return plan, turns
+
+    def _longest(self, first: int, rows: int) -> int:
+        return max(seat.length if seat else 1 for seat in self.seats[first : first + rows])
+
+    def _catch_up(self, first: int, rows: int) -> None:
+        """Whoever is far behind catches up alone, then all together what little they lack."""
+        lag = 0
+        for row in range(first, first + rows):
+            seat = self.seats[row]
+            if seat is None or not seat.writing or not seat.behind:
+                continue
+            if seat.behind > NEAR:
+                self._timed(self.bank.catch_up, row, 1, seat.length, seat.behind)
+                seat.guided = seat.length - 1
+            lag = max(lag, seat.behind)
+        if lag:
+            self._timed(self.bank.catch_up, first, rows, self._longest(first, rows), lag)
+
+    def _settle(self, turn: Turn) -> None:
+        seat = self.seats[turn.row]
+        assert seat is not None
+        answer = seat.answer
+        if turn.broken:
+            self._vacate(turn.row, "failed", f"{turn.broken} produced NaN or infinite logits")
+            return
+        seat.length += turn.emitted
+        if turn.drafted:
+            seat.guided = seat.length - 1
+            seat.judged = FADE * seat.judged + min(turn.accepted + 1, turn.drafted)
+            seat.kept = FADE * seat.kept + turn.accepted
+        answer.drafted += turn.drafted
+        answer.accepted += turn.accepted
+        answer.passes += 1
+        answer.deliveries.append((self.now, seat.length - len(answer.request.prompt)))
+        if turn.done:
+            self._vacate(turn.row, "done")
+
+    def _sort(self, plan: Plan) -> None:
+        """If a plan treats rows apart, those that keep most belong in front: one swap a round."""
+        if len(plan) < 2:
+            return
+        border = plan[0].rows
+        rates = [
+            (seat.kept / seat.judged, row)
+            for row, seat in enumerate(self.seats)
+            if seat and seat.writing and seat.judged >= 4
+        ]
+        front = min((r for r in rates if r[1] < border), default=None)
+        back = max((r for r in rates if r[1] >= border), default=None)
+        if front and back and back[0] > front[0] + 0.1:
+            a, b = front[1], back[1]
+            seats = self.seats[a], self.seats[b]
+            self._timed(self.bank.swap, a, b, max(seat.length for seat in seats if seat))
+            self.seats[b], self.seats[a] = seats
+
+    def _compact(self) -> None:
+        """The last rows move into holes that nobody waits for."""
+        holes = [row for row, seat in enumerate(self.seats) if seat is None]
+        for hole in holes[len(self.waiting) :]:
+            last = max((row for row, seat in enumerate(self.seats) if seat), default=-1)
+            if hole < last:
+                seat = self.seats[last]
+                assert seat is not None
+                self._timed(self.bank.move, last, hole, seat.length)
+                self.bank.leave(last)
+                self.seats[hole], self.seats[last] = seat, None
+
+    def _vacate(self, row: int, state: State, reason: str = "") -> None:
+        seat = self.seats[row]
+        assert seat is not None
+        self._collect(row, seat)
+        self.bank.leave(row, broken=state == "failed")
+        self.seats[row] = None
+        self._end(seat.answer, state, reason)
+
+    def _collect(self, row: int, seat: Seat) -> None:
+        P = len(seat.answer.request.prompt)
+        seat.answer.tokens = self.bank.text(row, P, seat.length)
+
+    def _shrink(self, why: str) -> None:
+        """Use half as many rows; whoever sat in the others waits again, in front of the queue."""
+        used = [row for row, seat in enumerate(self.seats) if seat]
+        if used == [0]:
+            self._vacate(0, "failed", f"out of memory with one request alone: {why}")
+            return
+        self.rows = max(1, (used[-1] + 1) // 2)
+        for row in reversed(range(self.rows, len(self.seats))):
+            seat = self.seats[row]
+            if seat:
+                self._collect(row, seat)
+                self.bank.leave(row)
+                self.seats[row] = None
+                seat.answer.state = "waiting"
+                self.waiting.appendleft(seat.answer)
+        self._note(f"out of memory with {used[-1] + 1} rows: going on with {self.rows} ({why})")
+
+    def _note(self, line: str) -> None:
+        self.notes.append(line)
+        log.warning(line)
+
+    def _end(self, answer: Answer, state: State, reason: str = "") -> Answer:
+        assert not answer.over, "a request is answered once"
+        answer.state, answer.reason, answer.ended_s = state, reason, self.now
+        return answer
+
+    def _timed(self, call: Callable[..., T], *args: object) -> T:
+        begin = self.bank.clock()
+        made = call(*args)
+        self._busy += self.bank.clock() - begin
+        return made
+
+
+class Arriving(Protocol):
+    """Where requests come from."""
+
+    def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
+        """Those that have come by now, and when, while `open_` requests are being served."""
+        ...
+
+    def next_s(self) -> float | None:
+        """When the next one comes; None if that is not known, or none will."""
+        ...
+
+    @property
+    def left(self) -> int: ...
+
+
+class Timed:
+    """Requests that come at their own times, whatever happens."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = deque(sorted(requests, key=lambda r: r.at_s))
+
+    def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
+        found = []
+        while self.requests and self.requests[0].at_s <= now:
+            found.append((self.requests[0].at_s, self.requests.popleft()))
+        return found
+
+    def next_s(self) -> float | None:
+        return self.requests[0].at_s if self.requests else None
+
+    @property
+    def left(self) -> int:
+        return len(self.requests)
+
+
+class Closed:
+    """A closed loop: as soon as a request leaves, the next one comes."""
+
+    def __init__(self, requests: Iterable[Request], concurrency: int) -> None:
+        self.requests, self.concurrency = deque(requests), concurrency
+
+    def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
+        count = min(len(self.requests), max(0, self.concurrency - open_))
+        return [(now, self.requests.popleft()) for _ in range(count)]
+
+    def next_s(self) -> float | None:
+        return None
+
+    @property
+    def left(self) -> int:
+        return len(self.requests)
+
+
+def serve(
+    server: Server, arriving: Arriving, watch: Callable[[Server], None] | None = None
+) -> list[Answer]:
+    """Serve all that comes until everything is answered; the answers in order of coming."""
+    answers: list[Answer] = []
+    while True:
+        now = server.now
+        for came_s, request in arriving.due(now, server.open):
+            answers.append(server.submit(request, came_s))
+        if server.step():
+            if watch:
+                watch(server)
+        elif (until := arriving.next_s()) is not None:
+            server.bank.wait(server.started + until)
+        elif not arriving.left:
+            return answers
