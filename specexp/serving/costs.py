@@ -1,0 +1,377 @@
+"""What a round costs on this machine: a table of measured times, read between its points.
+
+Drafting is timed over (batch, gamma, context), a target pass and the rule over (batch, tokens a
+row, context), reading a prompt over its length. *Context* is the slots of the static buffers: a
+pass reads them all, however short the text. Policies, the simulator and the break-even maps ask the
+table what a round would take; it is read thousands of times a second, so the axes and the values
+are kept as plain lists.
+
+This file does not know which shape is best, nor how many guesses will be kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import cycle, islice, pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specexp import theory
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+AXES = {
+    "verify": ("batches", "tokens", "contexts"),
+    "draft": ("batches", "gammas", "contexts"),
+    "prefill": ("lengths",),
+    "catch_up": ("lengths",),
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A pass over n = batch * tokens as a floor and two slopes, in seconds:
+    floor_s + n * (per_token_s + context * per_slot_s). `r2`: the share of the (relative) variation
+    that this explains."""
+
+    floor_s: float
+    per_token_s: float
+    per_slot_s: float
+    r2: float
+
+    def pass_s(self, batch: float, tokens: float, context: float) -> float:
+        return self.floor_s + batch * tokens * self.token_s(context)
+
+    def token_s(self, context: float) -> float:
+        """One more token in the pass."""
+        return self.per_token_s + context * self.per_slot_s
+
+    def knee(self, context: float) -> float:
+        """Tokens in a pass (batch * tokens a row) that cost as much as the floor: past them the
+        pass pays for arithmetic rather than for reading the weights. inf without a slope."""
+        slope = self.token_s(context)
+        return self.floor_s / slope if slope else float("inf")
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Seconds, all of them. Axes rise strictly; `tokens` (fed a row, gamma + 1) starts at 1 and
+    `gammas` at 0.
+
+    about: target, drafter, rule, dtype, device and sizes, plain values that JSON knows.
+    verify [batch, tokens, context]: a target pass, the rule and the read that ends it.
+    draft [batch, gamma, context]: making the guesses; gamma 0 is what an idle drafter costs.
+    prefill [length]: the target reads that many tokens of one row. catch_up [length]: the drafter.
+
+    Raises UserError for axes and tables that do not belong together.
+    """
+
+    about: dict[str, Any]
+    batches: tuple[int, ...]
+    tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    verify: np.ndarray
+    gammas: tuple[int, ...]
+    draft: np.ndarray
+    lengths: tuple[int, ...]
+    prefill: np.ndarray
+    catch_up: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, first in {"tokens": 1, "gammas": 0}.items():
+            if getattr(self, name)[:1] != (first,):
+                raise UserError(f"{name} {list(getattr(self, name))} must start at {first}")
+        for name in ("batches", "tokens", "contexts", "gammas", "lengths"):
+            axis = getattr(self, name)
+            if not axis or any(b <= a for a, b in pairwise(axis)):
+                raise UserError(f"{name} {list(axis)} must rise from point to point")
+        for name, axes in AXES.items():
+            table = getattr(self, name)
+            shape = tuple(len(getattr(self, axis)) for axis in axes)
+            if table.shape != shape:
+                raise UserError(f"{name} has shape {table.shape}, not {shape} ({', '.join(axes)})")
+            positive = table > 0 if name == "verify" else table >= 0
+            if not (np.isfinite(table) & positive).all():
+                raise UserError(f"{name} holds times that are not positive and finite")
+
+    def verify_s(self, batch: float, tokens: float, context: float) -> float:
+        """A target pass of `tokens` a row and the rule; linear between the points and beyond the
+        last ones, where it never falls; before the first ones it is what they are."""
+        return _read(self._lists["verify"], batch, tokens, context)
+
+    def draft_s(self, batch: float, gamma: float, context: float) -> float:
+        return _read(self._lists["draft"], batch, gamma, context)
+
+    def step_s(self, batch: float, context: float) -> float:
+        """A step of plain decoding."""
+        return self.verify_s(batch, 1, context)
+
+    def round_s(self, batch: float, gamma: float, context: float) -> float:
+        """A round of gamma guesses; gamma 0 is a plain step, without the drafter."""
+        if gamma == 0:
+            return self.step_s(batch, context)
+        return self.draft_s(batch, gamma, context) + self.verify_s(batch, gamma + 1, context)
+
+    def prefill_s(self, length: float) -> float:
+        return _line(self.lengths, self._lists["prefill"][1], length)
+
+    def catch_up_s(self, length: float) -> float:
+        return _line(self.lengths, self._lists["catch_up"][1], length)
+
+    def speedup(
+        self, batch: float, gamma: int, conditional: Sequence[float], context: float
+    ) -> float:
+        """`theory.measured_speedup` of gamma guesses at this load; conditional[i]: P(guess i + 1
+        kept given that guess i was), and guesses beyond its end are never kept."""
+        if gamma == 0:
+            return 1.0
+        kept = [*conditional[:gamma], *[0.0] * (gamma - len(conditional))]
+        return theory.measured_speedup(
+            kept,
+            self.draft_s(batch, gamma, context),
+            self.verify_s(batch, gamma + 1, context),
+            self.step_s(batch, context),
+        )
+
+    def fit(self) -> Fit:
+        """The floor and slopes of `verify` that are least off, in relative terms, none negative."""
+        B, T, C = np.meshgrid(self.batches, self.tokens, self.contexts, indexing="ij")
+        n, t = (B * T).ravel(), self.verify.ravel()
+        columns = np.stack([np.ones_like(t), n, n * C.ravel()], 1) / t[:, None]
+        found = _non_negative(columns, np.ones_like(t))
+        off = ((columns @ found - 1) ** 2).sum()
+        mean = (1 / t).sum() / (1 / t**2).sum()
+        spread = ((mean / t - 1) ** 2).sum()
+        floor, token, slot = map(float, found)
+        return Fit(floor, token, slot, float(1 - off / spread) if spread > 1e-12 else 1.0)
+
+    def save(self, path: str | Path) -> None:
+        """One JSON file, written whole or not at all."""
+        path = Path(path)
+        kept = {name: getattr(self, name) for name in self.__annotations__}
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(kept, default=np.ndarray.tolist))
+            fresh.replace(path)
+        except OSError as e:
+            raise UserError(f"cannot write {path}: {e.strerror}; choose another place") from e
+
+    @classmethod
+    def load(cls, path: str | Path) -> Costs:
+        """Raises UserError when there is no such file or it holds no such table."""
+        try:
+            kept = json.loads(Path(path).read_text())
+            for name in cls.__annotations__:
+                if name in AXES:
+                    kept[name] = np.array(kept[name], float)
+                elif name != "about":
+                    kept[name] = tuple(int(x) for x in kept[name])
+            return cls(**kept)
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {e.strerror}; make it: specexp profile") from e
+        except (ValueError, KeyError, TypeError, UserError) as e:
+            raise UserError(
+                f"{path} holds no cost table ({type(e).__name__}: {e}); delete it and measure "
+                "again: specexp profile"
+            ) from e
+
+    @cached_property
+    def _lists(self) -> dict[str, Any]:
+        return {
+            name: (tuple(getattr(self, axis) for axis in axes), getattr(self, name).tolist())
+            for name, axes in AXES.items()
+        }
+
+
+def _read(table: tuple[Any, Any], x: float, y: float, z: float) -> float:
+    (xs, ys, zs), values = table
+    (i, i1, u), (j, j1, v), (k, k1, w) = _span(xs, x), _span(ys, y), _span(zs, z)
+
+    def at(plane: list[list[float]]) -> float:
+        a, b = plane[j], plane[j1]
+        return _between(_between(a[k], a[k1], w), _between(b[k], b[k1], w), v)
+
+    return _between(at(values[i]), at(values[i1]), u)
+
+
+def _line(axis: tuple[int, ...], values: list[float], x: float) -> float:
+    i, i1, u = _span(axis, x)
+    return _between(values[i], values[i1], u)
+
+
+def _span(axis: tuple[int, ...], x: float) -> tuple[int, int, float]:
+    """The two points to read and how far x lies from the first to the second; past the end, > 1."""
+    last = len(axis) - 1
+    if x <= axis[0] or not last:
+        return 0, 0, 0.0
+    i = min(bisect_right(axis, x), last)
+    low = axis[i - 1]
+    return i - 1, i, (x - low) / (axis[i] - low)
+
+
+def _between(a: float, b: float, w: float) -> float:
+    return b if w >= 1 and b <= a else a * (1 - w) + b * w
+
+
+def _non_negative(A: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x >= 0 that brings A x nearest to b: the best of the columns' subsets, of few columns."""
+    best, least = np.zeros(A.shape[1]), float(b @ b)
+    for chosen in product((False, True), repeat=A.shape[1]):
+        x = np.zeros(A.shape[1])
+        x[list(chosen)] = np.linalg.lstsq(A[:, chosen], b, rcond=None)[0]
+        off = float(((A @ x - b) ** 2).sum())
+        if (x >= 0).all() and off < least:
+            best, least = x, off
+    return best
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What times depend on besides the models."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        kind = torch.backends.cpu.get_cpu_capability()
+        name = f"{platform.machine()} {kind}, {os.cpu_count()} cores"
+    return {
+        "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+
+
+def about(engine: Engine) -> dict[str, Any]:
+    """What a table of this engine is a table of."""
+    target = engine.target
+    weights = {p.data_ptr(): p for p in target.module.parameters()}.values()
+    return {
+        "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
+        "temperature": engine.sampling.temperature, "parameters": target.parameters,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
+        **fingerprint(target.device, target.dtype),
+    }  # fmt: skip
+
+
+def measure(
+    engine: Engine,
+    ids: Sequence[Sequence[int]],
+    batches: Sequence[int],
+    gammas: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int = 5,
+    watch: Callable[[int, int], None] | None = None,
+) -> Costs:
+    """Time every setting; medians over `repeats` after two warm-ups.
+
+    ids: texts, strung together and cut into rows that fill the buffers. The grid is walked
+    forwards, then backwards, and so are the draft lengths in every place, so that a machine that
+    slows down for a while does not look like a slope. `watch` is told the places done and their
+    number. Raises UserError for settings that fit no buffer.
+    """
+    batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
+    _check(engine, ids, batches, gammas, contexts, repeats)
+    slack = gammas[-1] + 1
+    room = contexts[-1] - slack - 1
+    lengths = [*(4**i for i in range(room.bit_length()) if 4**i < room), room]
+    text = list(islice(cycle(t for row in ids for t in row), contexts[-1] * batches[-1]))
+
+    def rows(batch: int, length: int, context: int) -> Sequences:
+        prompts = [text[i * length : (i + 1) * length] for i in range(batch)]
+        new = context - slack - length
+        return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
+
+    places = list(product(batches, contexts))
+    rounds: dict[Any, list[tuple[float, float]]] = {
+        p: [] for p in product(batches, gammas, contexts)
+    }
+    reads: dict[Any, list[tuple[float, float]]] = {n: [] for n in lengths}
+    for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
+        for at, (batch, context) in enumerate(places[::way], 1):
+            seqs = rows(batch, room + context - contexts[-1], context)
+            _prefill(engine, seqs)
+            for repeat in range(times + 1):
+                for gamma in gammas[:: way * (-1) ** repeat]:
+                    took = _round(engine, seqs, Tree.chain(gamma))
+                    rounds[batch, gamma, context] += [took] if repeat else []
+            if watch:
+                watch(at + (way < 0) * len(places), 2 * len(places))
+        for repeat in range(times + 1):
+            for n in lengths[:: way * (-1) ** repeat]:
+                took = _prefill(engine, rows(1, n + 1, contexts[-1]))
+                reads[n] += [took] if repeat else []
+    draft, verify = _medians(rounds, len(batches), len(gammas), len(contexts))
+    prefill, catch_up = _medians(reads, len(lengths))
+    tokens = (g + 1 for g in gammas)
+    return Costs(
+        about(engine), tuple(batches), tuple(tokens), tuple(contexts), verify,
+        tuple(gammas), draft, tuple(lengths), prefill, catch_up,
+    )  # fmt: skip
+
+
+def _medians(times: dict[Any, list[tuple[float, float]]], *shape: int) -> np.ndarray:
+    """[2, *shape], the keys being in order."""
+    return np.array([np.median(took, axis=0) for took in times.values()]).T.reshape(2, *shape)
+
+
+def _check(
+    engine: Engine, ids: Sequence[Sequence[int]], batches: list[int], gammas: list[int],
+    contexts: list[int], repeats: int,
+) -> None:  # fmt: skip
+    for name, values, least in (
+        ("batch", batches, 1), ("gamma", gammas, 0), ("context", contexts, gammas[-1] + 4),
+        ("repeats", [repeats], 1),
+    ):  # fmt: skip
+        if not values or values[0] < least:
+            given = values[0] if values else "missing"
+            raise UserError(f"{name} is {given}; to measure costs it must be {least} or more")
+    longest = min([engine.target.context, *(lm.context for lm in engine.drafter.models)])
+    if contexts[-1] > longest:
+        raise UserError(
+            f"context {contexts[-1]} exceeds the {longest}-token context of {engine.target.name} "
+            "or its drafter; measure shorter ones"
+        )
+    if not any(ids):
+        raise UserError("no text to measure costs on; give at least one token")
+
+
+@torch.inference_mode()
+def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
+    """Read the prompts; seconds of the target and of the drafter."""
+    now = [_clock(engine)]
+    hidden = engine.target.prefill(seqs, engine.drafter.taps)
+    now.append(_clock(engine))
+    engine.drafter.prefill(seqs, hidden)
+    now.append(_clock(engine))
+    return now[1] - now[0], now[2] - now[1]
+
+
+@torch.inference_mode()
+def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
+    """A round that is not committed; seconds to draft, and to verify and decide."""
+    now = [_clock(engine)]
+    draft = engine.drafter.propose(seqs, tree, engine.rng)
+    now.append(_clock(engine))
+    seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+    engine.rule(draft, engine.sampling.law(seen.logits), engine.rng).n.tolist()
+    now.append(_clock(engine))
+    return now[1] - now[0], now[2] - now[1]
+
+
+def _clock(engine: Engine) -> float:
+    if engine.target.device.type == "cuda":
+        torch.cuda.synchronize(engine.target.device)
+    return time.perf_counter()

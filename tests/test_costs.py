@@ -1,0 +1,302 @@
+"""The cost table: what it says at, between and beyond its points, and that it is kept whole."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import tiny_llama
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexp import theory
+from specexp.drafters.model import DraftModel
+from specexp.drafters.null import Null
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.lm import LM
+from specexp.policy import Fixed
+from specexp.rules import Match
+from specexp.sampling import Sampling
+from specexp.serving import costs
+from specexp.serving.costs import Costs, Fit
+from specexp.tree import Tree
+
+ABOUT = {
+    "target": "t", "drafter": "d", "rule": "match", "temperature": 0.0, "parameters": 10_000_000,
+    "weight_bytes": 40_000_000, "device": "none", "torch": "0", "threads": 1, "dtype": "float32",
+}  # fmt: skip
+BATCHES, GAMMAS, CONTEXTS, LENGTHS = (1, 2, 4, 8, 16), (0, 1, 3, 5), (64, 128), (1, 16, 64)
+
+
+def planted(
+    floor: float = 5e-3, token: float = 1e-4, slot: float = 1e-6, draft: float = 1e-3
+) -> Costs:
+    """A table of passes that are exactly a floor and two slopes; a guess costs `draft`."""
+    law = Fit(floor, token, slot, 1.0)
+    tokens = tuple(g + 1 for g in GAMMAS)
+    return Costs(
+        ABOUT, BATCHES, tokens, CONTEXTS,
+        np.array([[[law.pass_s(b, n, c) for c in CONTEXTS] for n in tokens] for b in BATCHES]),
+        GAMMAS, np.array([[[draft * g for _ in CONTEXTS] for g in GAMMAS] for _ in BATCHES]),
+        LENGTHS, np.array([1e-3, 2e-3, 8e-3]), np.array([0.0, 1e-3, 2e-3]),
+    )  # fmt: skip
+
+
+def rough(seed: int = 0) -> Costs:
+    """A table without any order in it: slopes up and down."""
+    rng = np.random.default_rng(seed)
+    shape = len(BATCHES), len(GAMMAS), len(CONTEXTS)
+    tokens = tuple(g + 1 for g in GAMMAS)
+    return Costs(
+        ABOUT, BATCHES, tokens, CONTEXTS, rng.uniform(1e-3, 1, shape), GAMMAS,
+        rng.uniform(0, 1, shape), LENGTHS, rng.uniform(1e-3, 1, 3), rng.uniform(0, 1, 3),
+    )  # fmt: skip
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def test_at_its_points_the_table_says_what_it_holds():
+    table = rough()
+    for i, b in enumerate(BATCHES):
+        for j, g in enumerate(GAMMAS):
+            for k, c in enumerate(CONTEXTS):
+                assert table.verify_s(b, g + 1, c) == table.verify[i, j, k]
+                assert table.draft_s(b, g, c) == table.draft[i, j, k]
+    assert [table.prefill_s(n) for n in LENGTHS] == table.prefill.tolist()
+    assert [table.catch_up_s(n) for n in LENGTHS] == table.catch_up.tolist()
+
+
+@given(st.floats(1, 16), st.floats(1, 6), st.floats(64, 128))
+def test_between_its_points_the_table_stays_between_their_values(batch, tokens, context):
+    table = rough()
+    found = table.verify_s(batch, tokens, context)
+    assert table.verify.min() <= found <= table.verify.max()
+
+
+@given(st.sampled_from(BATCHES[:-1]), st.sampled_from(CONTEXTS))
+def test_halfway_between_two_points_is_their_mean(batch, context):
+    table = rough()
+    i, k = BATCHES.index(batch), CONTEXTS.index(context)
+    middle = (batch + BATCHES[i + 1]) / 2
+    mean = table.verify[i : i + 2, 0, k].mean()
+    assert table.verify_s(middle, 1, context) == pytest.approx(mean)
+
+
+@given(st.integers(0, 20), st.floats(16, 1e4), st.floats(16, 1e4))
+def test_beyond_its_end_an_axis_goes_on_in_a_line_that_never_falls(seed, one, other):
+    """Along each axis, whatever the slope between its last two points."""
+    table = rough(seed)
+    low, high = sorted((one, other))
+    ways = [
+        (lambda x: table.verify_s(x, 2, 64), table.verify[:, 1, 0], BATCHES),
+        (lambda x: table.verify_s(4, x, 64), table.verify[2, :, 0], table.tokens),
+        (lambda x: table.draft_s(4, 3, x * 8), table.draft[2, 2, :], [c / 8 for c in CONTEXTS]),
+        (lambda x: table.prefill_s(x * 4), table.prefill, [n / 4 for n in LENGTHS]),
+    ]
+    for read, values, axis in ways:
+        assert values[-1] <= read(low) <= read(high)
+        slope = max(0.0, (values[-1] - values[-2]) / (axis[-1] - axis[-2]))
+        assert read(high) == pytest.approx(values[-1] + slope * (high - axis[-1]))
+
+
+def test_before_its_first_point_an_axis_is_what_it_is_there():
+    table = rough()
+    assert table.verify_s(1, 1, 1) == table.verify[0, 0, 0]
+    assert table.verify_s(0, 1, 64) == table.verify[0, 0, 0]
+    assert table.prefill_s(0) == table.prefill[0]
+
+
+def test_an_axis_of_one_point_says_the_same_everywhere():
+    table = rough()
+    one = Costs(
+        ABOUT, (4,), (1,), (64,), table.verify[2:3, :1, :1], (0,), table.draft[2:3, :1, :1],
+        (16,), table.prefill[1:2], table.catch_up[1:2],
+    )  # fmt: skip
+    assert one.verify_s(99, 9, 999) == table.verify[2, 0, 0]
+    assert one.prefill_s(999) == table.prefill[1]
+
+
+def test_a_round_is_a_draft_and_a_pass_and_without_guesses_a_plain_step():
+    table = rough()
+    assert table.round_s(4, 3, 100) == table.draft_s(4, 3, 100) + table.verify_s(4, 4, 100)
+    assert table.round_s(4, 0, 100) == table.step_s(4, 100) == table.verify_s(4, 1, 100)
+
+
+@given(
+    st.lists(st.floats(0, 1), max_size=6), st.integers(1, 5), st.integers(1, 40), st.floats(64, 500)
+)
+def test_the_speedup_is_theorys_with_the_times_of_this_load(kept, gamma, batch, context):
+    table = planted()
+    chain = [*kept, *[0.0] * gamma][:gamma]
+    tokens = 1 + math.fsum(math.prod(chain[: i + 1]) for i in range(gamma))
+    expected = tokens * table.step_s(batch, context) / table.round_s(batch, gamma, context)
+    assert table.speedup(batch, gamma, kept, context) == pytest.approx(expected)
+    assert table.speedup(batch, 0, kept, context) == 1
+
+
+def test_free_drafts_and_flat_passes_reach_the_closed_form():
+    table = planted(token=0, slot=0, draft=0)
+    assert table.speedup(8, 5, [0.8] * 5, 64) == pytest.approx(theory.speedup(0.8, 5, 0))
+
+
+# --- the fit -------------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(1e-5, 1), st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
+    st.one_of(st.just(0.0), st.floats(1e-8, 1e-4)),
+)  # fmt: skip
+def test_the_fit_finds_planted_coefficients(floor, token, slot):
+    table = planted(floor, token, slot)
+    fit = table.fit()
+    for b, n, c in ((1, 1, 64), (16, 6, 128), (4, 2, 64)):
+        assert fit.pass_s(b, n, c) == pytest.approx(table.verify_s(b, n, c), rel=1e-6)
+    scale = table.verify.max()
+    assert fit.floor_s == pytest.approx(floor, rel=1e-5, abs=1e-9 * scale)
+    assert fit.per_token_s == pytest.approx(token, rel=1e-4, abs=1e-9 * scale)
+    assert fit.per_slot_s == pytest.approx(slot, rel=1e-4, abs=1e-9 * scale)
+    assert fit.r2 == pytest.approx(1)
+
+
+@given(st.integers(0, 50))
+def test_no_coefficient_is_negative_and_disorder_is_not_explained(seed):
+    fit = rough(seed).fit()
+    assert min(fit.floor_s, fit.per_token_s, fit.per_slot_s) >= 0
+    assert 0 <= fit.r2 < 0.9
+
+
+def test_the_knee_is_where_tokens_cost_what_the_floor_does():
+    fit = Fit(5e-3, 1e-4, 1e-6, 1.0)
+    assert fit.pass_s(1, fit.knee(100), 100) == pytest.approx(2 * fit.floor_s)
+    assert Fit(5e-3, 0.0, 0.0, 1.0).knee(100) == math.inf
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def test_a_saved_table_is_read_back_bit_for_bit(tmp_path):
+    table = rough()
+    table.save(tmp_path / "new folder" / "costs.json")
+    again = Costs.load(tmp_path / "new folder" / "costs.json")
+    for name in Costs.__annotations__:
+        assert np.array_equal(getattr(again, name), getattr(table, name)), name
+    assert [p.name for p in (tmp_path / "new folder").iterdir()] == ["costs.json"]
+
+
+def damaged(**changes):
+    return json.dumps(
+        {n: v.tolist() if isinstance(v, np.ndarray) else v for n, v in vars(planted()).items()}
+        | changes
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        damaged(more=1),
+        damaged(verify=[[1.0]]),
+        damaged(verify=None),
+        damaged(batches=[1, 2, 2, 4, 8]),
+        damaged(batches="many"),
+        damaged(gammas=[1, 2, 3, 4]),
+        damaged(prefill=[1e-3, 2e-3, float("nan")]),
+        damaged(catch_up=[0.0, -1.0, 0.0]),
+        damaged(prefill=[1e-3, 2e-3]),
+    ],
+)
+def test_a_damaged_file_is_one_line_with_the_mend(tmp_path, text):
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"holds no cost table.*delete it.*specexp profile") as e:
+        Costs.load(file)
+    assert "\n" not in str(e.value)
+
+
+def test_a_missing_file_says_how_to_make_it(tmp_path):
+    with pytest.raises(UserError, match="specexp profile"):
+        Costs.load(tmp_path / "none.json")
+
+
+def test_a_table_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose another place"):
+        planted().save(tmp_path / "file" / "costs.json")
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine():
+    target, draft = LM(tiny_llama(0), "target"), LM(tiny_llama(1, layers=1), "draft")
+    return Engine(target, DraftModel(draft, Sampling()), Fixed(Tree.chain(2)), rule=Match())
+
+
+def test_measuring_gives_positive_times_for_every_setting(engine):
+    seen = []
+    table = costs.measure(
+        engine, [[1, 2, 3], [4]], [4, 1, 2], [2, 1], [48, 32], repeats=3,
+        watch=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert (table.batches, table.tokens, table.gammas) == ((1, 2, 4), (1, 2, 3), (0, 1, 2))
+    assert table.contexts == (32, 48)
+    assert table.lengths == (1, 4, 16, 44)
+    assert table.verify.shape == table.draft.shape == (3, 3, 2)
+    assert table.prefill.shape == table.catch_up.shape == (4,)
+    for times in (table.verify, table.prefill, table.catch_up, table.draft[:, 1:]):
+        assert np.isfinite(times).all()
+        assert (times > 0).all()
+    assert seen == [(i, 12) for i in range(1, 13)]
+    assert (table.about["target"], table.about["drafter"]) == ("target", "draft")
+    assert table.about["parameters"] == engine.target.parameters
+    assert json.loads(json.dumps(table.about)) == table.about
+
+
+def test_every_setting_is_timed_as_often_forwards_and_backwards(engine, monkeypatch):
+    """Two warm-ups and `repeats` rounds each; the buffers are what the contexts say."""
+    played, whole = [], costs._round
+
+    def spy(engine, seqs, tree):
+        played.append((*seqs.tokens.shape, len(tree) - 1))
+        return whole(engine, seqs, tree)
+
+    monkeypatch.setattr(costs, "_round", spy)
+    costs.measure(engine, [[1, 2, 3]], [1, 2], [2], [16, 24], repeats=2)
+    settings = {(b, s, g) for b in (1, 2) for s in (16, 24) for g in (0, 2)}
+    assert set(played) == settings
+    assert all(played.count(setting) == 4 for setting in settings)
+    assert played[:4] == [(1, 16, 0), (1, 16, 2), (1, 16, 2), (1, 16, 0)]
+    places = [place[:2] for place in played]
+    assert places == places[::-1]
+
+
+def test_a_plain_engine_can_be_measured(engine):
+    table = costs.measure(engine.plain(), [[1, 2]], [1], [0], [16], repeats=1)
+    assert table.gammas == (0,)
+    assert table.verify_s(1, 1, 16) > 0
+    assert isinstance(engine.plain().drafter, Null)
+
+
+@pytest.mark.parametrize(
+    ("ids", "batches", "gammas", "contexts", "repeats", "said"),
+    [
+        ([[1]], [0], [1], [16], 1, "batch is 0"),
+        ([[1]], [], [1], [16], 1, "batch is missing"),
+        ([[1]], [1], [-1], [16], 1, "gamma is -1"),
+        ([[1]], [1], [4], [7], 1, "context is 7; to measure costs it must be 8"),
+        ([[1]], [1], [1], [999], 1, "exceeds the 128-token context of target"),
+        ([[1]], [1], [1], [16], 0, "repeats is 0"),
+        ([[]], [1], [1], [16], 1, "no text"),
+    ],
+)
+def test_settings_that_fit_nothing_are_refused(
+    engine, ids, batches, gammas, contexts, repeats, said
+):
+    with pytest.raises(UserError, match=said):
+        costs.measure(engine, ids, batches, gammas, contexts, repeats)
