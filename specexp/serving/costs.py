@@ -351,10 +351,13 @@ def _check(
 @torch.inference_mode()
 def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
     """Read the prompts; seconds of the target and of the drafter."""
+    known = int(seqs.length.max()) - 1
+    engine.allocate(*seqs.tokens.shape)
     now = [_clock(engine)]
-    hidden = engine.target.prefill(seqs, engine.drafter.taps)
+    hidden = engine.target.prefill(seqs, 0, known, engine.drafter.taps)
     now.append(_clock(engine))
     engine.drafter.prefill(seqs, hidden)
+    engine.drafter.catch_up(seqs, known)
     now.append(_clock(engine))
     return now[1] - now[0], now[2] - now[1]
 
