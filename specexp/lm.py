@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import psutil
 import torch
@@ -240,13 +241,18 @@ def read_tokenizer(source: str | Path) -> Any:
 
 
 def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
-    """Weights from safetensors only, never remote code. `source`: a folder or a hub id."""
+    """Weights from safetensors only, never remote code; those in use already are shared. `source`:
+    a folder or a hub id."""
     config = read_config(source)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("no CUDA device is available; use --device cpu")
     logging.disable_progress_bar()
+    weights = tuple(sorted(str(f.stat()) for f in Path(source).glob("*.safetensors")))
+    key = (str(source), weights, dtype, device)
+    if key in _LOADED:
+        return LM(_LOADED[key], name, vocab)
     try:
         module = AutoModelForCausalLM.from_pretrained(
             str(source),
@@ -257,4 +263,8 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         )
     except (OSError, ValueError, SafetensorError) as e:
         raise UserError(f"cannot load {name}: {str(e).strip().splitlines()[0]}") from e
-    return LM(module.to(device), name, vocab)
+    _LOADED[key] = module = module.to(device)
+    return LM(module, name, vocab)
+
+
+_LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # weights that somebody still uses

@@ -34,12 +34,14 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Rig:
-    """An engine and the tokenizer that goes with it; `drafter` as it was named."""
+    """An engine and the tokenizer that goes with it; `drafter` as it was named; `deepest`: the
+    longest draft that it can make."""
 
     engine: Engine
     tokenizer: Any
     drafter: str
     options: dict[str, Any]
+    deepest: int
 
     @property
     def target(self) -> lm.LM:
@@ -57,6 +59,11 @@ class Rig:
     def with_(self, **changes: Any) -> Rig:
         """The same target with another drafter, gamma, temperature, rule ..."""
         return _assemble(self.target, self.tokenizer, **(self.options | changes))
+
+    def apart(self) -> Rig:
+        """The same weights with caches of their own."""
+        target = lm.LM(self.target.module, self.target.name, self.target.vocab)
+        return _assemble(target, self.tokenizer, **self.options)
 
 
 def build(
@@ -100,7 +107,7 @@ def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
         model, ready.make(model), Fixed(plan.tree), plan.sampling,
         _rule(o["rule"], plan, ready), o["seed"], stops,
     )  # fmt: skip
-    return Rig(engine, tokenizer, resolve_drafter(o["target"], o["drafter"]), o)
+    return Rig(engine, tokenizer, resolve_drafter(o["target"], o["drafter"]), o, ready.deepest)
 
 
 def usual_gamma(options: dict[str, Any]) -> int:

@@ -72,8 +72,19 @@ def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: in
     """Decode the prompts both ways, all rows in one ragged batch, and class every difference."""
     coupled = copy.copy(engine)
     coupled.rule = Match()
-    plain = engine.plain().generate(prompts, max_new_tokens).tokens
     fast = coupled.generate(prompts, max_new_tokens).tokens
+    return compare(engine, prompts, fast, max_new_tokens, range(len(prompts)))
+
+
+def compare(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    fast: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    streams: Sequence[int],
+) -> Exactness:
+    """Class every difference of these texts, made greedily or under Match, to plain decoding."""
+    plain = engine.plain().generate(prompts, max_new_tokens, streams).tokens
     rule = engine.rule
     lossy = rule.name if rule.lossy and engine.sampling.temperature > 0 else ""
     found = Exactness(len(prompts), lossy)
@@ -86,7 +97,7 @@ def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: in
             continue
         x, y = (t[same] if same < len(t) else -1 for t in (a, b))
         text = [*prompt, *a[:same]]
-        tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, row)
+        tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, streams[row])
         found.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +33,42 @@ class Turn(NamedTuple):
     broken: str | None
 
 
+class Timer(Protocol):
+    def clock(self) -> float: ...
+    def wait(self, until: float) -> None: ...
+
+
+class Wall:
+    """The time of the world."""
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, until: float) -> None:
+        time.sleep(max(0.0, until - self.clock()))
+
+
+class Stopwatch:
+    """Stands still while stopped, and does not wait: several banks can share a machine in turns,
+    each on a time of its own."""
+
+    def __init__(self) -> None:
+        self.passed, self.since = 0.0, 0.0
+        self.running = False
+
+    def clock(self) -> float:
+        return self.passed + (time.perf_counter() - self.since if self.running else 0.0)
+
+    def wait(self, until: float) -> None:
+        self.passed += max(0.0, until - self.clock())
+
+    def start(self) -> None:
+        self.since, self.running = time.perf_counter(), True
+
+    def stop(self) -> None:
+        self.passed, self.running = self.clock(), False
+
+
 class OutOfMemory(Exception):
     """A pass did not fit; the texts are as they were before it."""
 
@@ -40,8 +76,11 @@ class OutOfMemory(Exception):
 class EngineBank:
     """`rows` texts of up to `slots` tokens. `room`: slots that a round may write past a text."""
 
-    def __init__(self, engine: Engine, rows: int, slots: int, room: int) -> None:
+    def __init__(
+        self, engine: Engine, rows: int, slots: int, room: int, timer: Timer | None = None
+    ) -> None:
         self.engine, self.slots, self.room = engine, slots, room
+        self.timer = timer or Wall()
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows + 1, slots, engine.eos, device)
@@ -53,10 +92,10 @@ class EngineBank:
         return self.engine.target.context
 
     def clock(self) -> float:
-        return time.perf_counter()
+        return self.timer.clock()
 
     def wait(self, until: float) -> None:
-        time.sleep(max(0.0, until - self.clock()))
+        self.timer.wait(until)
 
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:

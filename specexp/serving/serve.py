@@ -436,19 +436,25 @@ class Closed:
         return len(self.requests)
 
 
+def advance(server: Server, arriving: Arriving, answers: list[Answer]) -> bool:
+    """Take what has come and make one step, or wait for more; False when all is answered."""
+    now = server.now
+    for came_s, request in arriving.due(now, server.open):
+        answers.append(server.submit(request, came_s))
+    if server.step():
+        return True
+    if (until := arriving.next_s()) is not None:
+        server.bank.wait(server.started + until)
+        return True
+    return arriving.left > 0
+
+
 def serve(
     server: Server, arriving: Arriving, watch: Callable[[Server], None] | None = None
 ) -> list[Answer]:
     """Serve all that comes until everything is answered; the answers in order of coming."""
     answers: list[Answer] = []
-    while True:
-        now = server.now
-        for came_s, request in arriving.due(now, server.open):
-            answers.append(server.submit(request, came_s))
-        if server.step():
-            if watch:
-                watch(server)
-        elif (until := arriving.next_s()) is not None:
-            server.bank.wait(server.started + until)
-        elif not arriving.left:
-            return answers
+    while advance(server, arriving, answers):
+        if watch:
+            watch(server)
+    return answers

@@ -1,0 +1,367 @@
+"""Serving under load as an experiment: traffic from prompts, servers that race, their figures.
+
+Servers that are compared share the machine in turns, each on a stopwatch of its own, so that a slow
+moment of the machine falls on all of them. In a closed loop a turn ends when a server has delivered
+so many tokens, in open traffic when so much of its time has passed; turns are the paired units of
+every interval.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from tqdm.auto import tqdm
+
+from specexp.errors import UserError
+from specexp.lab import stats
+from specexp.lab.build import Rig
+from specexp.lab.certify import Exactness, compare
+from specexp.lab.prompts import Prompt
+from specexp.policy import Policy
+from specexp.serving import arrivals, policies
+from specexp.serving.bank import EngineBank, Stopwatch
+from specexp.serving.costs import Costs
+from specexp.serving.serve import (
+    Answer,
+    Arriving,
+    Closed,
+    Request,
+    Server,
+    Tick,
+    Timed,
+    advance,
+    serve,
+)  # fmt: skip
+
+QUANTILES = (50, 95, 99)
+
+
+@dataclass
+class Run:
+    """A server and all that it was asked."""
+
+    server: Server
+    arriving: Arriving
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def ticks(self) -> list[Tick]:
+        return self.server.ticks
+
+    def advance(self) -> bool:
+        return advance(self.server, self.arriving, self.answers)
+
+
+def requests(rig: Rig, prompts: Sequence[Prompt], count: int, max_new_tokens: int) -> list[Request]:
+    """`count` requests, the prompts over and over, mixed evenly over their kinds."""
+    kinds: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        kinds.setdefault(prompt.category, []).append(prompt)
+    mixed = [p for row in itertools.zip_longest(*kinds.values()) for p in row if p]
+    ids = rig.encode([p.text for p in mixed])
+    return [
+        Request(ids[i % len(ids)], max_new_tokens, stream=i, kind=mixed[i % len(ids)].category)
+        for i in range(count)
+    ]
+
+
+def traffic(
+    rig: Rig, prompts: Sequence[Prompt], load: str, count: int, max_new_tokens: int, seed: int = 0
+) -> Arriving:
+    """What `load` says (see `arrivals.parse`), made of these prompts. Lengths of a trace cut them
+    and set how much is written, up to `max_new_tokens`."""
+    made = arrivals.parse(load, count, seed, arrivals.Lengths.fixed(0, max_new_tokens))
+    if isinstance(made, arrivals.Closed):
+        return Closed(requests(rig, prompts, made.count, max_new_tokens), made.concurrency)
+    asked = requests(rig, prompts, len(made), max_new_tokens)
+    return Timed(
+        Request(
+            r.prompt[: a.prompt] if a.prompt else r.prompt,
+            min(a.output, max_new_tokens), a.at_s, r.stream, r.kind,
+        )
+        for r, a in zip(asked, made, strict=True)
+    )  # fmt: skip
+
+
+def slots_for(asked: Sequence[Request], room: int) -> int:
+    """Slots a row needs for the longest of these requests."""
+    return max(len(r.prompt) + r.new for r in asked) + room
+
+
+def bank(
+    rig: Rig, policy: str, rows: int, asked: Sequence[Request], room: int, timer: Any = None
+) -> EngineBank:
+    """Rows for these requests; under the policy `plain` without any drafter."""
+    engine = rig.apart().engine
+    engine = engine.plain() if policy == "plain" else engine
+    return EngineBank(engine, rows, slots_for(asked, room), room, timer)
+
+
+def policy(rig: Rig, name: str, costs: Costs | None) -> Policy:
+    """`plain` is decoding on an engine that has no drafter; the rest is `policies.of`."""
+    return policies.of("never" if name == "plain" else name, costs, rig.deepest)
+
+
+def room(rig: Rig, names: Iterable[str], costs: Costs | None) -> int:
+    return max(policy(rig, name, costs).widest for name in names)
+
+
+def race(
+    rig: Rig,
+    names: Sequence[str],
+    costs: Costs | None,
+    asked: Sequence[Request],
+    concurrency: int,
+    tokens: int,
+    chunk: int = 128,
+) -> tuple[pd.DataFrame, dict[str, Run]]:
+    """A closed loop of `concurrency` streams under every policy, side by side.
+
+    One row a policy and turn: seconds for the turn's tokens, and what was speculated. Turns count
+    from when every row has been written once until requests run out; each server delivers `tokens`
+    or more a turn. Returns the runs, too.
+    """
+    space = room(rig, names, costs)
+    watches = {name: Stopwatch() for name in names}
+    runs = {}
+    for name in names:
+        made = bank(rig, name, concurrency, asked, space, watches[name])
+        server = Server(made, policy(rig, name, costs), chunk, queue=len(asked))
+        runs[name] = Run(server, Closed(asked, concurrency))
+    for name, run in runs.items():
+        watches[name].start()
+        while not full(run, concurrency) and run.advance():
+            pass
+        watches[name].stop()
+    rows: list[dict[str, Any]] = []
+    for turn in itertools.count():
+        order = list(runs)[:: -1 if turn % 2 else 1]
+        for name in order:
+            run, watch = runs[name], watches[name]
+            watch.start()
+            at = len(run.ticks)
+            while run.arriving.left and sum(t.emitted for t in run.ticks[at:]) < tokens:
+                run.advance()
+            watch.stop()
+            rows.append({"policy": name, "turn": turn} | sums(run.ticks[at:]))
+        if not all(run.arriving.left for run in runs.values()):
+            last = {r["policy"]: r for r in rows[-len(runs) :]}
+            del rows[-len(runs) :]  # somebody's last turn was cut short
+            assert rows or last
+            break
+    return pd.DataFrame(rows), runs
+
+
+def full(run: Run, concurrency: int) -> bool:
+    """Has every row of a closed loop been written at some time?"""
+    return len([a for a in run.answers if a.deliveries]) >= concurrency
+
+
+def sums(ticks: Sequence[Tick]) -> dict[str, float]:
+    """Of a stretch of steps: seconds, tokens, rows and how much of them was speculated."""
+    return {
+        "s": sum(t.end_s - t.begin_s for t in ticks),
+        "busy_s": sum(t.busy_s for t in ticks),
+        "tokens": sum(t.emitted for t in ticks),
+        "rows": sum(t.rows for t in ticks),
+        "live": sum(t.live for t in ticks),
+        "speculated": sum(t.speculated for t in ticks),
+        "drafted": sum(t.drafted for t in ticks),
+        "accepted": sum(t.accepted for t in ticks),
+        "steps": len(ticks),
+    }
+
+
+def open_race(
+    rig: Rig,
+    names: Sequence[str],
+    costs: Costs | None,
+    make: Callable[[], Arriving],
+    asked: Sequence[Request],
+    rows: int,
+    chunk: int = 128,
+    queue: int = 1024,
+    slice_s: float = 0.5,
+) -> dict[str, Run]:
+    """The same arrivals under every policy; servers take turns of `slice_s` of their own time, and
+    time in which a server has nothing to do passes at once."""
+    space = room(rig, names, costs)
+    watches = {name: Stopwatch() for name in names}
+    runs = {
+        name: Run(
+            Server(bank(rig, name, rows, asked, space, watches[name]), policy(rig, name, costs),
+                   chunk, queue), make(),
+        )
+        for name in names
+    }  # fmt: skip
+    going = list(names)
+    for turn in itertools.count(1):
+        for name in going[:: -1 if turn % 2 else 1]:
+            run, watch = runs[name], watches[name]
+            watch.start()
+            while run.server.now < turn * slice_s:
+                if not run.advance():
+                    going.remove(name)
+                    break
+            watch.stop()
+        if not going:
+            return runs
+    raise AssertionError
+
+
+def bake_off(
+    rig: Rig,
+    names: Sequence[str],
+    costs: Costs | None,
+    prompts: Sequence[Prompt],
+    concurrency: Sequence[int],
+    max_new_tokens: int,
+    turns: int = 12,
+) -> pd.DataFrame:
+    """`race` at every load, about `turns` turns each: one row a load, policy and turn."""
+    parts = []
+    with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
+        for c in concurrency:
+            tokens = 40 + 8 * c
+            count = c + -(-turns * tokens // max_new_tokens) + c
+            asked = requests(rig, prompts, count, max_new_tokens)
+            part, _ = race(rig, names, costs, asked, c, tokens)
+            parts.append(part.assign(load=c))
+            bar.update()
+    return pd.concat(parts, ignore_index=True)
+
+
+def rates(samples: pd.DataFrame, base: str = "plain") -> pd.DataFrame:
+    """Tokens a second of each policy and load, and its speedup over `base` with the interval over
+    turns; share of rows speculated; share of guesses kept."""
+    rows = []
+    for load, at in samples.groupby("load"):
+        plain = at[at["policy"] == base].set_index("turn")
+        for name, part in at.groupby("policy", sort=False):
+            here = part.set_index("turn").loc[plain.index]
+            s = stats.speedup(plain["s"], plain["tokens"], here["s"], here["tokens"])
+            rows.append({
+                "load": load, "policy": name, "tok_s": here["tokens"].sum() / here["s"].sum(),
+                "speedup": s.value, "low": s.low, "high": s.high,
+                "speculated": here["speculated"].sum() / here["rows"].sum(),
+                "kept": here["accepted"].sum() / max(1, here["drafted"].sum()),
+                "overhead": 1 - here["busy_s"].sum() / here["s"].sum(),
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def regrets(samples: pd.DataFrame) -> pd.DataFrame:
+    """By how much each policy misses the best fixed choice of its load, plain decoding included,
+    picked with hindsight; negative: it beats it. With the interval over turns."""
+    rows = []
+    for load, at in samples.groupby("load"):
+        total = at.groupby("policy", sort=False)[["tokens", "s"]].sum()
+        speed = total["tokens"] / total["s"]
+        fixed = [n for n in speed.index if n in ("plain", "never") or n.startswith("always")]
+        if not fixed:
+            raise UserError("regret needs a fixed policy to compare with: plain or always:GAMMA")
+        oracle = str(speed[fixed].idxmax())
+        best = at[at["policy"] == oracle].set_index("turn")
+        for name, part in at.groupby("policy", sort=False):
+            here = part.set_index("turn").loc[best.index]
+            s = stats.speedup(best["s"], best["tokens"], here["s"], here["tokens"])
+            rows.append({"load": load, "policy": name, "oracle": oracle, "regret": 1 - s.value,
+                         "low": 1 - s.high, "high": 1 - s.low})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def answered(answers: Sequence[Answer]) -> pd.DataFrame:
+    """One row a request, in seconds, as serving benchmarks define them: `ttft` from its coming to
+    its first token, waiting included; `tpot` from the first to the last, for each token after the
+    first; `e2e` from its coming to its end."""
+    rows = []
+    for a in answers:
+        first = a.deliveries[0][0] if a.deliveries else float("nan")
+        last, count = a.deliveries[-1] if a.deliveries else (float("nan"), 0)
+        rows.append({
+            "kind": a.request.kind, "state": a.state, "came_s": a.came_s,
+            "wait_s": (first if a.begun_s is None else a.begun_s) - a.came_s,
+            "ttft_s": first - a.came_s,
+            "tpot_s": (last - first) / (count - 1) if count > 1 else float("nan"),
+            "e2e_s": last - a.came_s, "tokens": count, "prompt": len(a.request.prompt),
+            "drafted": a.drafted, "accepted": a.accepted, "passes": a.passes,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def gaps(answers: Sequence[Answer]) -> np.ndarray:
+    """ITL: seconds between the deliveries of a request, all requests together. A round's tokens
+    come at once, and count as one delivery."""
+    found = [np.diff([at for at, _ in a.deliveries]) for a in answers if len(a.deliveries) > 1]
+    return np.concatenate(found) if found else np.zeros(0)
+
+
+def served_metrics(
+    answers: Sequence[Answer], ticks: Sequence[Tick], ttft_ms: float, tpot_ms: float
+) -> dict[str, float]:
+    """What serving benchmarks report, as it is logged; goodput: the requests answered within both
+    limits, as a share of all and a second."""
+    table = answered(answers)
+    done = table[table["state"] == "done"]
+    seconds = (ticks[-1].end_s - min(a.came_s for a in answers)) if ticks else float("nan")
+    within = (1e3 * done["ttft_s"] <= ttft_ms) & ~(1e3 * done["tpot_s"] > tpot_ms)
+    total = sums(ticks)
+    found = {
+        "throughput/tok_s": done["tokens"].sum() / seconds,
+        "throughput/req_s": len(done) / seconds,
+        "goodput/share": within.sum() / len(table),
+        "goodput/req_s": within.sum() / seconds,
+        "load/occupancy": total["live"] / max(1, total["steps"]),
+        "load/speculated": total["speculated"] / max(1, total["rows"]),
+        "load/refused": (table["state"] == "refused").sum(),
+        "load/overhead": 1 - total["busy_s"] / total["s"],
+        "acceptance/rate": total["accepted"] / max(1, total["drafted"]),
+    }
+    series = {"ttft": done["ttft_s"], "tpot": done["tpot_s"].dropna(), "e2e": done["e2e_s"],
+              "itl": gaps(answers)}  # fmt: skip
+    for name, values in series.items():
+        for q in QUANTILES if len(values) else ():
+            found[f"latency/{name}_p{q}_ms"] = 1e3 * float(np.percentile(values, q))
+    return found
+
+
+def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
+    """Over time: rows being written, requests waiting, share of rows speculated, guesses kept."""
+    table = pd.DataFrame([vars(t) for t in ticks])
+    at = pd.cut(table["end_s"], bins, labels=False)
+    total = table.groupby(at)[["speculated", "rows", "drafted", "accepted", "emitted"]].sum()
+    mean = table.groupby(at)[["end_s", "live", "waiting"]].mean()
+    return mean.assign(
+        speculated=total["speculated"] / total["rows"].clip(lower=1),
+        kept=total["accepted"] / total["drafted"].where(total["drafted"] > 0),
+    ).reset_index(drop=True)
+
+
+def certify_served(
+    rig: Rig, name: str, costs: Costs | None, asked: Sequence[Request], concurrency: int
+) -> Exactness:
+    """Serve requests in a closed loop, greedily or under Match, and compare every answer with
+    plain decoding of that request."""
+    coupled = rig if rig.options["temperature"] == 0 else rig.with_(rule="match")
+    found = run(coupled, name, costs, Closed(asked, concurrency), asked, concurrency)
+    texts = [a.tokens for a in found.answers]
+    return compare(
+        rig.engine, [list(r.prompt) for r in asked], texts, max(r.new for r in asked),
+        [r.stream for r in asked],
+    )  # fmt: skip
+
+
+def run(rig: Rig, name: str, costs: Costs | None, arriving: Arriving, asked: Sequence[Request],
+        rows: int, chunk: int = 128, queue: int = 1024, bar: Any = None) -> Run:  # fmt: skip
+    """Serve in real time under one policy."""
+    space = room(rig, [name], costs)
+    made = bank(rig, name, rows, asked, space)
+    server = Server(made, policy(rig, name, costs), chunk, queue)
+    found = Run(server, arriving)
+    found.answers = serve(server, arriving, bar)
+    return found

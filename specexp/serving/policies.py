@@ -1,0 +1,290 @@
+"""How much to draft at this load: from never to whatever promises most tokens a second.
+
+A policy sees what is known when a round begins (`Load`), answers with a plan, and is told how that
+went. It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `goodput` or `bandit`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+from specexp.errors import UserError
+from specexp.policy import Fixed, Load, Plan, Policy, Share, Stream
+from specexp.trace import Step
+from specexp.tree import Tree
+
+GAMMAS = (1, 2, 3, 5)
+TRUST = 0.2  # seconds of measured rounds that the cost table's word is worth
+
+
+class Prices(Protocol):
+    """What rounds cost: see `costs.Costs`."""
+
+    def step_s(self, batch: float, context: float) -> float: ...
+    def round_s(self, batch: float, gamma: float, context: float) -> float: ...
+    def catch_up_s(self, length: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """gamma guesses while no more than `most` rows are in use."""
+
+    gamma: int
+    most: int
+
+    @property
+    def widest(self) -> int:
+        return Tree.chain(self.gamma).room
+
+    def choose(self, load: Load) -> Plan:
+        return (Share(load.rows, Tree.chain(self.gamma if load.rows <= self.most else 0)),)
+
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Table:
+    """Pairs (rows, gamma), rising: from that many rows on, so many guesses."""
+
+    entries: tuple[tuple[int, int], ...]
+
+    @property
+    def widest(self) -> int:
+        return Tree.chain(max(gamma for _, gamma in self.entries)).room
+
+    def choose(self, load: Load) -> Plan:
+        at = bisect_right(self.entries, (load.rows, math.inf)) - 1
+        gamma = self.entries[at][1] if at >= 0 else 0
+        return (Share(load.rows, Tree.chain(gamma)),)
+
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+        pass
+
+
+@dataclass
+class Goodput:
+    """The plan that promises most tokens a second, by measured costs and acceptance so far.
+
+    (The objective of SmartSpec: Liu et al. 2024, arXiv 2406.14066, section 4.) Expected tokens
+    follow from two running estimates: how often the i-th guess is kept given those before it, over
+    all rows, and how much better or worse each row does than all. A draft of one length may go to
+    every row, to a share of them, the best ones, or to none; costs come from the table, corrected
+    by how long rounds of each draft length have really taken, the reading of new texts by the
+    drafter included. To begin is charged what it has to read first, spread over `horizon` rounds;
+    and a plan is changed only for a gain of `margin`.
+    While nothing is drafted nothing is learned, and what was learned fades: one row drafts, to
+    see, every `probe` rounds, if drafting would pay at the best that acceptance may be by now.
+    """
+
+    costs: Prices
+    gammas: tuple[int, ...] = GAMMAS
+    horizon: int = 32
+    margin: float = 0.02
+    probe: int = 64
+    parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    hoped: float = 0.7  # acceptance before anything is known
+    weight: float = 8.0  # guesses that what is hoped for, or known of all rows, counts as
+    fade: float = 0.995
+
+    judged: list[float] = field(default_factory=list, init=False)
+    kept: list[float] = field(default_factory=list, init=False)
+    took: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
+    current: tuple[int, float] = field(default=(0, 0.0), init=False)
+    quiet: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        deepest = max(self.gammas)
+        self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
+
+    @property
+    def widest(self) -> int:
+        return Tree.chain(max(self.gammas)).room
+
+    def conditional(self, above: float = 0.0) -> list[float]:
+        """P(guess i kept given that guess i - 1 was), i = 1, 2, ...; shrunk to the one before, and
+        `above` standard errors higher than that."""
+        found, before = [], self.hoped
+        for judged, kept in zip(self.judged, self.kept, strict=True):
+            before = (kept + self.weight * before) / (judged + self.weight)
+            error = math.sqrt(before * (1 - before) / (judged + self.weight))
+            found.append(min(1.0, before + above * error))
+        return found
+
+    def choose(self, load: Load) -> Plan:
+        b = load.rows
+        tokens = self._expected(load, self.conditional())
+        rates = {(0, 0.0): self._rate(load, tokens, 0, 0.0)}
+        for gamma in self.gammas:
+            for part in self.parts if load.streams else (1.0,):
+                rates[gamma, part] = self._rate(load, tokens, gamma, part)
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
+            self.current = best
+        gamma, part = self.current
+        self.quiet = 0 if gamma else self.quiet + 1
+        if self.quiet and load.streams and not self.quiet % self.probe and self._might_pay(load):
+            return _plan(b, 1, min(self.gammas[-1], 3))
+        return _plan(b, math.ceil(part * b), gamma)
+
+    def _might_pay(self, load: Load) -> bool:
+        """Would some draft pay if acceptance were as good as is still likely?"""
+        tokens = self._expected(load, self.conditional(above=1.0))
+        plain = self._rate(load, tokens, 0, 0.0)
+        return any(self._rate(load, tokens, g, 1.0) > plain for g in self.gammas)
+
+    def _expected(self, load: Load, overall: list[float]) -> list[list[float]]:
+        """Tokens that a round brings a row, by its number of guesses; the best rows first."""
+        mean = sum(self.kept) / sum(self.judged) if sum(self.judged) else self.hoped
+        streams = load.streams or (Stream(),) * load.rows
+        found = []
+        for stream in streams:
+            if stream is None:
+                found.append([0.0] * (len(overall) + 1))
+                continue
+            own = (stream.kept + self.weight * mean) / (stream.judged + self.weight)
+            factor = own / mean if mean else 1.0
+            kept = accumulate((min(1.0, a * factor) for a in overall), mul)
+            found.append(list(accumulate([1.0, *kept])))
+        return sorted(found, key=lambda row: -row[-1])
+
+    def _rate(self, load: Load, tokens: list[list[float]], gamma: int, part: float) -> float:
+        """Tokens a second of a plan."""
+        b = load.rows
+        front = math.ceil(part * b) if gamma else 0
+        seconds, brought = 0.0, 0.0
+        if front:
+            seconds += self._round_s(front, gamma, load.context)
+            brought += sum(row[gamma] for row in tokens[:front])
+            behind = sum(s.behind for s in load.streams[:front] if s)
+            if behind and not self.current[0]:
+                seconds += self.costs.catch_up_s(behind) / self.horizon
+        if front < b:
+            seconds += self._round_s(b - front, 0, load.context)
+            brought += sum(row[0] for row in tokens[front:])
+        return brought / seconds
+
+    def _round_s(self, rows: int, gamma: int, context: int) -> float:
+        seconds, priced = self.took.get(gamma, (0.0, 0.0))
+        return self.costs.round_s(rows, gamma, context) * (seconds + TRUST) / (priced + TRUST)
+
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+        if self.quiet:
+            self.judged = [0.999 * x for x in self.judged]
+            self.kept = [0.999 * x for x in self.kept]
+        for step in steps:
+            for i in range(min(step.accepted + 1, step.drafted)):
+                self.judged[i] = self.fade * self.judged[i] + 1
+                self.kept[i] = self.fade * self.kept[i] + (i < step.accepted)
+        if len(plan) == 1:
+            gamma = len(plan[0].tree) - 1
+            took, priced = self.took.get(gamma, (0.0, 0.0))
+            price = self.costs.round_s(load.rows, gamma, load.context)
+            self.took[gamma] = self.fade * took + seconds, self.fade * priced + price
+
+
+@dataclass
+class Bandit:
+    """Learns tokens a second of each draft length by trying, for batches of about the same size.
+
+    Knows no costs and no acceptance: an upper confidence bound (Auer et al. 2002, UCB1) on the
+    logarithm of a round's rate, for each power of two of rows. Estimates fade, as loads do.
+    """
+
+    gammas: tuple[int, ...] = (0, *GAMMAS)
+    bonus: float = 0.3
+    fade: float = 0.99
+    hold: int = 8  # rounds that a choice is kept, since switching costs
+
+    tried: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
+    mean: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
+    current: tuple[int, int] = field(default=(-1, 0), init=False)
+    left: int = field(default=0, init=False)
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
+
+    @property
+    def widest(self) -> int:
+        return Tree.chain(max(self.gammas)).room
+
+    def choose(self, load: Load) -> Plan:
+        size = load.rows.bit_length()
+        if not self.left or self.current[0] != size:
+            self.current, self.left, self.sums = (size, self._best(size)), self.hold, [0.0, 0.0]
+        self.left -= 1
+        return (Share(load.rows, Tree.chain(self.current[1])),)
+
+    def _best(self, size: int) -> int:
+        total = sum(self.tried.get((size, g), 0.0) for g in self.gammas)
+
+        def hope(gamma: int) -> float:
+            tried = self.tried.get((size, gamma), 0.0)
+            if not tried:
+                return math.inf
+            return self.mean[size, gamma] + self.bonus * math.sqrt(math.log(total + 1) / tried)
+
+        return max(self.gammas, key=hope)
+
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+        self.sums[0] += sum(step.emitted for step in steps) / max(1, len(steps))
+        self.sums[1] += seconds
+        if self.left or not self.sums[0]:
+            return
+        reward = math.log(self.sums[0] / self.sums[1])
+        tried = self.tried.get(self.current, 0.0)
+        for arm in self.tried:
+            if arm[0] == self.current[0]:
+                self.tried[arm] *= self.fade
+        mean = self.mean.get(self.current, 0.0)
+        self.tried[self.current] = self.fade * tried + 1
+        self.mean[self.current] = mean + (reward - mean) / self.tried[self.current]
+
+
+def _plan(rows: int, front: int, gamma: int) -> Plan:
+    if not gamma or not front:
+        return (Share(rows, Tree.chain(0)),)
+    if front >= rows:
+        return (Share(rows, Tree.chain(gamma)),)
+    return Share(front, Tree.chain(gamma)), Share(rows - front, Tree.chain(0))
+
+
+NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"
+
+
+def of(name: str, costs: Prices | None = None, deepest: int = 1 << 30) -> Policy:
+    """The policy of a name. costs: the table that `goodput` reads; deepest: the longest draft that
+    the drafter can make. Raises UserError, one line, for any other name or a longer draft."""
+    kind, _, argument = name.partition(":")
+    gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
+    try:
+        if name == "never":
+            return Fixed(Tree.chain(0))
+        if name == "goodput":
+            if costs is None:
+                raise UserError("policy goodput needs a cost table: specexp profile makes one")
+            return Goodput(costs, gammas)
+        if name == "bandit":
+            return Bandit((0, *gammas))
+        if kind == "always":
+            return Fixed(Tree.chain(_gamma(argument, name, deepest)))
+        if kind == "threshold":
+            gamma, most = argument.split(",")
+            return Threshold(_gamma(gamma, name, deepest), int(most))
+        if kind == "table":
+            pairs = (entry.split("=") for entry in argument.split(","))
+            return Table(tuple(sorted((int(b), _gamma(g, name, deepest)) for b, g in pairs)))
+    except ValueError:
+        raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
+    raise UserError(f"policy {name!r} is unknown (there are {NAMES})")
+
+
+def _gamma(text: str, name: str, deepest: int) -> int:
+    gamma = int(text)
+    if not 0 <= gamma <= deepest:
+        raise UserError(f"policy {name!r} drafts {gamma}; this drafter does 0 to {deepest}")
+    return gamma

@@ -1,0 +1,99 @@
+"""A bank that holds no text: time passes as a cost table says, guesses are kept by chance.
+
+The server, its policies and the requests are those of the real engine; only the passes are
+imagined. Every figure made with it is SIMULATED.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specexp.serving.bank import SLOTS, Turn
+from specexp.serving.costs import Costs
+from specexp.serving.serve import Request
+from specexp.tree import Tree
+
+
+@dataclass
+class _Row:
+    length: int
+    limit: int
+    conditional: Sequence[float]
+
+
+class SimulatedBank:
+    """conditional(stream): P(guess i kept given that guess i - 1 was), i = 1, 2, ..., of the
+    request with that stream. overhead_s: what a step costs beside its passes."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        conditional: Callable[[int], Sequence[float]],
+        rows: int,
+        slots: int,
+        room: int,
+        seed: int = 0,
+        overhead_s: float = 0.0,
+    ) -> None:
+        self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
+        self.rows, self.slots, self.room = rows, slots, room
+        self.context = 1 << 30
+        self.random = random.Random(seed).random
+        self.time = 0.0
+        self.texts: dict[int, _Row] = {}
+
+    def clock(self) -> float:
+        return self.time
+
+    def wait(self, until: float) -> None:
+        self.time = max(self.time, until)
+
+    def enter(self, row: int, text: Sequence[int], stream: int) -> None:
+        self.texts[row] = _Row(len(text), len(text), self.conditional(stream))
+
+    def read(self, row: int, start: int, stop: int) -> None:
+        self.time += self.costs.prefill_s(stop - start)
+
+    def begin(self, row: int, limit: int) -> None:
+        self.texts[row].limit = limit
+
+    def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None:
+        self.time += self.costs.catch_up_s(rows * missed)
+
+    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Turn]:
+        gamma = len(tree) - 1
+        context = min(self.slots, -(-(longest + self.room) // SLOTS) * SLOTS)
+        self.time += self.costs.round_s(rows, gamma, context) + self.overhead_s
+        turns = []
+        for at in range(first, first + rows):
+            text = self.texts.get(at)
+            if text is None or text.length >= text.limit:
+                continue
+            accepted = 0
+            for chance in text.conditional[:gamma]:
+                if self.random() >= chance:
+                    break
+                accepted += 1
+            emitted = min(accepted + 1, text.limit - text.length)
+            text.length += emitted
+            turns.append(Turn(at, gamma, accepted, emitted, text.length >= text.limit, None))
+        return turns
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.texts[target] = self.texts[source]
+
+    def swap(self, a: int, b: int, longest: int) -> None:
+        self.texts[a], self.texts[b] = self.texts[b], self.texts[a]
+
+    def leave(self, row: int, broken: bool = False) -> None:
+        self.texts.pop(row, None)
+
+    def text(self, row: int, start: int, stop: int) -> list[int]:
+        return []
+
+
+def requests(lengths: Sequence[tuple[float, int, int]]) -> list[Request]:
+    """Requests of nothing but times and lengths: (at_s, prompt tokens, new tokens)."""
+    return [Request(range(p), n, at, stream=i) for i, (at, p, n) in enumerate(lengths)]
