@@ -64,11 +64,13 @@ class Head:
         the embeddings, t what layer t - 1 makes (layers count from 0). None listed: ().
 
         Listed in the config itself, as the `speculators` format has it, they count like that (vLLM
-        reads state t where layer t begins). Listed in its `eagle_config` there are two habits.
-        SpecForge and ModelOpt name the layers whose output they keep, 1, L/2 - 1 and L - 4 unless
-        told otherwise, which are states 2, L/2 and L - 3; others list the states. They are told
-        apart as SGLang does: with 1 as the lowest, they are layers. Either way the states are fused
-        in the order of the layers, not of the list.
+        reads state t where layer t begins). In an `eagle_config` no file says how they count.
+        SpecForge and ModelOpt train on the outputs of the layers listed, 1, L/2 - 1 and L - 4
+        unless told otherwise, which are states 2, L/2 and L - 3; others list the states. With 1 as
+        the lowest they are taken for layers, the rule SGLang has for Llama and most targets. A
+        wrong guess costs acceptance and nothing else. So does state L, which vLLM takes before the
+        target's last norm and transformers after it. States are fused in the order of the layers,
+        not of the list.
         """
         own, nested = self.config.get(_TAPS), self._nested.get(_TAPS)
         listed = own or nested or []
