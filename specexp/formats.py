@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from specexp.errors import UserError
 LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
 _NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight)$")  # derived, or the target's
+_WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind there is, is read
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,38 @@ class Head:
                 return {name: held.get_tensor(theirs) for name, theirs in self.names.items()}
         held = _unpickled(self.file)
         return {name: held[theirs].clone() for name, theirs in self.names.items()}
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Which of NORMS are on: by the config itself, or by its `eagle_config` (ModelOpt). What
+        neither names is off, as the `speculators` package has it."""
+        return tuple(n for n in NORMS if self.config.get(n, self._nested.get(n)))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Which of the target's states EAGLE-3 reads, as transformers counts `hidden_states`: 0 is
+        the embeddings, t what layer t - 1 makes (layers count from 0). None listed: ().
+
+        Listed in the config itself, as the `speculators` format has it, they count like that (vLLM
+        reads state t where layer t begins). In an `eagle_config` no file says how they count.
+        SpecForge and ModelOpt train on the outputs of the layers listed, 1, L/2 - 1 and L - 4
+        unless told otherwise, which are states 2, L/2 and L - 3; others list the states. With 1 as
+        the lowest they are taken for layers, the rule SGLang has for Llama and most targets. A
+        wrong guess costs acceptance and nothing else. So does state L, which vLLM takes before the
+        target's last norm and transformers after it. States are fused in the order of the layers,
+        not of the list.
+        """
+        own, nested = self.config.get(_TAPS), self._nested.get(_TAPS)
+        listed = own or nested or []
+        if not isinstance(listed, list) or not all(type(t) is int for t in listed):
+            raise UserError(f"{self.source}: config.json has {listed} for {_TAPS}; give numbers")
+        layers = not own and min(listed, default=0) == 1
+        return tuple(sorted(t + layers for t in listed))
+
+    @property
+    def _nested(self) -> dict[str, Any]:
+        nested = self.config.get("eagle_config")
+        return nested if isinstance(nested, dict) else {}
 
 
 def read(source: str | Path) -> Head:
@@ -101,22 +137,25 @@ def _local(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        wanted = ["config.json", "*.safetensors", "*.pt", "*.bin"]
-        return Path(snapshot_download(source, allow_patterns=wanted))
+        for pattern in _WEIGHTS:
+            folder = Path(snapshot_download(source, allow_patterns=["config.json", pattern]))
+            if any(folder.glob(pattern)):
+                break
+        return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         said = str(e).strip().splitlines()[0]
         raise UserError(f"cannot read the heads {source}: {said}") from e
 
 
 def _weights(folder: Path, source: str) -> Path:
-    for pattern in ("*.safetensors", "*.pt", "*.bin"):
+    for pattern in _WEIGHTS:
         found = sorted(folder.glob(pattern))
         if len(found) == 1:
             return found[0]
         if found:
             listed = ", ".join(f.name for f in found)
             raise UserError(f"{source} has several weight files ({listed}); heads come in one")
-    raise UserError(f"{source} has no weights: looked for *.safetensors, *.pt and *.bin")
+    raise UserError(f"{source} has no weights: looked for {', '.join(_WEIGHTS)}")
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -130,8 +169,9 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
+    zipped = zipfile.is_zipfile(file)  # since torch 1.6; what is older cannot be mapped
     try:
-        held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as e:  # whatever a hostile or broken pickle raises
         raise UserError(
             f"{file.name} is a pickle that holds more than tensors, or is broken, and is not "
@@ -143,16 +183,22 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def write(
-    folder: Path, kind: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: str
+    folder: Path,
+    kind: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: str,
+    architectures: Sequence[str] = (),
 ) -> None:
     """Heads in their published layout; EAGLE-3 in that of `speculators`, for vLLM.
 
-    config: of the layer (EAGLE, as transformers writes it, with `draft_vocab_size` and `taps`) or
-    `heads`, `layers`, `hidden_size`, `vocab_size` (Medusa). `target` is recorded as the verifier.
+    config: of the layer (EAGLE, as transformers writes it, with `draft_vocab_size`, `taps` and
+    `norms`) or `heads`, `layers`, `hidden_size`, `vocab_size` (Medusa). `target`, and the
+    `architectures` of its config where they are known, are recorded as the verifier.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps")}
+    layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps", "norms")}
     about: dict[str, Any]
     if kind == "medusa":
         about = {
@@ -182,12 +228,12 @@ def write(
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
                 "proposal_methods": [proposal],
-                "verifier": {"name_or_path": target, "architectures": ["LlamaForCausalLM"]},
+                "verifier": {"name_or_path": target, "architectures": list(architectures)},
             },
             "transformer_layer_config": layer,
             "draft_vocab_size": config["draft_vocab_size"],
-            "eagle_aux_hidden_state_layer_ids": list(config["taps"]),
-            "norm_before_residual": False,
+            _TAPS: list(config["taps"]),
+            **{name: name in config["norms"] for name in NORMS},
         }
     name = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
     save_file(held, folder / name, metadata={"format": "pt"})

@@ -8,7 +8,7 @@ about drafts (drafters/) or training (zoo/heads.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +68,13 @@ class Medusa(nn.ModuleList):
 @dataclass(frozen=True)
 class EagleShape:
     """kind: `eagle` (EAGLE-1 and 2: the target's last state in, its LM head out) or `eagle3` (the
-    states of `taps` fused in, a head of `draft_vocab` tokens out)."""
+    states of `taps` fused in, a head of `draft_vocab` tokens out).
+
+    `norms` are those of EAGLE-3's that are optional, by their names in the `speculators` format:
+    `norm_before_residual` (the layer adds to the normed feature, not to the feature),
+    `norm_before_fc` (the states are normed side by side before they are fused), `fc_norm` (each by
+    itself) and `norm_output` (the normed feature is what the next place inherits).
+    """
 
     kind: str
     width: int
@@ -83,6 +89,7 @@ class EagleShape:
     eps: float = 1e-6
     context: int = 2048
     fc_bias: bool = False
+    norms: tuple[str, ...] = ()
 
     @property
     def fused(self) -> bool:
@@ -140,7 +147,13 @@ class Eagle(nn.Module):
         self.borrowed = (embed, lm_head)  # in a tuple: not this module's to train, move or save
         self.rotary = LlamaRotaryEmbedding(self.config)
         if shape.fused:
-            self.fc = nn.Linear(len(shape.taps) * shape.width, shape.width, bias=shape.fc_bias)
+            wide = len(shape.taps) * shape.width
+            if "norm_before_fc" in shape.norms:
+                self.input_norm = LlamaRMSNorm(wide, shape.eps)
+            if "fc_norm" in shape.norms:
+                each = (LlamaRMSNorm(shape.width, shape.eps) for _ in shape.taps)
+                self.fc_norm = nn.ModuleList(each)
+            self.fc = nn.Linear(wide, shape.width, bias=shape.fc_bias)
             self.midlayer = Layer(shape)
             self.norm = LlamaRMSNorm(shape.width, shape.eps)
             self.lm_head = nn.Linear(shape.width, shape.draft_vocab, bias=False)
@@ -159,7 +172,15 @@ class Eagle(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """What the first pass over the target's states reads [..., taps*E] as features [..., E]."""
-        return self.fc(features) if self.shape.fused else features
+        if not self.shape.fused:
+            return features
+        if "norm_before_fc" in self.shape.norms:
+            features = self.input_norm(features)
+        if "fc_norm" in self.shape.norms:
+            states = features.split(self.shape.width, -1)
+            pairs = zip(self.fc_norm, states, strict=True)
+            features = torch.cat([norm(state) for norm, state in pairs], -1)
+        return self.fc(features)
 
     def features(
         self, tokens: Tensor, features: Tensor, position_ids: Tensor, **attention: Any
@@ -168,15 +189,20 @@ class Eagle(nn.Module):
         embedded = self.borrowed[0](tokens).to(features.dtype)
         attention["position_embeddings"] = self.rotary(features, position_ids)
         if self.shape.fused:
-            layer = self.midlayer
-            read = [layer.input_layernorm(embedded), layer.hidden_norm(features)]
-            return layer(torch.cat(read, -1), features, **attention)
+            layer, norms = self.midlayer, self.shape.norms
+            normed = layer.hidden_norm(features)
+            read = torch.cat([layer.input_layernorm(embedded), normed], -1)
+            residual = normed if "norm_before_residual" in norms else features
+            made = layer(read, residual, **attention)
+            return self.norm(made) if "norm_output" in norms else made
         mixed = self.fc(torch.cat([embedded, features], -1))
         return self.layers[0](mixed, mixed, **attention)
 
     def draft_logits(self, features: Tensor) -> Tensor:
         """[..., draft_vocab]: logits of the tokens it can guess."""
-        return self.lm_head(self.norm(features)) if self.shape.fused else self.borrowed[1](features)
+        if not self.shape.fused:
+            return self.borrowed[1](features)
+        return self.lm_head(features if "norm_output" in self.shape.norms else self.norm(features))
 
     @property
     def draft_ids(self) -> Tensor:
@@ -198,9 +224,6 @@ class Eagle(nn.Module):
         return SimpleNamespace(logits=logits, hidden_states=(made,))
 
 
-UNKNOWN = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # not built here
-
-
 def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
     """Refuse heads that are of another kind or for another target, or that are incomplete.
 
@@ -220,8 +243,8 @@ def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
                 "target"
             )
     if head.kind != "medusa":
-        if on := [name for name in UNKNOWN if head.config.get(name)]:
-            raise UserError(f"{said} with {', '.join(on)}, which is not supported")
+        if head.kind == "eagle" and head.norms:
+            raise UserError(f"{said} with {', '.join(head.norms)}, which only eagle3 heads have")
         shape = _shape(head, config)
         L = config.num_hidden_layers
         if bad := [t for t in shape.taps if not 0 <= t <= L]:
@@ -268,24 +291,22 @@ def _shape(head: formats.Head, config: Any) -> EagleShape:
     rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
     rope.setdefault("rope_theta", c.get("rope_theta", 10000.0))
     fused = head.kind == "eagle3"
-    listed = c.get("eagle_aux_hidden_state_layer_ids") or (c.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
     return EagleShape(
         kind=head.kind, width=c["hidden_size"], vocab=c["vocab_size"],
         hidden=c["intermediate_size"], heads=heads,
         kv_heads=c.get("num_key_value_heads") or heads,
         head_dim=c.get("head_dim") or c["hidden_size"] // heads,
         draft_vocab=(c.get("draft_vocab_size") or c["vocab_size"]) if fused else c["vocab_size"],
-        taps=tuple(listed or default_taps(L)) if fused else (L,),
+        taps=(head.taps or default_taps(L)) if fused else (L,),
         rope=tuple(rope.items()), eps=c.get("rms_norm_eps", 1e-6),
         context=c.get("max_position_embeddings", 2048), fc_bias="fc.bias" in head.shapes,
+        norms=head.norms,
     )  # fmt: skip
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """The states EAGLE-3's own code reads: after layer 2, half of them, and all but 3."""
-    return tuple(max(1, t) for t in (2, layers // 2, layers - 3))
+    return tuple(sorted(max(1, t) for t in (2, layers // 2, layers - 3)))
 
 
 def _build(head: formats.Head, config: Any, target: Any) -> Medusa | Eagle:
@@ -319,8 +340,11 @@ def load(head: formats.Head, target: Any) -> Medusa | Eagle:
     return made
 
 
-def save(folder: Path, made: Medusa | Eagle, target: str) -> None:
-    """Write heads in the layout their kind is published in (formats.py)."""
+def save(
+    folder: Path, made: Medusa | Eagle, target: str, architectures: Sequence[str] = ()
+) -> None:
+    """Write heads in the layout their kind is published in (formats.py). `architectures`: of the
+    target, from its config."""
     tensors = {name: tensor.cpu() for name, tensor in made.state_dict().items()}
     if isinstance(made, Medusa):
         vocab, width = made.readouts[0].shape
@@ -332,5 +356,6 @@ def save(folder: Path, made: Medusa | Eagle, target: str) -> None:
     shape = made.shape
     config = shape.config().to_diff_dict() | {
         "vocab_size": shape.vocab, "draft_vocab_size": shape.draft_vocab, "taps": shape.taps,
+        "norms": shape.norms,
     }  # fmt: skip
-    return formats.write(folder, shape.kind, config, tensors, target)
+    return formats.write(folder, shape.kind, config, tensors, target, architectures)

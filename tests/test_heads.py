@@ -1,11 +1,15 @@
 """Heads on disk, in every published layout, and what drafting with them must propose."""
 
 import copy
+import dataclasses
+import fnmatch
 import functools
 import json
+import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_llama, tiny_tokenizer
 from safetensors.torch import save_file
 from test_engine import PROMPTS, Alphabet, V, engine, heads, module
@@ -17,7 +21,7 @@ from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.medusa import MedusaHeads
 from specexp.drafters.planted import Planted
 from specexp.errors import UserError
-from specexp.heads import check, load, medusa_size, save
+from specexp.heads import Eagle, check, default_taps, load, medusa_size, save
 from specexp.lm import LM
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -53,8 +57,12 @@ LAYER = {
 }  # fmt: skip
 
 
-def eagle3_tensors(prefix: str):
+def eagle3_tensors(prefix: str, on=()):
     norms = {f"{prefix}.input_layernorm.weight": (E,), f"{prefix}.hidden_norm.weight": (E,)}
+    if "norm_before_fc" in on:
+        norms["input_norm.weight"] = (3 * E,)
+    if "fc_norm" in on:
+        norms |= {f"fc_norm.{i}.weight": (E,) for i in range(3)}
     ends = {"fc.weight": (E, 3 * E), "norm.weight": (E,), "lm_head.weight": (DRAFT_V, E)}
     held = tensors(**layer(prefix, 2 * E), **norms, **ends)
     ids = torch.arange(DRAFT_V) + torch.arange(DRAFT_V) // 2
@@ -84,25 +92,34 @@ def published(layout: str):
         return config, eagle3_tensors("midlayer")
     config = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0", "draft_vocab_size": DRAFT_V, "norm_before_residual": False,
+        "speculators_version": "0.3.0", "draft_vocab_size": DRAFT_V,
         "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "transformer_layer_config": LAYER,
         "speculators_config": {"algorithm": "eagle3"},
     }  # fmt: skip
-    return config, eagle3_tensors("layers.0")
+    on = {"speculators": (), "speculators, today's": DEFAULTS}.get(layout, (layout,))
+    return config | {name: name in on for name in formats.NORMS}, eagle3_tensors("layers.0", on)
 
 
-LAYOUTS = ["medusa", "medusa, prefixed", "eagle-1", "eagle-1 with bias", "eagle-3", "speculators"]
+DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # of the package's trainer
+LAYOUTS = [
+    "medusa", "medusa, prefixed", "eagle-1", "eagle-1 with bias", "eagle-3", "speculators",
+    "speculators, today's",
+]  # fmt: skip
 FILES = {
     "safetensors": "model.safetensors",
     "pickle": "pytorch_model.bin",
     "pt": "medusa_lm_head.pt",
+    "pickle of torch 1.5": "old.bin",
 }
 
 
 def put(folder, config, held, file="model.safetensors"):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (save_file if file.endswith("safetensors") else torch.save)(held, folder / file)
+    if file.endswith("safetensors"):
+        save_file(held, folder / file)
+    else:
+        torch.save(held, folder / file, _use_new_zipfile_serialization=not file.startswith("old"))
     return folder
 
 
@@ -140,6 +157,131 @@ def test_a_head_of_the_full_vocabulary_needs_no_map(tmp_path):
     assert load(head, module()).draft_ids.tolist() == list(range(V))
 
 
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * x / (x.pow(2).mean() + LAYER["rms_norm_eps"]).sqrt()
+
+
+@pytest.mark.parametrize("on", ["speculators", *formats.NORMS, "speculators, today's"])
+def test_the_eagle3_layer_is_the_one_worked_out_by_hand(tmp_path, on):
+    """Two places that each see only themselves: whatever the positions, what attention reads is
+    the place's own value."""
+    config, held = published(on)
+    head = formats.read(put(tmp_path / "head", config, held))
+    check(head, module().config, "target", "eagle3")
+    net = load(head, module())
+    w = {name.removeprefix("layers.0."): t.double() for name, t in held.items()}
+    states, embedded = torch.randn(3, E).double() * 3, net.borrowed[0].weight[[7, 9]]
+
+    fed = rms(states.flatten(), w["input_norm.weight"]) if config["norm_before_fc"] else states
+    if config["fc_norm"]:
+        fed = torch.stack([rms(state, w[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)])
+    feature = ours = w["fc.weight"] @ fed.flatten()
+    assert torch.allclose(net.fuse(states.flatten()), feature)
+    for place, token in enumerate((7, 9)):
+        normed = rms(feature, w["hidden_norm.weight"])
+        read = torch.cat([rms(embedded[place], w["input_layernorm.weight"]), normed])
+        value = (w["self_attn.v_proj.weight"] @ read).view(2, 8).repeat_interleave(2, 0).flatten()
+        residual = normed if config["norm_before_residual"] else feature
+        residual = residual + w["self_attn.o_proj.weight"] @ value
+        x = rms(residual, w["post_attention_layernorm.weight"])
+        gated = F.silu(w["mlp.gate_proj.weight"] @ x) * (w["mlp.up_proj.weight"] @ x)
+        made = residual + w["mlp.down_proj.weight"] @ gated
+        feature = rms(made, w["norm.weight"]) if config["norm_output"] else made
+        logits = w["lm_head.weight"] @ rms(made, w["norm.weight"])
+        tokens, at = torch.tensor([[token]]), torch.tensor([[place]])
+        said = net(tokens, at, torch.zeros(1, 1, 1, 1).double(), ours[None, None])
+        ours = said.hidden_states[-1][0, 0]
+        assert torch.allclose(ours, feature)
+        assert torch.allclose(said.logits[0, 0, net.draft_ids], logits)
+
+
+TAPS = {
+    "speculators": ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
+    "out of order": ({"eagle_aux_hidden_state_layer_ids": [9, 2, 6]}, (2, 6, 9)),
+    "layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [8, 1, 5]}}, (2, 6, 9)),
+    "states": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, (2, 6, 9)),
+    "none listed": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, ()),
+    "nothing said": ({"eagle_config": None}, ()),
+}
+
+
+@pytest.mark.parametrize(("said", "taps"), TAPS.values(), ids=TAPS)
+def test_taps_are_counted_as_transformers_counts_states(tmp_path, said, taps):
+    config, held = published("eagle-3")
+    head = formats.read(put(tmp_path / "head", config | said, held))
+    assert head.taps == taps
+    deep = copy.copy(module())
+    deep.config = copy.copy(deep.config)
+    deep.config.num_hidden_layers = 12
+    check(head, deep.config, "target", "eagle3")
+    assert load(head, deep).shape.taps == (taps or default_taps(12))
+
+
+def test_default_taps_are_in_the_order_of_the_layers():
+    assert [default_taps(L) for L in (12, 4, 2)] == [(2, 6, 9), (1, 2, 2), (1, 1, 2)]
+
+
+def test_norms_may_be_named_in_the_eagle_config(tmp_path):
+    config, _ = published("eagle-3")
+    said = {"eagle_config": {"norm_before_fc": True}}
+    held = eagle3_tensors("midlayer", ("norm_before_fc",))
+    head = formats.read(put(tmp_path / "head", config | said, held))
+    check(head, module().config, "target", "eagle3")
+    assert load(head, module()).shape.norms == ("norm_before_fc",)
+
+
+def with_norms(*on: str) -> Eagle:
+    """The EAGLE-3 heads of random weights, norms and all."""
+    like = heads("eagle3", torch.float32)
+    torch.manual_seed(2)
+    made = Eagle(dataclasses.replace(like.shape, norms=on), *like.borrowed)
+    for name, weight in made.named_parameters():
+        weight.data = (
+            torch.rand_like(weight) + 0.5 if "norm" in name else torch.randn_like(weight) / 8
+        )
+    made.d2t.fill_(3)
+    return made.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("on", [DEFAULTS, ("fc_norm",)], ids="+".join)
+def test_norms_are_saved_with_the_heads(tmp_path, on):
+    made = with_norms(*on)
+    save(tmp_path, made, "target")
+    head = formats.read(tmp_path)
+    check(head, module().config, "target", "eagle3")
+    again = load(head, module("llama", torch.float32))
+    assert again.shape.norms == on
+    assert again.state_dict().keys() == made.state_dict().keys()
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_of_several_files_on_the_hub_only_the_one_that_is_read_is_fetched(tmp_path, monkeypatch):
+    config, held = published("medusa")
+    hub = put(tmp_path / "hub", config, held)
+    for other in ("pytorch_model.bin", "heads.pt"):
+        put(hub, config, held, other)
+
+    def download(source, allow_patterns):
+        assert source == "org/heads"
+        for file in hub.iterdir():
+            if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy(file, here / file.name)
+        return str(here)
+
+    monkeypatch.setattr(formats, "snapshot_download", download)
+    for number, best in enumerate(("model.safetensors", "heads.pt", "pytorch_model.bin")):
+        here = tmp_path / f"cache {number}"
+        here.mkdir()
+        assert formats.read("org/heads").file == here / best
+        assert {file.name for file in here.iterdir()} == {"config.json", best}
+        (hub / best).unlink()
+    here = tmp_path / "empty"
+    here.mkdir()
+    with pytest.raises(UserError, match="has no weights"):
+        formats.read("org/heads")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_is_read_back_the_same(tmp_path, kind):
     target, made = module(), heads(kind)
@@ -157,10 +299,12 @@ def test_what_is_saved_is_read_back_the_same(tmp_path, kind):
 
 
 def test_eagle3_is_saved_for_vllm(tmp_path):
-    save(tmp_path, heads("eagle3"), "org/target")
+    save(tmp_path, heads("eagle3"), "org/target", ["Qwen3ForCausalLM"])
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
-    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
+    verifier = {"name_or_path": "org/target", "architectures": ["Qwen3ForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
+    assert not any(config[name] for name in formats.NORMS)
     assert config["transformer_layer_config"]["vocab_size"] == V
     with formats.safe_open(tmp_path / "model.safetensors", "pt") as held:
         names = set(held.keys())
@@ -171,12 +315,13 @@ def test_eagle3_is_saved_for_vllm(tmp_path):
 
 @pytest.mark.speculators
 @torch.no_grad()
-def test_the_package_of_the_speculators_format_says_what_we_say(tmp_path):
+@pytest.mark.parametrize("on", [(), DEFAULTS, ("fc_norm",)], ids="+".join)
+def test_the_package_of_the_speculators_format_says_what_we_say(tmp_path, on):
     """Its own class takes every tensor, and its layer makes the same logits."""
     from speculators import SpeculatorModelConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
 
-    ours = heads("eagle3", torch.float32)
+    ours = with_norms(*on)
     save(tmp_path, ours, "target")
     config = SpeculatorModelConfig.from_pretrained(str(tmp_path))
     assert tuple(config.eagle_aux_hidden_state_layer_ids) == ours.shape.taps
@@ -195,14 +340,18 @@ def test_the_package_of_the_speculators_format_says_what_we_say(tmp_path):
     tokens, place = torch.randint(0, V, (1, 9)), torch.arange(9)[None]
     states = torch.randn(1, 9, 3 * E)
     mask = causal(9).clamp(min=torch.finfo(torch.float32).min).float()
-    read = torch.cat([theirs.embed_tokens(tokens), theirs.fc(states)], -1)
+    fed = theirs.input_norm(states) if theirs.input_norm else states
+    if theirs.fc_norm:
+        fed = torch.cat([n(s) for n, s in zip(theirs.fc_norm, fed.chunk(3, -1), strict=True)], -1)
+    read = torch.cat([theirs.embed_tokens(tokens), theirs.fc(fed)], -1)
     made = theirs.layers[0](
         read, attention_mask=mask, position_ids=place,
         position_embeddings=theirs.rotary_emb(read, place),
     )  # fmt: skip
     said = ours.features(tokens, ours.fuse(states), place, attention_mask=mask)
-    assert torch.allclose(made, said, atol=1e-5)
-    assert torch.allclose(theirs.lm_head(theirs.norm(made)), ours.draft_logits(said), atol=1e-5)
+    normed = theirs.norm(made)
+    assert torch.allclose(normed if "norm_output" in on else made, said, atol=1e-5)
+    assert torch.allclose(theirs.lm_head(normed), ours.draft_logits(said), atol=1e-5)
 
 
 def bad(layout, **changes):
@@ -231,7 +380,24 @@ BAD = {
     "extra": (bad("eagle-3", shapes={"odd": (2,)}), ("eagle3",), "has unknown odd"),
     "shape": (bad("eagle-3", shapes={"norm.weight": (7,)}), ("eagle3",), r"(7,) where (32,)"),
     "no width": (bad("eagle-3", config={"hidden_size": None}), ("eagle3",), "for hidden_size"),
-    "variant": (bad("speculators", config={"norm_before_fc": True}), ("eagle3",), "norm_before_fc"),
+    "a norm without its tensor": (
+        bad("speculators", config={"norm_before_fc": True}), ("eagle3",), "lacks input_norm.weight",
+    ),
+    "a norm that nothing names": (
+        bad("speculators", shapes={"fc_norm.0.weight": (E,)}), ("eagle3",),
+        "has unknown fc_norm.0.weight",
+    ),
+    "EAGLE-1 with norms": (
+        bad("eagle-1", config={"norm_output": True}), ("eagle",), "with norm_output",
+    ),
+    "taps that are words": (
+        bad("eagle-3", config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["low"]}}),
+        ("eagle3",), "give numbers",
+    ),
+    "a layer that is not there": (
+        bad("eagle-3", config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}}),
+        ("eagle3",), "reading layer 3, and target has 2 layers",
+    ),
 }  # fmt: skip
 
 
@@ -254,7 +420,10 @@ def test_files_that_are_no_heads_are_refused(tmp_path, capsys):
     cases["several weight files"] = put(
         put(tmp_path / "b", config, held).parent / "b", config, held, "2.safetensors"
     )
-    cases["more than tensors"] = put(tmp_path / "c", config, {"x": Hostile()}, "heads.pt")
+    for name in ("c", "old c"):
+        cases[f"{name[:-1]}heads.pt is a pickle"] = put(
+            tmp_path / name, config, {"x": Hostile()}, f"{name[:-1]}heads.pt"
+        )
     (tmp_path / "d").mkdir()
     cases["no config.json"] = tmp_path / "d"
     cases["no weights"] = put(tmp_path / "e", config, held)
