@@ -274,8 +274,8 @@ def _numbers(name: str, listed: str) -> list[int]:
 def _show_costs(costs: Costs, context: int) -> None:
     table = Table(
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
-        title=f"ms of a pass over n tokens a row, and of drafting γ; {context} slots", title_justify="left", title_style="",
-        box=None, header_style="bold",
+        title=f"ms of a pass over n tokens a row, and of drafting γ; {context} slots",
+        title_justify="left", title_style="", box=None, header_style="bold",
     )  # fmt: skip
     for batch in costs.batches:
         times = [costs.verify_s(batch, n, context) for n in costs.tokens]

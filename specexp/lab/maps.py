@@ -330,17 +330,21 @@ def break_even(
 
 
 def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
-    """The draft length that is foretold to pay at the largest batch, in words."""
+    """The best that is foretold, and the largest batch that still pays, in words."""
+    kept = bench.pooled(samples).conditional
+    places = [(b, g) for b in costs.batches for g in costs.gammas]
+    batch, gamma = max(places, key=lambda at: costs.speedup(at[0], at[1], kept, context))
     line = break_even_batches(costs, samples, context)
-    best = line.loc[line["batch"].idxmax()]
-    who, gamma = costs.about["drafter"], int(best["gamma"])
-    if best["batch"] == 0:
-        return f"{who}: pays at no batch of {context} slots"
-    if best["low"] >= costs.batches[-1]:
-        return f"{who}: γ = {gamma} pays at every batch up to {costs.batches[-1]}"
+    widest = line.loc[line["batch"].idxmax()]
+    if not gamma or widest["batch"] == 0:
+        return f"{costs.about['drafter']}: foretold to pay at no batch, {context} slots"
+    best = costs.speedup(batch, gamma, kept, context)
+    last = f"batch {widest['batch']:.0f} [{widest['low']:.0f}, {widest['high']:.0f}]"
+    if widest["low"] >= costs.batches[-1]:
+        last = f"batch {costs.batches[-1]} at least"
     return (
-        f"{who}: γ = {gamma} pays up to batch {best['batch']:.0f} "
-        f"[{best['low']:.0f}, {best['high']:.0f}] with {context} slots"
+        f"{costs.about['drafter']}, {context} slots: {best:.2f}x foretold at batch {batch} with "
+        f"γ = {gamma}; pays up to {last} with γ = {widest['gamma']:.0f}"
     )
 
 
