@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specexp.engine import Generation
     from specexp.lab.build import Rig
     from specexp.lab.certify import Exactness
+    from specexp.serving.costs import Costs
 
 app = typer.Typer(
     help="Experiments with speculative decoding: does it pay for your models, prompts and load?",
@@ -208,6 +209,87 @@ def theory(
     for name, value in found.items():
         said = f"{value:.4g}" if isinstance(value, float) else value
         console.print(f"{name:16s} {said}", highlight=False)
+
+
+@app.command()
+def profile(
+    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
+    drafter: Annotated[
+        str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
+    ] = "model",
+    gamma_max: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Longest draft; default: 5, or what the drafter can do at most."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    batches: Annotated[str, typer.Option(help="Rows fed together.")] = "1,2,4,8,16,32,64",
+    contexts: Annotated[str, typer.Option(help="Slots of the buffers.")] = "128,256",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help="Measure what is stored again.")] = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the table here too, and the figure beside it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what rounds cost here at every load, for policies, the simulator and the maps.
+
+    Takes about a minute for the zoo's models on two cores; what was measured before is shown again.
+    """
+    from specexp.lab import build, maps
+    from specexp.lab.prompts import Prompt
+
+    rows, slots = _numbers("batches", batches), _numbers("contexts", contexts)
+    options: dict[str, Any] = {
+        "target": target, "drafter": drafter, "temperature": temperature, "top_k": 0, "top_p": 1.0,
+        "dtype": dtype, "device": device, "seed": 0,
+    }  # fmt: skip
+    gamma = build.usual_gamma(options) if gamma_max is None else gamma_max
+    options["gamma"] = gamma
+    problems = build.check(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
+    if problems:
+        raise UserError("\n".join(problems))
+    rig = build.build(**options)
+    gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
+    costs = maps.profile(rig, rows, gammas, slots, force=force)
+    files = [maps.place(rig)] + ([out] if out else [])
+    for file in files:
+        costs.save(file)
+        maps.cost_curves(costs).savefig(file.with_suffix(".png"), dpi=110, bbox_inches="tight")
+    if as_json:
+        print(files[-1].read_text())
+    else:
+        _show_costs(costs, slots[0])
+        console.print(f"kept in {_relative(files[-1])}", highlight=False, soft_wrap=True)
+
+
+def _numbers(name: str, listed: str) -> list[int]:
+    try:
+        return [int(n) for n in listed.split(",")]
+    except ValueError:
+        raise UserError(f"{name} {listed!r} is no list of whole numbers such as 1,2,4") from None
+
+
+def _show_costs(costs: Costs, context: int) -> None:
+    table = Table(
+        "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
+        title=f"ms of a pass over n tokens a row, and of drafting γ; {context} slots",
+        title_justify="left", title_style="", box=None, header_style="bold",
+    )  # fmt: skip
+    for batch in costs.batches:
+        times = [costs.verify_s(batch, n, context) for n in costs.tokens]
+        times += [costs.draft_s(batch, g, context) for g in costs.gammas]
+        table.add_row(str(batch), *(f"{t * 1e3:.1f}" for t in times))
+    console.print(table)
+    fit = costs.fit()
+    knee, widest = fit.knee(context), costs.tokens[-1]
+    console.print(
+        f"a pass takes {fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token "
+        f"(R² {fit.r2:.2f}): the floor ends at about {knee:.0f} tokens, batch {knee:.0f} by plain "
+        f"decoding or batch {knee / widest:.0f} with γ = {widest - 1}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 @app.command()

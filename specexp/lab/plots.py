@@ -24,13 +24,23 @@ PLAIN, SPECULATIVE, PREDICTED = "#8c8c8c", "#0173b2", "#de8f05"
 
 
 @contextmanager
-def _canvas(width: float = 8.0, height: float = 4.2) -> Iterator[tuple[Figure, Axes]]:
+def panels(columns: int, width: float, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Axes side by side in the style of every figure here; closed when done."""
     style: Any = {"axes.titlelocation": "left", "axes.titlesize": 12, "legend.frameon": False}
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
-        yield figure, axes
+        figure, axes = plt.subplots(
+            1, columns, figsize=(width, height), layout="constrained", squeeze=False
+        )
+        yield figure, list(axes.flat)
         sns.despine(figure)
         plt.close(figure)
+
+
+@contextmanager
+def canvas(width: float = 8.0, height: float = 4.2) -> Iterator[tuple[Figure, Axes]]:
+    """One pair of axes."""
+    with panels(1, width, height) as (figure, (axes,)):
+        yield figure, axes
 
 
 def by_category(samples: pd.DataFrame) -> Figure:
@@ -44,7 +54,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
     known = [c for c in CATEGORIES if c in set(rates["category"])]
     order = known + [c for c in dict.fromkeys(rates["category"]) if c not in known]
     main = rates[rates["pairing"] == pairings[0]].set_index("category")["value"]
-    with _canvas(9, 4.2) as (figure, axes):
+    with canvas(9, 4.2) as (figure, axes):
         width = 0.8 / len(pairings)
         for i, (pairing, colour) in enumerate(
             zip(pairings, sns.color_palette("colorblind", len(pairings)), strict=True)
@@ -71,7 +81,7 @@ def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
     `bench.speedups(by="arm")` and `bench.costs`."""
     table = measured.merge(costs, on="arm")
     table["draft_steps"] = table["draft_s"] / table["step_s"]
-    with _canvas(8.5, 4.8) as (figure, axes):
+    with canvas(8.5, 4.8) as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1)
         palette = sns.color_palette("colorblind", len(table))
         for (_, row), colour in zip(table.iterrows(), palette, strict=True):
@@ -99,7 +109,7 @@ def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
 def arm_costs(costs: pd.DataFrame) -> Figure:
     """Where a round's time goes for each arm, in plain steps; costs from `bench.costs`."""
     parts = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept"}
-    with _canvas(8, 1.4 + 0.42 * len(costs)) as (figure, axes):
+    with canvas(8, 1.4 + 0.42 * len(costs)) as (figure, axes):
         left = pd.Series(0.0, index=costs.index)
         palette = sns.color_palette("colorblind", 3)
         for (column, label), colour in zip(parts.items(), palette, strict=True):
@@ -129,7 +139,7 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
         )  # fmt: skip
         rows.append({"rule": rule, "temperature": temperature, **length._asdict()})
     lengths = pd.DataFrame(rows).sort_values("temperature")
-    with _canvas(8.5, 4.4) as (figure, axes):
+    with canvas(8.5, 4.4) as (figure, axes):
         names = list(dict.fromkeys(samples["rule"]))
         palette = sns.color_palette("colorblind", len(names))
         for rule, colour in zip(names, palette, strict=True):
@@ -153,7 +163,7 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
 
 def bias_and_length(table: pd.DataFrame) -> Figure:
     """What a lossy rule buys and what it costs: columns rule, length, bias (total variation)."""
-    with _canvas(8, 4.2) as (figure, axes):
+    with canvas(8, 4.2) as (figure, axes):
         palette = sns.color_palette("colorblind", len(table))
         for (_, row), colour in zip(table.iterrows(), palette, strict=True):
             axes.scatter(row["bias"], row["length"], s=90, color=colour, label=row["rule"],
@@ -174,7 +184,7 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
 def by_position(samples: pd.DataFrame) -> Figure:
     """How far a draft gets: P(at least i guesses kept), and P(guess i | the one before it)."""
     pairings = list(dict.fromkeys(samples["pairing"]))
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         palette = sns.color_palette("colorblind", len(pairings))
         for pairing, colour in zip(pairings, palette, strict=True):
             record = bench.pooled(samples[samples["pairing"] == pairing])
@@ -203,7 +213,7 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
         rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
     rates = pd.DataFrame(rows).sort_values("temperature")
     pairings = list(dict.fromkeys(samples["pairing"]))
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         palette = sns.color_palette("colorblind", len(pairings))
         for pairing, colour in zip(pairings, palette, strict=True):
             part = rates[rates["pairing"] == pairing]
@@ -228,7 +238,7 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     best = measured.loc[measured["speedup"].idxmax()]
     foretold = predicted.set_index("gamma")["speedup"]
     found = stats.Interval(best["speedup"], best["low"], best["high"])
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1)
         axes.fill_between(measured["gamma"], measured["low"], measured["high"],
                           color=SPECULATIVE, alpha=0.2, label="95 % interval")  # fmt: skip
@@ -249,7 +259,7 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
 def round_costs(costs: pd.DataFrame) -> Figure:
     """Where a round's time goes, in plain steps; costs from `bench.pass_costs`."""
     step = costs.loc[costs["gamma"] == 0, ["draft_s", "verify_s", "rest_s"]].to_numpy().sum()
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         bottom = pd.Series(0.0, index=costs.index)
         labels = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept"}
         palette = sns.color_palette("colorblind", 3)
@@ -273,12 +283,12 @@ def round_costs(costs: pd.DataFrame) -> Figure:
 def throughput(by_batch: pd.DataFrame) -> Figure:
     """Tokens/s over batch for plain and speculative decoding; `bench.speedups(by="batch")`."""
     first, last = by_batch.iloc[0], by_batch.iloc[-1]
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         axes.plot(by_batch["batch"], by_batch["plain_tok_s"], "o-", color=PLAIN, label="plain")
         axes.plot(
             by_batch["batch"], by_batch["tok_s"], "o-", color=SPECULATIVE, label="speculative"
         )
-        _batches(axes, by_batch["batch"])
+        batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="tokens a second, all streams", ylim=(0, None))
         axes.legend()
         axes.set_title(
@@ -291,14 +301,14 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
 
 def over_batch(by_batch: pd.DataFrame) -> Figure:
     """Speedup over batch size with the break-even line; `bench.speedups(by="batch")`."""
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
         axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=PLAIN, va="top")
         axes.errorbar(
             by_batch["batch"], by_batch["speedup"], color=SPECULATIVE, fmt="o-", capsize=3,
             yerr=[by_batch["speedup"] - by_batch["low"], by_batch["high"] - by_batch["speedup"]],
         )  # fmt: skip
-        _batches(axes, by_batch["batch"])
+        batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="speedup over plain decoding")
         axes.set_ylim(0, max(1.2, by_batch["high"].max() * 1.1))
         axes.set_title(crossing(by_batch))
@@ -328,7 +338,7 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
     if not set(needed) <= set(runs):
         return _nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
     have = runs.dropna(subset=needed)
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1)
         sns.scatterplot(
             have, x="metrics.acceptance/rate", y="metrics.speedup/measured",
@@ -353,7 +363,7 @@ def runs_by_category(runs: pd.DataFrame) -> Figure:
     rates = rates.rename(columns=columns)
     order = [c for c in CATEGORIES if c in rates] + [c for c in rates if c not in CATEGORIES]
     rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index, order]
-    with _canvas(8, 1.2 + 0.6 * len(rates)) as (figure, axes):
+    with canvas(8, 1.2 + 0.6 * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=True, fmt=".0%", vmin=0, vmax=1, cmap="crest", ax=axes,
                     cbar_kws={"format": lambda y, _: f"{y:.0%}"})  # fmt: skip
         axes.set(xlabel="", ylabel="")
@@ -368,13 +378,13 @@ def runs_over_batch(curves: pd.DataFrame) -> Figure:
     """Speedup over batch of several runs, from `report.curves(runs, "speedup/at_batch")`."""
     if curves.empty:
         return _nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
-    with _canvas() as (figure, axes):
+    with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
         sns.lineplot(
             curves, x="step", y="value", hue="drafter", units="run_id", estimator=None,
             marker="o", palette="colorblind", ax=axes,
         )  # fmt: skip
-        _batches(axes, sorted(curves["step"].unique()))
+        batch_axis(axes, sorted(curves["step"].unique()))
         axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
         largest = curves[curves["step"] == curves["step"].max()]
         best = largest.loc[largest["value"].idxmax()]
@@ -385,13 +395,13 @@ def runs_over_batch(curves: pd.DataFrame) -> Figure:
 
 
 def _nothing(why: str) -> Figure:
-    with _canvas(8, 1.2) as (figure, axes):
+    with canvas(8, 1.2) as (figure, axes):
         axes.text(0.5, 0.5, why, ha="center", va="center")
         axes.set_axis_off()
     return figure
 
 
-def _batches(axes: Axes, batches: Sequence[int]) -> None:
+def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(batches), [str(b) for b in batches])
     axes.minorticks_off()

@@ -40,6 +40,9 @@ AXES = {
 }
 
 
+FULL = 8  # smaller batches are timed as many times more often: they are short and easily disturbed
+
+
 @dataclass(frozen=True)
 class Fit:
     """A pass over n = batch * tokens as a floor and two slopes, in seconds:
@@ -275,7 +278,8 @@ def measure(
     repeats: int = 5,
     watch: Callable[[int, int], None] | None = None,
 ) -> Costs:
-    """Time every setting; medians over `repeats` after two warm-ups.
+    """Time every setting; medians over `repeats` (more of them at small batches, see FULL) after
+    two warm-ups.
 
     ids: texts, strung together and cut into rows that fill the buffers. The grid is walked
     forwards, then backwards, and so are the draft lengths in every place, so that a machine that
@@ -303,7 +307,7 @@ def measure(
         for at, (batch, context) in enumerate(places[::way], 1):
             seqs = rows(batch, room + context - contexts[-1], context)
             _prefill(engine, seqs)
-            for repeat in range(times + 1):
+            for repeat in range(1 + times * max(1, FULL // batch)):
                 for gamma in gammas[:: way * (-1) ** repeat]:
                     took = _round(engine, seqs, Tree.chain(gamma))
                     rounds[batch, gamma, context] += [took] if repeat else []

@@ -1,0 +1,398 @@
+"""Break-even maps: at which load and draft length speculation pays, foretold from measured parts.
+
+`profile` measures the cost table of a pairing on this machine once and keeps it. With the
+acceptance of some prompts it foretells the speedup at every batch and draft length; `sweep` and
+`compare` say how well. The resampled unit is the prompt: tokens a round have an interval over
+prompts, and as more tokens never move the break-even batch down, that batch has the interval of
+their ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from tqdm.auto import tqdm
+
+from specexp import theory
+from specexp.errors import UserError
+from specexp.lab import bench, stats, track
+from specexp.lab.build import Rig
+from specexp.lab.plots import PLAIN, PREDICTED, batch_axis, panels
+from specexp.lab.prompts import Prompt, load
+from specexp.lab.stats import Interval
+from specexp.serving import costs as tables
+from specexp.serving.costs import Costs
+
+BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 5), (128, 256)
+TICKS = (1 / 8, 1 / 4, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 8)  # of a map of speedups
+
+# --- the table of a pairing ----------------------------------------------------------------------
+
+
+def profile(
+    rig: Rig,
+    batches: Sequence[int] = BATCHES,
+    gammas: Sequence[int] = GAMMAS,
+    contexts: Sequence[int] = CONTEXTS,
+    repeats: int = 5,
+    force: bool = False,
+) -> Costs:
+    """The cost table of a rig: the stored one if it is of these models, this device and dtype and
+    has all these points, or else (or by `force`) a new one, which is stored."""
+    path = place(rig)
+    with suppress(UserError):  # none there, or damaged
+        stored = Costs.load(path)
+        axes = (stored.batches, batches), (stored.gammas, gammas), (stored.contexts, contexts)
+        if not force and stored.about == about(rig) and all(set(a) >= set(b) for a, b in axes):
+            return stored
+    ids = rig.encode([prompt.text for prompt in load("all", limit=10)])
+    with tqdm(desc="costs", unit="setting", delay=1) as bar:
+
+        def watch(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = tables.measure(rig.engine, ids, batches, gammas, contexts, repeats, watch)
+    found = replace(found, about=about(rig))
+    found.save(path)
+    return found
+
+
+def about(rig: Rig) -> dict[str, Any]:
+    return tables.about(rig.engine) | {"drafter": rig.drafter}
+
+
+def place(rig: Rig) -> Path:
+    """The file of a rig's table: named by target and drafter, apart for every device and dtype."""
+    known = json.dumps(about(rig), sort_keys=True).encode()
+    names = (re.sub(r"[^\w.-]+", "_", name) for name in (rig.target.name, rig.drafter))
+    return (
+        track.store()
+        / "costs"
+        / f"{'--'.join(names)}--{hashlib.sha256(known).hexdigest()[:12]}.json"
+    )
+
+
+# --- break-even ----------------------------------------------------------------------------------
+
+
+def tokens_of_round(samples: pd.DataFrame, gamma: int) -> Interval:
+    """Tokens that a round of gamma guesses yields, its interval over prompts. samples: rows of
+    `bench.acceptance` with at least gamma guesses a round."""
+    kept = [sum(n * min(k, gamma) for k, n in enumerate(r.histogram)) for r in samples["record"]]
+    return stats.interval(lambda k, n: 1 + k.sum(-1) / n.sum(-1), kept, samples["passes"])
+
+
+def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) -> float:
+    """The largest batch at which rounds of gamma guesses that yield `tokens` take no longer than
+    plain steps: 0 if there is none, the table's last if it still pays there.
+
+    Times are linear between the table's batches, and so is what a round saves.
+    """
+    at = costs.batches
+    saved = [tokens * costs.step_s(b, context) - costs.round_s(b, gamma, context) for b in at]
+    if saved[-1] >= 0:
+        return float(at[-1])
+    for i in reversed(range(len(at) - 1)):
+        if saved[i] >= 0:
+            return at[i] + (at[i + 1] - at[i]) * saved[i] / (saved[i] - saved[i + 1])
+    return 0.0
+
+
+def break_even_batches(costs: Costs, samples: pd.DataFrame, context: float) -> pd.DataFrame:
+    """One row a draft length: gamma, tokens a round, and the break-even batch with its interval."""
+    rows = []
+    for gamma in range(1, costs.gammas[-1] + 1):
+        tokens = tokens_of_round(samples, gamma)
+        batch, low, high = (break_even_batch(costs, gamma, t, context) for t in tokens)
+        rows.append(
+            {"gamma": gamma, "tokens": tokens.value, "batch": batch, "low": low, "high": high}
+        )
+    return pd.DataFrame(rows)
+
+
+def break_even_alpha(costs: Costs, batch: float, gamma: int, context: float) -> float:
+    """The alpha from which gamma guesses pay at this load, each kept with the same chance; 1 also
+    where none does."""
+    extra = costs.round_s(batch, gamma, context) / costs.step_s(batch, context) - 1
+    return theory.break_even_alpha(gamma, max(0.0, extra / gamma))
+
+
+# --- measured against foretold -------------------------------------------------------------------
+
+
+def sweep(
+    rig: Rig,
+    prompts: Sequence[Prompt],
+    batches: Sequence[int],
+    gammas: Sequence[int],
+    max_new_tokens: int,
+    repeats: int = 2,
+) -> pd.DataFrame:
+    """`bench.throughput` for every draft length; `context` is the slots of that batch's buffer.
+    Categories take turns in the batch, so that a small one is no single kind of text."""
+    turn = pd.Series(0, range(len(prompts))).groupby([p.category for p in prompts]).cumcount()
+    prompts = [prompts[i] for i in turn.sort_values(kind="stable").index]
+    arms = [rig.with_(gamma=gamma, tree="chain") for gamma in gammas]
+    samples = pd.concat(
+        [bench.throughput(arm, prompts, batches, max_new_tokens, repeats) for arm in arms],
+        ignore_index=True,
+    )
+    lengths = [len(row) for row in rig.encode([p.text for p in prompts])]
+    longest = {b: max(lengths[:b]) for b in batches}
+    samples["context"] = samples["batch"].map(longest) + max_new_tokens + max(gammas) + 1
+    return samples
+
+
+def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """One row a (gamma, batch) of a `sweep`: speedup [low, high] as measured, as foretold from the
+    acceptance of `accepted`, and from that of the very runs (`predicted_own`): what is still off
+    there is the costs' doing."""
+    usual = bench.pooled(accepted).conditional
+    rows = []
+    for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
+        context = part["context"].iloc[0]
+        found = stats.speedup(part["plain_s"], part["plain_tokens"], part["s"], part["tokens"])
+        own = bench.pooled(part).conditional
+        rows.append(
+            {"gamma": gamma, "batch": batch, "context": context}
+            | {"speedup": found.value, "low": found.low, "high": found.high}
+            | {"predicted": costs.speedup(batch, gamma, usual, context)}
+            | {"predicted_own": costs.speedup(batch, gamma, own, context)}
+        )
+    return pd.DataFrame(rows)
+
+
+def predicted_error(compared: pd.DataFrame, column: str = "predicted") -> float:
+    """Median of |log(foretold / measured)|: 0.1 is ten per cent off, either way."""
+    return float(np.log(compared[column] / compared["speedup"]).abs().median())
+
+
+def tax(
+    rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
+    repeats: int = 5,
+) -> pd.DataFrame:  # fmt: skip
+    """What it costs merely to have speculation: rounds of no guesses with the drafter and the rule
+    in place, against plain decoding, in turns. One row a batch: `tax` [low, high], the time a token
+    takes more (0.02 is two per cent)."""
+    samples = bench.throughput(
+        rig.with_(gamma=0, tree="chain"), prompts, batches, max_new_tokens, repeats
+    )
+    rows = []
+    for batch, part in samples.groupby("batch"):
+        more = stats.speedup(part["s"], part["tokens"], part["plain_s"], part["plain_tokens"])
+        rows.append(
+            {"batch": batch, "tax": more.value - 1, "low": more.low - 1, "high": more.high - 1}
+        )
+    return pd.DataFrame(rows)
+
+
+def metrics(
+    costs: Costs,
+    accepted: pd.DataFrame,
+    compared: pd.DataFrame,
+    taxes: pd.DataFrame,
+    context: float,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of a map, as they are logged."""
+    found, series = bench.acceptance_metrics(accepted)
+    fit = costs.fit()
+    found |= {
+        "costs/floor_ms": 1e3 * fit.floor_s,
+        "costs/per_token_us": 1e6 * fit.token_s(context),
+        "costs/fit_r2": fit.r2,
+        "map/predicted_error": predicted_error(compared),
+        "map/predicted_error_own": predicted_error(compared, "predicted_own"),
+    }
+    batches = break_even_batches(costs, accepted, context).set_index("gamma")
+    return found, series | {
+        "map/break_even_batch": batches["batch"].to_dict(),
+        "tax/at_batch": taxes.set_index("batch")["tax"].to_dict(),
+    }
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def cost_curves(costs: Costs, context: float | None = None) -> Figure:
+    """Left: the time of a pass over the tokens in it, one line a batch, with the fit. Right: the
+    same passes against the roofs that the fastest of them show (Williams et al. 2009)."""
+    context = costs.contexts[0] if context is None else context
+    fit = costs.fit()
+    knee = fit.knee(context)
+    n, seconds = _passes(costs, context)
+    with panels(2, 12.5, 4.6) as (figure, (left, right)):
+        palette = sns.color_palette("crest", len(costs.batches))
+        for batch, colour, x, y in zip(costs.batches, palette, n, seconds, strict=True):
+            left.plot(x, y * 1e3, "o-", color=colour, markersize=5, label=f"{batch}")
+            right.plot(x, _gflops(costs, x, y), "o-", color=colour, markersize=5)
+        line = np.geomspace(1, n.max(), 200)
+        left.plot(line, [1e3 * fit.pass_s(1, x, context) for x in line], "--", color=PREDICTED,
+                  label="floor + slope")  # fmt: skip
+        left.set(ylabel=f"ms a pass and rule, {context:g} slots", yscale="log")
+        left.legend(title="batch", fontsize=9, title_fontsize=9, ncols=2)
+        milliseconds = [m * 10**e for e in range(-2, 5) for m in (1, 2, 5)]
+        least, longest = left.get_ylim()
+        shown = [t for t in milliseconds if least <= t <= longest]
+        left.set_yticks(shown, [f"{t:g}" for t in shown], minor=False)
+        left.minorticks_off()
+        left.set_title(
+            f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
+        )
+        _roofs(right, costs, n, seconds)
+        for axes in (left, right):
+            axes.axvline(knee, color=PREDICTED, lw=1, ls=":")
+            batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
+            axes.set_xlabel("tokens in the pass (batch × tokens a row)")
+        figure.suptitle(
+            f"{costs.about['target']}: the floor ends at about {knee:.0f} tokens in a pass "
+            f"({costs.about['device']}, {costs.about['dtype']})", x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None:
+    most = _gflops(costs, n, seconds).max()
+    slope = _gflops(costs, 1, seconds.min())
+    x = np.array([1, most / slope, max(n.max(), most / slope)])
+    axes.plot(x, np.minimum(slope * x, most), "-", color=PLAIN, lw=2, zorder=0)
+    axes.set(ylabel="GFLOP/s (2 a weight and token)", yscale="log")
+    axes.set_ylim(slope / 2, most * 2)
+    bandwidth = costs.about["weight_bytes"] / seconds.min() / 1e9
+    axes.text(1, most * 1.1, f"at most {most:.0f} GFLOP/s", color="#555555", va="bottom")
+    axes.annotate(
+        f"at most {bandwidth:.0f} GB/s of weights", (2, 2 * slope), (16, -14), color="#555555",
+        textcoords="offset points", va="top", arrowprops={"arrowstyle": "-", "color": PLAIN},
+    )  # fmt: skip
+    axes.set_title("Achieved, under the roofs that these passes show")
+
+
+def _passes(costs: Costs, context: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens in a pass and its seconds, both [batch, tokens]."""
+    n = np.multiply.outer(costs.batches, costs.tokens)
+    times = [[costs.verify_s(b, t, context) for t in costs.tokens] for b in costs.batches]
+    return n, np.array(times)
+
+
+def _gflops(costs: Costs, tokens: Any, seconds: Any) -> Any:
+    return 2e-9 * costs.about["parameters"] * tokens / seconds
+
+
+def break_even(
+    costs: Costs,
+    samples: pd.DataFrame,
+    contexts: Sequence[int] | None = None,
+    compared: pd.DataFrame | None = None,
+) -> Figure:
+    """Foretold speedup over batch and draft length at the acceptance of `samples`, one panel a
+    context; the line is where it is 1, the band its interval over prompts. Points: measured, from
+    `compare`, in the panel whose context is nearest and in the colours of the map."""
+    contexts = contexts or costs.contexts
+    kept = bench.pooled(samples).conditional
+    maps = [_grid(costs, lambda b, g, c=c: costs.speedup(b, g, kept, c)) for c in contexts]
+    seen = [] if compared is None else list(compared["speedup"])
+    most = max(1.05, *(max(m.max(), 1 / m.min()) for m in maps), *(max(x, 1 / x) for x in seen))
+    shade: dict[str, Any] = {"cmap": "vlag_r", "norm": LogNorm(1 / most, most)}
+    with panels(len(contexts), 1.5 + 5.2 * len(contexts), 4.6) as (figure, every):
+        for axes, context, values in zip(every, contexts, maps, strict=True):
+            mesh = _paint(axes, costs, values, **shade)
+            line = break_even_batches(costs, samples, context)
+            axes.plot(line["batch"], line["gamma"], "k-", lw=2, label="break-even")
+            axes.plot(line["low"], line["gamma"], "k:", lw=1.5, label="its 95 % interval")
+            axes.plot(line["high"], line["gamma"], "k:", lw=1.5)
+            axes.set_title(f"buffer of {context} slots")
+            if compared is not None:
+                near = compared["context"].map(lambda c: min(contexts, key=lambda x: abs(x - c)))
+                part = compared[near == context]
+                axes.scatter(part["batch"], part["gamma"], c=part["speedup"], s=130, zorder=3,
+                             edgecolors="k", clip_on=False, label="measured", **shade)  # fmt: skip
+        figure.legend(*every[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        bar = figure.colorbar(mesh, ax=every, label="speedup over plain decoding", pad=0.02)
+        bar.set_ticks([t for t in TICKS if 1 / most <= t <= most])
+        bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:.3g}x")
+        bar.minorticks_off()
+        figure.suptitle(paying(costs, samples, contexts[0]), x=0.01, ha="left")
+    return figure
+
+
+def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
+    """The best that is foretold, and the largest batch that still pays, in words."""
+    kept = bench.pooled(samples).conditional
+    places = [(b, g) for b in costs.batches for g in costs.gammas]
+    batch, gamma = max(places, key=lambda at: costs.speedup(at[0], at[1], kept, context))
+    line = break_even_batches(costs, samples, context)
+    widest = line.loc[line["batch"].idxmax()]
+    if not gamma or widest["batch"] == 0:
+        return f"{costs.about['drafter']}: foretold to pay at no batch, {context} slots"
+    best = costs.speedup(batch, gamma, kept, context)
+    last = f"batch {widest['batch']:.0f} [{widest['low']:.0f}, {widest['high']:.0f}]"
+    if widest["low"] >= costs.batches[-1]:
+        last = f"batch {costs.batches[-1]} at least"
+    return (
+        f"{costs.about['drafter']}, {context} slots: {best:.2f}x foretold at batch {batch} with "
+        f"γ = {gamma}; pays up to {last} with γ = {widest['gamma']:.0f}"
+    )
+
+
+def break_even_alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
+    """The acceptance probability that pays, over batch and draft length, one panel a context; no
+    acceptance is needed for it. Grey: guesses would not pay if every one of them were kept."""
+    contexts = contexts or costs.contexts
+    maps = [_grid(costs, lambda b, g, c=c: break_even_alpha(costs, b, g, c)) for c in contexts]
+    with panels(len(contexts), 1.5 + 5.2 * len(contexts), 4.6) as (figure, every):
+        for axes, context, values in zip(every, contexts, maps, strict=True):
+            axes.set_facecolor("#b0b0b0")
+            possible = np.ma.masked_greater(values, 1 - 1e-9)
+            mesh = _paint(axes, costs, possible, cmap="crest", vmin=0, vmax=1)
+            lines = axes.contour(
+                *_axes(costs), values, [0.5, 0.6, 0.7, 0.8, 0.9], colors="w", linewidths=1
+            )
+            axes.clabel(lines, fontsize=9)
+            axes.set_title(f"buffer of {context} slots")
+        figure.colorbar(mesh, ax=every, label="acceptance probability α at break-even", pad=0.02)
+        alphas = [break_even_alpha(costs, b, 1, contexts[0]) for b in costs.batches]
+        cheap, dear = min(alphas), alphas[-1]
+        figure.suptitle(
+            f"{costs.about['drafter']}: one guess pays from α = {cheap:.2f} at batch "
+            f"{costs.batches[alphas.index(cheap)]}, and at batch {costs.batches[-1]} "
+            + (f"from {dear:.2f}" if dear < 1 else "never"), x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def _axes(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
+    """Batches, even in log, and draft lengths of a map."""
+    return (
+        np.geomspace(costs.batches[0], costs.batches[-1], 97),
+        np.arange(1, max(costs.gammas[-1], 1) + 1),
+    )
+
+
+def _grid(costs: Costs, value: Any) -> np.ndarray:
+    """[gamma, batch]"""
+    x, y = _axes(costs)
+    return np.array([[value(float(b), int(g)) for b in x] for g in y])
+
+
+def _paint(axes: Axes, costs: Costs, values: np.ndarray, **shade: Any) -> Any:
+    x, y = _axes(costs)
+    axes.grid(False)
+    mesh = axes.pcolormesh(x, y, values, shading="nearest", rasterized=True, **shade)
+    batch_axis(axes, costs.batches)
+    axes.set_yticks(y)
+    axes.set_ylabel("draft length γ")
+    return mesh
