@@ -209,7 +209,8 @@ def train_heads(
     folder = (out or work / ("quick" if quick else "models")) / name
     part = folder.with_name(f".{name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    save(part, head.to(torch.bfloat16), Path(target).name if Path(target).is_dir() else str(target))
+    of = Path(target).name if Path(target).is_dir() else str(target)
+    save(part, head.to(torch.bfloat16), of, net.config.architectures or ())
     about = cards.describe_heads(recipe, name, Path(target).name, head, figures, facts, losses)
     cards.write(part, about, cards.card_of_heads(about))
     shutil.rmtree(folder, ignore_errors=True)
