@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,16 +73,17 @@ def requests(rig: Rig, prompts: Sequence[Prompt], count: int, max_new_tokens: in
 def traffic(
     rig: Rig, prompts: Sequence[Prompt], load: str, count: int, max_new_tokens: int, seed: int = 0
 ) -> Arriving:
-    """What `load` says (see `arrivals.parse`), made of these prompts. Lengths of a trace cut them
-    and set how much is written, up to `max_new_tokens`."""
-    made = arrivals.parse(load, count, seed, arrivals.Lengths.fixed(0, max_new_tokens))
+    """What `load` says (see `arrivals.parse`), made of these prompts. The lengths of a trace cut
+    them and set how much is written, up to `max_new_tokens`."""
+    made = arrivals.parse(load, count, seed)
     if isinstance(made, arrivals.Closed):
         return Closed(requests(rig, prompts, made.count, max_new_tokens), made.concurrency)
     asked = requests(rig, prompts, len(made), max_new_tokens)
+    traced = load.startswith("trace:")
     return Timed(
-        Request(
-            r.prompt[: a.prompt] if a.prompt else r.prompt,
-            min(a.output, max_new_tokens), a.at_s, r.stream, r.kind,
+        replace(
+            r, at_s=a.at_s, prompt=r.prompt[: a.prompt] if traced else r.prompt,
+            new=min(a.output, r.new) if traced else r.new,
         )
         for r, a in zip(asked, made, strict=True)
     )  # fmt: skip

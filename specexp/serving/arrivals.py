@@ -1,0 +1,166 @@
+"""When requests come and how long they are: a closed loop, Poisson, bursts, a day, or a trace.
+
+Everything follows from a seed. A load is named as in notebooks and grids: `closed:8`,
+`poisson:4.5`, `bursty:4.5,cv=3`, `day:2`, `trace:FILE`.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from specexp.errors import UserError
+
+COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
+
+
+class Arrival(NamedTuple):
+    """A request that comes `at_s` seconds from the start: tokens of its prompt, and of its answer
+    at most."""
+
+    at_s: float
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True)
+class Closed:
+    """`count` requests, the next one coming when one leaves, `concurrency` at a time."""
+
+    concurrency: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and outputs: lognormal with these medians and this spread of the logarithm,
+    cut to `most`."""
+
+    prompt: int = 60
+    output: int = 40
+    spread: float = 0.6
+    most: int = 400
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [count] each, 1 or more; exactly the medians at spread 0."""
+        around = np.exp(self.spread * rng.standard_normal((2, count)))
+        tokens = np.rint(np.array([[self.prompt], [self.output]]) * around)
+        prompts, outputs = np.clip(tokens, 1, self.most).astype(np.int64)
+        return prompts, outputs
+
+
+def poisson(rate: float, count: int, lengths: Lengths, seed: int) -> list[Arrival]:
+    """Independent requests, `rate` a second."""
+    return bursty(rate, count, lengths, seed, cv=1.0)
+
+
+def bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float) -> list[Arrival]:
+    """Gamma-distributed gaps with coefficient of variation cv: over 1, bursts and lulls; 1 is
+    Poisson. (As BurstGPT fits them: Wang et al. 2024, arXiv 2401.17644.)"""
+    _positive(rate=rate, cv=cv)
+    rng = np.random.default_rng(seed)
+    shape = 1 / cv**2
+    return _arrivals(rng.gamma(shape, 1 / (rate * shape), count).cumsum(), lengths, rng)
+
+
+def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8) -> list[Arrival]:
+    """A day whose load rises and falls around its mean `rate` a second by the share `swing`, lowest
+    when it begins and ends. It lasts as long as `count` requests take: count / rate seconds.
+
+    Inhomogeneous Poisson, by thinning (Lewis and Shedler 1979).
+    """
+    _positive(rate=rate)
+    if not 0 <= swing <= 1:
+        raise UserError(f"swing is {swing}; it is a share of the mean rate, from 0 to 1")
+    rng = np.random.default_rng(seed)
+    length, peak = count / rate, rate * (1 + swing)
+    found = np.zeros(0)
+    while len(found) < count:
+        size = int(1.2 * count * (1 + swing)) + 100
+        at = (found[-1] if len(found) else 0.0) + rng.exponential(1 / peak, size).cumsum()
+        load = 1 - swing * np.cos(2 * np.pi * at / length)
+        found = np.concatenate([found, at[rng.random(size) * (1 + swing) < load]])
+    return _arrivals(found[:count], lengths, rng)
+
+
+def _arrivals(at: np.ndarray, lengths: Lengths, rng: np.random.Generator) -> list[Arrival]:
+    prompts, outputs = lengths.draw(len(at), rng)
+    return [Arrival(*a) for a in zip(at.tolist(), prompts.tolist(), outputs.tolist(), strict=True)]
+
+
+def read_csv(path: str | Path) -> list[Arrival]:
+    """A trace in the columns of BurstGPT, times counted from its first row. Requests that failed
+    (no response tokens) are left out. Raises UserError that names file and line."""
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"cannot read the trace {path}: {e}") from e
+    found: list[Arrival] = []
+    for line, row in enumerate(rows, 2):
+        try:
+            at, prompt, output = (float(row[COLUMNS[i]]) for i in (0, 2, 3))
+        except (KeyError, TypeError, ValueError) as e:
+            raise UserError(
+                f"{path}:{line}: not a request; a trace has the columns {', '.join(COLUMNS)}"
+            ) from e
+        if not (np.isfinite([at, prompt, output]).all() and prompt >= 0 and output >= 0):
+            raise UserError(f"{path}:{line}: times and tokens must be finite and not negative")
+        if found and at < found[-1].at_s:
+            raise UserError(f"{path}:{line}: comes before the line above it; sort the trace")
+        if output and prompt:
+            found.append(Arrival(at, int(prompt), int(output)))
+    if not found:
+        raise UserError(f"{path} has no request with tokens in it")
+    return [a._replace(at_s=a.at_s - found[0].at_s) for a in found]
+
+
+def write_csv(path: str | Path, arrivals: list[Arrival]) -> None:
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(COLUMNS)
+        for a in arrivals:
+            total = a.prompt + a.output
+            out.writerow((f"{a.at_s:.3f}", "synthetic", a.prompt, a.output, total, "synthetic"))
+
+
+def parse(
+    load: str, count: int, seed: int = 0, lengths: Lengths = Lengths()
+) -> list[Arrival] | Closed:
+    """The load of a name, of `count` requests; of a trace the first `count`. Raises UserError."""
+    kind, _, argument = load.partition(":")
+    try:
+        if kind == "closed":
+            return Closed(_whole(argument, load), count)
+        if kind == "poisson":
+            return poisson(float(argument), count, lengths, seed)
+        if kind == "bursty":
+            rate, _, cv = argument.partition(",cv=")
+            return bursty(float(rate), count, lengths, seed, float(cv or 3))
+        if kind == "day":
+            return day(float(argument), count, lengths, seed)
+        if kind == "trace":
+            return read_csv(argument)[:count]
+    except ValueError:
+        raise UserError(f"load {load!r} is not well formed; {_HELP}") from None
+    raise UserError(f"load {load!r} is unknown; {_HELP}")
+
+
+_HELP = "use closed:STREAMS, poisson:RATE, bursty:RATE,cv=3, day:RATE (a second) or trace:FILE"
+
+
+def _whole(text: str, load: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise UserError(f"load {load!r} needs at least one stream")
+    return value
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < float("inf"):
+            raise UserError(f"{name} is {value}; it must be positive and finite")
