@@ -18,7 +18,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from specexp.errors import UserError
-from specexp.lab import stats
+from specexp.lab import bench, maps, stats
 from specexp.lab.build import Rig
 from specexp.lab.certify import Exactness, compare
 from specexp.lab.prompts import Prompt
@@ -37,6 +37,7 @@ from specexp.serving.serve import (
     advance,
     serve,
 )  # fmt: skip
+from specexp.serving.simulate import SimulatedBank
 
 QUANTILES = (50, 95, 99)
 
@@ -70,23 +71,37 @@ def requests(rig: Rig, prompts: Sequence[Prompt], count: int, max_new_tokens: in
     ]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Requests, and how they come: in a closed loop of `concurrency` streams, or, where that is
+    None, at their own times."""
+
+    requests: tuple[Request, ...]
+    concurrency: int | None = None
+
+    def arriving(self) -> Arriving:
+        if self.concurrency is None:
+            return Timed(self.requests)
+        return Closed(self.requests, self.concurrency)
+
+
 def traffic(
     rig: Rig, prompts: Sequence[Prompt], load: str, count: int, max_new_tokens: int, seed: int = 0
-) -> Arriving:
+) -> Traffic:
     """What `load` says (see `arrivals.parse`), made of these prompts. The lengths of a trace cut
     them and set how much is written, up to `max_new_tokens`."""
     made = arrivals.parse(load, count, seed)
     if isinstance(made, arrivals.Closed):
-        return Closed(requests(rig, prompts, made.count, max_new_tokens), made.concurrency)
+        return Traffic(tuple(requests(rig, prompts, count, max_new_tokens)), made.concurrency)
     asked = requests(rig, prompts, len(made), max_new_tokens)
     traced = load.startswith("trace:")
-    return Timed(
+    return Traffic(tuple(
         replace(
             r, at_s=a.at_s, prompt=r.prompt[: a.prompt] if traced else r.prompt,
             new=min(a.output, r.new) if traced else r.new,
         )
         for r, a in zip(asked, made, strict=True)
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def slots_for(asked: Sequence[Request], room: int) -> int:
@@ -151,11 +166,9 @@ def race(
             watch.stop()
             rows.append({"policy": name, "turn": turn} | sums(run.ticks[at:]))
         if not all(run.arriving.left for run in runs.values()):
-            last = {r["policy"]: r for r in rows[-len(runs) :]}
-            del rows[-len(runs) :]  # somebody's last turn was cut short
-            assert rows or last
             break
-    return pd.DataFrame(rows), runs
+    whole = rows[: -len(runs)] or rows  # somebody's last turn was cut short
+    return pd.DataFrame(whole), runs
 
 
 def full(run: Run, concurrency: int) -> bool:
@@ -182,37 +195,38 @@ def open_race(
     rig: Rig,
     names: Sequence[str],
     costs: Costs | None,
-    make: Callable[[], Arriving],
-    asked: Sequence[Request],
+    offered: Traffic,
     rows: int,
     chunk: int = 128,
     queue: int = 1024,
     slice_s: float = 0.5,
 ) -> dict[str, Run]:
-    """The same arrivals under every policy; servers take turns of `slice_s` of their own time, and
+    """The same traffic under every policy; servers take turns of `slice_s` of their own time, and
     time in which a server has nothing to do passes at once."""
+    asked = offered.requests
     space = room(rig, names, costs)
     watches = {name: Stopwatch() for name in names}
     runs = {
         name: Run(
             Server(bank(rig, name, rows, asked, space, watches[name]), policy(rig, name, costs),
-                   chunk, queue), make(),
+                   chunk, queue), offered.arriving(),
         )
         for name in names
     }  # fmt: skip
-    going = list(names)
-    for turn in itertools.count(1):
-        for name in going[:: -1 if turn % 2 else 1]:
-            run, watch = runs[name], watches[name]
-            watch.start()
-            while run.server.now < turn * slice_s:
-                if not run.advance():
-                    going.remove(name)
-                    break
-            watch.stop()
-        if not going:
-            return runs
-    raise AssertionError
+    going, turn = list(names), 0
+    with tqdm(total=len(asked) * len(names), desc="serving", unit="request", delay=1) as bar:
+        while going:
+            turn += 1
+            for name in going[:: -1 if turn % 2 else 1]:
+                run, watch = runs[name], watches[name]
+                watch.start()
+                while run.server.now < turn * slice_s:
+                    if not run.advance():
+                        going.remove(name)
+                        break
+                watch.stop()
+            bar.update(sum(a.over for run in runs.values() for a in run.answers) - bar.n)
+    return runs
 
 
 def bake_off(
@@ -228,8 +242,8 @@ def bake_off(
     parts = []
     with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
         for c in concurrency:
-            tokens = 40 + 8 * c
-            count = c + -(-turns * tokens // max_new_tokens) + c
+            tokens = 64 + 24 * c
+            count = 2 * c + -(-turns * tokens // max_new_tokens)
             asked = requests(rig, prompts, count, max_new_tokens)
             part, _ = race(rig, names, costs, asked, c, tokens)
             parts.append(part.assign(load=c))
@@ -349,20 +363,117 @@ def certify_served(
     """Serve requests in a closed loop, greedily or under Match, and compare every answer with
     plain decoding of that request."""
     coupled = rig if rig.options["temperature"] == 0 else rig.with_(rule="match")
-    found = run(coupled, name, costs, Closed(asked, concurrency), asked, concurrency)
-    texts = [a.tokens for a in found.answers]
-    return compare(
-        rig.engine, [list(r.prompt) for r in asked], texts, max(r.new for r in asked),
-        [r.stream for r in asked],
-    )  # fmt: skip
+    made = bank(coupled, name, concurrency, asked, room(rig, [name], costs))
+    server = Server(made, policy(rig, name, costs), queue=len(asked))
+    texts = [a.tokens for a in serve(server, Closed(asked, concurrency))]
+    prompts, streams = [list(r.prompt) for r in asked], [r.stream for r in asked]
+    return compare(rig.engine, prompts, texts, max(r.new for r in asked), streams)
 
 
-def run(rig: Rig, name: str, costs: Costs | None, arriving: Arriving, asked: Sequence[Request],
-        rows: int, chunk: int = 128, queue: int = 1024, bar: Any = None) -> Run:  # fmt: skip
-    """Serve in real time under one policy."""
-    space = room(rig, [name], costs)
-    made = bank(rig, name, rows, asked, space)
-    server = Server(made, policy(rig, name, costs), chunk, queue)
-    found = Run(server, arriving)
-    found.answers = serve(server, arriving, bar)
-    return found
+def foretold(
+    costs: Costs,
+    accepted: pd.DataFrame,
+    names: Sequence[str],
+    offered: Traffic,
+    rows: int,
+    chunk: int = 128,
+    queue: int = 1024,
+    overhead_s: float = 0.0,
+) -> dict[str, Run]:
+    """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
+    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind."""
+    kinds = {kind: bench.pooled(part).conditional for kind, part in accepted.groupby("category")}
+    overall = bench.pooled(accepted).conditional
+    kept = {r.stream: kinds.get(r.kind, overall) for r in offered.requests}
+    deepest = max(costs.gammas)
+    runs = {}
+    for name in names:
+        chosen = policies.of("never" if name == "plain" else name, costs, deepest)
+        slots = slots_for(offered.requests, chosen.widest)
+        made = SimulatedBank(
+            costs, kept.__getitem__, rows, slots, chosen.widest, overhead_s=overhead_s
+        )
+        runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
+        while runs[name].advance():
+            pass
+    return runs
+
+
+def compare_runs(
+    real: dict[str, Run], simulated: dict[str, Run], ttft_ms: float, tpot_ms: float
+) -> pd.DataFrame:
+    """Real and SIMULATED side by side: throughput and the 95th percentiles of every policy."""
+    shown = {
+        "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",
+        "latency/tpot_p95_ms": "TPOT p95 (ms)", "latency/e2e_p95_ms": "E2E p95 (ms)",
+    }  # fmt: skip
+    rows = []
+    for name in real:
+        ours, theirs = (
+            served_metrics(r.answers, r.ticks, ttft_ms, tpot_ms)
+            for r in (real[name], simulated[name])
+        )
+        rows += [
+            {"policy": name, "figure": said, "real": ours[key], "simulated": theirs[key]}
+            for key, said in shown.items()
+        ]
+    return pd.DataFrame(rows)
+
+
+def prices(rig: Rig, names: Iterable[str]) -> Costs | None:
+    """The cost table, measured if need be, where one of these policies reads it."""
+    return maps.profile(rig) if "goodput" in names else None
+
+
+def at_rate(arrivals: str, rate: float) -> str:
+    """The load of that name: poisson, bursty and day at so many requests a second; a trace as it
+    is."""
+    kind, _, rest = arrivals.partition(",")
+    named = kind in ("poisson", "bursty", "day")
+    return f"{kind}:{rate:.4g}{',' + rest if rest else ''}" if named else arrivals
+
+
+def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
+    """How far SIMULATED figures are from real ones: the median over policies, as a share."""
+    off = (compared["simulated"] / compared["real"] - 1).abs().groupby(compared["figure"]).median()
+    names = {"tokens/s": "throughput", "TTFT p95 (ms)": "ttft_p95", "TPOT p95 (ms)": "tpot_p95",
+             "E2E p95 (ms)": "e2e_p95"}  # fmt: skip
+    return {f"simulated/{name}_off": float(off[said]) for said, name in names.items()}
+
+
+def steps(runs: dict[str, Run]) -> pd.DataFrame:
+    """Every step of every server, in order: what is kept as parquet."""
+    return pd.concat(
+        [pd.DataFrame(vars(t) for t in run.ticks).assign(policy=name) for name, run in runs.items()],
+        ignore_index=True,
+    )
+
+
+def figures(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFrame:
+    """`served_metrics` of every policy, one row each."""
+    return pd.DataFrame(
+        {"policy": name} | served_metrics(run.answers, run.ticks, ttft_ms, tpot_ms)
+        for name, run in runs.items()
+    )
+
+
+def metrics(
+    rated: pd.DataFrame, missed: pd.DataFrame, served: pd.DataFrame, policy: str
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of one policy, as they are logged: its closed loops from `rates` and
+    `regrets`, its open traffic from `figures`."""
+    mine = rated[rated["policy"] == policy]
+    lost = missed[missed["policy"] == policy].set_index("load")["regret"]
+    first = mine.iloc[0]
+    found = served.set_index("policy").loc[policy].to_dict() | {
+        "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
+        "speedup/ci_high": first["high"], "speedup/at_largest_batch": mine["speedup"].iloc[-1],
+        "regret/worst": lost.max(), "regret/mean": lost.mean(),
+    }  # fmt: skip
+    by_load = mine.set_index("load")
+    return found, {
+        "speedup/at_batch": by_load["speedup"].to_dict(),
+        "throughput/at_batch": by_load["tok_s"].to_dict(),
+        "load/speculated_at_batch": by_load["speculated"].to_dict(),
+        "regret/at_batch": lost.to_dict(),
+    }

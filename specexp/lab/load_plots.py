@@ -1,0 +1,149 @@
+"""Figures of serving under load: policies against each other, over load and over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.figure import Figure
+
+from specexp.lab.load import QUANTILES
+from specexp.lab.plots import PLAIN, batch_axis, panels
+
+LOAD_AWARE = ("goodput", "bandit", "threshold", "table")
+
+
+def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
+    """Left: tokens a second over plain decoding's, over the number of streams. Right: by how much
+    each policy misses the best fixed choice. From `load.rates` and `load.regrets`."""
+    names = list(dict.fromkeys(rates["policy"]))
+    colours = _colours(names)
+    with panels(2, 14, 4.8) as (figure, (left, right)):
+        left.axhline(1, color=PLAIN, lw=1)
+        right.axhline(0, color=PLAIN, lw=1)
+        for name in names:
+            if name == "plain":
+                continue
+            part, style = rates[rates["policy"] == name], _style(name)
+            left.plot(part["load"], part["speedup"], style, color=colours[name], label=name)
+            left.fill_between(part["load"], part["low"], part["high"], color=colours[name],
+                              alpha=0.12)  # fmt: skip
+        for name in [n for n in names if n.startswith(LOAD_AWARE)]:
+            part = regrets[regrets["policy"] == name]
+            right.plot(part["load"], part["regret"], _style(name), color=colours[name], label=name)
+            right.fill_between(part["load"], part["low"], part["high"], color=colours[name],
+                               alpha=0.12)  # fmt: skip
+        for axes in (left, right):
+            batch_axis(axes, sorted(set(rates["load"])))
+            axes.set_xlabel("streams served together")
+        left.set_ylabel("tokens a second, plain decoding = 1")
+        left.legend(ncols=2, fontsize=9)
+        right.set_ylabel("regret: share lost to the best fixed choice")
+        right.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        right.set_ylim(top=min(right.get_ylim()[1], 0.5))
+        right.legend(fontsize=9)
+        figure.suptitle(_verdict(rates, regrets), x=0.01, ha="left")
+    return figure
+
+
+def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
+    aware = [n for n in dict.fromkeys(regrets["policy"]) if n.startswith(LOAD_AWARE)]
+    always = [n for n in dict.fromkeys(rates["policy"]) if n.startswith("always")]
+    said = []
+    if always:
+        fixed = rates[rates["policy"] == always[-1]]
+        first, last = fixed.iloc[0], fixed.iloc[-1]
+        said.append(
+            f"{always[-1]}: {first['speedup']:.2f}x at {first['load']} streams, "
+            f"{last['speedup']:.2f}x at {last['load']}"
+        )
+    if aware:
+        worst = regrets[regrets["policy"] == aware[0]]["regret"].max()
+        said.append(f"{aware[0]} loses {max(0, worst):.1%} at worst to the best fixed choice")
+    return "; ".join(said)
+
+
+def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
+    """What happened over time under every policy; tables from `load.timeline`."""
+    rows = {"live": "streams written", "waiting": "waiting", "speculated": "share speculated",
+            "kept": "guesses kept"}  # fmt: skip
+    colours = _colours(list(tables))
+    with panels(len(rows), 4.2 * len(rows), 3.8) as (figure, every):
+        for axes, (column, label) in zip(every, rows.items(), strict=True):
+            for name, table in tables.items():
+                axes.plot(table["end_s"], table[column], color=colours[name], label=name, lw=1.3)
+            axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
+            if column in ("speculated", "kept"):
+                axes.set_ylim(0, 1.02)
+                axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        handles, labels = every[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        longest = {name: table["end_s"].max() for name, table in tables.items()}
+        first, last = min(longest, key=longest.__getitem__), max(longest, key=longest.__getitem__)
+        figure.suptitle(
+            f"The same arrivals: over after {longest[first]:.0f} s under {first}, "
+            f"{longest[last]:.0f} s under {last}", x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
+    """Quantiles of TTFT, TPOT and E2E, one group a policy: the columns of `served_metrics`, one row
+    a policy, its name in `policy`."""
+    names = list(figures["policy"])
+    colours = _colours(names)
+    with panels(3, 13, 4) as (figure, every):
+        for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
+            width = 0.8 / len(names)
+            for i, (_, row) in enumerate(figures.iterrows()):
+                at = [x - 0.4 + width * (i + 0.5) for x in range(len(QUANTILES))]
+                values = [row[f"latency/{kind}_p{q}_ms"] for q in QUANTILES]
+                axes.bar(at, values, width * 0.92, color=colours[row["policy"]],
+                         label=row["policy"])  # fmt: skip
+            axes.set_xticks(range(len(QUANTILES)), [f"p{q}" for q in QUANTILES])
+            axes.set(ylabel=f"{kind.upper()} (ms)", yscale="log")
+        handles, labels = every[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        best = figures.loc[figures["goodput/share"].idxmax()]
+        said = f"Most requests within the limits: {best['policy']}, {best['goodput/share']:.0%}"
+        figure.suptitle(title or said, x=0.01, ha="left")
+    return figure
+
+
+def simulated(compared: pd.DataFrame) -> Figure:
+    """Simulated against real, one point a policy and figure: columns policy, figure, real,
+    simulated."""
+    kinds = list(dict.fromkeys(compared["figure"]))
+    colours = _colours(list(dict.fromkeys(compared["policy"])))
+    with panels(len(kinds), 4.6 * len(kinds), 4.2) as (figure, every):
+        for axes, kind in zip(every, kinds, strict=True):
+            part = compared[compared["figure"] == kind]
+            for _, row in part.iterrows():
+                axes.scatter(row["real"], row["simulated"], s=90, color=colours[row["policy"]],
+                             label=row["policy"], zorder=3)  # fmt: skip
+            low = 0.8 * part[["real", "simulated"]].min().min()
+            high = 1.2 * part[["real", "simulated"]].max().max()
+            axes.plot([low, high], [low, high], color=PLAIN, lw=1)
+            axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high],
+                              color=PLAIN, alpha=0.2, label="within 10 %")  # fmt: skip
+            axes.set(xlabel=f"real {kind}", ylabel=f"SIMULATED {kind}")
+        handles, labels = every[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        off = (compared["simulated"] / compared["real"] - 1).abs()
+        worst = compared.loc[off.idxmax()]
+        figure.suptitle(
+            f"SIMULATED against real: {off.median():.0%} off in the median, at worst "
+            f"{off.max():.0%} ({worst['figure']}, {worst['policy']})", x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def _style(name: str) -> str:
+    return "o-" if name.startswith(LOAD_AWARE) else "o--"
+
+
+def _colours(names: Sequence[str]) -> dict[str, tuple[float, ...] | str]:
+    others = [n for n in names if n not in ("plain", "never")]
+    palette = dict(zip(others, sns.color_palette("colorblind", len(others)), strict=True))
+    return {"plain": PLAIN, "never": "#555555"} | palette
