@@ -272,6 +272,8 @@ def _numbers(name: str, listed: str) -> list[int]:
 
 
 def _show_costs(costs: Costs, context: int) -> None:
+    from specexp.lab import maps
+
     table = Table(
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
         title=f"ms of a pass over n tokens a row, and of drafting γ; {context} slots",
@@ -285,9 +287,8 @@ def _show_costs(costs: Costs, context: int) -> None:
     fit = costs.fit()
     knee, widest = fit.knee(context), costs.tokens[-1]
     console.print(
-        f"a pass takes {fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token "
-        f"(R² {fit.r2:.2f}): the floor ends at about {knee:.0f} tokens, batch {knee:.0f} by plain "
-        f"decoding or batch {knee / widest:.0f} with γ = {widest - 1}",
+        f"a pass takes {maps.in_words(fit, context)}; the floor ends at about {knee:.0f} tokens, "
+        f"batch {knee:.0f} by plain decoding or batch {knee / widest:.0f} with γ = {widest - 1}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 

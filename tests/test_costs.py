@@ -1,25 +1,32 @@
 """The cost table: what it says at, between and beyond its points, and that it is kept whole."""
 
+import itertools
 import json
 import math
+import re
+import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import tiny_llama
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexp import theory
+from specexp import cli, theory
 from specexp.drafters.model import DraftModel
 from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.errors import UserError
+from specexp.lab import bench, build, maps, track
+from specexp.lab.prompts import Prompt
 from specexp.lm import LM
 from specexp.policy import Fixed
 from specexp.rules import Match
 from specexp.sampling import Sampling
 from specexp.serving import costs
 from specexp.serving.costs import Costs, Fit
+from specexp.trace import Acceptance
 from specexp.tree import Tree
 
 ABOUT = {
@@ -291,7 +298,7 @@ def test_a_plain_engine_can_be_measured(engine):
         ([[1]], [], [1], [16], 1, "batch is missing"),
         ([[1]], [1], [-1], [16], 1, "gamma is -1"),
         ([[1]], [1], [4], [7], 1, "context is 7; to measure costs it must be 8"),
-        ([[1]], [1], [1], [999], 1, "exceeds the 128-token context of target"),
+        ([[1]], [1], [1], [999], 1, "exceeds the 128 tokens for which target and draft"),
         ([[1]], [1], [1], [16], 0, "repeats is 0"),
         ([[]], [1], [1], [16], 1, "no text"),
     ],
@@ -301,3 +308,271 @@ def test_settings_that_fit_nothing_are_refused(
 ):
     with pytest.raises(UserError, match=said):
         costs.measure(engine, ids, batches, gammas, contexts, repeats)
+
+
+def test_a_drafter_that_never_drafts_has_no_costs_of_drafting(engine):
+    with pytest.raises(UserError, match="gamma 0 alone"):
+        costs.measure(engine.plain(), [[1]], [1], [2], [16])
+
+
+# --- the stored table of a pairing ---------------------------------------------------------------
+
+PROMPTS = [Prompt(i, f"c{i % 2}", (f"def mean {i}",)) for i in range(5)]
+SETTINGS = {"batches": [1, 2], "gammas": [1, 2], "contexts": [24], "repeats": 1}
+
+
+@pytest.fixture(scope="module")
+def rig(tiny_folders):
+    return build.build(tiny_folders[0], tiny_folders[1], gamma=2)
+
+
+@pytest.fixture
+def measured(store, monkeypatch):
+    """How often something was really measured."""
+    times, whole = [], costs.measure
+    monkeypatch.setattr(costs, "measure", lambda *a: (times.append(a), whole(*a))[1])
+    return times
+
+
+def test_a_profile_is_measured_once_and_kept(rig, measured, store):
+    first = maps.profile(rig, **SETTINGS)
+    again = maps.profile(rig, **SETTINGS)
+    assert len(measured) == 1
+    assert np.array_equal(first.verify, again.verify)
+    assert first.about["drafter"] == rig.drafter
+    assert maps.place(rig).parent == store / "costs"
+    assert re.fullmatch(r"[\w.-]+--[\w.-]+--[0-9a-f]{12}\.json", maps.place(rig).name)
+    maps.profile(rig, **SETTINGS, force=True)
+    assert len(measured) == 2
+
+
+def test_fewer_points_are_served_from_what_is_kept_and_more_are_measured(rig, measured):
+    maps.profile(rig, **SETTINGS)
+    maps.profile(rig, **SETTINGS | {"batches": [2], "gammas": [2]})
+    assert len(measured) == 1
+    assert maps.profile(rig, **SETTINGS | {"batches": [1, 2, 3]}).batches == (1, 2, 3)
+    assert len(measured) == 2
+
+
+def test_another_device_is_another_table(rig, measured, monkeypatch):
+    maps.profile(rig, **SETTINGS)
+    here = maps.place(rig)
+    whole = costs.fingerprint
+    monkeypatch.setattr(costs, "fingerprint", lambda *a: whole(*a) | {"threads": 99})
+    assert maps.profile(rig, **SETTINGS).about["threads"] == 99
+    assert maps.place(rig) != here
+    assert len(measured) == 2
+    here.replace(maps.place(rig))  # a table of elsewhere in the place of this one
+    maps.profile(rig, **SETTINGS)
+    assert len(measured) == 3
+
+
+def test_a_damaged_table_is_measured_again(rig, measured):
+    maps.profile(rig, **SETTINGS)
+    maps.place(rig).write_text("{")
+    maps.profile(rig, **SETTINGS)
+    assert len(measured) == 2
+    assert Costs.load(maps.place(rig)).batches == (1, 2)
+
+
+def test_another_rule_or_drafter_is_another_table(rig, store):
+    others = [rig, rig.with_(rule="match"), rig.with_(drafter="ngram", rule="auto")]
+    assert len({maps.place(r) for r in others}) == 3
+
+
+# --- break-even ----------------------------------------------------------------------------------
+
+
+def accepted(*histograms):
+    """A table like that of `bench.acceptance`: one row a prompt."""
+    records = [
+        Acceptance((len(h) - 1) * sum(h), sum((k + 1) * n for k, n in enumerate(h)), 0, h)
+        for h in histograms
+    ]
+    return pd.DataFrame(
+        {"accepted": [r.accepted for r in records], "passes": [r.passes for r in records],
+         "drafted": [r.drafted for r in records], "record": records}
+    )  # fmt: skip
+
+
+SAMPLES = accepted((2, 3, 5, 0, 0, 10), (8, 1, 1, 0, 0, 2), (1, 1, 1, 1, 1, 4))
+
+
+def test_tokens_of_a_round_are_those_of_its_first_guesses():
+    assert maps.tokens_of_round(SAMPLES, 5).value == Acceptance.pooled(SAMPLES["record"]).length
+    assert maps.tokens_of_round(SAMPLES, 1).value == pytest.approx(1 + 30 / 41)
+    found = maps.tokens_of_round(SAMPLES, 3)
+    assert found.low < found.value < found.high
+
+
+@given(st.floats(1.05, 5.9), st.integers(1, 5))
+def test_the_break_even_batch_is_where_the_planted_law_says(tokens, gamma):
+    """tokens (floor + b slope) = draft + floor + (gamma + 1) b slope, solved for b."""
+    table, context = planted(), 64
+    slope = table.fit().token_s(context)
+    saved = (tokens - 1) * 5e-3 - gamma * 1e-3
+    loss = (gamma + 1 - tokens) * slope
+    exact = saved / loss if loss > 0 else math.inf
+    expected = 0.0 if saved < loss else min(exact, 16.0) if loss > 0 else 16.0
+    found = maps.break_even_batch(table, gamma, tokens, context)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@given(st.integers(0, 50), st.lists(st.floats(1, 6), min_size=2, max_size=2))
+def test_more_tokens_never_bring_the_break_even_batch_down(seed, tokens):
+    """What lets the interval of the tokens be carried over; the table may be any."""
+    fewer, more = sorted(tokens)
+    one, other = (maps.break_even_batch(rough(seed), 3, t, 100) for t in (fewer, more))
+    assert one <= other
+
+
+def test_the_line_has_the_interval_of_its_prompts():
+    line = maps.break_even_batches(planted(), SAMPLES, 64)
+    assert list(line["gamma"]) == [1, 2, 3, 4, 5]
+    assert (line["low"] <= line["batch"]).all()
+    assert (line["batch"] <= line["high"]).all()
+    assert (line["low"] < line["high"]).any()
+    alike = maps.break_even_batches(planted(), accepted(*[(1, 1, 1, 1, 1, 4)] * 3), 64)
+    assert np.allclose(alike["low"], alike["high"])
+
+
+@pytest.mark.parametrize(("batch", "gamma"), [(1, 1), (4, 3), (8, 5)])
+def test_at_the_break_even_alpha_the_speedup_is_one(batch, gamma):
+    table = planted()
+    alpha = maps.break_even_alpha(table, batch, gamma, 100)
+    assert 0 < alpha < 1
+    assert table.speedup(batch, gamma, [alpha] * gamma, 100) == pytest.approx(1)
+
+
+def test_where_nothing_pays_the_break_even_alpha_is_one():
+    assert maps.break_even_alpha(planted(draft=1.0), 1, 3, 64) == 1
+    assert maps.break_even_batch(planted(draft=1.0), 3, 4.0, 64) == 0
+
+
+def throughputs(table, factor):
+    """A sweep whose speedups are `factor` times what the table says of its own acceptance."""
+    rows = []
+    for gamma, batch in itertools.product((1, 3), (2, 8)):
+        kept = Acceptance.pooled(SAMPLES["record"])
+        told = table.speedup(batch, gamma, kept.conditional, 128)
+        for s in (0.9, 1.1):
+            rows.append(
+                {"gamma": gamma, "batch": batch, "context": 128, "s": s, "tokens": 10}
+                | {"plain_s": factor * told * s, "plain_tokens": 10, "record": kept}
+            )
+    return pd.DataFrame(rows)
+
+
+def test_a_table_that_is_right_foretells_what_is_measured():
+    table = planted()
+    assert maps.predicted_error(maps.compare(table, SAMPLES, throughputs(table, 1.0))) < 1e-12
+    off = maps.compare(table, SAMPLES, throughputs(table, 1.25))
+    assert maps.predicted_error(off) == pytest.approx(math.log(1.25))
+    assert next(off.itertuples(index=False))[:3] == (1, 2, 128)
+
+
+def test_a_sweep_and_the_tax_have_a_row_for_every_place(rig):
+    samples = maps.sweep(rig, PROMPTS, [1, 3], [1, 2], 6, repeats=2)
+    assert len(samples) == 2 * 2 * 2
+    assert set(samples["gamma"]) == {1, 2}
+    longest = max(len(rig.encode([PROMPTS[i].text])[0]) for i in (0, 1, 2))
+    assert samples[samples["batch"] == 3]["context"].iloc[0] == longest + 6 + 3
+    taxes = maps.tax(rig, PROMPTS, [1, 2], 6, repeats=2)
+    assert list(taxes["batch"]) == [1, 2]
+    assert (taxes["low"] <= taxes["tax"]).all()
+    assert (taxes["low"] > -1).all()
+
+
+def test_the_idle_drafter_is_taxed_and_drafts_nothing(rig, monkeypatch):
+    seen, whole = [], bench.throughput
+    monkeypatch.setattr(bench, "throughput", lambda *a: seen.append(whole(*a)) or seen[-1])
+    maps.tax(rig, PROMPTS, [2], 6, repeats=1)
+    assert seen[0]["drafted"].sum() == 0
+    assert seen[0]["pairing"].iloc[0] == rig.drafter
+
+
+def test_what_is_logged_is_finite_and_named(rig):
+    table, samples = planted(), throughputs(planted(), 1.1)
+    taxes = pd.DataFrame({"batch": [2, 8], "tax": [0.1, 0.0]})
+    compared = maps.compare(table, SAMPLES, samples)
+    metrics, series = maps.metrics(table, SAMPLES, compared, taxes, 64)
+    assert not track.problems_of({"metrics": metrics, "series": series_of(series)})
+    assert metrics["costs/floor_ms"] == pytest.approx(5)
+    assert metrics["costs/per_token_us"] == pytest.approx(164)
+    assert series["tax/at_batch"] == {2: 0.1, 8: 0.0}
+    assert set(series["map/break_even_batch"]) == {1, 2, 3, 4, 5}
+
+
+def series_of(series):
+    return {n: v if isinstance(v, dict) else dict(enumerate(v)) for n, v in series.items()}
+
+
+# --- figures and the command ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "table", [planted(), planted(draft=1.0), planted(token=0, slot=0), rough()]
+)
+def test_every_map_can_be_drawn(table, tmp_path):
+    compared = maps.compare(table, SAMPLES, throughputs(table, 1.1))
+    figures = [
+        maps.cost_curves(table), maps.break_even_alpha_map(table, [64]),
+        maps.break_even(table, SAMPLES, compared=compared), maps.break_even(table, SAMPLES, [64]),
+    ]  # fmt: skip
+    for figure in figures:
+        figure.savefig(tmp_path / "figure.png")
+        assert figure.get_suptitle()
+    assert [len(f.axes) for f in figures] == [2, 2, 3, 2]
+
+
+def test_the_title_tells_where_it_pays():
+    said = maps.paying(planted(), SAMPLES, 64)
+    assert "x foretold at batch 1 with γ = " in said
+    assert "pays up to batch" in said
+    assert "at no batch" in maps.paying(planted(draft=1.0), SAMPLES, 64)
+
+
+def test_a_disturbed_table_is_called_doubtful():
+    assert "doubtful" not in maps.in_words(planted().fit(), 64)
+    assert "doubtful" in maps.in_words(rough().fit(), 64)
+
+
+def profile(monkeypatch, capsys, *args):
+    monkeypatch.setattr(sys, "argv", ["specexp", "profile", *args])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    out, err = capsys.readouterr()
+    return stopped.value.code or 0, out, err
+
+
+def test_the_command_measures_shows_and_keeps(store, tiny_folders, monkeypatch, capsys, tmp_path):
+    pairing = ("--target", tiny_folders[0], "--drafter", tiny_folders[1])
+    small = ("--batches", "1,2", "--contexts", "24", "--gamma-max", "2")
+    code, out, err = profile(monkeypatch, capsys, *pairing, *small)
+    assert code == 0, err
+    assert "n=3" in out
+    assert "the floor ends at about" in out
+    [kept] = (store / "costs").glob("*.json")
+    assert kept.with_suffix(".png").stat().st_size > 0
+    out_file = tmp_path / "new" / "table.json"
+    _, out, _ = profile(monkeypatch, capsys, *pairing, *small, "--json", "--out", str(out_file))
+    assert json.loads(out) == json.loads(kept.read_text()) == json.loads(out_file.read_text())
+    assert out_file.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--batches", "1,x"), "no list of whole numbers"),
+        (("--batches", "0"), "batch is 0"),
+        (("--gamma-max", "-1"), "gamma is -1"),
+        (("--contexts", "5"), "context is 5"),
+        (("--drafter", "ngrm"), "did you mean"),
+    ],
+)
+def test_bad_input_to_the_command_is_one_line(store, tiny_folders, monkeypatch, capsys, args, said):
+    given = ("--target", tiny_folders[0], "--drafter", tiny_folders[1], *args)
+    code, _, err = profile(monkeypatch, capsys, *given)
+    assert code == 2
+    assert said in err
+    assert len(err.strip().splitlines()) == 1

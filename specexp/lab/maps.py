@@ -35,10 +35,12 @@ from specexp.lab.plots import PLAIN, PREDICTED, batch_axis, panels
 from specexp.lab.prompts import Prompt, load
 from specexp.lab.stats import Interval
 from specexp.serving import costs as tables
-from specexp.serving.costs import Costs
+from specexp.serving.costs import Costs, Fit
 
 BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 5), (128, 256)
-TICKS = (1 / 8, 1 / 4, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 8)  # of a map of speedups
+ROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # speedups on a colour bar
+TICKS = sorted((*ROUND, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5))  # and on one that does not reach far
+DOUBTFUL = 0.8  # a fit that explains less of the times than this was probably disturbed
 
 # --- the table of a pairing ----------------------------------------------------------------------
 
@@ -250,9 +252,7 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
         shown = [t for t in milliseconds if least <= t <= longest]
         left.set_yticks(shown, [f"{t:g}" for t in shown], minor=False)
         left.minorticks_off()
-        left.set_title(
-            f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
-        )
+        left.set_title(in_words(fit, context))
         _roofs(right, costs, n, seconds)
         for axes in (left, right):
             axes.axvline(knee, color=PREDICTED, lw=1, ls=":")
@@ -263,6 +263,11 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
             f"({costs.about['device']}, {costs.about['dtype']})", x=0.01, ha="left",
         )  # fmt: skip
     return figure
+
+
+def in_words(fit: Fit, context: float) -> str:
+    said = f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
+    return said if fit.r2 > DOUBTFUL else f"{said}: doubtful (R² {fit.r2:.2f}), was it busy?"
 
 
 def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None:
@@ -322,7 +327,7 @@ def break_even(
                              edgecolors="k", clip_on=False, label="measured", **shade)  # fmt: skip
         figure.legend(*every[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         bar = figure.colorbar(mesh, ax=every, label="speedup over plain decoding", pad=0.02)
-        bar.set_ticks([t for t in TICKS if 1 / most <= t <= most])
+        bar.set_ticks([t for t in TICKS if 1 / most <= t <= most and (t in ROUND or most < 2.5)])
         bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:.3g}x")
         bar.minorticks_off()
         figure.suptitle(paying(costs, samples, contexts[0]), x=0.01, ha="left")

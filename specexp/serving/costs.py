@@ -342,11 +342,11 @@ def _check(
         if not values or values[0] < least:
             given = values[0] if values else "missing"
             raise UserError(f"{name} is {given}; to measure costs it must be {least} or more")
-    longest = min([engine.target.context, *(lm.context for lm in engine.drafter.models)])
+    longest = min([engine.target.context, *([engine.drafter.context] if gammas[-1] else [])])
     if contexts[-1] > longest:
         raise UserError(
-            f"context {contexts[-1]} exceeds the {longest}-token context of {engine.target.name} "
-            "or its drafter; measure shorter ones"
+            f"context {contexts[-1]} exceeds the {longest} tokens for which {engine.target.name} "
+            f"and {engine.drafter.name} serve; measure shorter ones, or gamma 0 alone"
         )
     if not any(ids):
         raise UserError("no text to measure costs on; give at least one token")
