@@ -98,7 +98,7 @@ def test_a_bad_trace_is_one_line_that_names_the_place(tmp_path, lines, message):
 
 @pytest.mark.parametrize(
     "load",
-    ["closed:0", "closed:x", "poisson:", "poisson:-1", "poisson:inf", "bursty:2,cv=0", "day:0",
+    ["closed:0", "closed:x", "poisson:", "poisson:-1", "poisson:inf", "bursty:2,0", "day:0",
      "trace:/nowhere.csv", "steady:3", ""],
 )  # fmt: skip
 def test_a_bad_load_is_one_line(load):
@@ -112,7 +112,7 @@ def test_a_bad_load_is_one_line(load):
 def test_names_of_loads_mean_what_they_say(streams, count, rate, cv):
     assert parse(f"closed:{streams}", count) == Closed(streams, count)
     assert parse(f"poisson:{rate}", count, 3) == poisson(rate, count, LENGTHS, 3)
-    assert parse(f"bursty:{rate},cv={cv}", count, 3) == bursty(rate, count, LENGTHS, 3, cv)
+    assert parse(f"bursty:{rate},{cv}", count, 3) == bursty(rate, count, LENGTHS, 3, cv)
     assert len(parse(f"day:{rate}", count, 3)) == count
 
 

@@ -26,6 +26,7 @@ from specexp.lab import prompts
 from specexp.policy import Fixed
 from specexp.rules import Rule
 from specexp.sampling import Sampling
+from specexp.serving import arrivals, policies
 from specexp.tree import Tree
 from specexp.zoo import shelf
 
@@ -218,7 +219,8 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
             problems.append(str(e).strip().splitlines()[0])
 
     for name, at_least in {
-        "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1,
+        "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1, "stream": 1,
+        "turns": 2, "count": 1, "rows": 1,
     }.items():  # fmt: skip
         for value in _values(params, name, name + "s", name + "es"):
             if value < at_least:
@@ -232,6 +234,11 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
     for gamma in _values(params, "gamma", "gammas") or [1]:
         for shape in _values(params, "tree", "trees") or ["chain"]:
             attempt(Tree.parse, shape, gamma)
+    for policy in _values(params, "policy", "policies"):
+        if policy not in ("plain", "goodput"):
+            attempt(policies.of, policy)
+    if named := params.get("arrivals"):
+        attempt(arrivals.parse, arrivals.at_rate(named, 1.0), 1)
     if params.get("dtype", "float32") not in lm.DTYPES:
         problems.append(f"dtype {params['dtype']!r} is unknown; use {', '.join(lm.DTYPES)}")
     device = params.get("device", "auto")

@@ -9,7 +9,7 @@ every interval.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -425,14 +425,6 @@ def prices(rig: Rig, names: Iterable[str]) -> Costs | None:
     return maps.profile(rig) if "goodput" in names else None
 
 
-def at_rate(arrivals: str, rate: float) -> str:
-    """The load of that name: poisson, bursty and day at so many requests a second; a trace as it
-    is."""
-    kind, _, rest = arrivals.partition(",")
-    named = kind in ("poisson", "bursty", "day")
-    return f"{kind}:{rate:.4g}{',' + rest if rest else ''}" if named else arrivals
-
-
 def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
     """How far SIMULATED figures are from real ones: the median over policies, as a share."""
     off = (compared["simulated"] / compared["real"] - 1).abs().groupby(compared["figure"]).median()
@@ -444,7 +436,10 @@ def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
 def steps(runs: dict[str, Run]) -> pd.DataFrame:
     """Every step of every server, in order: what is kept as parquet."""
     return pd.concat(
-        [pd.DataFrame(vars(t) for t in run.ticks).assign(policy=name) for name, run in runs.items()],
+        [
+            pd.DataFrame(vars(t) for t in run.ticks).assign(policy=name)
+            for name, run in runs.items()
+        ],
         ignore_index=True,
     )
 

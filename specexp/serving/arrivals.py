@@ -1,7 +1,7 @@
 """When requests come and how long they are: a closed loop, Poisson, bursts, a day, or a trace.
 
 Everything follows from a seed. A load is named as in notebooks and grids: `closed:8`,
-`poisson:4.5`, `bursty:4.5,cv=3`, `day:2`, `trace:FILE`.
+`poisson:4.5`, `bursty:4.5,3`, `day:2`, `trace:FILE`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def parse(
         if kind == "poisson":
             return poisson(float(argument), count, lengths, seed)
         if kind == "bursty":
-            rate, _, cv = argument.partition(",cv=")
+            rate, _, cv = argument.partition(",")
             return bursty(float(rate), count, lengths, seed, float(cv or 3))
         if kind == "day":
             return day(float(argument), count, lengths, seed)
@@ -150,7 +150,15 @@ def parse(
     raise UserError(f"load {load!r} is unknown; {_HELP}")
 
 
-_HELP = "use closed:STREAMS, poisson:RATE, bursty:RATE,cv=3, day:RATE (a second) or trace:FILE"
+def at_rate(arrivals: str, rate: float) -> str:
+    """The load of that name: poisson, bursty and day at so many requests a second; a trace as it
+    is."""
+    kind, _, rest = arrivals.partition(",")
+    named = kind in ("poisson", "bursty", "day")
+    return f"{kind}:{rate:.4g}{',' + rest if rest else ''}" if named else arrivals
+
+
+_HELP = "use closed:STREAMS, poisson:RATE, bursty:RATE,CV, day:RATE (a second) or trace:FILE"
 
 
 def _whole(text: str, load: str) -> int:
