@@ -119,7 +119,7 @@ def faults(notebook: dict[str, Any]) -> Iterator[str]:
         lines = "".join(cell["source"]).split("\n")
         if cell["outputs"] or cell["execution_count"] is not None:
             yield f"code cell {number} was committed with its outputs or count"
-        if len(lines) > 14:
+        if len(lines) > (20 if "parameters" in cell["metadata"].get("tags", []) else 14):
             yield f"code cell {number} has {len(lines)} lines"
         for line in lines:
             if re.match(r"(async\s+)?(def|class|for|while)\s", line):

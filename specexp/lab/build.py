@@ -220,7 +220,7 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
 
     for name, at_least in {
         "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1, "stream": 1,
-        "turns": 2, "count": 1, "rows": 1,
+        "turns": 2, "count": 1, "rows": 1, "chunk": 1, "queue": 0,
     }.items():  # fmt: skip
         for value in _values(params, name, name + "s", name + "es"):
             if value < at_least:
