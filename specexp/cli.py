@@ -352,7 +352,8 @@ def serve(
     names = list(dict.fromkeys(policy or usual))
     asked = options | {
         "policies": names, "arrivals": load, "prompts": prompts, "max_new_tokens": max_new_tokens,
-        "count": count, "rows": rows, "chunk": chunk, "queue": queue,
+        "count": count, "rows": rows, "chunk": chunk, "queue": queue, "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
     }  # fmt: skip
     if problems := build.check(asked):
         raise UserError("\n".join(problems))

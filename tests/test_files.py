@@ -62,7 +62,10 @@ def forbidden(module: str) -> set[str]:
         return set()
     if module.startswith("specexp/zoo/"):
         return LAB_ONLY | {"specexp.lab"}
-    return LAB_ONLY | {"specexp.lab", "specexp.zoo", "specexp.cli"}
+    above = {"specexp.lab", "specexp.zoo", "specexp.cli"}
+    if module.startswith("specexp/serving/"):
+        return LAB_ONLY | above
+    return LAB_ONLY | above | {"specexp.serving"}
 
 
 def test_there_are_files_to_check() -> None:
@@ -90,6 +93,13 @@ def test_imports_run_one_way(module: str) -> None:
 )
 def test_a_forbidden_import_is_seen(source: str) -> None:
     assert imported(source) & forbidden("specexp/engine.py")
+
+
+def test_only_what_stands_on_serving_imports_it() -> None:
+    serving = imported("from specexp.serving import costs")
+    assert serving & forbidden("specexp/policy.py")
+    assert not serving & forbidden("specexp/lab/load.py")
+    assert imported("from specexp.lab import maps") & forbidden("specexp/serving/costs.py")
 
 
 def test_relative_imports_are_resolved() -> None:
