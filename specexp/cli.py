@@ -17,8 +17,6 @@ from rich.table import Table
 from specexp.errors import NonFiniteLogits, UserError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from specexp.engine import Generation
     from specexp.lab.build import Rig
     from specexp.lab.certify import Exactness
@@ -375,7 +373,7 @@ def serve(
         console.print(note, highlight=False, soft_wrap=True)
 
 
-def _show_served(figures: pd.DataFrame, title: str) -> None:
+def _show_served(figures: Any, title: str) -> None:
     from specexp.lab import load
 
     table = Table("", *figures["policy"], title=title, title_justify="left", title_style="",
