@@ -48,19 +48,21 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
 
 
 def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
-    aware = [n for n in dict.fromkeys(regrets["policy"]) if n.startswith(LOAD_AWARE)]
+    aware = regrets[regrets["policy"].str.startswith(LOAD_AWARE)]
     always = [n for n in dict.fromkeys(rates["policy"]) if n.startswith("always")]
     said = []
     if always:
         fixed = rates[rates["policy"] == always[-1]]
         first, last = fixed.iloc[0], fixed.iloc[-1]
         said.append(
-            f"{always[-1]}: {first['speedup']:.2f}x at {first['load']} streams, "
-            f"{last['speedup']:.2f}x at {last['load']}"
+            f"{always[-1]}: {first['speedup']:.2f}x with {first['load']} and "
+            f"{last['speedup']:.2f}x with {last['load']} streams"
         )
-    if aware:
-        worst = regrets[regrets["policy"] == aware[0]]["regret"].max()
-        said.append(f"{aware[0]} loses {max(0, worst):.1%} at worst to the best fixed choice")
+    if len(aware):
+        worst = aware.groupby("policy")["regret"].max()
+        said.append(
+            f"{worst.idxmin()} loses {max(0, worst.min()):.1%} at worst to the best fixed choice"
+        )
     return "; ".join(said)
 
 
@@ -102,7 +104,8 @@ def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
                 axes.bar(at, values, width * 0.92, color=colours[row["policy"]],
                          label=row["policy"])  # fmt: skip
             axes.set_xticks(range(len(QUANTILES)), [f"p{q}" for q in QUANTILES])
-            axes.set(ylabel=f"{kind.upper()} (ms)", yscale="log")
+            axes.set(ylabel=f"{kind.upper()} (ms)")
+            axes.grid(visible=False, axis="x")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
         best = figures.loc[figures["goodput/share"].idxmax()]

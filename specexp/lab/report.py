@@ -13,6 +13,7 @@ from rich.table import Table
 from specexp.lab import track
 
 HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
+NAMED = ("params.drafter", "params.policy")  # in every table, whether they differ or not
 CATEGORIES = ("code", "prose", "records", "editing", "messy")
 
 
@@ -56,7 +57,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
     for column in (c for c in runs if c.startswith("params.")):
-        if column == "params.drafter" or (runs[column] != runs[column].iloc[0]).any():
+        if column in NAMED or (runs[column] != runs[column].iloc[0]).any():
             view[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
     view["kept"] = _metric(runs, "acceptance/rate", "{:.0%}")
     for category in CATEGORIES:
