@@ -276,8 +276,11 @@ def of(name: str, costs: Prices | None = None, deepest: int = 1 << 30) -> Policy
             gamma, most = argument.split(",")
             return Threshold(_gamma(gamma, name, deepest), int(most))
         if kind == "table":
-            pairs = (entry.split("=") for entry in argument.split(","))
-            return Table(tuple(sorted((int(b), _gamma(g, name, deepest)) for b, g in pairs)))
+            pairs = [entry.split("=") for entry in argument.split(",")]
+            found = {int(b): _gamma(g, name, deepest) for b, g in pairs}
+            if len(found) < len(pairs):
+                raise UserError(f"policy {name!r} says twice how much so many rows draft")
+            return Table(tuple(sorted(found.items())))
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
     raise UserError(f"policy {name!r} is unknown (there are {NAMES})")
