@@ -77,8 +77,8 @@ class Goodput:
     all rows, and how much better or worse each row does than all. A draft of one length may go to
     every row, to a share of them, the best ones, or to none; costs come from the table, corrected
     by how long rounds of each draft length have really taken, the reading of new texts by the
-    drafter included. To begin is charged what it has to read first, spread over `horizon` rounds;
-    and a plan is changed only for a gain of `margin`.
+    drafter included. Rows that begin are charged what it has to read first, spread over `horizon`
+    rounds; and a plan is changed only for a gain of `margin`.
     While nothing is drafted nothing is learned, and what was learned fades: one row drafts, to
     see, every `probe` rounds, if drafting would pay at the best that acceptance may be by now.
     """
@@ -162,8 +162,9 @@ class Goodput:
         if front:
             seconds += self._round_s(front, gamma, load.context)
             brought += sum(row[gamma] for row in tokens[:front])
-            behind = sum(s.behind for s in load.streams[:front] if s)
-            if behind and not self.current[0]:
+            drafting = math.ceil(self.current[1] * b)
+            behind = sum(s.behind for s in load.streams[drafting:front] if s)
+            if behind:
                 seconds += self.costs.catch_up_s(behind) / self.horizon
         if front < b:
             seconds += self._round_s(b - front, 0, load.context)
