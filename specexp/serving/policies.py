@@ -76,9 +76,10 @@ class Goodput:
     follow from two running estimates: how often the i-th guess is kept given those before it, over
     all rows, and how much better or worse each row does than all. A draft of one length may go to
     every row, to a share of them, the best ones, or to none; costs come from the table, corrected
-    by how long rounds of each draft length have really taken, the reading of new texts by the
-    drafter included. Rows that begin are charged what it has to read first, spread over `horizon`
-    rounds; and a plan is changed only for a gain of `margin`.
+    by how long rounds of each draft length have lately taken, the reading of new texts by the
+    drafter included; the first round after a change does not count, since rows that begin are
+    charged what it has to read first, spread over `horizon` rounds. A plan is changed only for a
+    gain of `margin`.
     While nothing is drafted nothing is learned, and what was learned fades: one row drafts, to
     see, every `probe` rounds, if drafting would pay at the best that acceptance may be by now.
     """
@@ -96,6 +97,7 @@ class Goodput:
     judged: list[float] = field(default_factory=list, init=False)
     kept: list[float] = field(default_factory=list, init=False)
     took: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
+    before: list[int] = field(default_factory=list, init=False)
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
     quiet: int = field(default=0, init=False)
 
@@ -183,11 +185,13 @@ class Goodput:
             for i in range(min(step.accepted + 1, step.drafted)):
                 self.judged[i] = self.fade * self.judged[i] + 1
                 self.kept[i] = self.fade * self.kept[i] + (i < step.accepted)
-        if len(plan) == 1:
-            gamma = len(plan[0].tree) - 1
-            took, priced = self.took.get(gamma, (0.0, 0.0))
-            price = self.costs.round_s(load.rows, gamma, load.context)
-            self.took[gamma] = self.fade * took + seconds, self.fade * priced + price
+        self.took = {g: (self.fade * s, self.fade * p) for g, (s, p) in self.took.items()}
+        gammas = [len(share.tree) - 1 for share in plan]
+        if gammas == self.before and len(gammas) == 1:
+            took, priced = self.took.get(gammas[0], (0.0, 0.0))
+            price = self.costs.round_s(load.rows, gammas[0], load.context)
+            self.took[gammas[0]] = took + seconds, priced + price
+        self.before = gammas
 
 
 @dataclass
