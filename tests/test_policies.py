@@ -278,9 +278,9 @@ def test_a_plan_is_changed_only_for_a_gain_that_is_worth_it(margin, moves):
 
 
 def test_to_begin_is_charged_what_the_drafter_has_not_read():
-    """A step takes 10 ms, and to read a thousand tokens 100 ms."""
+    """A step takes 10 ms, and to read ten thousand tokens 100 ms."""
     kept, costs = [2, 3, 4], table()
-    behind = load(1, Stream(behind=1000))
+    behind = load(1, Stream(behind=10_000))
     assert chosen(told(kept, costs), 1) > 0
     assert shape(told(kept, costs, horizon=2).choose(behind)) == [(1, 0)]
     assert shape(told(kept, costs, horizon=400).choose(behind)) != [(1, 0)]
@@ -291,7 +291,7 @@ def test_to_begin_is_charged_what_the_drafter_has_not_read():
 
 def test_to_draft_for_more_rows_is_charged_too():
     law = {"floor": 5e-3, "token": 1e-3, "guess": 0.0}
-    unread = Stream(1000, 1e9, 1e9)
+    unread = Stream(10_000, 1e9, 1e9)
     for joining, wanted in ((GOOD, [(8, 5)]), (unread, [(4, 5), (4, 0)])):
         made = told(HALF, table(**law), horizon=1)
         assert shape(made.choose(load(8, *[GOOD] * 4, *[BAD] * 4))) == [(4, 5), (4, 0)]
@@ -305,8 +305,8 @@ def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then()
     assert len(plans) > 1200
     assert plans[0][0][0] == 8  # it was hoped for
     late = [plan for plan in plans[20:] if plan[0][1]]
-    assert 4 <= len(late) <= len(plans) / 64
-    assert late.count([(1, 3), (7, 0)]) >= len(late) - 1
+    assert 10 <= len(late) <= len(plans) / 40
+    assert late.count([(1, 3), (7, 0)]) > 0.8 * len(late)
 
 
 def test_what_cannot_pay_is_not_even_tried():
@@ -335,9 +335,41 @@ def test_a_table_that_is_wrong_is_found_out(dear, alpha):
     tokens = {g: sum(alpha**i for i in range(g + 1)) for g in (0, *GAMMAS)}
     assert dear == max(tokens, key=lambda g: tokens[g] / seconds(4, g))
     assert dear in policy.drafts()[:100]
-    assert dear not in policy.drafts()[-200:]
+    late = policy.drafts()[300:]
+    assert late.count(dear) < 0.1 * len(late)
     fixed = {g: simulated(Fixed(Tree.chain(g)), truth, alike(alpha), 4, 80) for g in tokens}
     assert speed(server) > 0.95 * max(map(speed, fixed.values())) > 1.2 * speed(fixed[dear])
+
+
+class Disturbed(SimulatedBank):
+    """Three of its first rounds take half a second longer."""
+
+    rounds = 0
+
+    def round(self, *given):
+        self.rounds += 1
+        if self.rounds in (2, 3, 5):
+            self.time += 0.5
+        return super().round(*given)
+
+
+def test_a_disturbed_moment_is_forgotten():
+    policy = Recorded(Goodput(table()))
+    server = Server(Disturbed(table(), alike(0.95), 4, 512, policy.widest), policy)
+    serve(server, Closed([Request(range(20), 200, stream=i) for i in range(100)], 4))
+    assert set(policy.drafts()[5:50]) == {2}
+    assert policy.drafts()[-300:].count(5) > 270
+
+
+def test_what_rows_read_when_they_begin_is_not_held_against_a_draft_length():
+    """Long prompts all at once, and half a step to read one: charged once, not for ever."""
+    costs = table()
+    policy = Goodput(costs)
+    bank = SimulatedBank(costs, alike(0.9), 8, 4096, policy.widest)
+    server = Server(bank, policy, chunk=1 << 20)
+    serve(server, Closed([Request(range(1000), 400, stream=i) for i in range(8)], 8))
+    for took, priced in policy.took.values():
+        assert took == pytest.approx(priced, rel=1e-3)
 
 
 # --- nothing of the future -----------------------------------------------------------------------
@@ -404,3 +436,25 @@ def test_a_bandit_learns_apart_for_few_rows_and_for_many():
         )
     assert found[1][-400:].count(5) > 300
     assert found[40][-400:].count(0) > 300
+
+
+# --- all together --------------------------------------------------------------------------------
+
+
+def test_at_every_load_goodput_is_as_fast_as_the_best_fixed_choice():
+    """Drafts of 3 win alone, none win in a crowd; told neither, it loses 2 % at most."""
+    law, best = {"token": 4e-4, "guess": 1e-3}, {}
+    for streams in BATCHES:
+        count = max(60, 8 * streams)
+        ways = {g: Fixed(Tree.chain(g)) for g in (0, *GAMMAS)} | {"goodput": Goodput(table(**law))}
+        found = {
+            name: speed(simulated(policy, table(**law), alike(0.7), streams, count))
+            for name, policy in ways.items()
+        }
+        reached = found.pop("goodput")
+        best[streams] = max(found, key=found.__getitem__)
+        assert reached > 0.98 * found[best[streams]], (streams, reached, found)
+    assert (best[1], best[64]) == (3, 0)
+    assert len(set(best.values())) == 4
+    again = simulated(Goodput(table(**law)), table(**law), alike(0.7), streams, count)
+    assert speed(again) == reached
