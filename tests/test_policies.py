@@ -166,6 +166,12 @@ def test_a_bad_name_is_one_line(name, said):
     assert "\n" not in str(e.value)
 
 
+def test_a_draft_that_no_memory_holds_is_refused_at_once():
+    for name in ("always:1000000000", "threshold:1000000000,1", "table:1=1000000000"):
+        with pytest.raises(UserError, match="drafts 1000000000; this drafter does 0 to 1024"):
+            policies.of(name, deepest=1 << 30)
+
+
 # --- what is chosen ------------------------------------------------------------------------------
 
 

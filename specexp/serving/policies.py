@@ -17,7 +17,7 @@ from typing import Protocol
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy, Share, Stream
 from specexp.trace import Step
-from specexp.tree import Tree
+from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
 TRUST = 0.2  # seconds of measured rounds that the cost table's word is worth
@@ -261,10 +261,11 @@ def _plan(rows: int, front: int, gamma: int) -> Plan:
 NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"
 
 
-def of(name: str, costs: Prices | None = None, deepest: int = 1 << 30) -> Policy:
+def of(name: str, costs: Prices | None = None, deepest: int = MOST) -> Policy:
     """The policy of a name. costs: the table that `goodput` reads; deepest: the longest draft that
     the drafter can make. Raises UserError, one line, for any other name or a longer draft."""
     kind, _, argument = name.partition(":")
+    deepest = min(deepest, MOST)
     gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
     try:
         if name == "never":
