@@ -331,7 +331,7 @@ def served_metrics(
     answers: Sequence[Answer], ticks: Sequence[Tick], ttft_ms: float, tpot_ms: float
 ) -> dict[str, float]:
     """What serving benchmarks report, as it is logged; goodput: the requests answered within both
-    limits, as a share of all and a second."""
+    limits, as a share of all and a second. nan: nothing to tell it from."""
     table = answered(answers)
     done = table[table["state"] == "done"]
     seconds = (ticks[-1].end_s - min(a.came_s for a in answers)) if ticks else float("nan")
@@ -345,14 +345,15 @@ def served_metrics(
         "load/occupancy": total["live"] / max(1, total["steps"]),
         "load/speculated": total["speculated"] / max(1, total["rows"]),
         "load/refused": (table["state"] == "refused").sum(),
-        "load/overhead": 1 - total["busy_s"] / total["s"],
+        "load/overhead": 1 - total["busy_s"] / (total["s"] or float("nan")),
         "acceptance/rate": total["accepted"] / max(1, total["drafted"]),
     }
     series = {"ttft": done["ttft_s"], "tpot": done["tpot_s"].dropna(), "e2e": done["e2e_s"],
               "itl": gaps(answers)}  # fmt: skip
     for name, values in series.items():
-        for q in QUANTILES if len(values) else ():
-            found[f"latency/{name}_p{q}_ms"] = 1e3 * float(np.percentile(values, q))
+        for q in QUANTILES:
+            at = float(np.percentile(values, q)) if len(values) else float("nan")
+            found[f"latency/{name}_p{q}_ms"] = 1e3 * at
     return found
 
 
@@ -486,7 +487,7 @@ def metrics(
     mine = rated[rated["policy"] == policy]
     lost = missed[missed["policy"] == policy].set_index("load")["regret"]
     first = mine.iloc[0]
-    found = served.set_index("policy").loc[policy].to_dict() | {
+    found = served.set_index("policy").loc[policy].dropna().to_dict() | {
         "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
         "speedup/ci_high": first["high"], "speedup/at_largest_batch": mine["speedup"].iloc[-1],
         "regret/worst": lost.max(), "regret/mean": lost.mean(),

@@ -17,7 +17,7 @@ from typing import Protocol
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy, Share, Stream
 from specexp.trace import Step
-from specexp.tree import Tree
+from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
 TRUST = 0.2  # seconds of measured rounds that the cost table's word is worth
@@ -76,9 +76,10 @@ class Goodput:
     follow from two running estimates: how often the i-th guess is kept given those before it, over
     all rows, and how much better or worse each row does than all. A draft of one length may go to
     every row, to a share of them, the best ones, or to none; costs come from the table, corrected
-    by how long rounds of each draft length have really taken, the reading of new texts by the
-    drafter included. To begin is charged what it has to read first, spread over `horizon` rounds;
-    and a plan is changed only for a gain of `margin`.
+    by how long rounds of each draft length have lately taken, the reading of new texts by the
+    drafter included; the first round after a change does not count, since rows that begin are
+    charged what it has to read first, spread over `horizon` rounds. A plan is changed only for a
+    gain of `margin`.
     While nothing is drafted nothing is learned, and what was learned fades: one row drafts, to
     see, every `probe` rounds, if drafting would pay at the best that acceptance may be by now.
     """
@@ -96,6 +97,7 @@ class Goodput:
     judged: list[float] = field(default_factory=list, init=False)
     kept: list[float] = field(default_factory=list, init=False)
     took: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
+    before: list[int] = field(default_factory=list, init=False)
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
     quiet: int = field(default=0, init=False)
 
@@ -162,8 +164,9 @@ class Goodput:
         if front:
             seconds += self._round_s(front, gamma, load.context)
             brought += sum(row[gamma] for row in tokens[:front])
-            behind = sum(s.behind for s in load.streams[:front] if s)
-            if behind and not self.current[0]:
+            drafting = math.ceil(self.current[1] * b)
+            behind = sum(s.behind for s in load.streams[drafting:front] if s)
+            if behind:
                 seconds += self.costs.catch_up_s(behind) / self.horizon
         if front < b:
             seconds += self._round_s(b - front, 0, load.context)
@@ -182,11 +185,13 @@ class Goodput:
             for i in range(min(step.accepted + 1, step.drafted)):
                 self.judged[i] = self.fade * self.judged[i] + 1
                 self.kept[i] = self.fade * self.kept[i] + (i < step.accepted)
-        if len(plan) == 1:
-            gamma = len(plan[0].tree) - 1
-            took, priced = self.took.get(gamma, (0.0, 0.0))
-            price = self.costs.round_s(load.rows, gamma, load.context)
-            self.took[gamma] = self.fade * took + seconds, self.fade * priced + price
+        self.took = {g: (self.fade * s, self.fade * p) for g, (s, p) in self.took.items()}
+        gammas = [len(share.tree) - 1 for share in plan]
+        if gammas == self.before and len(gammas) == 1:
+            took, priced = self.took.get(gammas[0], (0.0, 0.0))
+            price = self.costs.round_s(load.rows, gammas[0], load.context)
+            self.took[gammas[0]] = took + seconds, priced + price
+        self.before = gammas
 
 
 @dataclass
@@ -256,10 +261,11 @@ def _plan(rows: int, front: int, gamma: int) -> Plan:
 NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"
 
 
-def of(name: str, costs: Prices | None = None, deepest: int = 1 << 30) -> Policy:
+def of(name: str, costs: Prices | None = None, deepest: int = MOST) -> Policy:
     """The policy of a name. costs: the table that `goodput` reads; deepest: the longest draft that
     the drafter can make. Raises UserError, one line, for any other name or a longer draft."""
     kind, _, argument = name.partition(":")
+    deepest = min(deepest, MOST)
     gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
     try:
         if name == "never":
@@ -276,8 +282,11 @@ def of(name: str, costs: Prices | None = None, deepest: int = 1 << 30) -> Policy
             gamma, most = argument.split(",")
             return Threshold(_gamma(gamma, name, deepest), int(most))
         if kind == "table":
-            pairs = (entry.split("=") for entry in argument.split(","))
-            return Table(tuple(sorted((int(b), _gamma(g, name, deepest)) for b, g in pairs)))
+            pairs = [entry.split("=") for entry in argument.split(",")]
+            found = {int(b): _gamma(g, name, deepest) for b, g in pairs}
+            if len(found) < len(pairs):
+                raise UserError(f"policy {name!r} says twice how much so many rows draft")
+            return Table(tuple(sorted(found.items())))
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
     raise UserError(f"policy {name!r} is unknown (there are {NAMES})")
