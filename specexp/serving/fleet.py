@@ -5,9 +5,10 @@ A replica with b streams advances each of them by `tokens_s[b]` tokens a second 
 sharing), so that what a stream has been given is the difference of one clock of the replica, its
 *credit*, which stands still while a prompt is read. Only comings and endings are events.
 
-What is simplified: tokens flow at their mean, one acceptance for all texts and one context for all
-streams; a prompt is read at once, when its request gets a place, and nobody writes meanwhile; who
-joins others waits for half of their round; a draft model's reading is spread over the rounds.
+What is simplified: tokens flow evenly, and the luck with guesses is drawn once a request; all texts
+have one acceptance and all streams one context; a prompt is read at once, when its request gets a
+place, and nobody writes meanwhile; who joins others waits for half of their round; what a draft
+model reads is spread over the rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Pace:
     """How a replica writes under a policy; lists over its streams, 0 ... rows.
 
     gamma: guesses a round; tokens_s: tokens a second of each stream; round: tokens that a round
-    brings a stream; over: those that the last round of an answer brings too many.
+    brings a stream; over: those that the last round of an answer brings too many; luck: an answer
+    of n tokens takes as long as n + over + luck * sqrt(n) * z do on average, z being normal.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Pace:
     tokens_s: Sequence[float]
     round: Sequence[float]
     over: Sequence[float]
+    luck: Sequence[float]
 
     def __post_init__(self) -> None:
         if len(self.tokens_s) < 2 or not all(0 < x < math.inf for x in self.tokens_s[1:]):
@@ -96,12 +99,15 @@ def pace(
     return Pace(
         name, chosen, [0.0, *(tokens_s(b, chosen[b]) for b in range(1, rows + 1))],
         [mean for mean, _ in moments], [(square / mean - 1) / 2 for mean, square in moments],
+        [math.sqrt(max(0.0, square / mean - mean)) for mean, square in moments],
     )  # fmt: skip
 
 
 def _moments(conditional: Sequence[float], gamma: int) -> tuple[float, float]:
-    """Of the tokens X that a round of gamma guesses brings: their mean and mean square. A row of
-    rounds reaches n tokens (E[X^2] / E[X] - 1) / 2 too far: the mean excess of renewal theory."""
+    """Of the tokens X that a round of gamma guesses brings: their mean and mean square.
+
+    By renewal theory rounds that pass n tokens pass them by (E[X^2] / E[X] - 1) / 2 on average, and
+    their number varies by n Var[X] / E[X]^3 (Cox 1962, Renewal Theory, chapters 4 and 5)."""
     at_least = [1.0, *accumulate(conditional[:gamma], mul)]
     return math.fsum(at_least), math.fsum((2 * k + 1) * p for k, p in enumerate(at_least))
 
@@ -162,7 +168,7 @@ class _Replica:
             self.stream_s += b * (until - self.now)
         self.now = until
 
-    def join(self, request: int, tokens: float, read_s: float, waits: bool) -> None:
+    def join(self, request: int, tokens: float, luck: float, read_s: float, waits: bool) -> None:
         """Read a prompt and write its answer; `waits`: for the round that runs, if one does."""
         pace, now = self.pace, self.now
         round_ = pace.round[self.streams] / 2 if waits and self.streams and self.free <= now else 0
@@ -170,7 +176,8 @@ class _Replica:
         self.streams = b = self.streams + 1
         begin, first = self.credit + round_, pace.round[b]
         heappush(self.firsts, (begin + first, request))
-        heappush(self.ends, (begin + max(first, tokens + pace.over[b]), request))
+        need = tokens + pace.over[b] + pace.luck[b] * luck
+        heappush(self.ends, (begin + (need if need > first else first), request))
 
     def next_s(self) -> float:
         """When the next answer ends."""
@@ -209,6 +216,8 @@ def simulate(
     lengths, which = np.unique(arrivals.prompt, return_inverse=True)
     reads = np.array([read_s(p) for p in lengths.tolist()])[which].tolist()
     at_s, tokens = arrivals.at_s.tolist(), arrivals.output.tolist()
+    z = np.random.default_rng(seed).standard_normal(n)
+    lucks = (z * np.sqrt(arrivals.output)).tolist()
     first_s, end_s, where, load = [0.0] * n, [0.0] * n, [0] * n, [0] * replicas
     fleet = [_Replica(pace, first_s) for _ in range(replicas)]
     route = _route(router, load, seed)
@@ -223,7 +232,7 @@ def simulate(
                 load[r] -= 1
                 if replica.waiting:
                     i = replica.waiting.popleft()
-                    replica.join(i, tokens[i], reads[i], waits=False)
+                    replica.join(i, tokens[i], lucks[i], reads[i], False)
                 if replica.streams:
                     schedule(r, replica)
 
@@ -238,7 +247,7 @@ def simulate(
         replica = fleet[r]
         if replica.streams < rows:
             replica.write(now)
-            replica.join(i, tokens[i], reads[i], waits=True)
+            replica.join(i, tokens[i], lucks[i], reads[i], True)
             schedule(r, replica)
         else:
             replica.waiting.append(i)
@@ -325,7 +334,7 @@ def size(
     Raises UserError when requests would miss the limits alone.
     """
     _check(arrivals, near)
-    alone = simulate(_apart(arrivals, pace, read_s), pace, read_s, 1)
+    alone = simulate(_apart(arrivals, pace, read_s), pace, read_s, 1, seed=seed)
     if not limits.kept(alone):
         ttft_s, tpot_s = limits.of(alone)
         raise UserError(
@@ -350,8 +359,7 @@ def size(
 
 def _apart(arrivals: Arrivals, pace: Pace, read_s: Callable[[float], float]) -> Arrivals:
     """The same requests, each coming when the one before it has long been answered."""
-    longest = (
-        read_s(float(arrivals.prompt.max()))
-        + (arrivals.output.max() + max(pace.round) + max(pace.over)) / pace.tokens_s[1]
-    )
+    most = float(arrivals.output.max())
+    need = most + pace.round[1] + pace.over[1] + 9 * pace.luck[1] * math.sqrt(most)
+    longest = read_s(float(arrivals.prompt.max())) + need / pace.tokens_s[1]
     return Arrivals(2 * longest * np.arange(len(arrivals)), arrivals.prompt, arrivals.output)
