@@ -18,6 +18,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
@@ -87,7 +88,7 @@ def pace(
         return tokens / (costs.round_s(b, gamma, context) + reading)
 
     if name == "goodput":
-        chosen = [max(gammas, key=lambda g, b=b: tokens_s(b, g)) for b in range(1, rows + 1)]
+        chosen = [max(gammas, key=partial(tokens_s, b)) for b in range(1, rows + 1)]
     elif name == "bandit":
         raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
     else:
@@ -144,6 +145,7 @@ class _Replica:
     now: float = 0.0
     free: float = 0.0  # when the prompts are read
     credit: float = 0.0
+    begin: float = 0.0  # the credit at which the latest stream begins; nobody begins before it
     streams: int = 0
     version: int = 0
     busy_s: float = 0.0
@@ -171,10 +173,12 @@ class _Replica:
     def join(self, request: int, tokens: float, luck: float, read_s: float, waits: bool) -> None:
         """Read a prompt and write its answer; `waits`: for the round that runs, if one does."""
         pace, now = self.pace, self.now
-        round_ = pace.round[self.streams] / 2 if waits and self.streams and self.free <= now else 0
+        running = waits and self.streams and self.free <= now
+        begin = self.credit + (pace.round[self.streams] / 2 if running else 0.0)
+        self.begin = begin = begin if begin > self.begin else self.begin
         self.free = (self.free if self.free > now else now) + read_s
         self.streams = b = self.streams + 1
-        begin, first = self.credit + round_, pace.round[b]
+        first = pace.round[b]
         heappush(self.firsts, (begin + first, request))
         need = tokens + pace.over[b] + pace.luck[b] * luck
         heappush(self.ends, (begin + (need if need > first else first), request))
@@ -191,7 +195,10 @@ class _Replica:
         while self.firsts and self.firsts[0][0] <= credit:  # missed by a rounding
             self.first_s[heappop(self.firsts)[1]] = now
         self.streams -= 1
-        self.credit = credit if self.streams else 0.0
+        if self.streams:
+            self.credit = credit
+        else:
+            self.credit = self.begin = 0.0
         return request
 
 
