@@ -294,6 +294,98 @@ def _show_costs(costs: Costs, context: int) -> None:
 
 
 @app.command()
+def serve(
+    load: Annotated[
+        str,
+        typer.Option(
+            help="closed:STREAMS; poisson:RATE, bursty:RATE,CV or day:RATE, in requests a second; "
+            "or trace:FILE (CSV, BurstGPT columns)."
+        ),
+    ] = "closed:8",
+    policy: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="plain, never, always:3, threshold:3,8, table:1=5,8=2,16=0, goodput or bandit; "
+            "repeat it to compare. Default: plain, always:3, goodput."
+        ),
+    ] = None,
+    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
+    drafter: Annotated[
+        str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
+    ] = "model",
+    prompts: Annotated[
+        str, typer.Option(help="A prompts file (JSON lines), a shipped category, or all.")
+    ] = "all",
+    count: Annotated[int, typer.Option(help="Requests; of a trace, its first ones.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens a request, at most.")] = 64,
+    rows: Annotated[int, typer.Option(help="Streams served at once.")] = 32,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 1024,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens read between two rounds.")] = 128,
+    ttft_ms: Annotated[float, typer.Option(help="Time to first token of a good request.")] = 1000.0,
+    tpot_ms: Annotated[float, typer.Option(help="Time per token after it.")] = 50.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Names the arrivals and the noise.")] = 0,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write every step (CSV) here, and the timelines beside it (PNG)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the same requests under several policies, in turns, and show what serving measures.
+
+    Example: `specexp serve --load bursty:6,3 --policy plain --policy goodput`
+    """
+    from specexp.lab import build, load_plots
+    from specexp.lab import load as serving
+    from specexp.lab import prompts as questions
+
+    options: dict[str, Any] = {
+        "target": target, "drafter": drafter, "temperature": temperature, "top_k": 0, "top_p": 1.0,
+        "dtype": dtype, "device": device, "seed": seed,
+    }  # fmt: skip
+    options["gamma"] = build.usual_gamma(options)
+    usual = ["plain", f"always:{min(3, options['gamma'])}", "goodput"]
+    names = list(dict.fromkeys(policy or usual))
+    asked = options | {
+        "policies": names, "arrivals": load, "prompts": prompts, "max_new_tokens": max_new_tokens,
+        "count": count, "rows": rows, "chunk": chunk, "queue": queue, "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
+    }  # fmt: skip
+    if problems := build.check(asked):
+        raise UserError("\n".join(problems))
+    rig = build.build(**options)
+    texts = questions.load(prompts)
+    offered = serving.traffic(rig, texts, load, count, max_new_tokens, seed)
+    costs = serving.prices(rig, names)
+    runs = serving.open_race(rig, names, costs, offered, rows, chunk, queue)
+    figures = serving.figures(runs, ttft_ms, tpot_ms)
+    if out:
+        serving.steps(runs).to_csv(out, index=False)
+        tables = {name: serving.timeline(run.ticks) for name, run in runs.items()}
+        load_plots.timelines(tables).savefig(out.with_suffix(".png"), dpi=110)
+    if as_json:
+        print(figures.to_json(orient="records"))
+        return
+    _show_served(figures, f"{len(offered.requests)} requests, {load}, {rig.target.name}, {drafter}")
+    for note in serving.notes(runs):
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def _show_served(figures: Any, title: str) -> None:
+    from specexp.lab import load
+
+    table = Table("", *figures["policy"], title=title, title_justify="left", title_style="",
+                  box=None, header_style="bold")  # fmt: skip
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for key, said in load.SHOWN.items():
+        table.add_row(said, *(load.said(key, value) for value in figures[key]))
+    console.print(table)
+
+
+@app.command()
 def models(as_json: AsJson = False) -> None:
     """What is in the zoo, what drafts for which target, and the ways to draft."""
     from specexp import drafters

@@ -256,3 +256,70 @@ def test_doctor_finds_what_is_there_and_what_is_missing(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 1
     assert "pip install papermill" in out
+
+
+@pytest.fixture
+def questions(tmp_path):
+    file = tmp_path / "question.jsonl"
+    lines = [{"question_id": i, "category": "mine", "turns": [f"text {i}"]} for i in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return str(file)
+
+
+def test_serve_answers_the_same_requests_under_every_policy(run, tiny_folders, tmp_path, questions):
+    target, draft = tiny_folders
+    steps = tmp_path / "steps.csv"
+    code, out, err = run(
+        "serve", "--target", target, "--drafter", draft, "--prompts", questions, "--count", "5",
+        "--load", "poisson:50", "--policy", "plain", "--policy", "always:2", "--rows", "2",
+        "--max-new-tokens", "6", "--out", str(steps), "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    plain, always = json.loads(out)
+    assert (plain["policy"], always["policy"]) == ("plain", "always:2")
+    assert plain["load/speculated"] == 0
+    assert always["load/speculated"] == 1
+    for figures in (plain, always):
+        assert figures["throughput/req_s"] > 0
+        assert figures["latency/e2e_p50_ms"] >= figures["latency/ttft_p50_ms"] > 0
+    header, *rows = steps.read_text().splitlines()
+    emitted = header.split(",").index("emitted")
+    assert sum(int(row.split(",")[emitted]) for row in rows) == 2 * 5 * 6
+    assert steps.with_suffix(".png").stat().st_size > 0
+
+
+def test_serve_shows_a_table_and_why_requests_were_refused(run, tiny_folders, questions):
+    code, out, err = run(
+        "serve", "--target", tiny_folders[0], "--drafter", "ngram", "--prompts", questions,
+        "--load", "poisson:100000", "--policy", "never", "--rows", "1", "--queue", "1",
+        "--count", "6", "--max-new-tokens", "6",
+    )  # fmt: skip
+    assert code == 0, err
+    for said in ("TTFT p95, ms", "rows speculated", "6 requests", "the queue is full: 1"):
+        assert said in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--policy", "alwys:3"], "policy 'alwys:3' is unknown"),
+        (["--policy", "table:1=x"], "policy 'table:1=x' is not well formed"),
+        (["--load", "closed"], "load 'closed' is not well formed"),
+        (["--load", "poisson:-1"], "rate is -1.0"),
+        (["--load", "trace:nowhere.csv"], "cannot read the trace nowhere.csv"),
+        (["--rows", "0"], "rows is 0"),
+        (["--chunk", "0"], "chunk is 0"),
+        (["--queue", "-1"], "queue is -1"),
+        (["--count", "0"], "count is 0"),
+        (["--ttft-ms", "0"], "ttft_ms is 0"),
+    ],
+)
+def test_serve_says_what_is_wrong_before_any_model_is_loaded(
+    run, tiny_folders, questions, options, says
+):
+    target, draft = tiny_folders
+    models = ("--target", target, "--drafter", draft, "--prompts", questions)
+    code, _, err = run("serve", *models, *options)
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1

@@ -14,7 +14,10 @@ NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SMALL = {
     "10_acceptance": {"rivals": ["ngram"], "limit": 5, "max_new_tokens": 6, "temperatures": [0.0]},
     "20_latency": {"gammas": [1, 2], "limit": 2, "max_new_tokens": 6},
-    "30_throughput_under_batch": {"batches": [1, 2], "limit": 5, "max_new_tokens": 6, "repeats": 2},
+    "30_throughput_under_batch": {"batches": [1, 2], "limit": 5, "max_new_tokens": 6, "repeats": 2,
+                                  "turns": 2},
+    "35_load_aware": {"policies": ["always:1"], "streams": [1, 2], "turns": 2, "count": 6,
+                      "rows": 2, "limit": 5, "max_new_tokens": 6},
     "36_break_even_map": {"gammas": [1, 2], "batches": [1, 2], "contexts": [32, 48], "limit": 5,
                           "measured_batches": [1, 2], "max_new_tokens": 6, "repeats": 2},
     "40_drafters": {"rivals": ["ngram", "recycle"], "gamma": 2, "limit": 2, "max_new_tokens": 6},
@@ -60,6 +63,8 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
     assert by_name.loc["acceptance", "metrics.category/c0"] >= 0
     assert by_name.loc["latency", "metrics.speedup/predicted"] > 0
     assert by_name.loc["throughput_under_batch", "metrics.speedup/at_largest_batch"] > 0
+    assert by_name.loc["load_aware", "metrics.regret/worst"] < 1
+    assert by_name.loc["load_aware", "metrics.simulated/throughput_off"] >= 0
     assert by_name.loc["break_even_map", "metrics.map/predicted_error"] >= 0
     assert by_name.loc["break_even_map", "metrics.costs/floor_ms"] >= 0
     for name in ("drafters", "trees"):

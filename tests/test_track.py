@@ -136,6 +136,12 @@ def test_the_shared_view_is_small_and_names_only_known_metrics(store):
     assert len(json.dumps(state)) < 20_000
     sections = {s["uuid"] for s in state["compareRunSections"]}
     assert all(c["metricSectionId"] in sections for c in state["compareRunCharts"])
+    logged = {*(f"metrics.`{m}`" for m in METRICS), "params.`drafter`"}
+    assert state["selectedColumns"]
+    assert set(state["selectedColumns"]) <= logged
+    drawn = {f"metrics.`{c['metricKey']}`" for c in state["compareRunCharts"] if "metricKey" in c}
+    assert drawn
+    assert drawn <= logged
     assert "viewStateShareKey=specexp" in track.view_url("1", 5000)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -220,11 +221,14 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
 
     for name, at_least in {
         "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1, "stream": 1,
-        "turns": 2, "count": 1, "rows": 1,
+        "turns": 2, "count": 1, "rows": 1, "chunk": 1, "queue": 0,
     }.items():  # fmt: skip
         for value in _values(params, name, name + "s", name + "es"):
             if value < at_least:
                 problems.append(f"{name} is {value}; it must be {at_least} or more")
+    for name in ("ttft_ms", "tpot_ms", "offered"):
+        if not 0 < params.get(name, 1) < math.inf:
+            problems.append(f"{name} is {params[name]}; it must be positive and finite")
     for value in _values(params, "temperature", "temperatures"):
         attempt(Sampling, value)
     attempt(Sampling, 0.0, params.get("top_k", 0), params.get("top_p", 1.0))

@@ -9,6 +9,7 @@ every interval.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,16 @@ from specexp.serving.serve import (
 from specexp.serving.simulate import SimulatedBank
 
 QUANTILES = (50, 95, 99)
+SHOWN = {
+    "throughput/tok_s": "tokens/s", "throughput/req_s": "requests/s",
+    "goodput/share": "within the limits", "goodput/req_s": "goodput, requests/s",
+    **{f"latency/{kind}_p{q}_ms": f"{kind.upper()} p{q}, ms"
+       for kind in ("ttft", "tpot", "itl", "e2e") for q in (50, 95)},
+    "load/occupancy": "streams written at once", "load/speculated": "rows speculated",
+    "acceptance/rate": "guesses kept", "load/overhead": "scheduler's share of the time",
+    "load/refused": "refused",
+}  # fmt: skip
+SHARES = ("goodput/share", "load/speculated", "acceptance/rate", "load/overhead")
 
 
 @dataclass
@@ -450,6 +461,21 @@ def figures(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFram
         {"policy": name} | served_metrics(run.answers, run.ticks, ttft_ms, tpot_ms)
         for name, run in runs.items()
     )
+
+
+def said(key: str, value: float) -> str:
+    """A figure of `served_metrics` for people."""
+    return f"{value:.1%}" if key in SHARES else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def notes(runs: dict[str, Run]) -> list[str]:
+    """What servers had to say: memory that ran out, requests that were not answered and why."""
+    found = []
+    for name, run in runs.items():
+        found += [f"{name}: {line}" for line in run.server.notes]
+        lost = Counter((a.state, a.reason) for a in run.answers if a.state in ("refused", "failed"))
+        found += [f"{name}: {n} {state}: {reason}" for (state, reason), n in lost.items()]
+    return found
 
 
 def metrics(

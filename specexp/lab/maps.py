@@ -49,13 +49,17 @@ def profile(
     rig: Rig,
     batches: Sequence[int] = BATCHES,
     gammas: Sequence[int] = GAMMAS,
-    contexts: Sequence[int] = CONTEXTS,
+    contexts: Sequence[int] | None = None,
     repeats: int = 5,
     force: bool = False,
 ) -> Costs:
     """The cost table of a rig: the stored one if it is of these models, this device and dtype and
-    has all these points, or else (or by `force`) a new one, which is stored."""
+    has all these points, or else (or by `force`) a new one, which is stored. contexts: by default
+    those of `CONTEXTS` that the models reach."""
     path = place(rig)
+    if contexts is None:
+        longest = min(rig.target.context, rig.engine.drafter.context)
+        contexts = [c for c in CONTEXTS if c <= longest] or [longest]
     with suppress(UserError):  # none there, or damaged
         stored = Costs.load(path)
         axes = (stored.batches, batches), (stored.gammas, gammas), (stored.contexts, contexts)

@@ -299,18 +299,25 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
     return figure
 
 
-def over_batch(by_batch: pd.DataFrame) -> Figure:
-    """Speedup over batch size with the break-even line; `bench.speedups(by="batch")`."""
+def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Figure:
+    """Speedup over batch size with the break-even line; `bench.speedups(by="batch")`. served: the
+    same for streams that come and go; `load.rates`, one policy."""
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
         axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=PLAIN, va="top")
-        axes.errorbar(
-            by_batch["batch"], by_batch["speedup"], color=SPECULATIVE, fmt="o-", capsize=3,
-            yerr=[by_batch["speedup"] - by_batch["low"], by_batch["high"] - by_batch["speedup"]],
-        )  # fmt: skip
+        lines = [(by_batch, "batch", "o-", SPECULATIVE, "a batch that stays")]
+        if served is not None:
+            lines.append((served, "load", "s--", PREDICTED, "served: streams come and go"))
+        for table, at, style, colour, label in lines:
+            axes.errorbar(
+                table[at], table["speedup"], color=colour, fmt=style, capsize=3, label=label,
+                yerr=[table["speedup"] - table["low"], table["high"] - table["speedup"]],
+            )  # fmt: skip
         batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="speedup over plain decoding")
-        axes.set_ylim(0, max(1.2, by_batch["high"].max() * 1.1))
+        axes.set_ylim(0, max(1.2, *(table["high"].max() * 1.1 for table, *_ in lines)))
+        if served is not None:
+            axes.legend(loc="lower left")
         axes.set_title(crossing(by_batch))
     return figure
 

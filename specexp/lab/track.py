@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -239,7 +239,6 @@ def experiment_id(name: str) -> str:
     if found is None:
         where = (store() / "artifacts" / name).as_uri()
         found = mlflow.get_experiment(mlflow.create_experiment(name, artifact_location=where))
-    mlflow.set_experiment_tag(found.experiment_id, f"mlflow.sharedViewState.{VIEW}", shared_view())
     return str(found.experiment_id)
 
 
@@ -274,6 +273,9 @@ def _publish(folder: Path, record: dict[str, Any], tags: dict[str, str], status:
         Param(n, json.dumps(v) if isinstance(v, list) else str(v))
         for n, v in record["params"].items()
     ]
+    if metrics:
+        view = shared_view({*record["params"], *(m.key for m in metrics)})
+        mlflow.set_experiment_tag(experiment, f"mlflow.sharedViewState.{VIEW}", view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
     mlflow.log_artifacts(run.info.run_id, str(folder))
@@ -311,24 +313,35 @@ def curve(run_id: str, name: str) -> dict[int, float]:
 # --- the UI --------------------------------------------------------------------------------------
 
 
-def shared_view() -> str:
-    """The state the UI opens with behind `view_url`: columns, order and charts.
+OPTIONS = ("drafter", "policy", "gamma", "temperature")
+FIGURES = (
+    "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
+    "throughput/tok_s", "latency/ttft_p95_ms", "latency/tpot_p95_ms", "goodput/share",
+    "regret/worst", "fleet/replicas", "exact/pass",
+)  # fmt: skip
+BARS = (
+    "acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s",
+    "latency/ttft_p95_ms", "regret/worst", "fleet/replicas",
+)  # fmt: skip
+LINES = (
+    "acceptance/at_position", "speedup/at_gamma", "speedup/at_batch", "served/at_batch",
+    "regret/at_batch", "load/speculated_at_batch", "map/break_even_batch",
+)  # fmt: skip
+
+
+def shared_view(logged: Collection[str]) -> str:
+    """The state the UI opens with behind `view_url`: columns, order and charts, of the parameters
+    and metrics that an experiment has.
 
     The format is internal to MLflow's UI (3.17.2); should it change, the link shows the plain list.
     """
-    columns = [
-        *("params.`drafter`", "params.`gamma`", "params.`temperature`"),
-        *(f"metrics.`{m}`" for m in (
-            "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
-            "throughput/tok_s", "exact/pass",
-        )),
-    ]  # fmt: skip
+    columns = [f"params.`{p}`" for p in OPTIONS if p in logged]
+    columns += [f"metrics.`{m}`" for m in FIGURES if m in logged]
     section = {"uuid": "overview", "name": "Does it pay?", "display": True, "isReordered": True}
-    bars = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
-    lines = ("acceptance/at_position", "speedup/at_gamma", "speedup/at_batch")
     charts: list[dict[str, Any]] = [
         {"type": "BAR", "metricKey": m, "runsCountToCompare": 20, "displayName": _short(m)}
-        for m in bars
+        for m in BARS
+        if m in logged
     ]
     charts += [
         {
@@ -338,19 +351,21 @@ def shared_view() -> str:
             "runsCountToCompare": 20, "range": {}, "yAxisKey": "metric", "yAxisExpressions": [],
             "selectedXAxisMetricKey": "", "ignoreOutliers": False, "displayPoints": True,
         }
-        for m in lines
+        for m in LINES
+        if m in logged
     ]  # fmt: skip
-    charts.append({
-        "type": "SCATTER", "runsCountToCompare": 100,
-        "displayName": "rate, speedup",
-        "xaxis": {"key": "acceptance/rate", "type": "METRIC"},
-        "yaxis": {"key": "speedup/measured", "type": "METRIC"},
-    })  # fmt: skip
+    if {"acceptance/rate", "speedup/measured"} <= set(logged):
+        charts.append({
+            "type": "SCATTER", "runsCountToCompare": 100,
+            "displayName": "rate, speedup",
+            "xaxis": {"key": "acceptance/rate", "type": "METRIC"},
+            "yaxis": {"key": "speedup/measured", "type": "METRIC"},
+        })  # fmt: skip
     common = {"metricSectionId": "overview", "deleted": False, "isGenerated": False}
     charts = [{"uuid": f"chart{i}", **common, **c} for i, c in enumerate(charts)]
     state = {
         "selectedColumns": columns,
-        "orderByKey": "metrics.`speedup/measured`",
+        "orderByKey": next((c for c in columns if "speedup" in c), "attributes.start_time"),
         "orderByAsc": False,
         "runsHiddenMode": "SHOW_ALL",
         "compareRunCharts": charts,
