@@ -83,11 +83,14 @@ class Setting:
     def simulate(self, name: str, asked: Arrivals, replicas: int, said: str = "") -> Served:
         pace, read_s = self.paces[name], self.costs.prefill_s
         with tqdm(total=len(asked), desc=said or name, unit="request", delay=1) as bar:
+
+            def watch(done: int) -> None:
+                bar.update(done - bar.n)
+
             served = fleet.simulate(
-                asked, pace, read_s, replicas, self.router, self.day.seed,
-                lambda done: bar.update(done - bar.n),
-            )  # fmt: skip
-            bar.update(len(asked) - bar.n)
+                asked, pace, read_s, replicas, self.router, self.day.seed, watch
+            )
+            watch(len(asked))
         return served
 
     def size(self, name: str, asked: Arrivals, near: int = 1) -> float:
@@ -115,6 +118,8 @@ def setting(
     """Paces of these policies at the acceptance of `bench.acceptance`'s rows, with the limit of
     TPOT in plain steps of a stream alone, which means the same on every machine. Raises
     UserError."""
+    if "plain" not in names:
+        raise UserError("plain decoding is what the others are compared with: name it, too")
     few = day.window(1.0, 20_000)
     prompt, output = float(few.prompt.mean()), float(few.output.mean())
     kept, context = bench.pooled(accepted).conditional, prompt + output
@@ -236,7 +241,7 @@ def metrics(
         "fleet/tpot_limit_ms": 1e3 * setting.limits.tpot_s,
     }
     found |= days.set_index("policy").loc[policy].to_dict()
-    by_hour = hours.pivot(index="hour", columns="policy", values="replicas")
+    by_hour = {name: part.set_index("hour")["replicas"] for name, part in hours.groupby("policy")}
     return found, series | {
         "fleet/replicas_at_hour": by_hour[policy].to_dict(),
         "fleet/replicas_plain_at_hour": by_hour["plain"].to_dict(),
