@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -9,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from specexp.lab import fleets
 from specexp.lab.fleets import HOURS, Setting
 from specexp.lab.load_plots import LOAD_AWARE, palette
+from specexp.lab.maps import DOUBTFUL
 from specexp.lab.plots import batch_axis, panels
 
 
@@ -20,8 +23,8 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
     with panels(2, 13, 4.6) as (figure, (left, right)):
         for name in names:
             part, line = table[table["policy"] == name], _line(name)
-            left.plot(part["streams"], part["tok_s"], color=colours[name], label=name, ls=line)
-            right.plot(part["streams"], part["token_ms"], color=colours[name], ls=line)
+            left.plot(part["streams"], part["tok_s"], color=colours[name], label=name, **line)
+            right.plot(part["streams"], part["token_ms"], color=colours[name], **line)
         limit = 1e3 * setting.limits.tpot_s
         right.axhline(limit, color="k", lw=1, ls=":")
         right.text(1, 1.04 * limit, f"limit {limit:.3g} ms", va="bottom")
@@ -33,7 +36,8 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         right.set(ylabel="ms a token of each stream",
                   ylim=(0, min(shown["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
         left.legend(fontsize=9)
-        figure.suptitle(f"SIMULATED replica: {_paying(table)}", x=0.01, ha="left")
+        doubt = "" if setting.costs.fit().r2 > DOUBTFUL else " (DOUBTFUL costs: was it busy?)"
+        figure.suptitle(f"SIMULATED replica{doubt}: {_paying(table)}", x=0.01, ha="left")
     return figure
 
 
@@ -63,7 +67,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
                 continue
             total = part["replicas"].sum()
             axes.stairs(part["replicas"], range(HOURS + 1), color=colours[name], lw=2.2,
-                        ls=_line(name), baseline=None,
+                        **_line(name), baseline=None,
                         label=f"{name}: {total:.0f} replica-hours")  # fmt: skip
         axes.set(xlabel="hour of the day", ylabel="replicas that keep the limits",
                  xlim=(0, HOURS), ylim=(0, None))  # fmt: skip
@@ -104,14 +108,14 @@ def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
             for name in names:
                 part = table[table["policy"] == name]
                 axes.plot(part["replicas"], part[column], marker="o", markersize=5,
-                          color=colours[name], label=name, ls=_line(name))  # fmt: skip
+                          color=colours[name], label=name, **_line(name))  # fmt: skip
             axes.set(xlabel="replicas", ylabel=label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             if limit:
                 axes.axhline(limit, color="k", lw=1, ls=":")
                 axes.text(table["replicas"].max(), limit, "limit ", va="bottom", ha="right")
-        every[0].set_yscale("log")
-        every[1].set_ylim(0, None)
+        for axes, (_, limit) in zip(every[:2], list(kinds.values())[:2], strict=True):
+            axes.set_ylim(0, min(axes.get_ylim()[1], 2.5 * (limit or 1)))
         every[2].set_ylim(0, 1.02)
         every[2].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         handles, labels = every[0].get_legend_handles_labels()
@@ -134,5 +138,7 @@ def day_title(days: pd.DataFrame, replicas: int) -> str:
     return f"SIMULATED day on {replicas} replicas; requests within the limits: {said}"
 
 
-def _line(name: str) -> str:
-    return "-" if name == "plain" or name.startswith(LOAD_AWARE) else "--"
+def _line(name: str) -> dict[str, Any]:
+    """Dashed above solid, so that two that are the same are both seen."""
+    solid = name == "plain" or name.startswith(LOAD_AWARE)
+    return {"ls": "-", "zorder": 2} if solid else {"ls": (0, (3, 2)), "zorder": 3}

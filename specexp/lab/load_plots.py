@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from specexp.lab.load import QUANTILES
 from specexp.lab.plots import PLAIN, batch_axis, panels
@@ -103,6 +104,8 @@ def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
                          label=row["policy"])  # fmt: skip
             axes.set_xticks(range(len(QUANTILES)), [f"p{q}" for q in QUANTILES])
             axes.set(ylabel=f"{kind.upper()} (ms)", yscale="log")
+            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                ticks(LogFormatter(minor_thresholds=(2, 0.5)))
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
         best = figures.loc[figures["goodput/share"].idxmax()]

@@ -73,7 +73,9 @@ def pace(
     draft lengths.
 
     conditional[i]: P(guess i + 1 kept given that guess i was). The drafter reads prompts of
-    `prompt` tokens, which answers of `output` tokens pay for, both means. Raises UserError.
+    `prompt` tokens, which answers of `output` tokens pay for, both means. A batch that is slower
+    than a larger one is padded to it, so that one disturbed time does not stand in the way. Raises
+    UserError.
     """
     if rows < 1:
         raise UserError(f"rows is {rows}; a replica serves at least one stream")
@@ -85,7 +87,8 @@ def pace(
     def tokens_s(b: int, gamma: int) -> float:
         tokens = _moments(conditional, gamma)[0]
         reading = b * tokens / output * costs.catch_up_s(prompt) if gamma else 0.0
-        return tokens / (costs.round_s(b, gamma, context) + reading)
+        padded = (b, *(x for x in costs.batches if x > b))
+        return tokens / (min(costs.round_s(x, gamma, context) for x in padded) + reading)
 
     if name == "goodput":
         chosen = [max(gammas, key=partial(tokens_s, b)) for b in range(1, rows + 1)]
