@@ -1,22 +1,27 @@
 """The fleet simulator against exact arithmetic, queueing theory, and the server it stands for."""
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_costs import planted, rough
 
 from specexp.errors import UserError
+from specexp.lab import fleet_plots, fleets, load_plots
+from specexp.lab.fleets import Day, Setting
 from specexp.lab.load import answered
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, many_bursty, many_of_a_day
 from specexp.serving.fleet import ROUTERS, Limits, Pace, pace, simulate, size
 from specexp.serving.serve import Server, Timed, serve
 from specexp.serving.simulate import SimulatedBank, requests
+from specexp.trace import Acceptance
 
 KEPT = (0.8, 0.75, 0.7, 0.6, 0.6)
 LENGTHS = Lengths(prompt=30, output=60, most=200)
@@ -374,6 +379,83 @@ def test_limits_that_an_idle_replica_misses_are_one_line(limits):
     table = pace(planted(), "plain", KEPT, 4, 64)
     with pytest.raises(UserError, match=r"misses the limits on an idle replica.*raise the limits"):
         size(asked, table, planted().prefill_s, limits)
+
+
+# --- the lab -------------------------------------------------------------------------------------
+
+
+def settled(tpot_steps=1.4, names=("plain", "always:3", "goodput"), kept=KEPT, **day) -> Setting:
+    day = {"requests": 5_000_000, "swing": 0.8, "lengths": fleets.lengths(30, 60)} | day
+    reached = [1.0, *itertools.accumulate(kept, lambda a, b: a * b), 0.0]
+    counts = [round(10_000 * (a - b)) for a, b in itertools.pairwise(reached)]
+    record = Acceptance(5 * sum(counts), 0, 0, tuple(counts))
+    accepted = pd.DataFrame({"record": [record]})
+    return fleets.setting(planted(), accepted, names, Day(**day), 16, 1000, tpot_steps)
+
+
+def test_a_day_is_sized_hour_by_hour_and_savings_are_of_replica_hours():
+    setting = settled()
+    hours = fleets.hourly(setting, 800)
+    assert len(hours) == 3 * 24
+    by_policy = {name: part["replicas"].tolist() for name, part in hours.groupby("policy")}
+    for sizes in by_policy.values():
+        assert sizes == sizes[::-1]  # a day is as long in rising as in falling
+        assert sizes[0] < sizes[12]
+    assert all(a <= b for a, b in zip(by_policy["goodput"], by_policy["plain"], strict=True))
+    share = 1 - sum(by_policy["goodput"]) / sum(by_policy["plain"])
+    assert fleets.saved(hours, "goodput") == pytest.approx(share)
+    assert share > 0.1
+    assert fleets.saved(hours, "plain") == 0
+    assert fleets.peak(hours, "plain") == max(by_policy["plain"])
+    sizes = fleets.over_size(setting, hours, 300, points=3)
+    days = fleets.whole_day(dataclasses.replace(setting, day=Day(900, 0.5, LENGTHS)), 2)
+    assert (days["goodput/share"].between(0, 1)).all()
+    assert (days["latency/e2e_p50_ms"] <= days["latency/e2e_p99_ms"]).all()
+    for figure in (
+        fleet_plots.paces(setting, fleets.pace_table(setting)),
+        fleet_plots.over_the_day(hours),
+        fleet_plots.over_size(setting, sizes),
+        load_plots.latencies(days, fleet_plots.day_title(days, 2)),
+    ):
+        assert figure.get_suptitle().startswith("SIMULATED")
+
+
+def test_requests_of_a_day_come_at_the_rates_that_its_hours_are_judged_by():
+    day = Day(60_000, 0.7, LENGTHS, seed=3)
+    counts, _ = np.histogram(day.whole().at_s, 24, (0, 86400))
+    wanted = 3600 * day.rates()
+    assert wanted.sum() == pytest.approx(60_000)
+    assert np.abs(counts - wanted).max() < 5 * wanted.max() ** 0.5
+
+
+def test_a_policy_that_no_fleet_can_serve_is_shown_as_such_and_not_logged():
+    setting = settled(1.3, kept=(0.1,) * 5)
+    hours = fleets.hourly(setting, 200)
+    assert hours[hours["policy"] == "always:3"]["replicas"].isna().all()
+    assert fleets.saved(hours, "goodput") >= 0
+    assert (
+        "misses the limits"
+        in fleet_plots.over_the_day(hours).axes[0].get_legend().texts[1].get_text()
+    )
+    with pytest.raises(UserError, match="raise tpot_steps"):
+        fleets.peak(hours, "always:3")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: Day(0, 0.5, LENGTHS), "requests_per_day is 0"),
+        (lambda: Day(5, 1.5, LENGTHS), "swing is 1.5"),
+        (lambda: fleets.lengths(0, 5), "prompt_tokens is 0"),
+        (lambda: settled(0.0), "tpot_s is 0"),
+        (lambda: settled(names=("goodput",)), "name it, too"),
+        (lambda: fleets.hourly(settled(0.5), 50), "plain misses the limits on an idle replica"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_one_line(call, said):
+    with pytest.raises(UserError, match=said) as e:
+        call()
+    assert "\n" not in str(e.value)
 
 
 ASKED = arrivals([0, 1], [3, 3], [2, 5])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from specexp.lab import fleets
 from specexp.lab.fleets import HOURS, Setting
@@ -66,9 +66,10 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
                 axes.plot([], [], color=colours[name], label=f"{name}: misses the limits")
                 continue
             total = part["replicas"].sum()
+            change = f" ({-fleets.saved(hours, name):+.0%})" if name != "plain" else ""
             axes.stairs(part["replicas"], range(HOURS + 1), color=colours[name], lw=2.2,
                         **_line(name), baseline=None,
-                        label=f"{name}: {total:.0f} replica-hours")  # fmt: skip
+                        label=f"{name}: {total:.0f} replica-hours{change}")  # fmt: skip
         axes.set(xlabel="hour of the day", ylabel="replicas that keep the limits",
                  xlim=(0, HOURS), ylim=(0, None))  # fmt: skip
         axes.set_xticks(range(0, HOURS + 1, 3))
@@ -79,16 +80,18 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
         rate.set(ylabel="requests a second (dotted)", ylim=(0, None))
         rate.grid(False)
         axes.legend(loc="upper left", fontsize=9)
-        said = [
-            f"{name} saves {fleets.saved(hours, name):.0%}"
-            for name in names
-            if name != "plain" and not hours[hours["policy"] == name]["replicas"].isna().any()
-        ]
-        figure.suptitle(
-            "SIMULATED day, share of plain decoding's replica-hours: "
-            + ("; ".join(said) or "no policy keeps the limits"), x=0.01, ha="left",
-        )  # fmt: skip
+        figure.suptitle(f"SIMULATED day: {_saving(hours)}", x=0.01, ha="left")
     return figure
+
+
+def _saving(hours: pd.DataFrame) -> str:
+    names = [n for n in dict.fromkeys(hours["policy"]) if n != "plain"]
+    name = next((n for n in names if n.startswith(LOAD_AWARE)), names[-1] if names else "plain")
+    share = fleets.saved(hours, name)
+    if share != share:
+        return f"{name} misses the limits with any number of replicas"
+    said = f"saves {share:.0%}" if share >= 0 else f"takes {-share:.0%} more"
+    return f"{name} {said} of plain decoding's replica-hours"
 
 
 def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
@@ -114,8 +117,9 @@ def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
             if limit:
                 axes.axhline(limit, color="k", lw=1, ls=":")
                 axes.text(table["replicas"].max(), limit, "limit ", va="bottom", ha="right")
-        for axes, (_, limit) in zip(every[:2], list(kinds.values())[:2], strict=True):
-            axes.set_ylim(0, min(axes.get_ylim()[1], 2.5 * (limit or 1)))
+        every[0].set_yscale("log")
+        every[0].yaxis.set_major_formatter(LogFormatter())
+        every[1].set_ylim(0, min(every[1].get_ylim()[1], 2.5e3 * limits.tpot_s))
         every[2].set_ylim(0, 1.02)
         every[2].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         handles, labels = every[0].get_legend_handles_labels()
