@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from specexp.lab import fleets
 from specexp.lab.fleets import HOURS, Setting
@@ -66,8 +66,10 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
                 axes.plot([], [], color=colours[name], label=f"{name}: misses the limits")
                 continue
             total = part["replicas"].sum()
-            change = f" ({-fleets.saved(hours, name):+.0%})" if name != "plain" else ""
-            axes.stairs(part["replicas"], range(HOURS + 1), color=colours[name], lw=2.2,
+            change = (
+                f" ({round(-fleets.saved(hours, name), 2) + 0:+.0%})" if name != "plain" else ""
+            )
+            axes.stairs(part["replicas"], range(HOURS + 1), color=colours[name], lw=5 if name == "plain" else 2,
                         **_line(name), baseline=None,
                         label=f"{name}: {total:.0f} replica-hours{change}")  # fmt: skip
         axes.set(xlabel="hour of the day", ylabel="replicas that keep the limits",
@@ -118,7 +120,7 @@ def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
                 axes.axhline(limit, color="k", lw=1, ls=":")
                 axes.text(table["replicas"].max(), limit, "limit ", va="bottom", ha="right")
         every[0].set_yscale("log")
-        every[0].yaxis.set_major_formatter(LogFormatter())
+        every[0].yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
         every[1].set_ylim(0, min(every[1].get_ylim()[1], 2.5e3 * limits.tpot_s))
         every[2].set_ylim(0, 1.02)
         every[2].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
