@@ -20,6 +20,9 @@ SMALL = {
                       "rows": 2, "limit": 5, "max_new_tokens": 6},
     "36_break_even_map": {"gammas": [1, 2], "batches": [1, 2], "contexts": [32, 48], "limit": 5,
                           "measured_batches": [1, 2], "max_new_tokens": 6, "repeats": 2},
+    "37_fleet": {"policies": ["always:1"], "requests_per_day": 500, "sample": 40, "rows": 3,
+                 "prompt_tokens": 5, "output_tokens": 8, "tpot_steps": 30.0, "ttft_ms": 9e4,
+                 "limit": 5, "max_new_tokens": 6},
     "40_drafters": {"rivals": ["ngram", "recycle"], "gamma": 2, "limit": 2, "max_new_tokens": 6},
     "50_trees": {"trees": ["2x1", "grown:4"], "gamma": 2, "guesses": 4, "limit": 2,
                  "max_new_tokens": 6},
@@ -67,6 +70,8 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
     assert by_name.loc["load_aware", "metrics.simulated/throughput_off"] >= 0
     assert by_name.loc["break_even_map", "metrics.map/predicted_error"] >= 0
     assert by_name.loc["break_even_map", "metrics.costs/floor_ms"] >= 0
+    assert by_name.loc["fleet", "metrics.fleet/replicas"] >= 1
+    assert by_name.loc["fleet", "metrics.fleet/saved"] <= 1
     for name in ("drafters", "trees"):
         assert by_name.loc[name, "metrics.cost/draft_steps"] > 0
         assert by_name.loc[name, "metrics.speedup/measured"] > 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from specexp.lab.load import QUANTILES
 from specexp.lab.plots import PLAIN, batch_axis, panels
@@ -18,7 +19,7 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     """Left: tokens a second over plain decoding's, over the number of streams. Right: by how much
     each policy misses the best fixed choice. From `load.rates` and `load.regrets`."""
     names = list(dict.fromkeys(rates["policy"]))
-    colours = _colours(names)
+    colours = palette(names)
     with panels(2, 14, 4.8) as (figure, (left, right)):
         left.axhline(1, color=PLAIN, lw=1)
         right.axhline(0, color=PLAIN, lw=1)
@@ -70,7 +71,7 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
     """What happened over time under every policy; tables from `load.timeline`."""
     rows = {"live": "streams written", "waiting": "waiting", "speculated": "share speculated",
             "kept": "guesses kept"}  # fmt: skip
-    colours = _colours(list(tables))
+    colours = palette(list(tables))
     with panels(len(rows), 4.2 * len(rows), 3.8) as (figure, every):
         for axes, (column, label) in zip(every, rows.items(), strict=True):
             for name, table in tables.items():
@@ -94,7 +95,7 @@ def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
     """Quantiles of TTFT, TPOT and E2E, one group a policy: the columns of `served_metrics`, one row
     a policy, its name in `policy`."""
     names = list(figures["policy"])
-    colours = _colours(names)
+    colours = palette(names)
     with panels(3, 13, 4) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
             width = 0.8 / len(names)
@@ -104,7 +105,9 @@ def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
                 axes.bar(at, values, width * 0.92, color=colours[row["policy"]],
                          label=row["policy"])  # fmt: skip
             axes.set_xticks(range(len(QUANTILES)), [f"p{q}" for q in QUANTILES])
-            axes.set(ylabel=f"{kind.upper()} (ms)")
+            axes.set(ylabel=f"{kind.upper()} (ms)", yscale="log")
+            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                ticks(LogFormatter(minor_thresholds=(2, 0.5)))
             axes.grid(visible=False, axis="x")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
@@ -118,7 +121,7 @@ def simulated(compared: pd.DataFrame) -> Figure:
     """Simulated against real, one point a policy and figure: columns policy, figure, real,
     simulated."""
     kinds = list(dict.fromkeys(compared["figure"]))
-    colours = _colours(list(dict.fromkeys(compared["policy"])))
+    colours = palette(list(dict.fromkeys(compared["policy"])))
     with panels(len(kinds), 4.6 * len(kinds), 4.2) as (figure, every):
         for axes, kind in zip(every, kinds, strict=True):
             part = compared[compared["figure"] == kind]
@@ -146,7 +149,8 @@ def _style(name: str) -> str:
     return "o-" if name.startswith(LOAD_AWARE) else "o--"
 
 
-def _colours(names: Sequence[str]) -> dict[str, tuple[float, ...] | str]:
+def palette(names: Sequence[str]) -> dict[str, tuple[float, ...] | str]:
+    """A colour for every policy; plain decoding is grey everywhere."""
     others = [n for n in names if n not in ("plain", "never")]
-    palette = dict(zip(others, sns.color_palette("colorblind", len(others)), strict=True))
-    return {"plain": PLAIN, "never": "#555555"} | palette
+    colours = dict(zip(others, sns.color_palette("colorblind", len(others)), strict=True))
+    return {"plain": PLAIN, "never": "#555555"} | colours

@@ -27,6 +27,23 @@ class Arrival(NamedTuple):
     output: int
 
 
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Many of them as columns [n], for simulations of millions: at_s float64, rising; tokens of
+    `prompt` and `output`."""
+
+    at_s: np.ndarray
+    prompt: np.ndarray
+    output: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.at_s)
+
+    def each(self) -> list[Arrival]:
+        columns = (column.tolist() for column in (self.at_s, self.prompt, self.output))
+        return [Arrival(*a) for a in zip(*columns, strict=True)]
+
+
 @dataclass(frozen=True)
 class Closed:
     """`count` requests, the next one coming when one leaves, `concurrency` at a time."""
@@ -59,15 +76,26 @@ def poisson(rate: float, count: int, lengths: Lengths, seed: int) -> list[Arriva
 
 
 def bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float) -> list[Arrival]:
+    return many_bursty(rate, count, lengths, seed, cv).each()
+
+
+def many_bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float) -> Arrivals:
     """Gamma-distributed gaps with coefficient of variation cv: over 1, bursts and lulls; 1 is
     Poisson. (As BurstGPT fits them: Wang et al. 2024, arXiv 2401.17644.)"""
     _positive(rate=rate, cv=cv)
     rng = np.random.default_rng(seed)
     shape = 1 / cv**2
-    return _arrivals(rng.gamma(shape, 1 / (rate * shape), count).cumsum(), lengths, rng)
+    at_s = rng.gamma(shape, 1 / (rate * shape), count).cumsum()
+    return Arrivals(at_s, *lengths.draw(count, rng))
 
 
 def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8) -> list[Arrival]:
+    return many_of_a_day(rate, count, lengths, seed, swing).each()
+
+
+def many_of_a_day(
+    rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8
+) -> Arrivals:
     """A day whose load rises and falls around its mean `rate` a second by the share `swing`, lowest
     when it begins and ends. It lasts as long as `count` requests take: count / rate seconds.
 
@@ -84,12 +112,7 @@ def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8
         at = (found[-1] if len(found) else 0.0) + rng.exponential(1 / peak, size).cumsum()
         load = 1 - swing * np.cos(2 * np.pi * at / length)
         found = np.concatenate([found, at[rng.random(size) * (1 + swing) < load]])
-    return _arrivals(found[:count], lengths, rng)
-
-
-def _arrivals(at: np.ndarray, lengths: Lengths, rng: np.random.Generator) -> list[Arrival]:
-    prompts, outputs = lengths.draw(len(at), rng)
-    return [Arrival(*a) for a in zip(at.tolist(), prompts.tolist(), outputs.tolist(), strict=True)]
+    return Arrivals(found[:count], *lengths.draw(count, rng))
 
 
 def read_csv(path: str | Path) -> list[Arrival]:
