@@ -1,24 +1,25 @@
 """Any transformers causal LM, driven at given slots and positions over a static cache.
 
-Targets and draft models are the same thing here. Every contact with transformers is in this file
-and in cache.py; no modelling code is copied: an explicit mask and explicit positions are enough to
-run a ragged batch of trees through the unmodified model.
+Targets and draft models are the same thing here. Contact with transformers is in this file, in
+cache.py and in fused.py: an explicit mask and explicit positions are enough to run a ragged batch
+of trees through the unmodified model, and common families run with less work.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import psutil
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from specexp import fused
 from specexp.cache import SlotCache
 from specexp.errors import UserError
 from specexp.sequences import Draft, Sequences, Verdict
@@ -36,6 +37,40 @@ class Forward:
     hidden: Tensor | None = None
 
 
+class Network(Protocol):
+    """What an LM drives: a pass over tokens [B, n] at positions [B, n] that writes its keys and
+    values through `cache.layers[i].update` and reads them where mask [B, 1, n, S] is 0.
+
+    Logits of the `last` places (None: of all; 0: no logits), and, of all places, the hidden states
+    `taps` side by side (0: the embeddings; L: what the LM head reads).
+    """
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]: ...  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """A module of transformers as it is. `inputs`: whatever else it reads."""
+
+    module: Any
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        net = self.module.base_model if last == 0 else self.module
+        kept = {} if last == 0 else {"logits_to_keep": last or 0}
+        out = net(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache,
+            use_cache=True, output_hidden_states=bool(taps), **kept, **inputs,
+        )  # fmt: skip
+        hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
+        return None if last == 0 else out.logits[:, -(last or 0) :], hidden
+
+
 class LM:
     """A causal LM with one cache. `vocab` V: tokens it may emit; ids beyond it are padding.
 
@@ -45,6 +80,8 @@ class LM:
     def __init__(self, module: Any, name: str = "model", vocab: int | None = None) -> None:
         self.module = module.eval().requires_grad_(False)
         self.name = name
+        theirs = isinstance(module, PreTrainedModel)
+        self.net: Network = (fused.of(module, name) if theirs else None) or Unfused(module)
         self.config = module.config.get_text_config()
         self.vocab = vocab or self.config.vocab_size
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
@@ -84,18 +121,17 @@ class LM:
         depth: Tensor,
         visible: Tensor,
         taps: tuple[int, ...] = (),
+        last: int | None = None,
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
         depth [B, n], reading the slots where visible [B, n, S] is true. `taps`: hidden states
-        wanted, 0 = embeddings; `inputs`: whatever else the network reads."""
-        wanted = bool(taps)
-        out = self._run(
-            self.module, seqs, tokens, slots, depth, visible, output_hidden_states=wanted, **inputs
-        )
-        logits = out.logits[..., : self.vocab]
+        wanted, 0 = embeddings; logits of the `last` places, by default of all; `inputs`: whatever
+        else the network reads."""
+        logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
+        assert logits is not None
+        logits = logits[..., : self.vocab]
         self.fault[seqs.rows] |= ~torch.isfinite(logits.amax(-1)).all(-1)
-        hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return Forward(logits, hidden)
 
     @torch.inference_mode()
@@ -112,9 +148,8 @@ class LM:
         hidden = []
         for first in range(start, stop, PREFILL):
             at = slot[first : min(first + PREFILL, stop)].expand(B, -1)
-            out = self._fill(seqs, at, output_hidden_states=bool(taps))
-            if taps:
-                hidden.append(torch.cat([out.hidden_states[t] for t in taps], -1))
+            states = self._fill(seqs, at, taps)
+            hidden += [] if states is None else [states]
         return torch.cat(hidden, 1) if hidden else None
 
     @torch.inference_mode()
@@ -131,7 +166,7 @@ class LM:
         slots = (seqs.length[:, None] - 1 + back).clamp(min=0)
         visible = torch.arange(seqs.tokens.shape[1], device=slots.device) <= slots[:, :, None]
         tokens = seqs.tokens.gather(1, slots)
-        return self.feed(seqs, tokens, slots, slots, visible).logits[:, -1:]
+        return self.feed(seqs, tokens, slots, slots, visible, last=1).logits
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
         """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
@@ -147,36 +182,21 @@ class LM:
         assert self.cache is not None
         self.cache.keep(seqs, verdict)
 
-    def _fill(self, seqs: Sequences, slots: Tensor, **kwargs: Any) -> Any:
-        """A pass over the text at slots [B, n] that nobody wants logits of."""
+    def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
+        """A pass over the text at slots [B, n] that nobody wants logits of; the states tapped."""
         visible = torch.arange(seqs.tokens.shape[1], device=slots.device) <= slots[:, :, None]
-        tokens = seqs.tokens.gather(1, slots)
-        return self._run(self.module.base_model, seqs, tokens, slots, slots, visible, **kwargs)
+        return self._run(seqs, seqs.tokens.gather(1, slots), slots, slots, visible, taps, 0)[1]
 
     def _run(
-        self,
-        net: Any,
-        seqs: Sequences,
-        tokens: Tensor,
-        slots: Tensor,
-        depth: Tensor,
-        visible: Tensor,
-        **kwargs: Any,
-    ) -> Any:
+        self, seqs: Sequences, tokens: Tensor, slots: Tensor, depth: Tensor, visible: Tensor,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         assert self.cache is not None, "allocate before the first pass"
         self.cache.rows, self.cache.seen, self.cache.slots = seqs.rows, visible.shape[-1], slots
         blocked = torch.finfo(self.dtype).min
         mask = torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, blocked)[:, None]
-        return net(
-            input_ids=tokens,
-            position_ids=depth.clamp(
-                max=self.context - 1
-            ),  # nodes past the limit are never emitted
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            **kwargs,
-        )
+        positions = depth.clamp(max=self.context - 1)  # nodes past the limit are never emitted
+        return self.net(tokens, positions, mask, self.cache, taps, last, **inputs)
 
 
 def free_memory(device: torch.device) -> int:

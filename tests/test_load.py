@@ -417,10 +417,9 @@ def test_in_open_traffic_everybody_answers_all_of_it_alike(rig):
 
 def test_what_is_served_is_certified(rig, monkeypatch):
     asked = load.requests(rig, PROMPTS, 4, 8)
-    for name in ("always:3", "goodput"):
-        exact = load.certify_served(rig, name, planted(), asked, 3)
-        assert (exact.rows, exact.bugs) == (4, 0)
-        assert exact.tokens > 16
+    exact = load.certify_served(rig, asked, 3)
+    assert (exact.rows, exact.bugs) == (4, 0)
+    assert exact.tokens > 16
 
     def spoiled(*given):
         answers = serve(*given)
@@ -428,7 +427,7 @@ def test_what_is_served_is_certified(rig, monkeypatch):
         return answers
 
     monkeypatch.setattr(load, "serve", spoiled)
-    assert load.certify_served(rig, "always:3", None, asked, 3).bugs == 1
+    assert load.certify_served(rig, asked, 3).bugs == 1
 
 
 def test_a_bake_off_has_every_load_and_policy_with_its_turns(rig):

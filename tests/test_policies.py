@@ -11,7 +11,7 @@ from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Share, Stream
 from specexp.serving import policies
 from specexp.serving.costs import Costs
-from specexp.serving.policies import GAMMAS, Bandit, Goodput, Table, Threshold
+from specexp.serving.policies import GAMMAS, Bandit, Goodput, InTurn, Table, Threshold
 from specexp.serving.serve import Closed, Request, Server, Timed, serve
 from specexp.serving.simulate import SimulatedBank
 from specexp.trace import Step
@@ -178,6 +178,13 @@ def test_a_draft_that_no_memory_holds_is_refused_at_once():
 def test_a_threshold_drafts_up_to_its_border_and_not_past_it():
     found = [chosen(Threshold(3, 8), rows) for rows in (1, 7, 8, 9, 64)]
     assert found == [3, 3, 3, 0, 0]
+
+
+def test_in_turn_drafts_for_all_rows_for_half_of_them_and_for_none():
+    policy = InTurn(3)
+    chosen = [shape(policy.choose(load(5))) for _ in range(4)]
+    assert chosen == [[(5, 3)], [(2, 3), (3, 0)], [(5, 0)], [(5, 3)]]
+    assert shape(InTurn(3).choose(load(1))) == [(1, 3)]
 
 
 def test_a_table_holds_from_each_entry_to_the_next_and_drafts_nothing_before_the_first():

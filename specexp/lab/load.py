@@ -213,17 +213,20 @@ def open_race(
     slice_s: float = 0.5,
 ) -> dict[str, Run]:
     """The same traffic under every policy; servers take turns of `slice_s` of their own time, and
-    time in which a server has nothing to do passes at once."""
+    time in which a server has nothing to do passes at once. Every bank has been full once before
+    the first request comes: first passes of a size are slow."""
     asked = offered.requests
     space = room(rig, names, costs)
     watches = {name: Stopwatch() for name in names}
-    runs = {
-        name: Run(
-            Server(bank(rig, name, rows, asked, space, watches[name]), policy(rig, name, costs),
-                   chunk, queue), offered.arriving(),
-        )
-        for name in names
-    }  # fmt: skip
+    filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in asked[:rows]]
+    runs = {}
+    for name in names:
+        made = bank(rig, name, rows, asked, space, watches[name])
+        watches[name].start()
+        serve(Server(made, policy(rig, name, costs), chunk, queue=rows), Timed(filling))
+        watches[name].stop()
+        server = Server(made, policy(rig, name, costs), chunk, queue)
+        runs[name] = Run(server, offered.arriving())
     going, turn = list(names), 0
     with tqdm(total=len(asked) * len(names), desc="serving", unit="request", delay=1) as bar:
         while going:
@@ -358,7 +361,10 @@ def served_metrics(
 
 
 def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
-    """Over time: rows being written, requests waiting, share of rows speculated, guesses kept."""
+    """Over time: rows being written, requests waiting, share of rows speculated, guesses kept.
+    Raises UserError when nothing was served."""
+    if not ticks:
+        raise UserError("nothing was served: every request was refused; see the answers' reasons")
     table = pd.DataFrame([vars(t) for t in ticks])
     at = pd.cut(table["end_s"], bins, labels=False)
     total = table.groupby(at)[["speculated", "rows", "drafted", "accepted", "emitted"]].sum()
@@ -369,14 +375,14 @@ def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def certify_served(
-    rig: Rig, name: str, costs: Costs | None, asked: Sequence[Request], concurrency: int
-) -> Exactness:
+def certify_served(rig: Rig, asked: Sequence[Request], concurrency: int) -> Exactness:
     """Serve requests in a closed loop, greedily or under Match, and compare every answer with
-    plain decoding of that request."""
+    plain decoding of that request. Drafts go to all rows, to half of them and to none in turn, so
+    that drafters lag, catch up and rows part whatever a policy would choose here."""
     coupled = rig if rig.options["temperature"] == 0 else rig.with_(rule="match")
-    made = bank(coupled, name, concurrency, asked, room(rig, [name], costs))
-    server = Server(made, policy(rig, name, costs), queue=len(asked))
+    turning = policies.InTurn(min(3, rig.deepest))
+    made = bank(coupled, "in turn", concurrency, asked, turning.widest)
+    server = Server(made, turning, queue=len(asked))
     texts = [a.tokens for a in serve(server, Closed(asked, concurrency))]
     prompts, streams = [list(r.prompt) for r in asked], [r.stream for r in asked]
     return compare(rig.engine, prompts, texts, max(r.new for r in asked), streams)

@@ -1,0 +1,175 @@
+"""The passes of Llama-like models with less work: the same weights, read once, and few operations.
+
+q, k and v are one product, gate and up another; rotary positions turn q and k together; queries
+that read the same key stand below each other, so that no key is copied; norms and attention are
+torch's own. The module stays what it was: its parameters become views of the joined matrices, and
+it still runs by itself. A network of another family, or one that disagrees with its own module on a
+probe, is run by transformers (lm.py).
+
+Nothing here knows about drafts or rows; where keys and values go is the cache's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specexp.cache import SlotCache
+
+log = logging.getLogger("specexp")
+
+FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One matrix [sum of outputs, inputs] and bias whose rows are the parts', which become views of
+    it: nothing is held twice."""
+    return _side_by_side([p.weight for p in parts]), (
+        None if parts[0].bias is None else _side_by_side([p.bias for p in parts])
+    )
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    first, size = parts[0], sum(len(p) for p in parts)
+    at = first.storage_offset()
+    for p in parts:
+        if p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or (
+            p.storage_offset() != at
+        ):
+            break
+        at += p.numel()
+    else:
+        return first.detach().as_strided((size, *first.shape[1:]), first.stride())
+    whole = torch.cat([p.data for p in parts])
+    for p, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+        p.data = view
+    return whole
+
+
+class Layer:
+    """A decoder layer over x [B, n, E]."""
+
+    def __init__(self, layer: Any) -> None:
+        attn, mlp = layer.self_attn, layer.mlp
+        self.before, self.after = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
+        self.qkv, self.qkv_bias = joined([attn.q_proj, attn.k_proj, attn.v_proj])
+        self.out, self.out_bias = attn.o_proj.weight, attn.o_proj.bias
+        self.up, self.up_bias = joined([mlp.gate_proj, mlp.up_proj])
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.norms = (norm(attn.q_norm), norm(attn.k_norm)) if hasattr(attn, "q_norm") else None
+        self.head_dim, self.scale = attn.head_dim, attn.scaling
+        self.heads = attn.q_proj.out_features // self.head_dim
+        self.keys = attn.k_proj.out_features // self.head_dim
+        self.hidden = mlp.gate_proj.out_features
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """cos and sin [B, 1, n, d], mask [B, 1, heads / keys * n, S]; the sine of the first half of
+        the coordinates has its sign turned."""
+        B, n, _ = x.shape
+        H, K, d = self.heads, self.keys, self.head_dim
+        qkv = F.linear(self.before(x), self.qkv, self.qkv_bias)
+        qkv = qkv.view(B, n, H + 2 * K, d).transpose(1, 2)
+        if self.norms:
+            q, k, v = qkv.split((H, K, K), 1)
+            qkv = torch.cat([self.norms[0](q), self.norms[1](k), v], 1)
+        turned = qkv[:, : H + K]
+        turned = torch.addcmul(turned * cos, turned.roll(d // 2, -1), sin)
+        k, v = cache.update(turned[:, H:], qkv[:, H + K :])
+        q = turned[:, :H].reshape(B, K, H // K * n, d)
+        seen = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+        seen = seen.view(B, H, n, d).transpose(1, 2).reshape(B, n, H * d)
+        x = x + F.linear(seen, self.out, self.out_bias)
+        gate, up = F.linear(self.after(x), self.up, self.up_bias).split(self.hidden, -1)
+        return x + F.linear(F.silu(gate) * up, self.down, self.down_bias)
+
+
+class Fused:
+    """A whole network over tokens [B, n]."""
+
+    def __init__(self, module: Any) -> None:
+        base = module.model
+        self.embed, self.rotary = base.embed_tokens.weight, base.rotary_emb
+        self.layers = [Layer(layer) for layer in base.layers]
+        self.norm, self.head = norm(base.norm), module.lm_head.weight
+        self.group = self.layers[0].heads // self.layers[0].keys
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `lm.Network`."""
+        x = F.embedding(tokens, self.embed)
+        cos, sin = (turn[:, None] for turn in self.rotary(x, positions))
+        first, second = sin.chunk(2, -1)
+        sin = torch.cat([-first, second], -1)
+        mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
+        states = [x]
+        for layer, slots in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, cos, sin, mask, slots)
+            states.append(x)
+        states[-1] = x = self.norm(x)
+        hidden = torch.cat([states[t] for t in taps], -1) if taps else None
+        if last == 0:
+            return None, hidden
+        return F.linear(x if last is None else x[:, -last:], self.head), hidden
+
+
+def of(module: Any, name: str) -> Fused | None:
+    """The module's passes with less work, or None, and a line that says why not."""
+    if module not in _KNOWN:
+        _KNOWN[module], why = _tried(module)
+        if why:
+            log.warning("%s is run by transformers, unfused: %s", name, why)
+    return _KNOWN[module]
+
+
+_KNOWN: WeakKeyDictionary[Any, Fused | None] = WeakKeyDictionary()
+# Rounding of a logit relative to the row's largest: 8 units in the last place of bfloat16, and for
+# float32 what reordered sums over a few thousand terms leave.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 8 * 2.0**-8}
+
+
+@torch.inference_mode()
+def _tried(module: Any) -> tuple[Fused | None, str]:
+    kind = type(module).__name__
+    if kind not in FAMILIES:
+        return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"
+    if any(type(p.data) is not Tensor for p in module.parameters()):
+        return None, "its weights are not plain tensors"
+    try:
+        fused = Fused(module)
+    except AttributeError as e:
+        return None, str(e)
+    config, device = module.config, module.device
+    tokens = torch.arange(8, device=device)[None] * 7919 % config.vocab_size
+    cache = SlotCache(config.num_hidden_layers, 1, 8)
+    at = torch.arange(8, device=device)[None]
+    cache.slots = at
+    mask = torch.full((8, 8), torch.finfo(module.dtype).min, dtype=module.dtype, device=device)
+    made, _ = fused(tokens, at, mask.triu(1)[None, None], cache, (), None)
+    wanted = module(input_ids=tokens, use_cache=False).logits
+    assert made is not None
+    off = float((made - wanted).abs().max() / wanted.abs().max())
+    if not off <= TOLERANCE[module.dtype]:
+        return None, f"its logits differ by {off:.1e} of the largest from those of {kind}"
+    return fused, ""
