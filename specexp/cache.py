@@ -32,6 +32,7 @@ class Slots(CacheLayerMixin):
         self.keys, self.values = (
             x.new_zeros(B, x.shape[1], S, x.shape[-1]) for x in (key_states, value_states)
         )
+        self.window, self.of = (self.keys, self.values), (slice(0, B), S)
         self.is_initialized = True
 
     def update(
@@ -39,7 +40,10 @@ class Slots(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = (x[self.cache.rows, :, : self.cache.seen] for x in (self.keys, self.values))
+        wanted = rows, seen = self.cache.rows, self.cache.seen
+        if self.of != wanted:
+            self.of, self.window = wanted, (self.keys[rows, :, :seen], self.values[rows, :, :seen])
+        keys, values = self.window
         index = self.cache.slots[:, None, :, None]
         keys.scatter_(2, index.expand_as(key_states), key_states)
         values.scatter_(2, index.expand_as(value_states), value_states)

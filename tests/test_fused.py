@@ -2,11 +2,12 @@
 
 import copy
 import logging
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from conftest import tiny_llama
-from test_engine import PROMPTS, module
+from test_engine import DRAFTERS, NEW, PROMPTS, TREES, engine, expected, module
 from transformers import (
     MistralConfig,
     MistralForCausalLM,
@@ -41,6 +42,14 @@ NETS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
 }
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))
+
+
+@pytest.fixture(autouse=True)
+def _float64(monkeypatch):
+    """In transformers norms are rounded to float32 whatever the model is: in float64 that is all
+    the difference there is."""
+    monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)
+    monkeypatch.setattr(fused, "_KNOWN", WeakKeyDictionary())
 
 
 def made(name: str, dtype: torch.dtype = torch.float64):
@@ -78,9 +87,21 @@ def test_fused_passes_are_those_of_transformers(name, dtype):
     for ours, theirs in pairs:
         assert ours.dtype == theirs.dtype == dtype
         assert ours.shape == theirs.shape
-        off = (ours - theirs).abs().max() / theirs.abs().max()
-        assert off <= fused.TOLERANCE[dtype]
+        off = (ours - theirs).float().norm() / theirs.float().norm()
+        assert off <= fused.ROUNDING[dtype]
     assert passed(lm, ())[0] is None
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_fused_text_is_the_text_of_transformers_whatever_drafts(kind, tree):
+    greedy = engine(kind, tree, "match")
+    assert isinstance(greedy.target.net, Fused)
+    assert greedy.generate(PROMPTS, NEW).tokens == expected("llama")
+    drawn = engine(kind, tree, "match", temperature=0.9, seed=5)
+    plain = drawn.plain()
+    plain.target = unfused(plain.target.module)
+    assert drawn.generate(PROMPTS, NEW).tokens == plain.generate(PROMPTS, NEW).tokens
 
 
 def test_logits_of_the_last_places_are_those_of_all_of_them():
@@ -91,8 +112,8 @@ def test_logits_of_the_last_places_are_those_of_all_of_them():
         visible = torch.arange(seqs.tokens.shape[1]) <= slots[:, :, None]
         asked = (seqs, seqs.tokens[:, :4], slots, slots, visible)
         whole = lm.feed(*asked).logits
-        assert torch.equal(lm.feed(*asked, last=1).logits, whole[:, -1:])
-        assert torch.equal(lm.feed(*asked, last=3).logits, whole[:, -3:])
+        for last in (1, 3):
+            assert torch.allclose(lm.feed(*asked, last=last).logits, whole[:, -last:], atol=1e-12)
 
 
 def storages(net) -> int:
@@ -128,7 +149,7 @@ def test_weights_that_change_in_place_change_the_passes():
         net.model.layers[1].self_attn.k_proj.weight *= 1.5
     after = passed(lm, ())[1].logits
     assert not torch.allclose(after, before)
-    assert torch.allclose(after, passed(unfused(net), ())[1].logits, atol=1e-9)
+    assert torch.allclose(after, passed(unfused(net), ())[1].logits, atol=1e-5)
 
 
 def test_lower_layers_of_a_joined_module_share_its_weights():
