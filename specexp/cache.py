@@ -26,13 +26,14 @@ class Slots(CacheLayerMixin):
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
         self.cache = cache
+        self.of: tuple[slice, int] | None = None  # the rows and slots of `window`
+        self.window: tuple[Tensor, Tensor]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, S = self.cache.batch, self.cache.size
         self.keys, self.values = (
             x.new_zeros(B, x.shape[1], S, x.shape[-1]) for x in (key_states, value_states)
         )
-        self.window, self.of = (self.keys, self.values), (slice(0, B), S)
         self.is_initialized = True
 
     def update(

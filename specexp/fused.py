@@ -70,6 +70,20 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return whole
 
 
+THIN = 16
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of x [n, inputs]. In float32 on a CPU the weights stand on the left while n is
+    below THIN, and one row is made two: libraries are at a loss with few rows on the left, and read
+    a matrix for a single row on one core."""
+    n = len(x)
+    if x.is_cuda or x.dtype != torch.float32 or n >= THIN:
+        return F.linear(x, weight, bias)
+    made = torch.mm(weight, (x if n > 1 else x.expand(2, -1)).t())[:, :n].t()
+    return made if bias is None else made + bias
+
+
 class Layer:
     """A decoder layer over x [B * n, E]."""
 
@@ -91,8 +105,8 @@ class Layer:
         the coordinates has its sign turned."""
         B, _, n, d = cos.shape
         H, K = self.heads, self.keys
-        qkv = F.linear(self.before(x), self.qkv, self.qkv_bias)
-        qkv = qkv.view(B, n, H + 2 * K, d).transpose(1, 2)
+        qkv = product(self.before(x), self.qkv, self.qkv_bias)
+        qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
         if self.norms:
             q, k, v = qkv.split((H, K, K), 1)
             qkv = torch.cat([self.norms[0](q), self.norms[1](k), v], 1)
@@ -103,15 +117,9 @@ class Layer:
         q = q.reshape(B, K, H // K * n, d)
         seen = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
         seen = seen.view(B, H, n, d).transpose(1, 2).reshape(B * n, H * d)
-        x = _added(x, seen, self.out, self.out_bias)
-        gate, up = F.linear(self.after(x), self.up, self.up_bias).split(self.hidden, -1)
-        return _added(x, F.silu(gate) * up, self.down, self.down_bias)
-
-
-def _added(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + the layer of y."""
-    made = torch.addmm(x, y, weight.t())
-    return made if bias is None else made + bias
+        x = x + product(seen, self.out, self.out_bias)
+        gate, up = product(self.after(x), self.up, self.up_bias).split(self.hidden, -1)
+        return x + product(F.silu(gate) * up, self.down, self.down_bias)
 
 
 class Fused:
@@ -131,9 +139,7 @@ class Fused:
         """See `lm.Network`."""
         B, n = tokens.shape
         x = F.embedding(tokens.flatten(), self.embed)
-        cos, sin = (turn[:, None] for turn in self.rotary(x, positions))
-        first, second = sin.chunk(2, -1)
-        sin = torch.cat([-first, second], -1)
+        cos, sin = self._turn(x, positions)
         mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
         states = [x]
         for layer, slots in zip(self.layers, cache.layers, strict=False):  # an exit has fewer
@@ -143,8 +149,20 @@ class Fused:
         hidden = torch.cat([states[t] for t in taps], -1).view(B, n, -1) if taps else None
         if last == 0:
             return None, hidden
-        x = x.view(B, n, -1)
-        return F.linear(x if last is None else x[:, -last:], self.head), hidden
+        x = x if last is None else x.view(B, n, -1)[:, -last:].flatten(0, 1)
+        return product(x, self.head, None).reshape(B, last or n, -1), hidden
+
+    def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, 1, n, d] of rotary positions; see `Layer`."""
+        if self.rotary.rope_type in ("dynamic", "longrope"):  # frequencies depend on the length
+            cos, sin = self.rotary(x, positions)
+            half = sin.shape[-1] // 2
+            cos, sin = cos[..., :half], sin[..., :half]
+        else:
+            angles = positions[..., None] * self.rotary.inv_freq
+            scale = self.rotary.attention_scaling
+            cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
 def of(module: Any, name: str) -> Fused | None:

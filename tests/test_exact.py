@@ -14,6 +14,7 @@ from oracle import distance, explore, gap, plain, sampled, surprise, written
 from toys import Toy, texts, toy_engine
 
 from specexp.errors import UserError
+from specexp.lm import Unfused
 from specexp.policy import Fixed, Share
 from specexp.rules import Block, Match, Reject, Typical
 from specexp.rules import of as rules_of
@@ -284,7 +285,7 @@ class Biased(Toy):
 def test_the_worked_example_of_block_verification(rule, expected):
     """p = (1/3, 2/3), q = (2/3, 1/3), two guesses (Sun et al. 2024, section 2)."""
     engine = toy_engine(rule, "drawn", V=2)
-    engine.target.module, engine.drafter.lm.module = Biased(1), Biased(2)
+    engine.target.net, engine.drafter.lm.net = Unfused(Biased(1)), Unfused(Biased(2))
     assert kept(engine, [((3,),)], 2) == [pytest.approx(expected, abs=ROUNDING)]
 
 

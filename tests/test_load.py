@@ -456,7 +456,7 @@ def test_the_title_of_a_bake_off_says_what_its_table_says(tmp_path):
     both = pd.concat([made.assign(load=1), more.assign(load=9)])
     figure = load_plots.bake_off(load.rates(both), load.regrets(both))
     assert drawn(figure, tmp_path) == (
-        "always:3: 2.00x at 1 streams, 0.50x at 9; goodput loses 5.0% at worst to the best fixed "
+        "always:3: 2.00x with 1 and 0.50x with 9 streams; goodput loses 5.0% at worst to the best "
         "choice"
     )
     left, right = figure.axes

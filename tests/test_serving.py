@@ -220,11 +220,11 @@ def test_when_memory_runs_out_the_bank_shrinks_and_nobody_notices(monkeypatch, a
     made = engine("model", "chain", "match", temperature=temperature)
     run, calls = LM._run, []
 
-    def scarce(lm, net, seqs, *given, **kwargs):
+    def scarce(lm, seqs, *given, **kwargs):
         calls.append(len(seqs.tokens))
         if len(seqs.tokens) > 2 and len(calls) > at:
             raise torch.OutOfMemoryError("out of memory: tried to allocate")
-        return run(lm, net, seqs, *given, **kwargs)
+        return run(lm, seqs, *given, **kwargs)
 
     todo = requests(7)
     texts = [alone(made, r) for r in todo]
@@ -239,10 +239,10 @@ def test_a_request_that_alone_exceeds_the_memory_fails_and_says_so(monkeypatch):
     made = engine("null", "empty", "match")
     run = LM._run
 
-    def scarce(lm, net, seqs, tokens, *given, **kwargs):
+    def scarce(lm, seqs, tokens, *given, **kwargs):
         if int(seqs.length.max()) > 20:
             raise torch.OutOfMemoryError("out of memory")
-        return run(lm, net, seqs, tokens, *given, **kwargs)
+        return run(lm, seqs, tokens, *given, **kwargs)
 
     monkeypatch.setattr(LM, "_run", scarce)
     todo = [Request([1] * 30, 4), Request([1, 2], 4)]
