@@ -467,7 +467,7 @@ def test_the_title_of_a_bake_off_says_what_its_table_says(tmp_path):
     assert lines["goodput"] == pytest.approx([1.9, 77 / 80])
     fixed = both[both["policy"] != "goodput"]
     said = drawn(load_plots.bake_off(load.rates(fixed), load.regrets(fixed)), tmp_path)
-    assert said == "always:3: 2.00x at 1 streams, 0.50x at 9"
+    assert said == "always:3: 2.00x with 1 and 0.50x with 9 streams"
 
 
 def test_the_title_of_timelines_says_who_is_ready_first_and_last(tmp_path):
