@@ -1,19 +1,18 @@
 """The suite `roofline`: does a pass cost what the machine must do for it, or what we add to it?
 
 A pass of few tokens reads every weight once and does next to nothing with it, so its floor is the
-memory's. Two yardsticks are timed in the same turns: a copy of a buffer that no cache holds, and the
-bare matrix products of that very model, one after another, without anything between them.
+memory's. Two yardsticks are timed in the same turns: a copy of a buffer that no cache holds, and
+the bare matrix products of that very model, one after another, with nothing between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from specexp.lab import turns
 from specexp.lab.build import Rig
@@ -47,16 +46,16 @@ def pass_bytes(lm: LM, batch: int, tokens: int, context: int) -> int:
     return weight_bytes(lm.module, batch * tokens) + batch * context * lm.kv_bytes_per_token
 
 
-def products(module: nn.Module, tokens: int) -> Callable[[], None]:
-    """The bare matrix products of a pass over `tokens` tokens: every linear layer's weight [out, in]
-    times a random activation [tokens, in], in order, without biases, nothing between them."""
+def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
+    """The bare matrix products of a pass over `tokens` tokens: every linear layer's weight
+    [out, in] times a random activation [tokens, in], in order, without biases."""
     weights = matrices(module)
     x = {
         w.shape[1]: torch.randn(tokens, w.shape[1], device=w.device, dtype=w.dtype) for w in weights
     }
 
     @torch.inference_mode()
-    def multiply() -> None:
+    def multiply(_: Any) -> None:
         for w in weights:
             nn.functional.linear(x[w.shape[1]], w)
 
@@ -76,8 +75,8 @@ def matrices(module: nn.Module) -> list[Tensor]:
 
 def a_pass(
     lm: LM, ids: list[int], batch: int, tokens: int, context: int, slack: int = 0
-) -> Callable[[], Any]:
-    """A target pass over `tokens` tokens a row, repeated where it stands: at the end of texts that
+) -> Callable[[Any], Any]:
+    """A pass over `tokens` tokens a row, repeated where it stands: at the end of texts that
     fill a buffer of `context` slots but for the last `slack` (by default `tokens`). It has a cache
     of its own. ids: any text; it is repeated to fill the rows."""
     lm = LM(lm.module, lm.name, lm.vocab)
@@ -89,46 +88,45 @@ def a_pass(
     draft = seqs.draft(Tree.chain(tokens - 1).nodes(lm.device), guesses.long())
     lm.allocate(*seqs.tokens.shape)
     lm.prefill(seqs, 0, length - 1)
-    return torch.inference_mode()(lambda: lm.verify(seqs, draft))
+    return torch.inference_mode()(lambda _: lm.verify(seqs, draft))
 
 
-def copying(device: torch.device) -> tuple[Callable[[], Any], int]:
+def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
     """A copy of a large buffer into another, and the bytes that it moves: as many read as written.
     (A processor that reads a line before it overwrites it moves half as much again.)"""
     size = min(COPIED[device.type], free_memory(device) // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return lambda: target.copy_(source), 2 * size
+    return lambda _: target.copy_(source), 2 * size
 
 
-def roofline(rig: Rig, texts: list[str], repeats: int) -> dict[str, Any]:
+def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
     """One row a model (the target, then the drafter's) and pass: 1 token, and gamma + 1."""
     gamma, ids = rig.options["gamma"], [t for row in rig.encode(texts) for t in row]
-    device = rig.target.device
-    copy, copied = copying(device)
-    arms: dict[Any, Callable[[], Any]] = {"copy": copy}
-    places = {}
-    for lm in rig.engine.models:
-        context = min(CONTEXT, lm.context)
+    copy, copied = copying(rig.target.device)
+    arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
+    for at, lm in enumerate(rig.engine.models):
         for tokens in (1, gamma + 1):
-            places[lm.name, tokens] = lm, context
-            arms[lm.name, tokens, "pass"] = a_pass(lm, ids, 1, tokens, context, gamma + 1)
-            arms[lm.name, tokens, "products"] = products(lm.module, tokens)
-    count = repeats * PASSES
-    with tqdm(total=len(arms) * (count + 1), desc="roofline", unit="pass") as bar:
-        seen = turns.take(arms, count, device, bar)
+            arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
+            arms[at, tokens, "bare"] = products(lm.module, tokens)
+    seen = turns.take(arms, range(repeats * PASSES), rig.target.device, "roofline", lead=1)
     copy_s = turns.median_s(seen["copy"])
     rows = []
-    for (name, tokens), (lm, context) in places.items():
-        took, bare = seen[name, tokens, "pass"], seen[name, tokens, "products"]
-        read = pass_bytes(lm, 1, tokens, context)
-        share = turns.ratio(seen["copy"], took, read / copied)
-        rows.append(
-            {"model": name, "tokens": tokens, "context": context, "bytes": read}
-            | {"ms": 1e3 * turns.median_s(took), "products_ms": 1e3 * turns.median_s(bare)}
-            | {"gb_s": 1e-9 * read / turns.median_s(took), "of_copy": turns.as_dict(share)}
-            | {"over_products": turns.as_dict(turns.ratio(took, bare))}
-            | {"over_step": turns.as_dict(turns.ratio(took, seen[name, 1, "pass"]))}
-        )
-    copied_row = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
-    return {"turns": count, "gamma": gamma, "copy": copied_row, "rows": rows}
+    for at, lm in enumerate(rig.engine.models):
+        for tokens in (1, gamma + 1):
+            took, bare = seen[at, tokens], seen[at, tokens, "bare"]
+            read = pass_bytes(lm, 1, tokens, _context(lm))
+            rows.append(
+                {"model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read}
+                | {"ms": 1e3 * turns.median_s(took), "bare_ms": 1e3 * turns.median_s(bare)}
+                | {"gb_s": 1e-9 * read / turns.median_s(took)}
+                | {"of_copy": turns.ratio(seen["copy"], took, read / copied)._asdict()}
+                | {"over_bare": turns.ratio(took, bare)._asdict()}
+                | {"over_step": turns.ratio(took, seen[at, 1])._asdict()}
+            )
+    about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
+    return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}
+
+
+def _context(lm: LM) -> int:
+    return min(CONTEXT, lm.context)

@@ -19,6 +19,7 @@ from specexp.lab import stats
 from specexp.lab.stats import Interval
 
 Arm = TypeVar("Arm")
+Item = TypeVar("Item")
 
 
 class Turn(NamedTuple):
@@ -36,19 +37,25 @@ def clock(device: torch.device) -> float:
 
 
 def take(
-    arms: Mapping[Arm, Callable[[], Any]], turns: int, device: torch.device, bar: tqdm | None = None
+    arms: Mapping[Arm, Callable[[Item], Any]],
+    items: Sequence[Item],
+    device: torch.device,
+    about: str,
+    lead: int = 0,
 ) -> dict[Arm, list[Turn]]:
-    """Call every arm once to warm up, then `turns` times, in reverse order every other turn. `bar`
-    is moved on by one a call."""
+    """Give every item to every arm, in reverse order every other turn, after a turn of the first
+    item that does not count. One turn an item, in order. about: what the progress bar says."""
     seen: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
-    for turn in range(-1, turns):
-        for arm in list(arms)[:: -1 if turn % 2 else 1]:
-            begin = clock(device)
-            made = arms[arm]()
-            seconds = clock(device) - begin
-            if turn >= 0:
-                seen[arm].append(Turn(seconds, made))
-            if bar is not None:
+    with tqdm(total=len(arms) * (len(items) + 1), desc=about, unit="call") as bar:
+        for number, item in enumerate([items[0], *items]):
+            for arm in list(arms)[:: -1 if number % 2 else 1]:
+                for _ in range(lead):
+                    arms[arm](item)
+                begin = clock(device)
+                made = arms[arm](item)
+                took = clock(device) - begin
+                if number:
+                    seen[arm].append(Turn(took, made))
                 bar.update()
     return seen
 
@@ -62,13 +69,8 @@ def median_s(turns: Sequence[Turn]) -> float:
 
 
 def ratio(above: Sequence[Turn], below: Sequence[Turn], factor: float = 1.0) -> Interval:
-    """`factor` times the median seconds of one arm over those of another, of paired turns. (Medians,
-    for a pass takes milliseconds and one disturbed turn would outweigh all others in a sum.)"""
+    """`factor` times the median seconds of one arm over those of another, of paired turns. Medians,
+    for a pass takes milliseconds, and one disturbed turn would outweigh all others in a sum."""
     return stats.interval(
         lambda a, b: factor * np.median(a, -1) / np.median(b, -1), seconds(above), seconds(below)
     )
-
-
-def as_dict(found: Interval) -> dict[str, float]:
-    """As it is written to JSON."""
-    return found._asdict()
