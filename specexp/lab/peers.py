@@ -69,12 +69,12 @@ def peers(
             {arm: arms[arm] for arm in few}, [crowd] * repeats, device, f"peers, batch {batch}"
         )
     rows = [
-        {"work": work, "batch": len(rows)}
+        {"work": work, "batch": size}
         | compared(seen.get(("theirs", their)), seen["ours", our])
         | {"missing": missing.get(their)}
-        | {"equal": equal(engines["plain"], rows, _texts(seen.get(("theirs", their))), new)}
-        | {"ours_equal": equal(engines["plain"], rows, _texts(seen["ours", our]), new)}
-        for seen, rows, pairs in ((alone, ids, ALONE), (packed, crowd, TOGETHER))
+        | {"equal": equal(engines["plain"], asked, seen.get(("theirs", their)), new)}
+        | {"ours_equal": equal(engines["plain"], asked, seen["ours", our], new)}
+        for size, seen, asked, pairs in ((1, alone, ids, ALONE), (batch, packed, crowd, TOGETHER))
         for work, their, our in pairs
     ]
     return {
@@ -85,24 +85,25 @@ def peers(
 
 def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, Any]:
     """Delivered tokens a second of both sides, over all turns, and ours over theirs."""
-    found = {"tok_s": _tokens(ours).sum() / sum(turns.seconds(ours))}
+    found: dict[str, Any] = {"tok_s": float(_tokens(ours).sum() / sum(turns.seconds(ours)))}
     if not theirs:
         return found | {"their_tok_s": None, "ratio": None}
     ratio = stats.speedup(
         turns.seconds(theirs), _tokens(theirs), turns.seconds(ours), _tokens(ours)
     )
-    their_tok_s = _tokens(theirs).sum() / sum(turns.seconds(theirs))
+    their_tok_s = float(_tokens(theirs).sum() / sum(turns.seconds(theirs)))
     return found | {"their_tok_s": their_tok_s, "ratio": ratio._asdict()}
 
 
 def equal(
-    plain: Engine, ids: Texts, texts: Texts | None, max_new_tokens: int
+    plain: Engine, ids: Texts, seen: Sequence[Turn] | None, max_new_tokens: int
 ) -> dict[str, float] | None:
-    """How much of these greedy texts is that of `plain`: share of the tokens before the first
-    difference of a row; how many rows part at a near tie, and how many for no such reason. None for
-    sampled texts, whose noise is not the same."""
-    if texts is None or plain.sampling.temperature > 0:
+    """How much of an arm's greedy text is that of `plain`, the first time that it wrote all of
+    `ids`: share of the tokens before the first difference of a row; how many rows part at a near
+    tie, and how many for no such reason. None for sampled texts, whose noise is not the same."""
+    if seen is None or plain.sampling.temperature > 0:
         return None
+    texts = [row for turn in seen for row in turn.made][: len(ids)]
     found = compare(plain, ids, texts, max_new_tokens, range(len(ids)))
     share = found.tokens / (len(ids) * max_new_tokens)
     return {"share": share, "ties": found.ties, "others": found.bugs}
@@ -110,11 +111,6 @@ def equal(
 
 def _tokens(seen: Sequence[Turn]) -> np.ndarray:
     return np.array([sum(map(len, turn.made)) for turn in seen])
-
-
-def _texts(seen: Sequence[Turn] | None) -> Texts | None:
-    """What was written in all turns, rows in order."""
-    return None if not seen else [row for turn in seen for row in turn.made]
 
 
 # --- the arms ------------------------------------------------------------------------------------
@@ -150,8 +146,8 @@ def unassisted(rig: Rig) -> str:
     sizes = [lm.config.vocab_size for lm in (rig.target, drafter.lm)]
     if sizes[0] != sizes[1]:
         return (
-            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}, which assisted "
-            "generation takes for different tokenizers"
+            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}: assisted "
+            "generation takes that for different tokenizers"
         )
     return ""
 

@@ -64,7 +64,7 @@ def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
 
 def matrices(module: nn.Module) -> list[Tensor]:
     """The weights [out, in] of the linear layers, the head's too. GPT-2 keeps its own [in, out]."""
-    found = []
+    found: list[Any] = []
     for part in module.modules():
         if isinstance(part, nn.Linear):
             found.append(part.weight)

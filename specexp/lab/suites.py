@@ -7,10 +7,12 @@ its own matrix products), `round` (where a round's time goes) and `scale` (how a
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ NAMES = ("peers", "roofline", "round", "scale")
 PHASES = ("draft", "verify", "accept", "commit", "host")
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
+PROMPTS = 5  # of those that are named, evenly over their categories
 PACKAGES = ("specexp", "torch", "transformers", "numpy", "vllm")
 
 
@@ -43,7 +46,7 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
-        | {name: doctor.version(name) for name in PACKAGES},
+        | {name: version for name in PACKAGES if (version := doctor.version(name))},
         "warning": doctor.slow(dtype, device),
     }
 
@@ -75,6 +78,17 @@ def run(
     if name == "round":
         return a_round(rig, texts, max_new_tokens, repeats)
     return scale(rig, texts, batches, repeats)
+
+
+def save(path: Path, report: dict[str, Any]) -> None:
+    """One JSON file, written whole or not at all; a figure of every suite beside it."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(report, indent=1))
+        fresh.replace(path)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}; choose another place") from e
 
 
 # --- round ---------------------------------------------------------------------------------------
