@@ -452,8 +452,8 @@ def bench(
             picture = out.with_name(f"{out.stem}-{name}.png")
             suite_views.figure(name, found).savefig(picture, dpi=110, bbox_inches="tight")
         if not as_json:
-            table, notes = suite_views.tables(name, found)
-            console.print(table, "\n".join(notes), "", highlight=False, soft_wrap=True, sep="\n")
+            shown, notes = suite_views.tables(name, found)
+            console.print(*shown, *notes, "", highlight=False, soft_wrap=True, sep="\n")
     if as_json:
         print(json.dumps(report))
     elif out:

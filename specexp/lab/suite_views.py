@@ -14,28 +14,27 @@ from specexp.lab.plots import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas,
 from specexp.lab.stats import Interval
 
 WORK = {
-    "plain": "plain decoding", "draft": "a draft model", "lookup": "prompt lookup",
-    "vLLM plain": "plain decoding (vLLM)", "draft over plain": "ours speculates, theirs is plain",
+    "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
+    "vLLM plain": "plain, vLLM", "draft over plain": "speculation over plain",
 }  # fmt: skip
-PHASES = {
-    "draft": "draft", "verify": "verify: the target's pass", "accept": "accept: law and rule",
-    "commit": "commit: keep, observe, commit", "host": "host: report and Python between rounds",
+PHASES = ("draft", "verify", "accept", "commit", "host")
+AXES = {
+    "batch": "rows", "tokens": "tokens a row", "context": "slots",
+    "vocabulary": "head's product, V", "model": "model, V",
 }  # fmt: skip
-AXES = {"batch": "rows", "tokens": "tokens a row", "context": "slots", "model": "",
-        "vocabulary": "tokens, the head's product alone"}  # fmt: skip
 
 
 def heading(about: dict[str, Any]) -> str:
     """What it ran on, in a line; `suites.about`."""
     return (
-        f"{about['where']}, {about['dtype']}, {about['threads']} threads of {about['cores']} "
+        f"{about['where']}, {about['dtype']}, threads {about['threads']} of {about['cores']} "
         f"cores, load average {about['load']:.1f}"
     )
 
 
-def tables(name: str, found: dict[str, Any]) -> tuple[Table, list[str]]:
-    """A suite's table, and the sentences below it."""
-    views: dict[str, Callable[[dict[str, Any]], tuple[Table, list[str]]]] = {
+def tables(name: str, found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    """A suite's tables, and the sentences below them."""
+    views: dict[str, Callable[[dict[str, Any]], tuple[list[Table], list[str]]]] = {
         "peers": _peers, "roofline": _roofline, "round": _round, "scale": _scale,
     }  # fmt: skip
     return views[name](found)
@@ -52,118 +51,123 @@ def figure(name: str, found: dict[str, Any]) -> Figure:
 def _table(title: str, *columns: str, left: int = 1) -> Table:
     table = Table(*columns, title=title, title_justify="left", title_style="", box=None,
                   header_style="bold")  # fmt: skip
+    for column in table.columns:
+        column.no_wrap = True
     for column in table.columns[left:]:
         column.justify = "right"
     return table
 
 
 def times(found: dict[str, float]) -> str:
-    """1.05x [0.91, 1.25]"""
+    """1.05x [0.91, 1.25]; without an interval where only one unit was seen."""
+    if found["low"] == found["high"]:
+        return f"{found['value']:.2f}x"
     return f"{found['value']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
 
 
 def per_cent(found: dict[str, float]) -> str:
-    return f"{found['value']:.0%} [{found['low']:.0%}, {found['high']:.0%}]"
+    """53 % [48, 61]"""
+    return f"{found['value'] * 100:.0f} % [{found['low'] * 100:.0f}, {found['high'] * 100:.0f}]"
 
 
-def _peers(found: dict[str, Any]) -> tuple[Table, list[str]]:
+def _peers(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     table = _table(
-        f"peers: {found['drafter']}, γ = {found['gamma']}, {found['new_tokens']} new tokens of "
-        f"{found['prompts']} prompts x {found['repeats']}; tokens/s of whole calls, prefill "
-        "included, EOS ignored",
-        "work", "batch", "theirs", "specexp", "specexp / theirs", "their text is ours",
+        f"peers: {found['drafter']}, γ = {found['gamma']}, {found['new_tokens']} new tokens for "
+        f"{found['prompts']} prompts, repeats {found['repeats']}",
+        "tokens/s", "batch", "theirs", "specexp", "specexp / theirs", "same text",
     )  # fmt: skip
-    notes = []
     for row in found["rows"]:
-        if row["missing"]:
-            notes.append(f"{WORK[row['work']]}: {row['missing']}")
         theirs = "-" if row["their_tok_s"] is None else f"{row['their_tok_s']:.1f}"
         table.add_row(
             WORK[row["work"]], str(row["batch"]), theirs, f"{row['tok_s']:.1f}",
             times(row["ratio"]) if row["ratio"] else "-", _equal(row["equal"]),
         )  # fmt: skip
-    theirs = "theirs: transformers' generate() on the same weights; a draft model by assisted"
-    notes.append(f"{theirs} generation with as many guesses, always")
-    return table, notes
+    notes = [f"{WORK[row['work']]}: {row['missing']}" for row in found["rows"] if row["missing"]]
+    return [table], [
+        *notes,
+        "whole calls, prefill included, EOS ignored; theirs is transformers' generate() on the "
+        "same weights,",
+        "with a draft model by assisted generation of as many guesses every round",
+    ]
 
 
 def _equal(found: dict[str, Any] | None) -> str:
+    """Tokens that are ours, rows that part at a near tie, and rows that part for another reason."""
     if found is None:
         return "-"
-    odd = [f"{found[kind]} {said}" for kind, said in (("ties", "near ties"), ("others", "others"))
+    odd = [f"{found[kind]} {said}" for kind, said in (("ties", "near ties"), ("others", "odd"))
            if found[kind]]  # fmt: skip
-    return ", ".join([f"{found['share']:.1%}", *odd])
+    return ", ".join([f"{found['share'] * 100:.1f} %", *odd])
 
 
-def _roofline(found: dict[str, Any]) -> tuple[Table, list[str]]:
-    copy = found["copy"]
-    table = _table(
-        f"roofline: a pass at batch 1, medians of {found['turns']} turns; a copy moves "
-        f"{copy['gb_s']:.1f} GB/s ({copy['bytes'] / 2e6:.0f} MB read and as much written)",
-        "model", "tokens", "must read", "ms", "GB/s", "of the copy", "bare products, ms",
-        "pass / bare", "pass / one token",
+def _roofline(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    copy, rows = found["copy"], found["rows"]
+    memory = _table(
+        f"roofline: a copy moves {copy['gb_s']:.1f} GB/s ({copy['bytes'] / 2e6:.0f} MB read and as "
+        f"many written); {found['turns']} turns",
+        "pass", "tokens", "ms", "must read", "GB/s", "of the copy",
     )  # fmt: skip
-    for row in found["rows"]:
-        table.add_row(
-            row["model"], str(row["tokens"]), f"{row['bytes'] / 1e6:.1f} MB", f"{row['ms']:.2f}",
-            f"{row['gb_s']:.1f}", per_cent(row["of_copy"]), f"{row['bare_ms']:.2f}",
-            times(row["over_bare"]), times(row["over_step"]),
-        )  # fmt: skip
-    step = found["rows"][0]
+    products = _table("", "pass", "tokens", "bare products, ms", "pass / bare", "pass / one token")
+    for row in rows:
+        name = row["model"], str(row["tokens"])
+        read = f"{row['ms']:.2f}", f"{row['bytes'] / 1e6:.1f} MB", f"{row['gb_s']:.1f}"
+        memory.add_row(*name, *read, per_cent(row["of_copy"]))
+        bare = f"{row['bare_ms']:.2f}"
+        products.add_row(*name, bare, times(row["over_bare"]), times(row["over_step"]))
     notes = [
-        f"a step of {step['model']} takes {times(step['over_bare'])} its bare matrix products: "
-        "what is above 1 is attention, norms, launches and the toolkit"
+        f"a step of {rows[0]['model']} takes {times(rows[0]['over_bare'])} its bare matrix "
+        "products: above 1 it is attention, norms, launches and the toolkit"
     ]
-    if any(row["of_copy"]["value"] > 1 for row in found["rows"]):
+    if any(row["of_copy"]["value"] > 1 for row in rows):
         notes.append("above 100 %: weights that stay in a cache are faster than the memory")
-    return table, notes
+    return [memory, products], notes
 
 
-def _round(found: dict[str, Any]) -> tuple[Table, list[str]]:
+def _round(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     sides = found["plain"], found["fast"]
     table = _table(
-        f"round: {found['drafter']}, γ = {found['gamma']}, one stream, {found['texts']} prompts x "
-        f"{found['turns'] // found['texts']}; phases timed in a replay of the clean loop",
-        "", "plain, ms", "share", "speculative, ms", "share",
+        f"round: {found['drafter']}, one stream, {found['texts']} prompts, repeats "
+        f"{found['turns'] // found['texts']}; ms a round",
+        "phase", "plain", "share", f"γ = {found['gamma']}", "share",
     )  # fmt: skip
-    for phase, said in PHASES.items():
+    for phase in PHASES:
         both = [side["phases"][phase] for side in sides]
-        cells = [c for p in both for c in (f"{p['ms']:.3f}", per_cent(p["share"]))]
-        table.add_row(said, *cells)
-    for said, key in (("clean loop, a round", "round_ms"),):
-        table.add_row(said, *(c for s in sides for c in (f"{s[key]:.3f}", "")))
-    table.add_row(
-        "sum of phases / clean", *(c for s in sides for c in ("", times(s["sum_over_round"])))
-    )
-    table.add_row(
-        "neither draft nor target pass", *(c for s in sides for c in ("", per_cent(s["overhead"])))
-    )
+        table.add_row(phase, *(c for p in both for c in (f"{p['ms']:.3f}", per_cent(p["share"]))))
+    table.add_row("clean loop", *(c for s in sides for c in (f"{s['round_ms']:.3f}", "")))
+    sums, overheads = ([side[key] for side in sides] for key in ("sum_over_round", "overhead"))
+    table.add_row("sum / clean", *(c for s in sums for c in ("", times(s))))
+    table.add_row("overhead", *(c for o in overheads for c in ("", per_cent(o))))
     speedup, kept = found["speedup"], found["acceptance"]
-    return table, [
+    return [table], [
+        "accept: law and rule; commit: observe and commit; host: reading the report and Python "
+        "between rounds;",
+        "overhead: the part of a clean round that is neither a draft pass nor the target's",
         f"{kept['length']:.2f} tokens a target pass: {times(speedup['measured'])} measured, "
-        f"{speedup['from_passes']:.2f}x from acceptance and the passes alone"
+        f"{speedup['from_passes']:.2f}x foretold from acceptance and the passes alone",
     ]
 
 
-def _scale(found: dict[str, Any]) -> tuple[Table, list[str]]:
+def _scale(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     table = _table(
-        f"scale: a target pass from one row, one token and {found['context']} slots; medians of "
-        f"{found['turns']} turns", "axis", "", "ms", "to the first", left=2,
+        f"scale: a pass from one row, one token and {found['context']} slots on; "
+        f"{found['turns']} turns", "over", "", "ms", "to the first", left=2,
     )  # fmt: skip
     last = None
     for row in found["rows"]:
-        axis = row["axis"]
-        said = f"{row['value']} {AXES[axis]}".strip()
-        if axis == "model":
-            said += f", {row['parameters'] / 1e6:.1f}M, V = {row['vocabulary']}"
-        table.add_row(axis if axis != last else "", said, f"{row['ms']:.2f}",
-                      times(row["over_first"]))  # fmt: skip
-        last = axis
-    fit = found["fit"]
+        said = str(row["value"])
+        if row["axis"] == "model":
+            said += f" ({row['parameters'] / 1e6:.1f}M), {row['vocabulary']}"
+        over = AXES[row["axis"]] if row["axis"] != last else ""
+        table.add_row(over, said, f"{row['ms']:.2f}", times(row["over_first"]))
+        last = row["axis"]
+    return [table], [fitted(found["fit"])]
+
+
+def fitted(fit: dict[str, Any]) -> str:
     said = f"a pass takes {fit['floor_ms']:.1f} ms and {fit['per_token_us']:.0f} µs a token"
     if fit["knee"]:
-        said += f": the floor ends at about {fit['knee']:.0f} tokens in a pass"
-    return table, [f"{said} (R² {fit['r2']:.2f})"]
+        said += f"; the floor ends at about {fit['knee']:.0f} tokens"
+    return f"{said} (R² {fit['r2']:.2f})"
 
 
 # --- figures -------------------------------------------------------------------------------------
@@ -181,10 +185,15 @@ def over_peers(found: dict[str, Any]) -> Figure:
         axes.set_yticks(range(len(rows)), [f"{WORK[r['work']]}, batch {r['batch']}" for r in rows])
         axes.invert_yaxis()
         axes.set_xlim(0, 1.35 * max(max(r["tok_s"], r["their_tok_s"]) for r in rows))
-        axes.set_xlabel("delivered tokens a second, prefill included (grey: transformers)")
-        said = [f"{row['work']} {stats.verdict(Interval(**row['ratio']))}" for row in rows[:3]]
-        drawn.suptitle(f"Against transformers: {', '.join(said)}", x=0.01, ha="left")
+        axes.set_xlabel("delivered tokens a second, prefill included (grey: theirs)")
+        said = [f"{WORK[row['work']]} {_verdict(row['ratio'])}" for row in rows[:3]]
+        drawn.suptitle(f"specexp over theirs: {', '.join(said)}", x=0.01, ha="left")
     return drawn
+
+
+def _verdict(ratio: dict[str, float]) -> str:
+    found = Interval(**ratio)
+    return times(ratio) if found.low == found.high else stats.verdict(found)
 
 
 def floors(found: dict[str, Any]) -> Figure:
@@ -233,15 +242,14 @@ def phases(found: dict[str, Any]) -> Figure:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         overhead = found["fast"]["overhead"]
         axes.set_title(
-            f"{per_cent(overhead)} of a round is neither a draft pass nor the target's; "
-            f"{times(found['speedup']['measured'])} for {found['speedup']['from_passes']:.2f}x"
+            f"Overhead {per_cent(overhead)} of a round; "
+            f"{times(found['speedup']['measured'])} measured, {found['speedup']['from_passes']:.2f}x foretold"
         )
     return drawn
 
 
 def growth(found: dict[str, Any]) -> Figure:
     """A pass over batch, tokens a row and context, in passes over one token."""
-    fit = found["fit"]
     with panels(3, 13.5, 4.0) as (drawn, every):
         for axes, axis in zip(every, ("batch", "tokens", "context"), strict=True):
             rows = [row for row in found["rows"] if row["axis"] == axis]
@@ -259,8 +267,5 @@ def growth(found: dict[str, Any]) -> Figure:
                              "context": "context (slots)"}[axis])  # fmt: skip
             axes.set_ylim(0, None)
         every[0].set_ylabel(f"passes over one token (of {found['rows'][0]['ms']:.2f} ms)")
-        drawn.suptitle(
-            f"A pass takes {fit['floor_ms']:.1f} ms and {fit['per_token_us']:.0f} µs a token "
-            f"(R² {fit['r2']:.2f})", x=0.01, ha="left",
-        )  # fmt: skip
+        drawn.suptitle(f"A{fitted(found['fit'])[1:]}", x=0.01, ha="left")
     return drawn
