@@ -240,10 +240,10 @@ def phases(found: dict[str, Any]) -> Figure:
         axes.invert_yaxis()
         axes.set_xlabel(f"ms a round, {found['drafter']}")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        overhead = found["fast"]["overhead"]
+        speedup = found["speedup"]
         axes.set_title(
-            f"Overhead {per_cent(overhead)} of a round; "
-            f"{times(found['speedup']['measured'])} measured, {found['speedup']['from_passes']:.2f}x foretold"
+            f"Overhead {per_cent(found['fast']['overhead'])} of a round; "
+            f"{times(speedup['measured'])} measured, {speedup['from_passes']:.2f}x foretold"
         )
     return drawn
 
