@@ -146,7 +146,7 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
             (engine, "round", between(counted(engine.round), "host", "commit")),
             (engine.drafter, "propose", between(engine.drafter.propose, "host", "draft")),
             (engine.target, "verify", between(engine.target.verify, "host", "verify")),
-            (engine.drafter, "observe", between(engine.drafter.observe, "accept", None)),
+            (engine.drafter, "observe", between(engine.drafter.observe, "accept", "commit")),
             *((lm, "feed", timed(lm.feed)) for lm in engine.drafter.models),
         ):
             setattr(owner, name, wrapped)  # hides the method of the class
