@@ -238,6 +238,21 @@ def test_a_drafter_without_a_model_drafts_in_all_of_its_draft_phase(rig):
     assert found["fast"]["draft_passes_ms"] == found["fast"]["phases"]["draft"]["ms"] > 0
 
 
+def test_a_drafter_may_ask_the_target_beforehand(rig, costly, tiny_folders):
+    planted = rig.with_(drafter=f"planted:0.5,{tiny_folders[1]}")
+    fast = suites.a_round(planted, [PROMPTS[0].text], 8, 1)["fast"]
+    ms = {phase: of["ms"] for phase, of in fast["phases"].items()}
+    assert (ms["verify"], ms["accept"], ms["host"]) == (6000, 2000, 0)
+    assert ms["draft"] == 3000 + fast["draft_passes_ms"]  # not the truth, told beforehand
+
+
+def test_an_eagle_layer_has_no_pass_of_its_own():
+    rig = build.build(drafter="eagle", gamma=2)
+    assert [lm.name for lm in roofline.causal(rig)] == ["target-10m"]
+    fast = suites.a_round(rig, [PROMPTS[0].text], 8, 1)["fast"]
+    assert 0 < fast["draft_passes_ms"] <= fast["phases"]["draft"]["ms"]
+
+
 # --- scale ---------------------------------------------------------------------------------------
 
 

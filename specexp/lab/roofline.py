@@ -101,18 +101,18 @@ def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
 
 
 def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
-    """One row a model (the target, then the drafter's) and pass: 1 token, and gamma + 1."""
+    """One row a model (`causal`) and pass: 1 token, and gamma + 1."""
     gamma, ids = rig.options["gamma"], [t for row in rig.encode(texts) for t in row]
     copy, copied = copying(rig.target.device)
     arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
-    for at, lm in enumerate(rig.engine.models):
+    for at, lm in enumerate(causal(rig)):
         for tokens in (1, gamma + 1):
             arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
             arms[at, tokens, "bare"] = products(lm.module, tokens)
     seen = turns.take(arms, range(repeats * PASSES), rig.target.device, "roofline", lead=1)
     copy_s = turns.median_s(seen["copy"])
     rows = []
-    for at, lm in enumerate(rig.engine.models):
+    for at, lm in enumerate(causal(rig)):
         for tokens in (1, gamma + 1):
             took, bare = seen[at, tokens], seen[at, tokens, "bare"]
             read = pass_bytes(lm, 1, tokens, _context(lm))
@@ -126,6 +126,12 @@ def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
             )
     about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
     return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}
+
+
+def causal(rig: Rig) -> list[LM]:
+    """The target, and those of the drafter's models that read tokens alone. (An EAGLE layer reads
+    the target's states; what it costs is in the suite `round`.)"""
+    return [lm for lm in rig.engine.models if hasattr(lm.module, "base_model")]
 
 
 def _context(lm: LM) -> int:

@@ -51,10 +51,8 @@ def figure(name: str, found: dict[str, Any]) -> Figure:
 def _table(title: str, *columns: str, left: int = 1) -> Table:
     table = Table(*columns, title=title, title_justify="left", title_style="", box=None,
                   header_style="bold")  # fmt: skip
-    for column in table.columns:
-        column.no_wrap = True
     for column in table.columns[left:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     return table
 
 

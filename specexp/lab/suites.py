@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from specexp.errors import UserError
 from specexp.lab import bench, build, doctor, peers, stats, turns
 from specexp.lab.build import Rig
 from specexp.lab.prompts import Prompt
-from specexp.lab.roofline import PASSES, a_pass, roofline, weight_bytes
+from specexp.lab.roofline import PASSES, a_pass, causal, roofline, weight_bytes
 from specexp.lm import LM, load
 from specexp.serving.costs import Fit, fingerprint
 from specexp.trace import Acceptance
@@ -81,7 +82,7 @@ def run(
 
 
 def save(path: Path, report: dict[str, Any]) -> None:
-    """One JSON file, written whole or not at all; a figure of every suite beside it."""
+    """One JSON file, written whole or not at all. Raises UserError when it cannot be."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,8 +106,8 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     drafter's models; `rounds`: how many.
     """
     spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
-    device = engine.target.device
-    last = turns.clock(device)
+    drafter, device = engine.drafter, engine.target.device
+    last, doing = turns.clock(device), ""
 
     def border(phase: str | None) -> None:
         nonlocal last
@@ -115,41 +116,52 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
             spent[phase] += now - last
         last = now
 
-    def between(call: Any, before: str | None, after: str | None) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            border(before)
-            made = call(*args, **kwargs)
-            border(after)
-            return made
+    def begin(call: Any, *args: Any) -> Any:
+        made = call(*args)
+        border(None)  # reading the prompts is no part of a round
+        return made
 
-        return noted
+    def a_round(call: Any, *args: Any) -> Any:
+        nonlocal doing
+        made = call(*args)
+        border("commit")
+        spent["rounds"] += 1
+        doing = ""
+        return made
 
-    def timed(call: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            begin = turns.clock(device)
-            made = call(*args, **kwargs)
-            spent["passes"] += turns.clock(device) - begin
-            return made
+    def propose(call: Any, *args: Any) -> Any:
+        nonlocal doing
+        border("host")
+        doing = "draft"
+        made = call(*args)
+        border("draft")
+        doing = "verify"
+        return made
 
-        return noted
+    def verify(call: Any, *args: Any) -> Any:
+        made = call(*args)
+        if doing == "verify":  # a drafter may ask the target, too
+            border("verify")
+        return made
 
-    def counted(call: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            spent["rounds"] += 1
-            return call(*args, **kwargs)
+    def observe(call: Any, *args: Any) -> Any:
+        border("accept")
+        return call(*args)
 
-        return noted
+    def feed(call: Any, *args: Any, **more: Any) -> Any:
+        started = turns.clock(device)
+        made = call(*args, **more)
+        if doing == "draft":
+            spent["passes"] += turns.clock(device) - started
+        return made
 
     with ExitStack() as borders:
-        for owner, name, wrapped in (
-            (engine, "begin", between(engine.begin, None, None)),
-            (engine, "round", between(counted(engine.round), "host", "commit")),
-            (engine.drafter, "propose", between(engine.drafter.propose, "host", "draft")),
-            (engine.target, "verify", between(engine.target.verify, "host", "verify")),
-            (engine.drafter, "observe", between(engine.drafter.observe, "accept", "commit")),
-            *((lm, "feed", timed(lm.feed)) for lm in engine.drafter.models),
-        ):
-            setattr(owner, name, wrapped)  # hides the method of the class
+        for owner, name, noted in (
+            (engine, "begin", begin), (engine, "round", a_round), (drafter, "propose", propose),
+            (engine.target, "verify", verify), (drafter, "observe", observe),
+            *((lm, "feed", feed) for lm in drafter.models),
+        ):  # fmt: skip
+            setattr(owner, name, partial(noted, getattr(owner, name)))  # hides the class's own
             borders.callback(delattr, owner, name)
         yield spent
     border("host")
@@ -300,7 +312,7 @@ def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
 
 def _models(rig: Rig) -> list[LM]:
     """The target and the drafter's models; for a target of the zoo, all of the zoo."""
-    found = list(rig.engine.models)
+    found = causal(rig)
     known = {model.name: model for model in shelf.models()}
     if rig.options["target"] in known:
         names = {lm.name for lm in found}
