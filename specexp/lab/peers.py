@@ -32,6 +32,7 @@ from specexp.lab.turns import Turn
 from specexp.sampling import Sampling
 
 MOST = 8  # rows of the comparison under batch, if --batches has as many
+FEWEST = 5  # turns of a batch: of fewer units an interval says little
 SUFFIX = 3  # tokens that prompt lookup matches at most, on both sides
 Texts = list[list[int]]  # of a batch, row by row
 Writer = Callable[[Texts], Texts]  # prompts to new tokens
@@ -66,7 +67,10 @@ def peers(
     with same_settings([rig.target.module, *_draft_module(rig)], gamma, rig.engine.sampling):
         alone = turns.take(arms, [[row] for row in ids] * repeats, device, "peers")
         packed = turns.take(
-            {arm: arms[arm] for arm in few}, [crowd] * repeats, device, f"peers, batch {batch}"
+            {arm: arms[arm] for arm in few},
+            [crowd] * max(repeats, FEWEST),
+            device,
+            f"peers, batch {batch}",
         )
     rows = [
         {"work": work, "batch": size}

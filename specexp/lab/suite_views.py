@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from specexp.lab import stats
+from specexp.lab.maps import DOUBTFUL
 from specexp.lab.plots import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas, panels
 from specexp.lab.stats import Interval
 
@@ -165,7 +166,11 @@ def fitted(fit: dict[str, Any]) -> str:
     said = f"a pass takes {fit['floor_ms']:.1f} ms and {fit['per_token_us']:.0f} µs a token"
     if fit["knee"]:
         said += f"; the floor ends at about {fit['knee']:.0f} tokens"
-    return f"{said} (R² {fit['r2']:.2f})"
+    return (
+        f"{said} (R² {fit['r2']:.2f})"
+        if fit["r2"] > DOUBTFUL
+        else (f"{said}: doubtful (R² {fit['r2']:.2f}), was it busy?")
+    )
 
 
 # --- figures -------------------------------------------------------------------------------------
