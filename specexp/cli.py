@@ -386,6 +386,81 @@ def _show_served(figures: Any, title: str) -> None:
 
 
 @app.command()
+def bench(
+    suites: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            help="peers, roofline, round, scale; default: all four.", metavar="[SUITES]..."
+        ),
+    ] = None,
+    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
+    drafter: Annotated[
+        str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
+    ] = "model",
+    gamma: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Draft length; default: 5, or what the drafter can do at most."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    batches: Annotated[
+        str, typer.Option(help="Rows, for scale; peers takes the largest up to 8.")
+    ] = "1,2,4,8,16",
+    prompts: Annotated[
+        str, typer.Option(help="A prompts file (JSON lines), a shipped category, or all: five.")
+    ] = "all",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Turns; single passes take ten for each.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write the figures here (JSON), and a picture a suite beside it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Do figures made here describe the hardware or the toolkit? Everything is timed in turns.
+
+    peers: other engines at the same work. roofline: a pass against memory and its own products.
+    round: where a round's time goes. scale: how a pass grows. Two to four minutes for the zoo.
+    """
+    from specexp.lab import build, suite_views
+    from specexp.lab import prompts as questions
+    from specexp.lab import suites as lab
+
+    names = list(dict.fromkeys(suites or lab.NAMES))
+    options: dict[str, Any] = {
+        "target": target, "drafter": drafter, "temperature": temperature, "top_k": 0, "top_p": 1.0,
+        "dtype": dtype, "device": device, "seed": 0,
+    }  # fmt: skip
+    options["gamma"] = build.usual_gamma(options) if gamma is None else gamma
+    rows, texts = _numbers("batches", batches), questions.load(prompts, limit=lab.PROMPTS)
+    asked = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
+    lab.check(names, options | asked, texts)
+    report: dict[str, Any] = {"parameters": options | asked | {"prompts": prompts}, "suites": {}}
+    if out:
+        lab.save(out, report)
+    rig = build.build(**options)
+    report["about"] = lab.about(rig.target.device, rig.target.dtype)
+    if not as_json:
+        console.print(suite_views.heading(report["about"]), highlight=False, soft_wrap=True)
+    if warning := report["about"]["warning"]:
+        _complain("warning", warning)
+    for name in names:
+        found = report["suites"][name] = lab.run(name, rig, texts, rows, max_new_tokens, repeats)
+        if out:
+            lab.save(out, report)
+            picture = out.with_name(f"{out.stem}-{name}.png")
+            suite_views.figure(name, found).savefig(picture, dpi=110, bbox_inches="tight")
+        if not as_json:
+            shown, notes = suite_views.tables(name, found)
+            console.print(*shown, *notes, "", highlight=False, soft_wrap=True, sep="\n")
+    if as_json:
+        print(json.dumps(report))
+    elif out:
+        console.print(f"kept in {_relative(out)}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def models(as_json: AsJson = False) -> None:
     """What is in the zoo, what drafts for which target, and the ways to draft."""
     from specexp import drafters

@@ -8,7 +8,6 @@ from them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from specexp.engine import Engine
 from specexp.lab import stats
 from specexp.lab.build import Rig
 from specexp.lab.prompts import Prompt
+from specexp.lab.turns import clock
 from specexp.lm import LM
 from specexp.policy import Load
 from specexp.sequences import Sequences
@@ -364,9 +364,7 @@ def _tree(engine: Engine) -> Tree:
 
 
 def _clock(engine: Engine) -> float:
-    if engine.target.device.type == "cuda":
-        torch.cuda.synchronize(engine.target.device)
-    return time.perf_counter()
+    return clock(engine.target.device)
 
 
 def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:

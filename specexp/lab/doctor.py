@@ -18,6 +18,7 @@ from specexp.lm import free_memory
 from specexp.zoo import shelf
 
 SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
+EMULATED = 4.0  # times the time of float32: double precision honestly takes twice as long
 _WIDTH, _LAYERS = 1024, 32  # 128 MiB of float32 weights: too large for the caches that matter
 
 
@@ -28,8 +29,8 @@ def examine(console: Console) -> bool:
     facts.add_row(
         "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )
-    facts.add_row("packages", ", ".join(f"{n} {_version(n) or 'missing'}" for n in SHOWN))
-    facts.add_row("device", _device(device))
+    facts.add_row("packages", ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN))
+    facts.add_row("device", described(device))
     facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
     facts.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {_load()}")
     store = track.store()
@@ -55,7 +56,7 @@ def missing() -> list[str]:
     """Requirements of the package that are not installed, one line each with the mend."""
     needed = metadata.requires("specexp") or []
     names = [re.split(r"[\s;<>=!~\[]", r, maxsplit=1)[0] for r in needed if "extra ==" not in r]
-    return [f"{n}: pip install {n}" for n in names if _version(n) is None]
+    return [f"{n}: pip install {n}" for n in names if version(n) is None]
 
 
 def speeds(device: torch.device) -> Table:
@@ -77,6 +78,26 @@ def speeds(device: torch.device) -> Table:
     return table
 
 
+def slow(dtype: torch.dtype, device: torch.device) -> str:
+    """One line when a token costs far more in this dtype than in float32, as it does where the
+    processor has no such arithmetic and it is emulated; else ""."""
+    if dtype == torch.float32:
+        return ""
+    shape = _WIDTH, _WIDTH
+    single = [torch.randn(shape, device=device) for _ in range(_LAYERS)]
+    times = [
+        min(_pass(weights, 1) for _ in range(4))
+        for weights in ([w.to(dtype) for w in single], single)
+    ]
+    if times[0] < EMULATED * times[1]:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"{name} is emulated slowly here: a token costs {times[0] / times[1]:.0f}x what it does in "
+        "float32, and figures say nothing about hardware that has it; use --dtype float32"
+    )
+
+
 def _pass(weights: list[torch.Tensor], n: int) -> float:
     x = torch.ones(n, _WIDTH, device=weights[0].device, dtype=weights[0].dtype)
     _synchronize(x.device)
@@ -92,7 +113,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _device(device: torch.device) -> str:
+def described(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     return f"cpu ({torch.backends.cpu.get_cpu_capability()}); no CUDA device found"
@@ -102,7 +123,7 @@ def _load() -> str:
     return f"{os.getloadavg()[0]:.1f}"
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from specexp import theory
 from specexp.engine import Engine
@@ -53,6 +54,19 @@ class Fit:
     per_token_s: float
     per_slot_s: float
     r2: float
+
+    @classmethod
+    def of(cls, tokens: ArrayLike, context: ArrayLike, seconds: ArrayLike) -> Fit:
+        """The floor and slopes that are least off, in relative terms, none negative, for passes
+        over `tokens` (of all rows), `context` slots and `seconds`, arrays of one shape."""
+        n, c, t = (np.asarray(x, float).ravel() for x in (tokens, context, seconds))
+        columns = np.stack([np.ones_like(t), n, n * c], 1) / t[:, None]
+        found = _non_negative(columns, np.ones_like(t))
+        off = ((columns @ found - 1) ** 2).sum()
+        mean = (1 / t).sum() / (1 / t**2).sum()
+        spread = ((mean / t - 1) ** 2).sum()
+        floor, token, slot = map(float, found)
+        return cls(floor, token, slot, float(1 - off / spread) if spread > 1e-12 else 1.0)
 
     def pass_s(self, batch: float, tokens: float, context: float) -> float:
         return self.floor_s + batch * tokens * self.token_s(context)
@@ -149,16 +163,9 @@ class Costs:
         )
 
     def fit(self) -> Fit:
-        """The floor and slopes of `verify` that are least off, in relative terms, none negative."""
+        """The floor and slopes of `verify`."""
         B, T, C = np.meshgrid(self.batches, self.tokens, self.contexts, indexing="ij")
-        n, t = (B * T).ravel(), self.verify.ravel()
-        columns = np.stack([np.ones_like(t), n, n * C.ravel()], 1) / t[:, None]
-        found = _non_negative(columns, np.ones_like(t))
-        off = ((columns @ found - 1) ** 2).sum()
-        mean = (1 / t).sum() / (1 / t**2).sum()
-        spread = ((mean / t - 1) ** 2).sum()
-        floor, token, slot = map(float, found)
-        return Fit(floor, token, slot, float(1 - off / spread) if spread > 1e-12 else 1.0)
+        return Fit.of(B * T, C, self.verify)
 
     def save(self, path: str | Path) -> None:
         """One JSON file, written whole or not at all."""

@@ -1,0 +1,138 @@
+"""The suite `roofline`: does a pass cost what the machine must do for it, or what we add to it?
+
+A pass of few tokens reads every weight once and does next to nothing with it, so its floor is the
+memory's. Two yardsticks are timed in the same turns: a copy of a buffer that no cache holds, and
+the bare matrix products of that very model, one after another, with nothing between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specexp.lab import turns
+from specexp.lab.build import Rig
+from specexp.lm import LM, free_memory
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+PASSES = 10  # turns of single passes for each repeat that is asked for: they are short
+CONTEXT = 256  # slots of the buffer that a pass reads, if the model has as many
+COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes: several times the last cache of what one meets
+
+
+def weight_bytes(module: nn.Module, tokens: int) -> int:
+    """Bytes of weights that a pass over `tokens` tokens reads.
+
+    Every tensor once, however many modules share it. Of a table that is only looked up (an
+    embedding that is not the head's too) the rows looked up. A mixture of experts counts whole.
+    """
+    looked_up: dict[int, Tensor] = {}
+    read: dict[int, Tensor] = {}
+    for part in module.modules():
+        for weight in part.parameters(recurse=False):
+            (looked_up if isinstance(part, nn.Embedding) else read)[weight.data_ptr()] = weight
+    rows = [w[:tokens] for pointer, w in looked_up.items() if pointer not in read]
+    return sum(w.numel() * w.element_size() for w in (*read.values(), *rows))
+
+
+def pass_bytes(lm: LM, batch: int, tokens: int, context: int) -> int:
+    """Bytes that a pass over `tokens` tokens a row must read: the weights, and the keys and values
+    of `context` slots a row. (What it writes is a few tokens' keys and values: left out.)"""
+    return weight_bytes(lm.module, batch * tokens) + batch * context * lm.kv_bytes_per_token
+
+
+def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
+    """The bare matrix products of a pass over `tokens` tokens: every linear layer's weight
+    [out, in] times a random activation [tokens, in], in order, without biases."""
+    weights = matrices(module)
+    x = {
+        w.shape[1]: torch.randn(tokens, w.shape[1], device=w.device, dtype=w.dtype) for w in weights
+    }
+
+    @torch.inference_mode()
+    def multiply(_: Any) -> None:
+        for w in weights:
+            nn.functional.linear(x[w.shape[1]], w)
+
+    return multiply
+
+
+def matrices(module: nn.Module) -> list[Tensor]:
+    """The weights [out, in] of the linear layers, the head's too. GPT-2 keeps its own [in, out]."""
+    found: list[Any] = []
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            found.append(part.weight)
+        elif type(part).__name__ == "Conv1D":
+            found.append(part.weight.T)
+    return found
+
+
+def a_pass(
+    lm: LM, ids: list[int], batch: int, tokens: int, context: int, slack: int = 0
+) -> Callable[[Any], Any]:
+    """A pass over `tokens` tokens a row, repeated where it stands: at the end of texts that
+    fill a buffer of `context` slots but for the last `slack` (by default `tokens`). It has a cache
+    of its own. ids: any text; it is repeated to fill the rows."""
+    lm = LM(lm.module, lm.name, lm.vocab)
+    slack = max(slack, tokens)
+    length = max(1, context - slack)
+    text = [token % lm.vocab for token in islice(cycle(ids), length + tokens)]
+    seqs = Sequences.of([text[:length]] * batch, 0, slack=context - length, device=lm.device)
+    guesses = torch.tensor([text[length : length + tokens - 1]] * batch, device=lm.device)
+    draft = seqs.draft(Tree.chain(tokens - 1).nodes(lm.device), guesses.long())
+    lm.allocate(*seqs.tokens.shape)
+    lm.prefill(seqs, 0, length - 1)
+    return torch.inference_mode()(lambda _: lm.verify(seqs, draft))
+
+
+def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
+    """A copy of a large buffer into another, and the bytes that it moves: as many read as written.
+    (A processor that reads a line before it overwrites it moves half as much again.)"""
+    size = min(COPIED[device.type], free_memory(device) // 8)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return lambda _: target.copy_(source), 2 * size
+
+
+def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
+    """One row a model (`causal`) and pass: 1 token, and gamma + 1."""
+    gamma, ids = rig.options["gamma"], [t for row in rig.encode(texts) for t in row]
+    copy, copied = copying(rig.target.device)
+    arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
+    for at, lm in enumerate(causal(rig)):
+        for tokens in (1, gamma + 1):
+            arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
+            arms[at, tokens, "bare"] = products(lm.module, tokens)
+    seen = turns.take(arms, range(repeats * PASSES), rig.target.device, "roofline", lead=1)
+    copy_s = turns.median_s(seen["copy"])
+    rows = []
+    for at, lm in enumerate(causal(rig)):
+        for tokens in (1, gamma + 1):
+            took, bare = seen[at, tokens], seen[at, tokens, "bare"]
+            read = pass_bytes(lm, 1, tokens, _context(lm))
+            rows.append(
+                {"model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read}
+                | {"ms": 1e3 * turns.median_s(took), "bare_ms": 1e3 * turns.median_s(bare)}
+                | {"gb_s": 1e-9 * read / turns.median_s(took)}
+                | {"of_copy": turns.ratio(seen["copy"], took, read / copied)._asdict()}
+                | {"over_bare": turns.ratio(took, bare)._asdict()}
+                | {"over_step": turns.ratio(took, seen[at, 1])._asdict()}
+            )
+    about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
+    return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}
+
+
+def causal(rig: Rig) -> list[LM]:
+    """The target, and those of the drafter's models that read tokens alone. (An EAGLE layer reads
+    the target's states; what it costs is in the suite `round`.)"""
+    return [lm for lm in rig.engine.models if hasattr(lm.module, "base_model")]
+
+
+def _context(lm: LM) -> int:
+    return min(CONTEXT, lm.context)

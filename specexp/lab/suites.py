@@ -1,0 +1,325 @@
+"""`specexp bench`: do figures made on this machine describe the hardware, or the toolkit?
+
+Four suites, each a comparison whose arms take turns in one process, each giving plain data that
+JSON can hold: `peers` (other engines, same work), `roofline` (a pass against the memory and against
+its own matrix products), `round` (where a round's time goes) and `scale` (how a pass grows).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.lab import bench, build, doctor, peers, stats, turns
+from specexp.lab.build import Rig
+from specexp.lab.prompts import Prompt
+from specexp.lab.roofline import PASSES, a_pass, causal, roofline, weight_bytes
+from specexp.lm import LM, load
+from specexp.serving.costs import Fit, fingerprint
+from specexp.trace import Acceptance
+from specexp.zoo import shelf
+
+NAMES = ("peers", "roofline", "round", "scale")
+PHASES = ("draft", "verify", "accept", "commit", "host")
+TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
+PROMPTS = 5  # of those that are named, evenly over their categories
+PACKAGES = ("specexp", "torch", "transformers", "numpy", "vllm")
+
+
+def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What the figures were made with: `costs.fingerprint`, versions, load, and what to beware."""
+    return fingerprint(device, dtype) | {
+        "where": doctor.described(device),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": {"python": platform.python_version()}
+        | {name: version for name in PACKAGES if (version := doctor.version(name))},
+        "warning": doctor.slow(dtype, device),
+    }
+
+
+def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
+    """Raises UserError for whatever is wrong, a line each, before a weight is loaded."""
+    problems = [
+        f"suite {name!r} is unknown; there are {', '.join(NAMES)}"
+        for name in names
+        if name not in NAMES
+    ]
+    if options["gamma"] == 0:
+        problems.append("gamma is 0; to see what speculation costs it must be 1 or more")
+    problems += build.check(options, texts)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def run(
+    name: str, rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
+    repeats: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One suite, as plain data."""
+    if name == "peers":
+        return peers.peers(rig, prompts, batches, max_new_tokens, repeats)
+    texts = [prompt.text for prompt in prompts]
+    if name == "roofline":
+        return roofline(rig, texts, repeats)
+    if name == "round":
+        return a_round(rig, texts, max_new_tokens, repeats)
+    return scale(rig, texts, batches, repeats)
+
+
+def save(path: Path, report: dict[str, Any]) -> None:
+    """One JSON file, written whole or not at all. Raises UserError when it cannot be."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(report, indent=1))
+        fresh.replace(path)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}; choose another place") from e
+
+
+# --- round ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[dict[str, float]]:
+    """While this lasts, seconds by phase of all rounds of `engine`, the device awaited at every
+    border; outside of it the loop has no clocks. The phases are without gaps:
+
+    draft: `propose`; verify: the target's pass; accept: law and rule; commit: from the verdict to
+    the report (observe, commit; chains have nothing to move); host: all between two rounds, which
+    is reading the report and what Python makes of it. `passes`: the part of `draft` inside the
+    drafter's models; `rounds`: how many.
+    """
+    spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
+    drafter, device = engine.drafter, engine.target.device
+    last, doing = turns.clock(device), ""
+
+    def border(phase: str | None) -> None:
+        nonlocal last
+        now = turns.clock(device)
+        if phase:
+            spent[phase] += now - last
+        last = now
+
+    def begin(call: Any, *args: Any) -> Any:
+        made = call(*args)
+        border(None)  # reading the prompts is no part of a round
+        return made
+
+    def a_round(call: Any, *args: Any) -> Any:
+        nonlocal doing
+        made = call(*args)
+        border("commit")
+        spent["rounds"] += 1
+        doing = ""
+        return made
+
+    def propose(call: Any, *args: Any) -> Any:
+        nonlocal doing
+        border("host")
+        doing = "draft"
+        made = call(*args)
+        border("draft")
+        doing = "verify"
+        return made
+
+    def verify(call: Any, *args: Any) -> Any:
+        made = call(*args)
+        if doing == "verify":  # a drafter may ask the target, too
+            border("verify")
+        return made
+
+    def observe(call: Any, *args: Any) -> Any:
+        border("accept")
+        return call(*args)
+
+    def feed(call: Any, *args: Any, **more: Any) -> Any:
+        started = turns.clock(device)
+        made = call(*args, **more)
+        if doing == "draft":
+            spent["passes"] += turns.clock(device) - started
+        return made
+
+    with ExitStack() as borders:
+        for owner, name, noted in (
+            (engine, "begin", begin), (engine, "round", a_round), (drafter, "propose", propose),
+            (engine.target, "verify", verify), (drafter, "observe", observe),
+            *((lm, "feed", feed) for lm in drafter.models),
+        ):  # fmt: skip
+            setattr(owner, name, partial(noted, getattr(owner, name)))  # hides the class's own
+            borders.callback(delattr, owner, name)
+        yield spent
+    border("host")
+
+
+def a_round(
+    rig: Rig, texts: Sequence[str], max_new_tokens: int, repeats: int
+) -> dict[str, Any]:  # fmt: skip
+    """Where a round's time goes, by phase, plain and speculative; the unit is a text and repeat.
+
+    The clean loop has no clocks but the one that every round ends with. The phases are those of the
+    same texts once more, round for round in the same state, with a clock at every border.
+    """
+    fast = rig.with_().engine
+    fast.eos = ()
+    plain = fast.plain()
+
+    def replay(engine: Engine, ids: list[int]) -> dict[str, float]:
+        with watched(engine) as spent:
+            engine.generate([ids], max_new_tokens)
+        return spent
+
+    arms: dict[Any, Callable[[list[int]], Any]] = {
+        ("plain", "clean"): lambda ids: plain.generate([ids], max_new_tokens).trace,
+        ("fast", "clean"): lambda ids: fast.generate([ids], max_new_tokens).trace,
+        ("plain", "replay"): lambda ids: replay(plain, ids),
+        ("fast", "replay"): lambda ids: replay(fast, ids),
+    }
+    items = rig.encode(texts) * repeats
+    seen = turns.take(arms, items, rig.target.device, "round")
+    made = {arm: [turn.made for turn in found] for arm, found in seen.items()}
+    sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
+    record = Acceptance.pooled(trace.acceptance for trace in made["fast", "clean"])
+    record.check()
+    gamma = rig.options["gamma"]
+    passes = pd.DataFrame(
+        {
+            "gamma": [0, gamma], "rest_s": 0.0,
+            "draft_s": [0.0, sides["fast"]["draft_passes_ms"] / 1e3],
+            "verify_s": [sides[side]["phases"]["verify"]["ms"] / 1e3 for side in sides],
+        }
+    )[["gamma", "draft_s", "verify_s", "rest_s"]]  # fmt: skip
+    times = [[t.decode_s for t in made[side, "clean"]] for side in ("plain", "fast")]
+    tokens = [[t.emitted for t in made[side, "clean"]] for side in ("plain", "fast")]
+    measured = stats.speedup(times[0], tokens[0], times[1], tokens[1])
+    foretold = bench.predicted(passes, record).set_index("gamma")["speedup"][gamma]
+    return {
+        "gamma": gamma, "drafter": rig.drafter, "texts": len(texts), "turns": len(items),
+        **sides,
+        "acceptance": {"rate": record.rate, "length": record.length,
+                       "conditional": list(record.conditional)},
+        "speedup": {"measured": measured._asdict(), "from_passes": float(foretold)},
+    }  # fmt: skip
+
+
+def _side(traces: Sequence[Any], replays: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Rounds of one engine: `traces` of clean loops, and the same ones phase by phase."""
+    rounds = np.array([spent["rounds"] for spent in replays])
+    clean = np.array([trace.decode_s / len(trace.rounds) for trace in traces])
+    each = {phase: np.array([s[phase] for s in replays]) / rounds for phase in (*PHASES, "passes")}
+    models = each["passes"].any()
+    passes = each["passes"] if models else each["draft"]  # no model: drafting is all there is
+    total = np.sum([each[phase] for phase in PHASES], 0)
+    overhead = stats.interval(
+        lambda r, d, v: (r.sum(-1) - d.sum(-1) - v.sum(-1)) / r.sum(-1),
+        clean, passes, each["verify"],
+    )  # fmt: skip
+    return {
+        "round_ms": 1e3 * float(clean.mean()),
+        "phases": {
+            phase: {"ms": 1e3 * float(each[phase].mean()),
+                    "share": stats.ratio(each[phase], total)._asdict()}
+            for phase in PHASES
+        },
+        "draft_passes_ms": 1e3 * float(passes.mean()),
+        "sum_over_round": stats.ratio(total, clean)._asdict(),
+        "overhead": overhead._asdict(),
+    }  # fmt: skip
+
+
+# --- scale ---------------------------------------------------------------------------------------
+
+
+def scale(
+    rig: Rig, texts: Sequence[str], batches: Sequence[int], repeats: int
+) -> dict[str, Any]:  # fmt: skip
+    """How a target pass grows, one axis at a time from one row, one token and a short buffer; the
+    head's product alone over its vocabulary; a one-token pass of each model of the zoo."""
+    target, gamma = rig.target, rig.options["gamma"]
+    ids = [t for row in rig.encode(texts) for t in row]
+    contexts = [c for c in CONTEXTS if c <= target.context] or [target.context]
+    short = contexts[0]
+    tokens = [n for n in sorted({*TOKENS, gamma + 1}) if n <= short // 2]
+    axes: dict[str, list[tuple[int, int, int]]] = {
+        "batch": [(b, 1, short) for b in sorted({1, *batches})],
+        "tokens": [(1, n, short) for n in tokens],
+        "context": [(1, 1, c) for c in contexts],
+    }
+    places = dict.fromkeys(place for along in axes.values() for place in along)
+    arms: dict[Any, Callable[[Any], Any]] = {
+        place: a_pass(target, ids, *place, slack=min(max(TOKENS), short // 2)) for place in places
+    }
+    models = dict(enumerate(_models(rig)))
+    for at, lm in models.items():
+        arms["model", at] = a_pass(lm, ids, 1, 1, min(short, lm.context))
+    head = target.module.get_output_embeddings()
+    heads = _heads(head.weight)
+    arms |= {("vocabulary", V): multiply for V, multiply in heads.items()}
+    seen = turns.take(arms, range(repeats * PASSES), target.device, "scale", lead=1)
+    rows = [
+        _row(axis, place[at], seen[place], seen[along[0]])
+        for at, (axis, along) in enumerate(axes.items())
+        for place in along
+    ]
+    rows += [_row("vocabulary", V, seen["vocabulary", V], seen["vocabulary", min(heads)])
+             for V in heads]  # fmt: skip
+    rows += [
+        _row("model", lm.name, seen["model", at], seen["model", 0])
+        | {"parameters": lm.parameters, "vocabulary": lm.vocab,
+           "bytes": weight_bytes(lm.module, 1)}
+        for at, lm in models.items()
+    ]  # fmt: skip
+    n, c, t = zip(*((b * k, c, turns.median_s(seen[b, k, c])) for b, k, c in places), strict=True)
+    fit = Fit.of(n, c, t)
+    return {
+        "turns": repeats * PASSES, "context": short, "rows": rows,
+        "fit": {"floor_ms": 1e3 * fit.floor_s, "per_token_us": 1e6 * fit.token_s(short),
+                "per_slot_ns": 1e9 * fit.per_slot_s, "r2": fit.r2,
+                "knee": fit.knee(short) if fit.token_s(short) else None},
+    }  # fmt: skip
+
+
+def _row(axis: str, value: Any, took: Sequence[turns.Turn], first: Any) -> dict[str, Any]:
+    ratio = turns.ratio(took, first)._asdict()
+    return {"axis": axis, "value": value, "ms": 1e3 * turns.median_s(took), "over_first": ratio}
+
+
+def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
+    """The head's product for one token, over a quarter, half and all of its vocabulary."""
+    V, E = weight.shape
+    x = torch.randn(1, E, device=weight.device, dtype=weight.dtype)
+    parts = {v: weight[:v] for v in sorted({max(1, V // 4), max(1, V // 2), V})}
+    return {
+        v: torch.inference_mode()(lambda _, w=part: nn.functional.linear(x, w))
+        for v, part in parts.items()
+    }
+
+
+def _models(rig: Rig) -> list[LM]:
+    """The target and the drafter's models; for a target of the zoo, all of the zoo."""
+    found = causal(rig)
+    known = {model.name: model for model in shelf.models()}
+    if rig.options["target"] in known:
+        names = {lm.name for lm in found}
+        dtype, device = rig.options["dtype"], str(rig.target.device)
+        found += [
+            load(model.path, model.name, dtype, device)
+            for model in known.values()
+            if model.role in ("target", "draft", "control") and model.name not in names
+        ]
+    return found
