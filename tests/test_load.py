@@ -457,7 +457,7 @@ def test_the_title_of_a_bake_off_says_what_its_table_says(tmp_path):
     figure = load_plots.bake_off(load.rates(both), load.regrets(both))
     assert drawn(figure, tmp_path) == (
         "always:3: 2.00x with 1 and 0.50x with 9 streams; goodput loses 5.0% at worst to the best "
-        "choice"
+        "fixed choice"
     )
     left, right = figure.axes
     assert [t.get_text() for t in left.get_legend().get_texts()] == ["always:3", "goodput"]
