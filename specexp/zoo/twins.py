@@ -21,7 +21,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -208,26 +208,195 @@ def _tokenizer(folder: Path, context: int) -> None:
 
 
 def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, Any]:
-    """The factor that gives alpha, and what text and agreement are like with it, on new prompts."""
-    own = shape.parameters <= OWN
-    model = _stood_in(shape, own, dtype, seed)
-    with tqdm(desc=f"damping for alpha {alpha}", unit="try", total=12) as bar:
+    """The factor that gives alpha; agreement and text with it, on prompts not seen before."""
+    trial = _trial(shape)
+    model = _drawn(trial, dtype, seed)
+    with tqdm(desc=f"damping for alpha {alpha}", unit="try") as bar:
 
-        def measure(damp: float, rows: int = 32, new: int = 64, prompts: int = 0) -> Tensor:
-            _damp(model, shape, damp, seed)
-            seen = agreement(model, shape.draft, rows, new, seed=prompts)
-            bar.set_postfix_str(f"damped by {damp:.3g}: {seen[1].float().mean():.3f}")
+        def measure(damp: float) -> float:
+            _damp(model, trial, damp, seed)
+            seen = agreement(model, trial.draft, rows=32, new=64, seed=0)[1].float().mean().item()
+            bar.set_postfix_str(f"{seen:.3f} at {damp:.3g}")
             bar.update()
             return seen
 
-        damp = bisect(lambda damp: measure(damp)[1].float().mean().item(), alpha)
-        text, agrees = measure(damp, rows=16, new=128, prompts=1)
+        damp = bisect(measure, alpha)
+    _damp(model, trial, damp, seed)
+    text, agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
     reached = agrees.float().mean().item()
     if abs(reached - alpha) > 0.1:
         raise UserError(f"alpha {alpha} is out of reach of this shape: damping gives {reached:.3f}")
     return {
         "asked": alpha, "reached": round(reached, 4),
         "error": round(math.sqrt(reached * (1 - reached) / agrees.numel()), 4),
-        "tokens": agrees.numel(), "damp": damp, "on": "itself" if own else "a narrow stand-in",
+        "tokens": agrees.numel(), "damp": damp,
+        "on": "the model itself" if trial == shape else f"as many layers {trial.width} wide",
         "text": variety(text),
     }  # fmt: skip
+
+
+def bisect(measure: Callable[[float], float], alpha: float, tries: int = 12) -> float:
+    """The factor at which a measure that falls with it is alpha, within 0.003 or the last try."""
+    low, high = math.log(STRONGEST), math.log(MILDEST)
+    for _ in range(tries):
+        middle = (low + high) / 2
+        seen = measure(math.exp(middle))
+        if abs(seen - alpha) < 0.003:
+            break
+        low, high = (middle, high) if seen > alpha else (low, middle)
+    return float(f"{math.exp(middle):.4g}")
+
+
+@torch.inference_mode()
+def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The model's greedy text after prompts of 16 drawn tokens, [rows, new], and where its first
+    `draft` layers, given that text, would say the same, [rows, new] bool."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
+    cache, text, agrees = None, [], []
+    for _ in range(new):
+        seen = model(tokens, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
+        early = model.lm_head(model.model.norm(seen.hidden_states[draft][:, -1:]))  # [rows, 1, V]
+        guess, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, seen.logits))
+        cache = seen.past_key_values
+        text.append(tokens)
+        agrees.append(guess == tokens)
+    return torch.cat(text, 1), torch.cat(agrees, 1)
+
+
+def variety(text: Tensor) -> dict[str, float]:
+    """Of texts [rows, n]: `distinct`, different tokens of a row over its length; `repeated`, the
+    share of 4-grams that the row held before; `commonest`, the share of one token in all."""
+    rows = text.tolist()
+    grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in rows]
+    return {
+        "distinct": round(sum(len(set(row)) for row in rows) / text.numel(), 4),
+        "repeated": round(1 - sum(len(set(g)) for g in grams) / sum(map(len, grams)), 4),
+        "commonest": round(text.flatten().bincount().max().item() / text.numel(), 4),
+    }
+
+
+def _trial(shape: Shape) -> Shape:
+    """What is calibrated: the shape itself, or as many layers 512 wide, which agree as often."""
+    if shape.parameters <= OWN:
+        return shape
+    return replace(shape, width=512, hidden=1792, heads=8, kv_heads=2, vocab=VOCABULARY)
+
+
+def _drawn(shape: Shape, dtype: str, seed: int) -> Any:
+    """The undamped target, in memory."""
+    with torch.random.fork_rng():
+        model: Any = LlamaForCausalLM._from_config(shape.config(dtype), dtype=DTYPES[dtype])
+    for name, weight in model.named_parameters():
+        weight.data.copy_(draw(name, weight.shape, weight.dtype, seed))
+    return model.eval().requires_grad_(False)
+
+
+def _damp(model: Any, shape: Shape, damp: float, seed: int) -> None:
+    for name, weight in model.named_parameters():
+        if _deep(name, shape):
+            weight.copy_(draw(name, weight.shape, weight.dtype, seed, damp))
+
+
+# what is refused, and what is said
+
+
+def _shape(params: str, vocab: int | None, shapes: Mapping[str, Shape]) -> Shape:
+    named = {name.lower(): shape for name, shape in shapes.items()}
+    if params.lower() not in named:
+        raise UserError(f"no twin of {params!r} parameters: there are {', '.join(shapes)}")
+    shape = named[params.lower()]
+    if vocab is not None and vocab < VOCABULARY:
+        raise UserError(f"vocab is {vocab}; the tokenizer needs {VOCABULARY} or more")
+    return replace(shape, vocab=vocab or shape.vocab)
+
+
+def _check(alpha: float | None, damp: float | None, dtype: str) -> None:
+    if (alpha is None) == (damp is None):
+        raise UserError("give either --alpha, the acceptance wanted, or --damp, the factor itself")
+    if alpha is not None and not 0 < alpha < 1:
+        raise UserError(f"alpha is {alpha}; it must be between 0 and 1, both excluded")
+    if damp is not None and not 0 < damp <= MILDEST:
+        raise UserError(f"damp is {damp}; it must be above 0 and at most {MILDEST:g}")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+
+
+def _bytes(shape: Shape, dtype: str) -> int:
+    return shape.parameters * DTYPES[dtype].itemsize
+
+
+def _room(params: str, shape: Shape, out: Path, dtype: str, alpha: float | None) -> None:
+    """Refuse what would not fit: both models on disk; in memory a shard twice, or the trial."""
+    disk = _bytes(shape, dtype) + _bytes(replace(shape, layers=shape.draft), dtype)
+    there = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.exists())
+    ends = shape.vocab * shape.width * (1 if shape.tied else 2)
+    memory = 2 * ends * DTYPES[dtype].itemsize
+    if alpha is not None:
+        memory = max(memory, 2 * _bytes(_trial(shape), dtype))
+    free = {"disk": shutil.disk_usage(there).free, "memory": free_memory(torch.device("cpu"))}
+    for what, need in (("disk", disk), ("memory", memory)):
+        if need > free[what]:
+            raise UserError(
+                f"twin {params} in {dtype} needs {need:,} bytes of {what} and {free[what]:,} are "
+                "free: choose a smaller shape, or another place with --out"
+            )
+
+
+def _facts(
+    name: str, shape: Shape, layers: int, about: Mapping[str, Any], dtype: str, seed: int
+) -> dict[str, Any]:
+    """The content of `zoo.json`; `shelf.py` reads the first lines of it."""
+    cut, whole = replace(shape, layers=layers), layers == shape.layers
+    return {
+        "name": name if whole else f"{name}-draft",
+        "role": "target" if whole else "draft",
+        "target": None if whole else name,
+        "parameters": cut.parameters,
+        "layers": layers,
+        "width": shape.width,
+        "about": "Random weights in a real shape, to measure what it costs."
+        if whole else f"The first {layers} layers of {name}: the same weights, norm and head.",
+        "shape": asdict(cut),
+        "bytes": _bytes(cut, dtype),
+        "dtype": dtype,
+        "seed": seed,
+        "agreement": dict(about),
+    }  # fmt: skip
+
+
+def _card(facts: Mapping[str, Any]) -> str:
+    """The model card, in Markdown."""
+    name = facts["target"] or facts["name"]
+    shape, about = facts["shape"], facts["agreement"]
+    said = f"The deep layers of {name} are damped by {about['damp']}; alpha was not measured."
+    if "reached" in about:
+        text = about["text"]
+        said = (
+            f"alpha asked: {about['asked']}; reached: {about['reached']} ± {about['error']}, with "
+            f"what layers after the first {shape['draft']} of {name} write scaled by "
+            f"{about['damp']}. Measured on {about['on']}, in {facts['dtype']}, over "
+            f"{about['tokens']} tokens: the share of positions of the target's own greedy text "
+            "where the draft, given that text, has the same most probable token.\n\n"
+            f"Of that text, in rows of 128 tokens, {text['distinct']:.0%} are different tokens of "
+            f"their row, {text['repeated']:.1%} of the 4-grams came before in it, and the "
+            f"commonest token is {text['commonest']:.1%} of all."
+        )
+    return (
+        "\n\n".join(
+            [
+                "---\nlicense: mit\nlibrary_name: transformers\ntags: [speculative-decoding]\n---",
+                f"# {facts['name']}",
+                facts["about"],
+                f"A Llama ({facts['layers']} layers, width {facts['width']}, {shape['heads']} heads of "
+                f"which {shape['kv_heads']} for keys and values) of {facts['parameters']:,} parameters "
+                f"in {facts['dtype']}, drawn from seed {facts['seed']}. Its text is noise.",
+                f"The head has {shape['vocab']:,} rows and is computed in full; the tokenizer is the "
+                f"zoo's, and only its {VOCABULARY} tokens are ever emitted: specexp reads no further, "
+                "and the other rows are too small to win at temperature 0.",
+                "## Acceptance",
+                said,
+            ]
+        )
+        + "\n"
+    )
