@@ -554,20 +554,16 @@ def zoo_twin(
     if as_json:
         print(json.dumps(facts))
         return
-    place = _relative(out or shelf.twins())
-    name, about = facts["name"], facts["agreement"]
-    said = f"damped by {about['damp']}, acceptance not measured"
-    if "reached" in about:
-        said = (
-            f"alpha {about['asked']} asked, {about['reached']} ± {about['error']} reached (on "
-            f"{about['on']}), damped by {about['damp']}; {about['text']['distinct']:.0%} of the "
-            "tokens of a text are different"
-        )
-    pair = f"--target {place / name}-target --drafter {place / name}-draft"
-    used = pair if out else f"--target {name}"
+    name, seen = facts["name"], facts["agreement"]
+    place = _relative(out or shelf.twins()) / name
+    reached = "acceptance not measured"
+    if alpha is not None:
+        reached = f"alpha {alpha} asked, {seen['reached']} ± {seen['error']} on {seen['on']}"
+    pair = f"{place}-target --drafter {place}-draft" if out else name
     console.print(
-        f"made {place / name}-target, {facts['parameters']:,} parameters in {facts['bytes']:,} "
-        f"bytes, and its draft\n{said}\nuse them as {used} --dtype {dtype}",
+        f"made {place}-target of {facts['parameters']:,} parameters, and {place}-draft\n"
+        f"{reached}; deep layers damped by {seen['damp']}\n"
+        f"use them as --target {pair} --dtype {dtype}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
