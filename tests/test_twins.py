@@ -19,21 +19,22 @@ from specexp.trace import Acceptance
 from specexp.zoo import shelf, twins
 from specexp.zoo.recipes import END, VOCABULARY
 
-TINY = twins.Shape(4, 64, 176, 4, 2, draft=1, rows=4224, context=512)
+TINY = twins.Shape(4, 64, 176, 4, 2, draft=1, rows=4224)
+REAL = twins.SHAPES
 SHAPES = {"Tiny": TINY, "Tied": replace(TINY, tied=True)}
+SHAPES |= {"Whole": replace(TINY, draft=4), "70B": REAL["70B"]}
 TEXTS = ["def mean(values):", "The museum opens at nine", "id,name\n1,", "once more", "a b", "x"]
 
 
 def make(params, alpha, out, **options):
-    return twins.make(params, alpha, out, **{"dtype": "float32", "shapes": SHAPES} | options)
+    return twins.make(params, alpha, out, **{"dtype": "float32"} | options)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def tiny_shapes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twins, "SHAPES", SHAPES)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_twin_is_a_function_of_its_seed(tmp_path):
     assert a == b
     shards = [name for name in a if name.endswith(".safetensors")]
     assert len(shards) == TINY.layers + 2
-    assert not any(a[name] == c[name] for name in shards[:-1] if name != shards[-1])
+    assert not any(a[name] == c[name] for name in shards)
 
 
 def test_a_folder_is_a_model_in_the_usual_format(pairs):
@@ -107,7 +108,7 @@ def test_a_folder_is_a_model_in_the_usual_format(pairs):
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after():
-    billions = {name: shape.parameters / 1e9 for name, shape in twins.SHAPES.items()}
+    billions = {name: shape.parameters / 1e9 for name, shape in REAL.items()}
     assert billions == pytest.approx(
         {"200M": 0.202, "1B": 1.236, "8B": 8.03, "70B": 70.55}, rel=1e-2
     )
@@ -236,7 +237,7 @@ def test_the_shelf_finds_twins_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"params": "2T"}, "no twin has '2T' parameters: choose Tiny, Tied"),
+        ({"params": "2T"}, "no twin has '2T' parameters: choose Tiny, Tied, "),
         ({"alpha": None}, "give either --alpha"),
         ({"damp": 0.1}, "give either --alpha"),
         ({"alpha": 0.0}, "alpha is 0.0; it must lie between 0 and 1"),
@@ -302,12 +303,10 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, after):
 
 def test_an_alpha_out_of_reach_is_said_so(tmp_path):
     with pytest.raises(UserError, match=r"alpha 0.3 is out of reach of this shape: .* gives 1.000"):
-        make("Whole", 0.3, tmp_path, shapes={"Whole": replace(TINY, draft=4)})
+        make("Whole", 0.3, tmp_path)
 
 
 def test_the_command_line_says_what_was_made_and_how_to_use_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(twins, "SHAPES", SHAPES)
-    monkeypatch.setattr(twins.make, "__defaults__", (*twins.make.__defaults__[:-1], SHAPES))
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     asked = ["specexp", "zoo", "twin", "--params", "tiny", "--damp", "0.05"]
     for more in ([], ["--force", "--json"], []):
