@@ -17,6 +17,7 @@ from specexp.lab.certify import certify
 from specexp.lab.prompts import Prompt
 from specexp.trace import Acceptance
 from specexp.zoo import shelf, twins
+from specexp.zoo.agreement import agreement, bisect, variety
 from specexp.zoo.recipes import END, VOCABULARY
 
 TINY = twins.Shape(4, 64, 176, 4, 2, draft=1, rows=4224)
@@ -154,7 +155,7 @@ def test_early_exit_of_the_target_is_the_draft(pairs):
 def test_agreement_is_of_the_greedy_text_of_the_target(pairs):
     _, target, draft = pairs["Tiny", 0.8]
     model, cut = (AutoModelForCausalLM.from_pretrained(f) for f in (target, draft))
-    text, agrees = twins.agreement(model, 1, rows=3, new=40, seed=5)
+    text, agrees = agreement(model, 1, rows=3, new=40, seed=5)
     start = torch.randint(1, VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(5))
     whole = torch.cat([start, text], 1)
     with torch.no_grad():
@@ -186,7 +187,7 @@ def test_bisection_finds_a_factor_and_stops():
         asked.append(damp)
         return 1 / (1 + 10 * damp)
 
-    assert measure(twins.bisect(measure, 0.8, 1e-4, 4)) == pytest.approx(0.8, abs=0.004)
+    assert measure(bisect(measure, 0.8, 1e-4, 4)) == pytest.approx(0.8, abs=0.004)
     assert len(asked) <= 13
 
 
@@ -206,12 +207,12 @@ def test_text_is_not_degenerate_and_never_ends(pairs):
 
 def test_variety_of_a_loop_and_of_a_text_without_one():
     loop = torch.tensor([[1, 2] * 10])
-    assert twins.variety(loop) == {
+    assert variety(loop) == {
         "distinct": 0.1,
         "repeated": 1 - round(2 / 17, 4),
         "commonest": 0.5,
     }
-    assert twins.variety(torch.arange(20)[None]) == {
+    assert variety(torch.arange(20)[None]) == {
         "distinct": 1,
         "repeated": 0,
         "commonest": 0.05,
@@ -256,6 +257,12 @@ def test_impossible_requests_are_one_line_and_write_nothing(tmp_path, options, s
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_is_no_folder_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to .*file: File exists; give another"):
+        make("Tiny", None, tmp_path / "file", damp=0.05)
 
 
 def test_what_does_not_fit_is_refused_with_its_bytes(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ a matter of depth alone: at 12 layers damped by 0.04 it is 0.82, 0.82, 0.81 and 
 
 Random logits are flatter than learned ones: the best two of 4096 differ by a quarter of the logits'
 standard deviation. So in bfloat16 rounding alone moves 4 to 7 % of the argmaxes (against float32 of
-the same weights), plain and speculative text part at near ties sooner than usual, and an alpha above
-about 0.95 depends on the kernels. Use float32 where that matters.
+the same weights), plain and speculative text part at near ties sooner than usual, and an alpha of
+more than 0.95 depends on the kernels. Use float32 where that matters.
 
 This file does not know how models are found (`shelf.py`) or described (`cards.py`).
 """
@@ -44,6 +44,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from specexp.errors import UserError
 from specexp.lm import DTYPES, free_memory
 from specexp.zoo import cards, shelf
+from specexp.zoo.agreement import agreement, bisect, variety
 from specexp.zoo.recipes import END, VOCABULARY
 
 
@@ -127,10 +128,13 @@ def make(
                 f"{out / folder} exists: write it anew with --force, or elsewhere with --out"
             )
     _check_room(params, list(folders.values()), out, dtype, alpha)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write to {out}: {e.strerror}; give another with --out") from e
     said: dict[str, Any] = (
         {"damp": damp} if alpha is None else calibrated(shape, alpha, dtype, seed)
     )
-    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out) as part:
         total = sum(_bytes(shape, dtype) for shape in folders.values())
         with tqdm(total=total, desc="writing", unit="B", unit_scale=True) as bar:
@@ -281,50 +285,6 @@ def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, A
         "on": "the model itself" if trial == shape else f"as many layers {trial.width} wide",
         "text": variety(text),
     }  # fmt: skip
-
-
-def bisect(
-    measure: Callable[[float], float], alpha: float, low: float, high: float, what: str = ""
-) -> float:
-    """The factor at which a measure that falls with it is within 0.004 of alpha, of 12 tries."""
-    with tqdm(desc=what, unit="try") as bar:
-        for _ in range(12):
-            damp = math.sqrt(low * high)
-            seen = measure(damp)
-            bar.set_postfix_str(f"{seen:.3f} when damped by {damp:.3g}", refresh=False)
-            bar.update()
-            if abs(seen - alpha) < 0.004:
-                break
-            low, high = (damp, high) if seen > alpha else (low, damp)
-    return float(f"{damp:.4g}")
-
-
-@torch.inference_mode()
-def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The model's greedy text after prompts of 16 drawn tokens, [rows, new], and where its first
-    `draft` layers, given that text, would have said the same, [rows, new] bool."""
-    rng = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
-    cache, text, agrees = None, [], []
-    for _ in range(new):
-        seen = model(tokens, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
-        early = model.lm_head(model.model.norm(seen.hidden_states[draft][:, -1:]))  # [rows, 1, V]
-        guess, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, seen.logits))
-        cache = seen.past_key_values
-        text.append(tokens)
-        agrees.append(guess == tokens)
-    return torch.cat(text, 1), torch.cat(agrees, 1)
-
-
-def variety(text: Tensor) -> dict[str, float]:
-    """Of texts [rows, n]: `distinct`, different tokens of a row over its length; `repeated`, the
-    share of 4-grams that the row held before; `commonest`, the share of one token in all."""
-    grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in text.tolist()]
-    return {
-        "distinct": round(sum(len(set(row)) for row in text.tolist()) / text.numel(), 4),
-        "repeated": round(1 - sum(len(set(row)) for row in grams) / sum(map(len, grams)), 4),
-        "commonest": round(text.flatten().bincount().max().item() / text.numel(), 4),
-    }
 
 
 def _trials(shape: Shape) -> list[Shape]:
