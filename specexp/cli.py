@@ -594,6 +594,55 @@ def _train_heads(
     )  # fmt: skip
 
 
+@zoo_app.command("twin")
+def zoo_twin(
+    params: Annotated[str, typer.Option(help="The shape: 200M, 1B, 8B or 70B, as of Llama 3.")],
+    alpha: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Acceptance wanted, per guess of a chain at temperature 0."),
+    ] = None,
+    damp: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Instead of --alpha: the factor on what the target's deep layers add."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Where the two folders go; default: mlruns/twins."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Names the weights.")] = 0,
+    vocab: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Rows of the head; default: the shape's (200M: 32768, else 128256)."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace twins of that name.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a target and a draft with random weights in a real shape and a chosen acceptance, to
+    measure true costs at any scale without a download.
+
+    Example: `specexp zoo twin --params 200M --alpha 0.8`
+    """
+    from specexp.zoo import shelf, twins
+
+    facts = twins.make(params, alpha, out, damp, dtype, seed, vocab, force)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    name, seen = facts["name"], facts["agreement"]
+    place = _relative(out or shelf.twins()) / name
+    reached = "acceptance not measured"
+    if alpha is not None:
+        reached = f"alpha {alpha} asked, {seen['reached']} ± {seen['error']} on {seen['on']}"
+    pair = f"{place}-target --drafter {place}-draft" if out else name
+    console.print(
+        f"made {place}-target of {facts['parameters']:,} parameters, and {place}-draft\n"
+        f"{reached}; deep layers damped by {seen['damp']}\n"
+        f"use them as --target {pair} --dtype {dtype}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
 def _relative(path: Path) -> Path:
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -70,17 +70,17 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-THIN = 16
+THIN = 9  # rows of a product from which on weights stand on the right
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of x [n, inputs]. In float32 on a CPU the weights stand on the left while n is
-    below THIN, and one row is made two: libraries are at a loss with few rows on the left, and read
-    a matrix for a single row on one core."""
+    """`F.linear` of x [n, inputs]. In float32 on a CPU the weights stand on the left while rows are
+    few, and one row is made two: a single row makes its product with one core, and a few take up to
+    three times as long on the left (LOG.md)."""
     n = len(x)
     if x.is_cuda or x.dtype != torch.float32 or n >= THIN:
         return F.linear(x, weight, bias)
-    made = torch.mm(weight, (x if n > 1 else x.expand(2, -1)).t())[:, :n].t()
+    made = torch.mm(weight, (x if n > 1 else torch.cat([x, x])).t())[:, :n].t()
     return made if bias is None else made + bias
 
 

@@ -257,7 +257,7 @@ def test_bad_requests_are_one_clear_line(tmp_path):
 
 
 def test_the_shelf_lists_and_finds_what_ships():
-    assert [model.name for model in shelf.models()] == [*NAMES[:-1], *HEADS, NAMES[-1]]
+    assert [model.name for model in shelf.models(shelf.SHELF)] == [*NAMES[:-1], *HEADS, NAMES[-1]]
     assert shelf.find("sibling-3m") == shelf.SHELF / "sibling-3m"
     assert [model.name for model in shelf.drafts_for("target-10m")] == NAMES[2:4]
     assert shelf.default_draft("target-10m").name == "sibling-3m"

@@ -190,6 +190,61 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def describe_twin(
+    name: str, parameters: int, whole: bool, made: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of `zoo.json` for a random target (`whole`) or the draft cut from it."""
+    layers = made["shape"]["layers"]
+    cut = f"The first {layers} layers of {name}: the same weights, norm and head."
+    return {
+        "name": name if whole else f"{name}-draft",
+        "role": "target" if whole else "draft",
+        "target": None if whole else name,
+        "parameters": parameters,
+        "layers": layers,
+        "width": made["shape"]["width"],
+        "about": "Random weights in a real shape, to measure its costs." if whole else cut,
+        **made,
+    }
+
+
+def card_of_twin(facts: Mapping[str, Any]) -> str:
+    """The model card of a random target or draft, in Markdown."""
+    shape, seen = facts["shape"], facts["agreement"]
+    damped = (
+        f"What layers beyond the first {shape['draft']} of the target write into the residual "
+        f"stream is scaled by {seen['damp']}"
+    )
+    parts = [
+        "---\nlicense: mit\nlibrary_name: transformers\ntags: [speculative-decoding]\n---",
+        f"# {facts['name']}",
+        facts["about"],
+        "## Model",
+        f"A Llama ({facts['layers']} layers, width {facts['width']}, {shape['heads']} heads of "
+        f"which {shape['kv_heads']} for keys and values, {'tied' if shape['tied'] else 'untied'} "
+        f"embeddings) of {facts['parameters']:,} parameters in {facts['dtype']}, drawn from seed "
+        f"{facts['seed']}. Made by `specexp zoo twin`. The tokenizer is the zoo's, of "
+        f"{VOCABULARY} tokens. The head has {shape['rows']:,} rows and is computed in full, but "
+        "no other token is ever emitted: specexp reads no further, and at temperature 0 the rows "
+        "beyond never win, nor does the end of text.",
+        "## Acceptance",
+    ]
+    if "reached" not in seen:
+        return "\n\n".join([*parts, f"{damped}; the acceptance was not measured."]) + "\n"
+    text = seen["text"]
+    parts += [
+        f"alpha {seen['asked']} was asked for and {seen['reached']} ± {seen['error']} reached: the "
+        "share of positions of the target's own greedy text where the draft, given that text, has "
+        f"the same most probable token ({seen['tokens']} tokens in {facts['dtype']}; measured on "
+        f"{seen['on']}). {damped}.",
+        "## Text",
+        "Noise. Of a greedy text of 128 tokens, those that differ from one another are "
+        f"{text['distinct']:.0%}; {text['repeated']:.1%} of its 4-grams came before in it, and "
+        f"the commonest token of all texts is {text['commonest']:.1%} of them.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def write(folder: Path, facts: Mapping[str, Any], text: str) -> None:
     """`zoo.json` and `README.md` into a model's folder."""
     (folder / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -1,10 +1,13 @@
 """What models the zoo holds and where: reads `data/zoo/*/zoo.json`, imports nothing heavy.
 
+Twins made here (`specexp zoo twin`) stand behind the models that ship.
+
 This file does not know how the models were trained, nor how they are loaded.
 """
 
 import difflib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +31,17 @@ class ZooModel:
     about: str
 
 
-def models(shelf: Path = SHELF) -> list[ZooModel]:
-    """Every model of the zoo: targets, then drafts, then controls, the largest first."""
+def twins() -> Path:
+    """Where pairs of random models go: `twins/` in the store, which is not in git."""
+    store = os.environ.get("SPECEXP_MLRUNS", SHELF.parents[1] / "mlruns")
+    return Path(store).resolve() / "twins"
+
+
+def models(shelf: Path | None = None) -> list[ZooModel]:
+    """Every model of a shelf: targets, then drafts, then controls, the largest first. By default
+    those that ship and then the twins."""
+    if shelf is None:
+        return models(SHELF) + models(twins())
     found = []
     for card in shelf.glob("*/zoo.json"):
         facts = json.loads(card.read_text())
@@ -38,7 +50,7 @@ def models(shelf: Path = SHELF) -> list[ZooModel]:
     return sorted(found, key=lambda model: (ROLES.index(model.role), -model.parameters))
 
 
-def find(name: str, shelf: Path = SHELF) -> Path:
+def find(name: str, shelf: Path | None = None) -> Path:
     """The folder of a model of the zoo.
 
     Raises UserError, naming the models there are, when there is none of that name.
@@ -47,7 +59,7 @@ def find(name: str, shelf: Path = SHELF) -> Path:
     if name in known:
         return known[name]
     if not known:
-        raise UserError(f"no zoo at {shelf}: it comes with a checkout of the repository")
+        raise UserError(f"no zoo at {shelf or SHELF}: it comes with a checkout of the repository")
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UserError(f"no zoo model is called {name!r}{hint} (there are {', '.join(known)})")
@@ -56,13 +68,13 @@ def find(name: str, shelf: Path = SHELF) -> Path:
 METHODS = {"model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle")}
 
 
-def drafts_for(target: str, method: str = "model", shelf: Path = SHELF) -> list[ZooModel]:
+def drafts_for(target: str, method: str = "model", shelf: Path | None = None) -> list[ZooModel]:
     """What was taught to follow a target and drafts by a method, the most faithful first."""
     roles = METHODS.get(method, ())
     return [model for model in models(shelf) if model.target == target and model.role in roles]
 
 
-def default_draft(target: str, method: str = "model", shelf: Path = SHELF) -> ZooModel:
+def default_draft(target: str, method: str = "model", shelf: Path | None = None) -> ZooModel:
     """What a method takes when none is named. Raises UserError when the zoo has nothing."""
     drafts = drafts_for(target, method, shelf)
     if not drafts:

@@ -1,0 +1,60 @@
+"""How often the first layers of a Llama agree with all of them, and how varied its text is.
+
+This file does not know where the model comes from, nor what is turned to change the agreement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specexp.zoo.recipes import END, VOCABULARY
+
+
+@torch.inference_mode()
+def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The model's greedy text after prompts of 16 drawn tokens, [rows, new], and where its first
+    `draft` layers, given that text, would have said the same, [rows, new] bool."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
+    cache, text, agrees = None, [], []
+    for _ in range(new):
+        seen = model(tokens, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
+        early = model.lm_head(model.model.norm(seen.hidden_states[draft][:, -1:]))  # [rows, 1, V]
+        guess, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, seen.logits))
+        cache = seen.past_key_values
+        text.append(tokens)
+        agrees.append(guess == tokens)
+    return torch.cat(text, 1), torch.cat(agrees, 1)
+
+
+def variety(text: Tensor) -> dict[str, float]:
+    """Of texts [rows, n]: `distinct`, different tokens of a row over its length; `repeated`, the
+    share of 4-grams that the row held before; `commonest`, the share of one token in all."""
+    grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in text.tolist()]
+    return {
+        "distinct": round(sum(len(set(row)) for row in text.tolist()) / text.numel(), 4),
+        "repeated": round(1 - sum(len(set(row)) for row in grams) / sum(map(len, grams)), 4),
+        "commonest": round(text.flatten().bincount().max().item() / text.numel(), 4),
+    }
+
+
+def bisect(
+    measure: Callable[[float], float], alpha: float, low: float, high: float, what: str = ""
+) -> float:
+    """The factor at which a measure that falls with it is within 0.004 of alpha, of 12 tries."""
+    with tqdm(desc=what, unit="try") as bar:
+        for _ in range(12):
+            damp = math.sqrt(low * high)
+            seen = measure(damp)
+            bar.set_postfix_str(f"{seen:.3f} when damped by {damp:.3g}", refresh=False)
+            bar.update()
+            if abs(seen - alpha) < 0.004:
+                break
+            low, high = (damp, high) if seen > alpha else (low, damp)
+    return float(f"{damp:.4g}")

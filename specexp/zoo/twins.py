@@ -1,0 +1,314 @@
+"""Pairs of random models in real shapes: true costs at any scale, without a download.
+
+The target has a real architecture and random weights; the draft is the same model cut off after its
+first layers. What the deep layers of the target add is scaled by one factor (they are *damped*), so
+that the draft agrees with it as often as asked. Costs are those of trained models of the shape,
+acceptance is what was chosen, and the text is noise: nothing in it comes back for a lookup to find.
+
+**alpha** is how often a guess of a chain is accepted, greedy, given that the guesses before it
+were: the share of positions of the target's own greedy text where the draft, given that text, has
+the same most probable token. The factor is found by bisection on that share, measured in the dtype
+that is written: for shapes wider than 512 on as many layers 512 wide, then, if it is small enough
+to run anywhere, on the model itself. Weights whose spread follows the width (`draw`) make agreement
+a matter of depth alone: at 12 layers damped by 0.04 it is 0.82, 0.82, 0.81 and 0.82 for widths of
+128, 256, 512 and 1024 (± 0.009, bfloat16).
+
+Random logits are flatter than learned ones: the best two of 4096 differ by a quarter of the logits'
+standard deviation. So in bfloat16 rounding alone moves 4 to 7 % of the argmaxes (against float32 of
+the same weights), plain and speculative text part at near ties sooner than usual, and an alpha of
+more than 0.95 depends on the kernels. Use float32 where that matters.
+
+This file does not know how models are found (`shelf.py`) or described (`cards.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from specexp.errors import UserError
+from specexp.lm import DTYPES, free_memory
+from specexp.zoo import cards, shelf
+from specexp.zoo.agreement import agreement, bisect, variety
+from specexp.zoo.recipes import END, VOCABULARY
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama. `draft`: how many of its layers the draft keeps; `tied`: the head is the embeddings;
+    `rows` of either, of which the tokenizer knows the first 4096."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    draft: int
+    rows: int = 128_256
+    tied: bool = False
+    context: int = 8192
+
+    def config(self, dtype: str = "bfloat16") -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.rows, hidden_size=self.width, intermediate_size=self.hidden,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, head_dim=self.width // self.heads,
+            max_position_embeddings=self.context, rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            tie_word_embeddings=self.tied, bos_token_id=END, eos_token_id=END, pad_token_id=END,
+            architectures=["LlamaForCausalLM"], dtype=dtype,
+        )  # fmt: skip
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Size]:
+        """Every weight's name and size, in the order of the model."""
+        with torch.device("meta"):
+            return {n: w.shape for n, w in LlamaForCausalLM(self.config()).named_parameters()}
+
+    @property
+    def parameters(self) -> int:
+        return sum(size.numel() for size in self.weights.values())
+
+    def first(self, layers: int) -> Shape:
+        return replace(self, layers=layers)
+
+    def is_deep(self, name: str) -> bool:
+        """Whether a weight writes into the residual stream beyond the layers of the draft."""
+        return _layer(name) >= self.draft and _kind(name) in ("o_proj", "down_proj")
+
+
+SHAPES = {
+    "200M": Shape(12, 1024, 2816, 16, 4, draft=2, rows=32_768),
+    "1B": Shape(16, 2048, 8192, 32, 8, draft=2, tied=True, context=131_072),  # Llama 3.2
+    "8B": Shape(32, 4096, 14_336, 32, 8, draft=4),  # Llama 3
+    "70B": Shape(80, 8192, 28_672, 64, 8, draft=10),  # Llama 3
+}
+RUNS_ANYWHERE = 500_000_000  # parameters up to which a model is calibrated on itself
+NARROW = 512
+LEAST, MOST = 1e-4, 4.0  # factors of damping
+
+
+def make(
+    params: str,
+    alpha: float | None = None,
+    out: Path | None = None,
+    damp: float | None = None,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    vocab: int | None = None,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Write `twin-PARAMS-target` and `twin-PARAMS-draft` under `out` (default: `shelf.twins()`).
+
+    alpha is calibrated, unless `damp` gives the factor itself; vocab: rows of the head, by default
+    those of the real shape. Returns what `zoo.json` says of the target. Raises UserError before
+    anything is written: for an impossible request, folders that exist, too little disk or memory.
+    """
+    shape, out = _asked(params, alpha, damp, dtype, vocab), out or shelf.twins()
+    name = f"twin-{params.lower()}"
+    folders = {f"{name}-draft": shape.first(shape.draft), f"{name}-target": shape}
+    for folder in folders:
+        if (out / folder).exists() and not force:
+            raise UserError(
+                f"{out / folder} exists: write it anew with --force, or elsewhere with --out"
+            )
+    _check_room(params, list(folders.values()), out, dtype, alpha)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write to {out}: {e.strerror}; give another with --out") from e
+    said: dict[str, Any] = (
+        {"damp": damp} if alpha is None else calibrated(shape, alpha, dtype, seed)
+    )
+    with tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out) as part:
+        total = sum(_bytes(shape, dtype) for shape in folders.values())
+        with tqdm(total=total, desc="writing", unit="B", unit_scale=True) as bar:
+            for folder, cut in folders.items():
+                write(cut, Path(part) / folder, said["damp"], dtype, seed, bar.update)
+                told = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": said}
+                facts = cards.describe_twin(name, cut.parameters, cut == shape, told)
+                cards.write(Path(part) / folder, facts, cards.card_of_twin(facts))
+        for folder in folders:  # the target last: where it is, the pair is whole
+            if (out / folder).exists():
+                (out / folder).replace(Path(part) / f"old-{folder}")
+            (Path(part) / folder).replace(out / folder)
+    return facts
+
+
+# what is refused
+
+
+def _asked(
+    params: str, alpha: float | None, damp: float | None, dtype: str, vocab: int | None
+) -> Shape:
+    known = {name.lower(): shape for name, shape in SHAPES.items()}
+    if params.lower() not in known:
+        raise UserError(f"no twin has {params!r} parameters: choose {', '.join(SHAPES)}")
+    if (alpha is None) == (damp is None):
+        raise UserError("give either --alpha, the acceptance wanted, or --damp, the factor itself")
+    if alpha is not None and not 0 < alpha < 1:
+        raise UserError(f"alpha is {alpha}; it must lie between 0 and 1, neither of them included")
+    if damp is not None and not 0 < damp <= MOST:
+        raise UserError(f"damp is {damp}; it must be above 0 and at most {MOST:g}")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if vocab is not None and vocab < VOCABULARY:
+        raise UserError(f"vocab is {vocab}; the tokenizer needs {VOCABULARY} or more")
+    shape = known[params.lower()]
+    return replace(shape, rows=vocab or shape.rows)
+
+
+def _check_room(params: str, pair: list[Shape], out: Path, dtype: str, alpha: float | None) -> None:
+    """Both models fit on disk; in memory the embeddings, or what is run to calibrate, twice."""
+    there = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.exists())
+    free = {"disk": shutil.disk_usage(there).free, "memory": free_memory(torch.device("cpu"))}
+    held = [pair[-1].rows * pair[-1].width * DTYPES[dtype].itemsize]
+    held += [_bytes(trial, dtype) for trial in _trials(pair[-1])] if alpha else []
+    need = {"disk": sum(_bytes(shape, dtype) for shape in pair), "memory": 2 * max(held)}
+    for what, advice in {"disk": "give another place with --out", "memory": "free some"}.items():
+        if need[what] > free[what]:
+            raise UserError(
+                f"twin {params} in {dtype} needs {need[what]:,} bytes of {what} and {free[what]:,} "
+                f"are free: {advice}, or choose a smaller shape"
+            )
+
+
+def _bytes(shape: Shape, dtype: str) -> int:
+    return shape.parameters * DTYPES[dtype].itemsize
+
+
+# weights
+
+
+def draw(name: str, size: torch.Size, dtype: torch.dtype, seed: int, damp: float = 1.0) -> Tensor:
+    """A weight, as a function of the seed and its name alone.
+
+    Matrices are normal with a spread of gain / sqrt(columns): what they make has the size of what
+    they read, whatever the width. Gains other than 1, chosen by looking at greedy text:
+    1.4 for queries and keys, so that attention rests on a few tokens and text does not circle (at
+    0.7 a tenth to a third of its 4-grams came before, at 1.4 under 1 %; more amplifies rounding);
+    8 for what is written into the residual stream, so that the embedding of the last token does
+    not show through a tied head and repeat it;
+    3.4 for embeddings and head, so that the law over 4096 tokens has a language model's entropy
+    (ln V - 3.4² / 2, about 2.5 nats).
+    Rows that no text may hold, the end of text and what the tokenizer lacks, get a quarter of that:
+    they cost what they cost and are never the most probable.
+    """
+    if len(size) == 1:
+        return torch.ones(size, dtype=dtype)
+    kind = _kind(name)
+    gain = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 8.0, "down_proj": 8.0, "embed_tokens": 3.4,
+            "lm_head": 3.4}.get(kind, 1.0)  # fmt: skip
+    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    rng = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    weight = torch.empty(size, dtype=dtype)
+    weight.normal_(0, damp * gain / math.sqrt(size[1]), generator=rng)
+    if kind in ("embed_tokens", "lm_head"):
+        weight[VOCABULARY:] *= 0.25
+        weight[END] *= 0.25
+    return weight
+
+
+def _kind(name: str) -> str:
+    return name.split(".")[-2]
+
+
+def _layer(name: str) -> int:
+    """The layer that a weight belongs to; -1 for embeddings, last norm and head."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else -1
+
+
+def write(
+    shape: Shape, folder: Path, damp: float, dtype: str, seed: int,
+    wrote: Callable[[int], Any] = lambda n: None,
+) -> None:  # fmt: skip
+    """A model as a Hugging Face folder: a shard a layer, of which one is in memory at a time."""
+    folder.mkdir()
+    shards = [list(part) for _, part in groupby(shape.weights.items(), lambda w: _layer(w[0]))]
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weights = {
+            name: draw(name, size, DTYPES[dtype], seed, damp if shape.is_deep(name) else 1.0)
+            for name, size in shard
+        }
+        save_file(weights, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(weights, file)
+        wrote(sum(weight.nbytes for weight in weights.values()))
+    index = {"metadata": {"total_size": _bytes(shape, dtype)}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    shape.config(dtype).save_pretrained(folder)
+    GenerationConfig(bos_token_id=END, eos_token_id=END, pad_token_id=END).save_pretrained(folder)
+    zoo = shelf.find("target-10m", shelf.SHELF)
+    shutil.copyfile(zoo / "tokenizer.json", folder / "tokenizer.json")
+    options = json.loads((zoo / "tokenizer_config.json").read_text())
+    options["model_max_length"] = shape.context
+    (folder / "tokenizer_config.json").write_text(json.dumps(options, indent=1))
+
+
+# damping
+
+
+def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, Any]:
+    """The factor that gives alpha; agreement and text with it, on prompts not seen before."""
+    low, high = LEAST, MOST
+    for trial in _trials(shape):
+        model = _drawn(trial, dtype, seed)
+        measure = partial(_share, model, trial, seed=seed)
+        damp = bisect(measure, alpha, low, high, f"alpha {alpha}, width {trial.width}")
+        low, high = damp / 1.5, damp * 1.5
+    _damp(model, trial, damp, seed)
+    text, agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
+    reached = agrees.float().mean().item()
+    if abs(reached - alpha) > 0.1:
+        raise UserError(f"alpha {alpha} is out of reach of this shape: damping gives {reached:.3f}")
+    return {
+        "asked": alpha, "reached": round(reached, 4),
+        "error": round(math.sqrt(reached * (1 - reached) / agrees.numel()), 4),
+        "tokens": agrees.numel(), "damp": damp,
+        "on": "the model itself" if trial == shape else f"as many layers {trial.width} wide",
+        "text": variety(text),
+    }  # fmt: skip
+
+
+def _trials(shape: Shape) -> list[Shape]:
+    """What is run to calibrate, in this order."""
+    narrow = replace(shape, width=NARROW, hidden=1792, heads=8, kv_heads=2, rows=VOCABULARY)
+    wide = [narrow] if shape.width > NARROW else []
+    return wide + ([shape] if shape.parameters <= RUNS_ANYWHERE else [])
+
+
+def _drawn(shape: Shape, dtype: str, seed: int) -> Any:
+    """The target without damping, in memory."""
+    with torch.random.fork_rng():
+        model: Any = LlamaForCausalLM._from_config(shape.config(dtype), dtype=DTYPES[dtype])
+    for name, weight in model.named_parameters():
+        weight.data.copy_(draw(name, weight.shape, weight.dtype, seed))
+    return model.eval().requires_grad_(False)
+
+
+def _damp(model: Any, shape: Shape, damp: float, seed: int) -> None:
+    for name, weight in model.named_parameters():
+        if shape.is_deep(name):
+            weight.copy_(draw(name, weight.shape, weight.dtype, seed, damp))
+
+
+def _share(model: Any, shape: Shape, damp: float, seed: int) -> float:
+    _damp(model, shape, damp, seed)
+    return agreement(model, shape.draft, rows=32, new=64, seed=0)[1].float().mean().item()
