@@ -19,7 +19,7 @@ from specexp.sequences import Sequences, Verdict
 
 
 class Slots(CacheLayerMixin):
-    """One layer: keys and values [B, H, S, d], written at `cache.slots` [b, n] of `cache.rows`."""
+    """One layer: keys and values [B, H, S, d], written at `cache.slots` of `cache.rows`."""
 
     is_sliding = False
 
@@ -45,9 +45,8 @@ class Slots(CacheLayerMixin):
         if self.of != wanted:
             self.of, self.window = wanted, (self.keys[rows, :, :seen], self.values[rows, :, :seen])
         keys, values = self.window
-        index = self.cache.slots[:, None, :, None]
-        keys.scatter_(2, index.expand_as(key_states), key_states)
-        values.scatter_(2, index.expand_as(value_states), value_states)
+        keys.scatter_(2, self.cache.slots.expand_as(key_states), key_states)
+        values.scatter_(2, self.cache.slots.expand_as(value_states), value_states)
         return keys, values
 
     def keep(self, rows: slice, source: Tensor, slots: Tensor) -> None:
@@ -69,14 +68,17 @@ class Slots(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """One static buffer of `batch` rows of `size` slots a layer. Set before each pass: `rows`, the
-    b rows it is about; `slots` [b, n], where it writes; `seen`, how many slots it may read."""
+    """One static buffer of `batch` rows of `size` slots a layer; `aim` it before each pass."""
 
     def __init__(self, layers: int, batch: int, size: int) -> None:
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
-        self.slots: Tensor = torch.empty(0, 0, dtype=torch.int64)
+        self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
         super().__init__(layers=[Slots(self) for _ in range(layers)])
+
+    def aim(self, rows: slice, slots: Tensor, seen: int) -> None:
+        """The next pass writes at slots [b, n] of these b rows and may read the first `seen`."""
+        self.rows, self.slots, self.seen = rows, slots[:, None, :, None], seen
 
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
         """Move the accepted path's slots to the front of this round's draft (before commit)."""

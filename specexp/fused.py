@@ -70,22 +70,23 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-THIN = 9  # rows of a product from which on weights stand on the right
+def thin(x: Tensor) -> bool:
+    """Are these rows so few that, in float32 on a CPU, weights should stand on the left of them?"""
+    return len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of x [n, inputs]. In float32 on a CPU the weights stand on the left while rows are
-    few, and one row is made two: a single row makes its product with one core, and a few take up to
-    three times as long on the left (LOG.md)."""
-    n = len(x)
-    if x.is_cuda or x.dtype != torch.float32 or n >= THIN:
+    """`F.linear` of x [n, inputs]. A few rows on the left take a CPU two to five times as long as
+    on the right, and a single one is multiplied by one core: it is made two (LOG.md)."""
+    if not thin(x):
         return F.linear(x, weight, bias)
-    made = torch.mm(weight, (x if n > 1 else torch.cat([x, x])).t())[:, :n].t()
+    rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
+    made = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
     return made if bias is None else made + bias
 
 
 class Layer:
-    """A decoder layer over x [B * n, E]."""
+    """A decoder layer over x [B * n, E]; or over two equal rows, if there is but one."""
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
@@ -105,7 +106,7 @@ class Layer:
         the coordinates has its sign turned."""
         B, _, n, d = cos.shape
         H, K = self.heads, self.keys
-        qkv = product(self.before(x), self.qkv, self.qkv_bias)
+        qkv = product(self.before(x), self.qkv, self.qkv_bias)[: B * n]
         qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
         if self.norms:
             q, k, v = qkv.split((H, K, K), 1)
@@ -139,14 +140,16 @@ class Fused:
         """See `lm.Network`."""
         B, n = tokens.shape
         x = F.embedding(tokens.flatten(), self.embed)
+        x = torch.cat([x, x]) if len(x) == 1 and thin(x) else x
         cos, sin = self._turn(x, positions)
         mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
         states = [x]
         for layer, slots in zip(self.layers, cache.layers, strict=False):  # an exit has fewer
             x = layer(x, cos, sin, mask, slots)
             states.append(x)
-        states[-1] = x = self.norm(x)
-        hidden = torch.cat([states[t] for t in taps], -1).view(B, n, -1) if taps else None
+        states[-1] = x = self.norm(x)[: B * n]
+        wanted = [states[t][: B * n] for t in taps]
+        hidden = torch.cat(wanted, -1).view(B, n, -1) if taps else None
         if last == 0:
             return None, hidden
         x = x if last is None else x.view(B, n, -1)[:, -last:].flatten(0, 1)
@@ -194,7 +197,7 @@ def _tried(module: Any) -> tuple[Fused | None, str]:
     tokens = torch.arange(8, device=device)[None] * 7919 % config.vocab_size
     cache = SlotCache(config.num_hidden_layers, 1, 8)
     at = torch.arange(8, device=device)[None]
-    cache.slots = at
+    cache.aim(slice(0, 1), at, 8)
     mask = torch.full((8, 8), torch.finfo(module.dtype).min, dtype=module.dtype, device=device)
     made, _ = fused(tokens, at, mask.triu(1)[None, None], cache, (), None)
     wanted = module(input_ids=tokens, use_cache=False).logits

@@ -192,7 +192,7 @@ class LM:
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         assert self.cache is not None, "allocate before the first pass"
-        self.cache.rows, self.cache.seen, self.cache.slots = seqs.rows, visible.shape[-1], slots
+        self.cache.aim(seqs.rows, slots, visible.shape[-1])
         blocked = torch.finfo(self.dtype).min
         mask = torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, blocked)[:, None]
         positions = depth.clamp(max=self.context - 1)  # nodes past the limit are never emitted
