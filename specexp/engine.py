@@ -102,7 +102,8 @@ class Engine:
         the seed and its stream alone. Raises UserError for prompts that do not fit the context and
         NonFiniteLogits when a model breaks.
         """
-        longest = max(map(len, prompts), default=0)
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths, default=0)
         if longest + max_new_tokens > self.target.context:
             over = longest + max_new_tokens - self.target.context
             raise UserError(
@@ -121,7 +122,8 @@ class Engine:
         missed = 0  # tokens a row that were written without guesses
         while live:
             load = Load(len(prompts), seqs.tokens.shape[1])
-            tree = self.policy.choose(load)[0].tree.cut(max(0, self.drafter.context - longest))
+            tree = self.policy.choose(load)[0].tree
+            tree = tree.cut(max(0, self.drafter.context - max(lengths)))
             if len(tree) > 1 and missed:
                 self.drafter.catch_up(seqs, missed)
             missed = 0 if len(tree) > 1 else missed + 1
@@ -130,8 +132,7 @@ class Engine:
             self.policy.learn(load, (Share(load.rows, tree),), made.steps, made.end_s - trace.end_s)
             trace.rounds.append(made)
             live = sum(row[4] for row in report)
-            longest += max(row[3] for row in report)
-        lengths = seqs.length.tolist()
+            lengths = [length + row[3] for length, row in zip(lengths, report, strict=True)]
         return Generation(
             [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
         )

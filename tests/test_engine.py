@@ -411,6 +411,17 @@ def test_a_draft_with_a_shorter_context_drafts_less_and_changes_nothing():
     assert drafted == sorted(drafted, reverse=True)
 
 
+def test_a_batch_drafts_while_its_longest_row_has_room():
+    made = engine("model")
+    made.drafter.context = 24
+    lengths = [len(prompt) for prompt in PROMPTS]
+    for made_round in made.generate(PROMPTS, NEW).trace.rounds:
+        assert made_round.depth == max(0, min(4, 24 - max(lengths)))
+        for step in made_round.steps:
+            lengths[step.row] += step.emitted
+    assert max(lengths) > 24
+
+
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
 def test_an_empty_prompt_is_refused(prompts):
     with pytest.raises(UserError, match=r"empty|no prompts"):
