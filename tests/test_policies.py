@@ -354,6 +354,17 @@ def test_a_table_that_is_wrong_is_found_out(dear, alpha):
     assert speed(server) > 0.95 * max(map(speed, fixed.values())) > 1.2 * speed(fixed[dear])
 
 
+@pytest.mark.parametrize("streams", [1, 8, 32, 64])
+def test_a_machine_slower_than_its_table_is_slower_at_every_draft_length(streams):
+    """Half as fast as when the table was made: what was best is best, and is soon chosen."""
+    said, dear = table(token=3e-4), dict.fromkeys((0, *CHAINS), 2.0)
+    truth = table(dear, token=3e-4, guess=1e-3)
+    server = simulated(Goodput(said), truth, alike(0.6), streams, 8 * streams, new=80)
+    fixed = {g: simulated(Fixed(Tree.chain(g)), truth, alike(0.6), streams, 8 * streams, new=80)
+             for g in (0, *GAMMAS)}  # fmt: skip
+    assert speed(server) > 0.96 * max(map(speed, fixed.values()))
+
+
 class Disturbed(SimulatedBank):
     """Three of its first rounds take half a second longer."""
 

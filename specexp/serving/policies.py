@@ -96,8 +96,8 @@ class Goodput:
     follow from two running estimates: how often the i-th guess is kept given those before it, over
     all rows, and how much better or worse each row does than all. A draft of one length may go to
     every row, to a share of them, the best ones, or to none; costs come from the table, corrected
-    by how long rounds of each draft length have lately taken, the reading of new texts by the
-    drafter included; the first round after a change does not count, since rows that begin are
+    by how long rounds of each draft length, and of all, have lately taken, the reading of new texts
+    by the drafter included; the first round after a change does not count: rows that begin are
     charged what it has to read first, spread over `horizon` rounds. A plan is changed only for a
     gain of `margin`.
     While nothing is drafted nothing is learned, and what was learned fades: one row drafts, to
@@ -194,8 +194,15 @@ class Goodput:
         return brought / seconds
 
     def _round_s(self, rows: int, gamma: int, context: int) -> float:
+        """By the table, times how far rounds of this draft length have lately been off. One that
+        has not been seen is half as far off as all others: they are, because the table is wrong
+        about them alone or because the whole machine has slowed down."""
+        every = (sum(s for s, _ in self.took.values()) + TRUST) / (
+            sum(p for _, p in self.took.values()) + TRUST
+        )
         seconds, priced = self.took.get(gamma, (0.0, 0.0))
-        return self.costs.round_s(rows, gamma, context) * (seconds + TRUST) / (priced + TRUST)
+        off = (seconds + TRUST * math.sqrt(every)) / (priced + TRUST)
+        return self.costs.round_s(rows, gamma, context) * off
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         if self.quiet:
@@ -207,10 +214,14 @@ class Goodput:
                 self.kept[i] = self.fade * self.kept[i] + (i < step.accepted)
         self.took = {g: (self.fade * s, self.fade * p) for g, (s, p) in self.took.items()}
         gammas = [len(share.tree) - 1 for share in plan]
-        if gammas == self.before and len(gammas) == 1:
-            took, priced = self.took.get(gammas[0], (0.0, 0.0))
-            price = self.costs.round_s(load.rows, gammas[0], load.context)
-            self.took[gammas[0]] = took + seconds, priced + price
+        if gammas == self.before:
+            prices = [
+                self.costs.round_s(share.rows, gamma, load.context)
+                for share, gamma in zip(plan, gammas, strict=True)
+            ]
+            for gamma, price in zip(gammas, prices, strict=True):
+                took, priced = self.took.get(gamma, (0.0, 0.0))
+                self.took[gamma] = took + seconds * price / sum(prices), priced + price
         self.before = gammas
 
 
