@@ -320,7 +320,7 @@ def serve(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens a request, at most.")] = 64,
     rows: Annotated[int, typer.Option(help="Streams served at once.")] = 32,
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 1024,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens read between two rounds.")] = 128,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens read between two rounds.")] = 512,
     ttft_ms: Annotated[float, typer.Option(help="Time to first token of a good request.")] = 1000.0,
     tpot_ms: Annotated[float, typer.Option(help="Time per token after it.")] = 50.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

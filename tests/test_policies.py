@@ -57,7 +57,7 @@ def chosen(policy, rows: int) -> int:
 def told(kept: list[int], costs: Costs, **options) -> Goodput:
     """A policy that has seen long drafts of which so many guesses were kept, and believes it to the
     letter."""
-    options = {"weight": 1e-9, "fade": 1.0, "margin": 0.0} | options
+    options = {"weight": 1e-9, "fade": 1.0, "margin": 0.0, "apart": 1.0} | options
     policy = Goodput(costs, **options)
     deepest = max(policy.gammas)
     apart = (Share(1, Tree.chain(deepest)), Share(1, Tree.chain(0)))  # tells nothing of costs
@@ -362,7 +362,7 @@ def test_a_machine_slower_than_its_table_is_slower_at_every_draft_length(streams
     server = simulated(Goodput(said), truth, alike(0.6), streams, 8 * streams, new=80)
     fixed = {g: simulated(Fixed(Tree.chain(g)), truth, alike(0.6), streams, 8 * streams, new=80)
              for g in (0, *GAMMAS)}  # fmt: skip
-    assert speed(server) > 0.96 * max(map(speed, fixed.values()))
+    assert speed(server) > 0.92 * max(map(speed, fixed.values()))
 
 
 class Disturbed(SimulatedBank):

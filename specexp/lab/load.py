@@ -145,7 +145,7 @@ def race(
     asked: Sequence[Request],
     concurrency: int,
     tokens: int,
-    chunk: int = 128,
+    chunk: int = 512,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:
     """A closed loop of `concurrency` streams under every policy, side by side.
 
@@ -208,7 +208,7 @@ def open_race(
     costs: Costs | None,
     offered: Traffic,
     rows: int,
-    chunk: int = 128,
+    chunk: int = 512,
     queue: int = 1024,
     slice_s: float = 0.5,
 ) -> dict[str, Run]:
@@ -394,7 +394,7 @@ def foretold(
     names: Sequence[str],
     offered: Traffic,
     rows: int,
-    chunk: int = 128,
+    chunk: int = 512,
     queue: int = 1024,
     overhead_s: float = 0.0,
 ) -> dict[str, Run]:

@@ -100,8 +100,9 @@ class Goodput:
     by the drafter included; the first round after a change does not count: rows that begin are
     charged what it has to read first, spread over `horizon` rounds. A plan is changed only for a
     gain of `margin`.
-    While nothing is drafted nothing is learned, and what was learned fades: one row drafts, to
-    see, every `probe` rounds, if drafting would pay at the best that acceptance may be by now.
+    The table may be wrong: every `probe` rounds two go to the least known of the plans that come
+    near the current one. While nothing is drafted nothing is learned, and what was learned fades:
+    one row drafts, to see, as often, if drafting would pay at the best that acceptance may be.
     """
 
     costs: Prices
@@ -110,16 +111,18 @@ class Goodput:
     margin: float = 0.02
     probe: int = 64
     parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    apart: float = 1.2  # how much longer than its parts a round of two shares is thought to take
     hoped: float = 0.7  # acceptance before anything is known
     weight: float = 8.0  # guesses that what is hoped for, or known of all rows, counts as
     fade: float = 0.995
 
     judged: list[float] = field(default_factory=list, init=False)
     kept: list[float] = field(default_factory=list, init=False)
-    took: dict[int, tuple[float, float]] = field(default_factory=dict, init=False)
-    before: list[int] = field(default_factory=list, init=False)
+    took: dict[tuple[int, bool], tuple[float, float]] = field(default_factory=dict, init=False)
+    before: tuple[int, bool] = field(default=(-1, False), init=False)
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
-    quiet: int = field(default=0, init=False)
+    quiet: int = field(default=0, init=False)  # rounds since something was drafted
+    busy: int = field(default=0, init=False)  # rounds since nothing was
 
     def __post_init__(self) -> None:
         deepest = max(self.gammas)
@@ -150,10 +153,22 @@ class Goodput:
         if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
             self.current = best
         gamma, part = self.current
-        self.quiet = 0 if gamma else self.quiet + 1
+        self.quiet, self.busy = (0, self.busy + 1) if gamma else (self.quiet + 1, 0)
         if self.quiet and load.streams and not self.quiet % self.probe and self._might_pay(load):
             return _plan(b, 1, min(self.gammas[-1], 3))
+        if self.busy % self.probe >= self.probe - 2:
+            gamma, part = self._least_known(rates)
         return _plan(b, math.ceil(part * b), gamma)
+
+    def _least_known(self, rates: dict[tuple[int, float], float]) -> tuple[int, float]:
+        """Of what may be nearly as good as the current plan, the one of which least has been seen:
+        the table may be wrong about it."""
+        near = [
+            (gamma, part)
+            for (gamma, part), rate in rates.items()
+            if part in (0.0, 1.0) and rate > 0.75 * rates[self.current]
+        ]
+        return min(near, key=lambda p: self.took.get((p[0], False), (0.0, 0.0))[1])
 
     def _might_pay(self, load: Load) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
@@ -180,29 +195,28 @@ class Goodput:
         """Tokens a second of a plan."""
         b = load.rows
         front = math.ceil(part * b) if gamma else 0
-        seconds, brought = 0.0, 0.0
-        if front:
-            seconds += self._round_s(front, gamma, load.context)
-            brought += sum(row[gamma] for row in tokens[:front])
-            drafting = math.ceil(self.current[1] * b)
-            behind = sum(s.behind for s in load.streams[drafting:front] if s)
-            if behind:
-                seconds += self.costs.catch_up_s(behind) / self.horizon
-        if front < b:
-            seconds += self._round_s(b - front, 0, load.context)
-            brought += sum(row[0] for row in tokens[front:])
+        brought = sum(row[gamma] for row in tokens[:front]) + sum(row[0] for row in tokens[front:])
+        plan = _plan(b, front, gamma)
+        seconds = self._price(load, plan) * self._off(*_kind(plan))
+        drafting = math.ceil(self.current[1] * b)
+        if behind := sum(s.behind for s in load.streams[drafting:front] if s):
+            seconds += self.costs.catch_up_s(behind) / self.horizon
         return brought / seconds
 
-    def _round_s(self, rows: int, gamma: int, context: int) -> float:
-        """By the table, times how far rounds of this draft length have lately been off. One that
-        has not been seen is half as far off as all others: they are, because the table is wrong
-        about them alone or because the whole machine has slowed down."""
+    def _price(self, load: Load, plan: Plan) -> float:
+        """What the table says."""
+        return sum(self.costs.round_s(s.rows, len(s.tree) - 1, load.context) for s in plan)
+
+    def _off(self, gamma: int, apart: bool) -> float:
+        """How far the table has lately been off for rounds of this draft length, in one share or
+        two. What has not been seen is half as far off as all others: they are, because the table is
+        wrong about them alone or because the whole machine has slowed down."""
         every = (sum(s for s, _ in self.took.values()) + TRUST) / (
             sum(p for _, p in self.took.values()) + TRUST
         )
-        seconds, priced = self.took.get(gamma, (0.0, 0.0))
-        off = (seconds + TRUST * math.sqrt(every)) / (priced + TRUST)
-        return self.costs.round_s(rows, gamma, context) * off
+        seconds, priced = self.took.get((gamma, apart), (0.0, 0.0))
+        thought = math.sqrt(every) * (self.apart if apart else 1.0)
+        return (seconds + TRUST * thought) / (priced + TRUST)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         if self.quiet:
@@ -212,17 +226,12 @@ class Goodput:
             for i in range(min(step.accepted + 1, step.drafted)):
                 self.judged[i] = self.fade * self.judged[i] + 1
                 self.kept[i] = self.fade * self.kept[i] + (i < step.accepted)
-        self.took = {g: (self.fade * s, self.fade * p) for g, (s, p) in self.took.items()}
-        gammas = [len(share.tree) - 1 for share in plan]
-        if gammas == self.before:
-            prices = [
-                self.costs.round_s(share.rows, gamma, load.context)
-                for share, gamma in zip(plan, gammas, strict=True)
-            ]
-            for gamma, price in zip(gammas, prices, strict=True):
-                took, priced = self.took.get(gamma, (0.0, 0.0))
-                self.took[gamma] = took + seconds * price / sum(prices), priced + price
-        self.before = gammas
+        self.took = {k: (self.fade * s, self.fade * p) for k, (s, p) in self.took.items()}
+        kind = _kind(plan)
+        if kind == self.before:
+            took, priced = self.took.get(kind, (0.0, 0.0))
+            self.took[kind] = took + seconds, priced + self._price(load, plan)
+        self.before = kind
 
 
 @dataclass
@@ -287,6 +296,11 @@ def _plan(rows: int, front: int, gamma: int) -> Plan:
     if front >= rows:
         return (Share(rows, Tree.chain(gamma)),)
     return Share(front, Tree.chain(gamma)), Share(rows - front, Tree.chain(0))
+
+
+def _kind(plan: Plan) -> tuple[int, bool]:
+    """The draft length of a plan, and whether some rows have none."""
+    return len(plan[0].tree) - 1, len(plan) > 1
 
 
 NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"

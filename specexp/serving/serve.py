@@ -134,7 +134,7 @@ class Server:
     from stalling: a long prompt is read in pieces, and what comes beyond the queue is refused.
     """
 
-    def __init__(self, bank: Bank, policy: Policy, chunk: int = 128, queue: int = 1024) -> None:
+    def __init__(self, bank: Bank, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:
         if policy.widest > bank.room:
             raise UserError(
                 f"the bank leaves {bank.room} slots for a draft and the policy wants "
