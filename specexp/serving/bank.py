@@ -22,6 +22,11 @@ from specexp.tree import Tree
 SLOTS = 64  # windows grow by this many slots, so that there are few shapes
 
 
+def window(need: int, slots: int) -> int:
+    """Slots that a pass covers which needs so many of a row's `slots`."""
+    return min(slots, -(-need // SLOTS) * SLOTS)
+
+
 class Turn(NamedTuple):
     """What a round did to one row; `broken`: the model whose logits were no numbers."""
 
@@ -108,8 +113,8 @@ class EngineBank:
     def read(self, row: int, start: int, stop: int) -> None:
         """The target reads the tokens start..stop-1 of a row."""
         with _memory():
-            window = self._window(row, 1, stop)
-            hidden = self.engine.target.prefill(window, start, stop, self.engine.drafter.taps)
+            seqs = self._window(row, 1, stop)
+            hidden = self.engine.target.prefill(seqs, start, stop, self.engine.drafter.taps)
             if hidden is not None:
                 self._hidden[row].append(hidden)
 
@@ -140,8 +145,7 @@ class EngineBank:
         ]
 
     def _window(self, first: int, rows: int, longest: int) -> Sequences:
-        need = longest + self.room
-        return self.seqs.window(first, rows, min(self.slots, -(-need // SLOTS) * SLOTS))
+        return self.seqs.window(first, rows, window(longest + self.room, self.slots))
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:

@@ -121,6 +121,8 @@ class Goodput:
     took: dict[tuple[int, bool], tuple[float, float]] = field(default_factory=dict, init=False)
     before: tuple[int, bool] = field(default=(-1, False), init=False)
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
+    prices: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
+    every: float = field(default=1.0, init=False)  # how far off the table has been for all rounds
     quiet: int = field(default=0, init=False)  # rounds since something was drafted
     busy: int = field(default=0, init=False)  # rounds since nothing was
 
@@ -204,18 +206,21 @@ class Goodput:
         return brought / seconds
 
     def _price(self, load: Load, plan: Plan) -> float:
-        """What the table says."""
-        return sum(self.costs.round_s(s.rows, len(s.tree) - 1, load.context) for s in plan)
+        """What the table says, read once for every size: a server's windows are few."""
+        seconds = 0.0
+        for share in plan:
+            asked = share.rows, len(share.tree) - 1, load.context
+            if asked not in self.prices:
+                self.prices[asked] = self.costs.round_s(*asked)
+            seconds += self.prices[asked]
+        return seconds
 
     def _off(self, gamma: int, apart: bool) -> float:
         """How far the table has lately been off for rounds of this draft length, in one share or
         two. What has not been seen is half as far off as all others: they are, because the table is
         wrong about them alone or because the whole machine has slowed down."""
-        every = (sum(s for s, _ in self.took.values()) + TRUST) / (
-            sum(p for _, p in self.took.values()) + TRUST
-        )
         seconds, priced = self.took.get((gamma, apart), (0.0, 0.0))
-        thought = math.sqrt(every) * (self.apart if apart else 1.0)
+        thought = math.sqrt(self.every) * (self.apart if apart else 1.0)
         return (seconds + TRUST * thought) / (priced + TRUST)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
@@ -231,6 +236,8 @@ class Goodput:
         if kind == self.before:
             took, priced = self.took.get(kind, (0.0, 0.0))
             self.took[kind] = took + seconds, priced + self._price(load, plan)
+            took = sum(s for s, _ in self.took.values())
+            self.every = (took + TRUST) / (sum(p for _, p in self.took.values()) + TRUST)
         self.before = kind
 
 

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeVar
 
 from specexp.errors import UserError
 from specexp.policy import Load, Plan, Policy, Stream
-from specexp.serving.bank import OutOfMemory, Turn
+from specexp.serving.bank import OutOfMemory, Turn, window
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -249,7 +249,8 @@ class Server:
         top = 1 + max(row for row, seat in enumerate(self.seats) if seat)
         if not any(seat and seat.writing for seat in self.seats):
             return (), []
-        load = Load(top, self._longest(0, top) + self.bank.room, len(self.waiting), tuple(
+        context = window(self._longest(0, top) + self.bank.room, self.bank.slots)
+        load = Load(top, context, len(self.waiting), tuple(
             Stream(seat.behind, seat.judged, seat.kept) if seat and seat.writing else None
             for seat in self.seats[:top]
         ))  # fmt: skip

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specexp.serving.bank import SLOTS, Turn
+from specexp.serving.bank import Turn, window
 from specexp.serving.costs import Costs
 from specexp.serving.serve import Request
 from specexp.tree import Tree
@@ -64,7 +64,7 @@ class SimulatedBank:
 
     def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Turn]:
         gamma = len(tree) - 1
-        context = min(self.slots, -(-(longest + self.room) // SLOTS) * SLOTS)
+        context = window(longest + self.room, self.slots)
         self.time += self.costs.round_s(rows, gamma, context) + self.overhead_s
         turns = []
         for at in range(first, first + rows):
