@@ -413,6 +413,10 @@ def test_in_open_traffic_everybody_answers_all_of_it_alike(rig):
         assert len(texts(run.answers)) == 10
     assert all(a.drafted == 0 for a in runs["plain"].answers)
     assert all(a.drafted > 0 for a in runs["always:3"].answers)
+    replayed = offered.as_served(runs["plain"].answers[1:])
+    lengths = [10, *(len(a.tokens) for a in runs["plain"].answers[1:])]
+    assert [r.new for r in replayed.requests] == lengths
+    assert [r.prompt for r in replayed.requests] == [r.prompt for r in offered.requests]
 
 
 def test_what_is_served_is_certified(rig, monkeypatch):

@@ -43,7 +43,8 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
         right.set_ylabel("regret: share lost to the best fixed choice")
         right.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         right.set_ylim(top=min(right.get_ylim()[1], 0.5))
-        right.legend(fontsize=9)
+        if right.get_legend_handles_labels()[0]:
+            right.legend(fontsize=9)
         figure.suptitle(_verdict(rates, regrets), x=0.01, ha="left")
     return figure
 
