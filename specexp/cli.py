@@ -36,6 +36,12 @@ app.add_typer(zoo_app, name="zoo")
 console = Console()
 
 GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
+TargetName = Annotated[str, typer.Option(help="Zoo name, folder or hub id.")]
+DrafterName = Annotated[
+    str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
+]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -54,7 +60,7 @@ def main() -> None:
 
 @app.command()
 def generate(
-    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
+    target: TargetName = "target-10m",
     drafter: Annotated[
         str,
         typer.Option(
@@ -88,8 +94,8 @@ def generate(
         ),
     ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Names the noise of sampled output.")] = 0,
     prompt: Annotated[
         Optional[str],  # noqa: UP045
@@ -213,10 +219,8 @@ def theory(
 
 @app.command()
 def profile(
-    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
-    drafter: Annotated[
-        str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
-    ] = "model",
+    target: TargetName = "target-10m",
+    drafter: DrafterName = "model",
     gamma_max: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(help="Longest draft; default: 5, or what the drafter can do at most."),
@@ -224,8 +228,8 @@ def profile(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     batches: Annotated[str, typer.Option(help="Rows fed together.")] = "1,2,4,8,16,32,64",
     contexts: Annotated[str, typer.Option(help="Slots of the buffers.")] = "128,256",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
     force: Annotated[bool, typer.Option("--force", help="Measure what is stored again.")] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
@@ -309,10 +313,8 @@ def serve(
             "repeat it to compare. Default: plain, always:3, goodput."
         ),
     ] = None,
-    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
-    drafter: Annotated[
-        str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
-    ] = "model",
+    target: TargetName = "target-10m",
+    drafter: DrafterName = "model",
     prompts: Annotated[
         str, typer.Option(help="A prompts file (JSON lines), a shipped category, or all.")
     ] = "all",
@@ -324,8 +326,8 @@ def serve(
     ttft_ms: Annotated[float, typer.Option(help="Time to first token of a good request.")] = 1000.0,
     tpot_ms: Annotated[float, typer.Option(help="Time per token after it.")] = 50.0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Names the arrivals and the noise.")] = 0,
     out: Annotated[
         Optional[Path],  # noqa: UP045
@@ -393,10 +395,8 @@ def bench(
             help="peers, roofline, round, scale; default: all four.", metavar="[SUITES]..."
         ),
     ] = None,
-    target: Annotated[str, typer.Option(help="Zoo name, folder or hub id.")] = "target-10m",
-    drafter: Annotated[
-        str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
-    ] = "model",
+    target: TargetName = "target-10m",
+    drafter: DrafterName = "model",
     gamma: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(help="Draft length; default: 5, or what the drafter can do at most."),
@@ -410,8 +410,8 @@ def bench(
     ] = "all",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
     repeats: Annotated[int, typer.Option(help="Turns; single passes take ten for each.")] = 3,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Write the figures here (JSON), and a picture a suite beside it."),
@@ -426,6 +426,7 @@ def bench(
     from specexp.lab import build, suite_views
     from specexp.lab import prompts as questions
     from specexp.lab import suites as lab
+    from specexp.serving.costs import write_whole
 
     names = list(dict.fromkeys(suites or lab.NAMES))
     options: dict[str, Any] = {
@@ -438,7 +439,7 @@ def bench(
     lab.check(names, options | asked, texts)
     report: dict[str, Any] = {"parameters": options | asked | {"prompts": prompts}, "suites": {}}
     if out:
-        lab.save(out, report)
+        write_whole(out, json.dumps(report, indent=1))
     rig = build.build(**options)
     report["about"] = lab.about(rig.target.device, rig.target.dtype)
     if not as_json:
@@ -448,7 +449,7 @@ def bench(
     for name in names:
         found = report["suites"][name] = lab.run(name, rig, texts, rows, max_new_tokens, repeats)
         if out:
-            lab.save(out, report)
+            write_whole(out, json.dumps(report, indent=1))
             picture = out.with_name(f"{out.stem}-{name}.png")
             suite_views.figure(name, found).savefig(picture, dpi=110, bbox_inches="tight")
         if not as_json:
@@ -609,7 +610,7 @@ def zoo_twin(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Where the two folders go; default: mlruns/twins."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Names the weights.")] = 0,
     vocab: Annotated[
         Optional[int],  # noqa: UP045

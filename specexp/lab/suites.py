@@ -7,13 +7,11 @@ its own matrix products), `round` (where a round's time goes) and `scale` (how a
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,17 +77,6 @@ def run(
     if name == "round":
         return a_round(rig, texts, max_new_tokens, repeats)
     return scale(rig, texts, batches, repeats)
-
-
-def save(path: Path, report: dict[str, Any]) -> None:
-    """One JSON file, written whole or not at all. Raises UserError when it cannot be."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(report, indent=1))
-        fresh.replace(path)
-    except OSError as e:
-        raise UserError(f"cannot write {path}: {e.strerror}; choose another place") from e
 
 
 # --- round ---------------------------------------------------------------------------------------

@@ -168,16 +168,9 @@ class Costs:
         return Fit.of(B * T, C, self.verify)
 
     def save(self, path: str | Path) -> None:
-        """One JSON file, written whole or not at all."""
-        path = Path(path)
+        """One JSON file, written whole or not at all. Raises UserError when it cannot be."""
         kept = {name: getattr(self, name) for name in self.__annotations__}
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(kept, default=np.ndarray.tolist))
-            fresh.replace(path)
-        except OSError as e:
-            raise UserError(f"cannot write {path}: {e.strerror}; choose another place") from e
+        write_whole(path, json.dumps(kept, default=np.ndarray.tolist))
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
@@ -204,6 +197,18 @@ class Costs:
             name: (tuple(getattr(self, axis) for axis in axes), getattr(self, name).tolist())
             for name, axes in AXES.items()
         }
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """A file that is all there or not at all. Raises UserError when it cannot be written."""
+    path = Path(path)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(text)
+        fresh.replace(path)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}; choose another place") from e
 
 
 def _read(table: tuple[Any, Any], x: float, y: float, z: float) -> float:
