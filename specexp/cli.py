@@ -502,9 +502,9 @@ def doctor() -> None:
 @app.command()
 def ui(port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> None:
     """Open the MLflow UI on this machine alone; the links lead to each experiment's shared view."""
-    from specexp.lab import track
+    from specexp.lab import server
 
-    raise typer.Exit(track.serve(port))
+    raise typer.Exit(server.serve(port))
 
 
 @grid_app.command("validate")
@@ -517,11 +517,40 @@ def grid_validate(files: GridFiles) -> None:
 
 
 @grid_app.command("run")
-def grid_run(files: GridFiles) -> None:
-    """Run every point that has not finished yet; the exit code tells: 0 all done, 1 some failed."""
-    from specexp.lab import grid, run
+def grid_run(
+    files: GridFiles,
+    jobs: Annotated[
+        int, typer.Option(help="Points at once; points that time something still run alone.")
+    ] = 1,
+    together: Annotated[
+        bool, typer.Option("--together", help="Timed points side by side too: rough figures.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run again what failed before.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run again even what is done; old results are kept.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start every kernel anew: slower; forked is usual.")
+    ] = False,
+) -> None:
+    """Run every point that has not finished yet, resume what was interrupted.
 
-    raise typer.Exit(run.run(grid.load(files)))
+    Ctrl-C stops it, and nothing that is done is lost: run the same command again to go on. Exit
+    code: 0 all done, 1 some failed, 2 bad input, 3 store busy, 4 store damaged, 5 disk full.
+    """
+    from specexp.lab import grid, places, run
+
+    points = grid.load(files)
+    if jobs < 1:
+        raise UserError(f"--jobs is {jobs}; it must be 1 or more")
+    raise typer.Exit(
+        run.run(
+            points, place=places.Here(points, forked=not fresh), jobs=jobs, together=together,
+            retry_failed=retry_failed, force=force,
+        )
+    )  # fmt: skip
 
 
 @grid_app.command("status")

@@ -5,15 +5,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from mlflow.exceptions import MlflowException
 from rich.console import Console
 
-from specexp.lab import build, grid, run, track
+from specexp.lab import build, grid, places, run, track
+from specexp.lab.execute import Failure
+from specexp.lab.store import claim, holder, intact
 
 TRIVIAL = Path(__file__).parent / "notebooks" / "trivial.ipynb"
 
@@ -34,17 +39,39 @@ def points(tmp_path):
     return call
 
 
-def go(points: list[grid.Point]) -> tuple[int, str]:
+def go(points: list[grid.Point], **options) -> tuple[int, str]:
     console = Console(record=True, width=200, force_terminal=False)
-    code = run.run(points, console)
+    code = run.run(points, console, **options)
     return code, console.export_text()
 
 
-def statuses() -> dict[str, str]:
-    """run_key -> status of every run in MLflow."""
+def all_runs() -> list:
     mlflow = track.client()
-    ids = [e.experiment_id for e in mlflow.search_experiments()]
-    return {r.data.tags["run_key"]: r.info.status for r in mlflow.search_runs(ids)}
+    return list(mlflow.search_runs([e.experiment_id for e in mlflow.search_experiments()]))
+
+
+def statuses() -> dict[str, str]:
+    """run_key -> status of the runs in MLflow; each key must have one run only."""
+    found = all_runs()
+    assert len({r.data.tags["run_key"] for r in found}) == len(found)
+    return {r.data.tags["run_key"]: r.info.status for r in found}
+
+
+def start(tmp_path) -> subprocess.Popen:
+    """A runner of its own over the grid that `points` wrote."""
+    code = (
+        "import sys; from pathlib import Path; from specexp.lab import build, grid, run; "
+        "build.check = lambda params: []; "
+        f"sys.exit(run.run(grid.load([Path({str(tmp_path / 'trivial.yaml')!r})])))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+
+
+def until(true, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_grid_is_run_committed_published_and_not_run_again(store, points):
@@ -55,7 +82,7 @@ def test_a_grid_is_run_committed_published_and_not_run_again(store, points):
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
     for point in todo:
         result = store / "results" / point.run_key
-        assert track.intact(result)
+        assert intact(result)
         names = {p.name for p in result.iterdir()}
         assert {"result.json", "notebook.ipynb", "notebook.html", "manifest.json"} <= names
     frame = track.runs(experiment="grid of trifles")
@@ -67,7 +94,7 @@ def test_a_grid_is_run_committed_published_and_not_run_again(store, points):
     before = {p: p.stat().st_mtime_ns for p in (store / "results").rglob("*") if p.is_file()}
     code, said = go(todo)
     assert code == 0
-    assert "2 of 2 points are done already" in said
+    assert "0 of 2 points to run" in said
     after = {p: p.stat().st_mtime_ns for p in (store / "results").rglob("*") if p.is_file()}
     assert after == before
     assert len(statuses()) == 2
@@ -75,9 +102,9 @@ def test_a_grid_is_run_committed_published_and_not_run_again(store, points):
 
 KINDS = {
     "raises": ("error", "ZeroDivisionError: division by zero"),
-    "exits": ("invalid-result", "never executed"),
-    "dies": ("kernel-died", "the kernel died"),
-    "killed": ("kernel-died", "the kernel died"),
+    "exits": ("invalid-result", "raised SystemExit"),
+    "dies": ("kernel-died", "exited with status 0"),
+    "killed": ("kernel-died", "killed by SIGKILL"),
     "nothing": ("invalid-result", "track.log"),
     "nan": ("error", "not a finite number"),
     "other": ("invalid-result", "other parameters than it was given: x"),
@@ -127,12 +154,7 @@ def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, po
 
 def test_a_runner_killed_in_the_middle_loses_nothing(store, points, tmp_path):
     todo = points(how=["well", "slow"])
-    code = (
-        "from pathlib import Path; from specexp.lab import build, grid, run; "
-        "build.check = lambda params: []; "
-        f"run.run(grid.load([Path({str(tmp_path / 'trivial.yaml')!r})]))"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    child = start(tmp_path)
     first, second = (store / "results" / p.run_key for p in todo)
     deadline = time.monotonic() + 120
     while not (first.exists() and list((store / "attempts").glob(f"{todo[1].run_key}-*"))):
@@ -184,55 +206,243 @@ def test_a_damaged_result_is_set_aside_and_done_again(store, points, damage):
     else:
         (result / "result.json").write_text("{}")
     assert go(todo)[0] == 0
-    assert track.intact(result)
-    assert (store / "failed" / f"{todo[0].run_key}-damaged").exists()
+    assert intact(result)
+    assert list((store / "replaced").glob(f"{todo[0].run_key}-*"))
 
 
-def test_a_second_runner_is_refused_and_told_who_holds_the_store(store, points):
+def test_a_point_claimed_by_another_runner_is_waited_for_and_not_run(store, points):
+    todo = points(x=[1, 2])
+    with claim(todo[0].run_key) as ours:
+        assert ours
+        runner = threading.Thread(target=lambda: said.append(go(todo)))
+        said: list[tuple[int, str]] = []
+        runner.start()
+        until(lambda: (store / "results" / todo[1].run_key).exists())
+        time.sleep(1)
+        assert runner.is_alive()
+        assert not list((store / "attempts").glob(f"{todo[0].run_key}-*"))
+    runner.join(60)
+    [(code, text)] = said
+    assert code == 0
+    assert f"pid {os.getpid()}" in text
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_two_runners_share_a_grid_and_no_point_is_done_twice(store, points, tmp_path):
+    todo = points(x=list(range(8)))
+    runners = [start(tmp_path) for _ in range(2)]
+    assert [r.wait(120) for r in runners] == [0, 0]
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+    assert len(list((store / "results").iterdir())) == 8
+    assert not list((store / "failed").iterdir())
+
+
+def test_a_killed_holder_leaves_no_claim_behind(store):
     code = (
-        "import time; from specexp.lab import track\n"
-        "with track.locked(): print('held', flush=True); time.sleep(60)"
+        "import time; from specexp.lab.store import claim\n"
+        "with claim('k') as ours: print(ours, flush=True); time.sleep(60)"
     )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline().strip() == "held"
-        code, said = go(points(x=[1]))
-        assert code == 3
-        assert str(holder.pid) in said
-    finally:
-        holder.kill()
-        holder.wait()
-    assert go(points(x=[1]))[0] == 0  # a killed holder leaves no lock behind
+    held = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert held.stdout.readline().strip() == "True"
+    with claim("k") as ours:
+        assert not ours
+    assert str(held.pid) in holder("k")
+    held.kill()
+    held.wait()
+    assert holder("k") is None
+    with claim("k") as ours:
+        assert ours
+    assert not (store / "claims" / "k").exists()
 
 
-def test_ctrl_c_stops_cleanly(store, points, monkeypatch):
-    def interrupted(point, folder):
-        raise KeyboardInterrupt
+def test_claims_exclude_one_another_whoever_comes_and_goes(store):
+    inside, most = [], []
 
-    monkeypatch.setattr(run, "_execute", interrupted)
-    code, said = go(points(x=[1]))
-    assert code == 130
-    assert "run again" in said
-    assert set(statuses().values()) == {"KILLED"}
+    def work():
+        for _ in range(200):
+            with claim("k") as ours:
+                if ours:
+                    inside.append(1)
+                    most.append(len(inside))
+                    inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_cleanly_and_a_second_one_too(store, points, tmp_path, number, expected):
+    todo = points(how=["well", "hangs"])
+    runner = start(tmp_path)
+    hanging = todo[1].run_key
+    until(lambda: list((store / "attempts").glob(f"{hanging}-*/log.txt")))
+    time.sleep(1)
+    below = psutil.Process(runner.pid).children(recursive=True)
+    runner.send_signal(number)
+    time.sleep(0.2)
+    runner.send_signal(number)
+    assert runner.wait(20) == expected
+    assert statuses() == {todo[0].run_key: "FINISHED", hanging: "KILLED"}
     assert not list((store / "attempts").iterdir())
+    until(lambda: not any(p.is_running() for p in below))
 
 
-def test_a_full_disk_says_so_and_commits_nothing(store, points, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device", "notebook.ipynb")
+def test_failed_points_are_run_again_only_when_asked(store, points, tmp_path):
+    todo = points(how=["raises", "well"])
+    assert go(todo)[0] == 1
+    code, said = go(todo)
+    assert code == 1
+    assert "0 of 2 points to run" in said
+    assert "--retry-failed" in said
+    assert len(list((store / "failed").iterdir())) == 1
+    code, said = go(todo, retry_failed=True)
+    assert "1 of 2 points to run" in said
+    assert len(list((store / "failed").iterdir())) == 2
+    assert statuses() == {todo[0].run_key: "FAILED", todo[1].run_key: "FINISHED"}
 
-    monkeypatch.setattr(run, "_execute", full)
+
+def test_force_does_it_all_again_and_keeps_one_run_a_point(store, points):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    first = (store / "results" / todo[0].run_key / "published").read_text()
+    assert go(todo, force=True)[0] == 0
+    second = (store / "results" / todo[0].run_key / "published").read_text()
+    assert second != first
+    assert statuses() == {todo[0].run_key: "FINISHED"}
+    [replaced] = (store / "replaced").iterdir()
+    assert intact(replaced)
+
+
+def test_a_forced_run_that_fails_leaves_the_result_as_it_was(store, points, monkeypatch):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    [before] = all_runs()
+
+    def fails(*args):
+        raise Failure("error", "planted")
+
+    monkeypatch.setattr(places, "execute", fails)
+    assert go(todo, force=True)[0] == 1
+    assert intact(store / "results" / todo[0].run_key)
+    after = {r.info.status: r.info.run_id for r in all_runs()}
+    assert set(after) == {"FAILED", "FINISHED"}
+    assert after["FINISHED"] == before.info.run_id
+
+
+def test_points_that_time_nothing_run_side_by_side_and_the_others_alone(store, points, monkeypatch):
+    free = [replace(p, timed=False) for p in points(x=[1, 2, 3, 4])]
+    timed = points(x=[5, 6])
+    together, most = [], {True: 0, False: 0}
+
+    def counted(point, attempt, *rest):
+        together.append(point)
+        most[point.timed] = max(most[point.timed], len(together))
+        time.sleep(0.5)
+        together.remove(point)
+        raise Failure("error", "planted")
+
+    monkeypatch.setattr(places, "execute", counted)
+    assert go([*free, *timed], jobs=3)[0] == 1
+    assert most == {True: 1, False: 3}
+    assert go([*free, *timed], jobs=3, together=True, retry_failed=True)[0] == 1
+    assert most == {True: 2, False: 3}
+
+
+def test_parallel_points_are_each_done_once(store, points):
+    todo = [replace(p, timed=False) for p in points(x=list(range(6)))]
+    assert go(todo, jobs=3)[0] == 0
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+class Outage:
+    """MLflow is away for the first `times` calls."""
+
+    def __init__(self, times):
+        self.left, self.publish = times, track._publish
+
+    def __call__(self, folder):
+        if self.left:
+            self.left -= 1
+            raise MlflowException("database is locked")
+        return self.publish(folder)
+
+
+def test_mlflow_away_for_a_while_is_waited_for(store, points, monkeypatch):
+    monkeypatch.setattr(track, "_publish", Outage(2))
+    todo = points(x=[1])
+    code, said = go(todo)
+    assert code == 0
+    assert "waiting for MLflow" in said
+    assert statuses() == {todo[0].run_key: "FINISHED"}
+
+
+def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(track, "_publish", Outage(1000))
+    todo = points(x=[1, 2])
+    code, said = go(todo)
+    assert code == 1
+    assert "run the same command again" in said
+    assert all(intact(store / "results" / p.run_key) for p in todo)
+    assert statuses() == {}
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
+    monkeypatch.setattr(build, "check", lambda params: [])
+    code, said = go(todo)
+    assert code == 0
+    assert "0 of 2 points to run" in said
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_a_full_disk_says_so_commits_nothing_and_stops(store, points, monkeypatch):
+    asked = []
+
+    def full(point, *rest):
+        asked.append(point)
+        raise Failure("disk", "No space left on device: notebook.ipynb")
+
+    monkeypatch.setattr(places, "execute", full)
+    todo = points(x=[1, 2])
+    code, said = go(todo)
+    assert code == 5
+    assert len(asked) == 1
+    assert "notebook.ipynb" in said
+    assert "run the same command again" in said
+    assert not (store / "results").exists()
+    assert not list((store / "attempts").iterdir())
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
+    assert go(todo)[0] == 0
+
+
+def test_too_little_room_is_refused_before_anything_runs(store, points, monkeypatch):
+    monkeypatch.setattr(run, "ROOM_PER_POINT", 10**18)
+    monkeypatch.setattr(places, "execute", None)
     code, said = go(points(x=[1]))
     assert code == 5
-    assert "disk full" in said
-    assert "notebook.ipynb" in said
-    assert not (store / "results").exists()
-    monkeypatch.undo()
-    os.environ["SPECEXP_MLRUNS"] = str(store)
-    try:
-        assert go(points(x=[1]))[0] == 0
-    finally:
-        del os.environ["SPECEXP_MLRUNS"]
+    assert "1 points may need" in said
+
+
+def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
+    """MLflow would copy what a link points to."""
+    outside = tmp_path / "outside"
+    outside.write_text("not yours")
+    real = places.execute
+
+    def linked(point, attempt, *rest):
+        (attempt / "link").symlink_to(outside)
+        os.mkfifo(attempt / "pipe")
+        real(point, attempt, *rest)
+
+    monkeypatch.setattr(places, "execute", linked)
+    assert go(points(x=[1]))[0] == 0
+    assert not list(store.rglob("link"))
+    assert not list(store.rglob("pipe"))
+    assert outside.read_text() == "not yours"
 
 
 def test_papermills_own_word_is_not_believed(store, points, tmp_path):

@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 from specexp.errors import UserError
-from specexp.lab import report, track
+from specexp.lab import report, server, track, view
+from specexp.lab.store import alone
 
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25, "category/code": 0.75}
 
@@ -93,15 +94,9 @@ def _first_touch(root: str, barrier) -> None:
 
     os.environ["SPECEXP_MLRUNS"] = root
     barrier.wait()
-    for _ in range(300):
-        try:
-            with track.locked():
-                track.initialise()
-                track.client().search_experiments()
-            return
-        except track.StoreBusy:
-            time.sleep(0.1)
-    raise SystemExit(1)
+    with alone("setup"):
+        track.initialise()
+    track.client().search_experiments()
 
 
 def test_processes_that_open_a_fresh_store_together_all_succeed(tmp_path):
@@ -142,7 +137,7 @@ def test_the_shared_view_is_small_and_names_only_known_metrics(store):
     drawn = {f"metrics.`{c['metricKey']}`" for c in state["compareRunCharts"] if "metricKey" in c}
     assert drawn
     assert drawn <= logged
-    assert "viewStateShareKey=specexp" in track.view_url("1", 5000)
+    assert "viewStateShareKey=specexp" in view.url("1", 5000)
 
 
 def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
@@ -150,8 +145,8 @@ def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        track.ui_command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    running = subprocess.Popen(
+        server.ui_command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
 
     def status(host: str) -> int:
@@ -179,5 +174,5 @@ def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
         ):
             assert status(foreign) == 403, foreign
     finally:
-        server.terminate()
-        server.wait(20)
+        running.terminate()
+        running.wait(20)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import cli
 from specexp.errors import UserError
-from specexp.lab import bench, build, track
+from specexp.lab import bench, build, store
 from specexp.lab.certify import certify
 from specexp.lab.prompts import Prompt
 from specexp.trace import Acceptance
@@ -224,7 +224,7 @@ def test_variety_of_a_loop_and_of_a_text_without_one():
 
 def test_the_shelf_finds_twins_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
-    assert shelf.twins() == track.store() / "twins"
+    assert shelf.twins() == store.root() / "twins"
     make("Tiny", None, None, damp=0.05)
     assert shelf.find("twin-tiny") == tmp_path / "twins" / "twin-tiny-target"
     assert shelf.default_draft("twin-tiny").path == tmp_path / "twins" / "twin-tiny-draft"

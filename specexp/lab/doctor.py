@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specexp.lab import track
+from specexp.lab import store
 from specexp.lm import free_memory
 from specexp.zoo import shelf
 
@@ -33,16 +33,16 @@ def examine(console: Console) -> bool:
     facts.add_row("device", described(device))
     facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
     facts.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {_load()}")
-    store = track.store()
+    root = store.root()
     facts.add_row(
-        "store", f"{store}, {shutil.disk_usage(_existing(store)).free / 2**30:.1f} GiB free"
+        "store", f"{root}, {shutil.disk_usage(_existing(root)).free / 2**30:.1f} GiB free"
     )
     facts.add_row("zoo", ", ".join(m.name for m in shelf.models()) or "missing")
     console.print(facts)
     console.print(speeds(device))
     problems = missing()
-    if not os.access(_existing(store), os.W_OK):
-        problems.append(f"{store} is not writable: set SPECEXP_MLRUNS to a folder that is")
+    if not os.access(_existing(root), os.W_OK):
+        problems.append(f"{root} is not writable: set SPECEXP_MLRUNS to a folder that is")
     if not shelf.models():
         problems.append("data/zoo is empty: get a complete checkout, or run `specexp zoo train`")
     for problem in problems:

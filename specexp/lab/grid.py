@@ -75,6 +75,8 @@ class Point:
     timeout_s: float
     run_key: str
 
+    timed: bool = True
+
     @property
     def label(self) -> str:
         shown = " ".join(f"{n}={self.params[n]}" for n in self.varying)

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 from specexp import theory
 from specexp.errors import UserError
-from specexp.lab import bench, stats, track
+from specexp.lab import bench, stats, store
 from specexp.lab.build import Rig
 from specexp.lab.plots import PLAIN, PREDICTED, batch_axis, panels
 from specexp.lab.prompts import Prompt, load
@@ -87,7 +87,7 @@ def place(rig: Rig) -> Path:
     known = json.dumps(about(rig), sort_keys=True).encode()
     names = (re.sub(r"[^\w.-]+", "_", name) for name in (rig.target.name, rig.drafter))
     return (
-        track.store()
+        store.root()
         / "costs"
         / f"{'--'.join(names)}--{hashlib.sha256(known).hexdigest()[:12]}.json"
     )

@@ -10,7 +10,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from specexp.lab import track
+from specexp.lab import store, track
 
 HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
 NAMED = ("params.drafter", "params.policy")  # in every table, whether they differ or not
@@ -19,7 +19,7 @@ CATEGORIES = ("code", "prose", "records", "editing", "messy")
 
 def headline(result: Path) -> str:
     """The figures of one result that say most, on one line."""
-    metrics = json.loads((result / track.RESULT).read_text())["metrics"]
+    metrics = json.loads((result / store.RESULT).read_text())["metrics"]
     return "  ".join(f"{n.partition('/')[2]} {metrics[n]:.3g}" for n in HEADLINES if n in metrics)
 
 
@@ -33,8 +33,8 @@ def show(console: Console, run_keys: Collection[str]) -> None:
             console.print(table(str(experiment), part))
     console.print()
     for what, where in {
-        "runs": track.store() / "mlflow.db",
-        "notebooks": track.store() / "results" / "*" / "notebook.html",
+        "runs": store.root() / "mlflow.db",
+        "notebooks": store.root() / "results" / "*" / "notebook.html",
         "compare": "make ui (or specexp ui), then open the link it prints",
     }.items():
         console.print(f"{what:10s} {where}", soft_wrap=True, highlight=False)

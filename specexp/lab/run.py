@@ -1,11 +1,9 @@
-"""Run the points of a grid, one after another, and lose nothing.
+"""Run the points of a grid and lose nothing.
 
-Each point is a notebook executed by papermill in a kernel of its own, in an attempt folder. What
-papermill says of a run is not believed (a dead kernel's cells are marked completed, SystemExit
-passes for success): a point is done when every cell was executed and the result it wrote is there,
-complete, finite and of this very point. Then one rename commits it and it is published; a point
-whose result is committed is never run again. A failing point is kept with its notebook, log and
-error, and the others go on.
+A point is claimed, executed in an attempt folder (`execute`), committed by one rename (`store`) and
+published (`track`); a point whose result is there is never run again, whoever made it and however
+this process or its machine ended. Failed points are kept whole with their notebook, log and error,
+and the others go on. Several runners may work on one store: each point is done by one of them.
 """
 
 from __future__ import annotations
@@ -13,149 +11,276 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import shutil
-import tempfile
+import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import psutil
+import tenacity
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specexp.lab import report, track
+from specexp.lab import live, places, report, secret, store, track
+from specexp.lab.execute import ERROR, FULL, Failure
 from specexp.lab.grid import Point
 
-DONE, FAILED, BUSY, DISK_FULL, INTERRUPTED = 0, 1, 3, 5, 130
-NOTEBOOK, POINT, ERROR = "notebook.ipynb", "point.json", "error.txt"
+DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
+AGAIN = ("interrupted", "disk", "lost")  # failures that are nobody's fault: run again unasked
+PATIENCE_S = 90.0
+ROOM_PER_POINT = 2_000_000
 
 
-class Failure(Exception):
-    """A point did not succeed. `kind`: error, timeout, kernel-died, invalid-result or disk."""
+def run(
+    points: Sequence[Point],
+    console: Console | None = None,
+    *,
+    place: places.Place | None = None,
+    jobs: int = 1,
+    together: bool = False,
+    retry_failed: bool = False,
+    force: bool = False,
+) -> int:
+    """Run what is not done yet; returns the exit code.
 
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-def run(points: Sequence[Point], console: Console | None = None) -> int:
-    """Run what is not done yet; returns the exit code (0 all done, 1 some failed, 3 store busy,
-    5 disk full, 130 interrupted). Prints progress, then the comparison and where everything is."""
+    jobs: points at once, where nothing is timed; together: timed points too. retry_failed: also
+    what failed before; force: everything, even what is done. Exit codes: 0 all done and published,
+    1 some failed, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
+    """
     console = console or Console()
     try:
-        with track.locked():
-            track.initialise()
-            recover(points)
-            code = _run_all(points, console)
-    except track.StoreBusy as e:
-        console.print(f"[bold red]busy[/]: {e}", highlight=False, soft_wrap=True)
-        return BUSY
+        with live.Board(console, len(points), jobs=jobs) as board:
+            with store.alone("setup", lambda said: board.say(said, once=True)):
+                track.initialise()
+            work = Work(points, board, retry_failed, force)
+            with _signals(work), place or places.Here(points) as where:
+                work.recover()
+                work.plan()
+                board.say(f"{len(work.queue)} of {len(points)} points to run, {where.how}")
+                work.through(where, jobs, together)
+    except store.StoreBusy as e:
+        return _sorry(console, "busy", str(e), BUSY)
+    except track.Damaged as e:
+        return _sorry(console, "damaged", str(e), DAMAGED)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno not in FULL:
             raise
-        free = shutil.disk_usage(track.store()).free
-        console.print(
-            f"[bold red]disk full[/]: writing {e.filename or track.store()}, {free / 1e6:.0f} MB "
-            "free; make room and run the same command again",
-            soft_wrap=True,
-        )
-        return DISK_FULL
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped[/]: finished points are kept; run again to go on")
-        return INTERRUPTED
+        return _sorry(console, "disk full", _full(e), DISK_FULL)
+    except track.Away as e:
+        return _sorry(console, "no MLflow", f"{track.where()}: {e}", FAILED)
+    if work.stopped:
+        return _sorry(console, "stopped", work.stopped[1], work.stopped[0])
     report.show(console, {p.run_key for p in points})
-    return code
+    if board.failed:
+        console.print(f"{board.failed} points failed: --retry-failed runs them again")
+    return FAILED if board.failed or work.unpublished else DONE
 
 
-def _run_all(points: Sequence[Point], console: Console) -> int:
-    todo = [p for p in points if not is_done(p)]
-    if len(todo) < len(points):
-        console.print(f"{len(points) - len(todo)} of {len(points)} points are done already")
-    failed = 0
-    took: list[float] = []
-    with _bar(console, len(points), len(points) - len(todo)) as (bar, task):
-        for point in todo:
-            bar.update(task, description=point.label, left=_left(took, len(todo)))
-            begin = time.monotonic()
+@dataclass
+class Work:
+    """A grid being run: what is left, and what came of the rest."""
+
+    points: Sequence[Point]
+    board: live.Board
+    retry_failed: bool = False
+    force: bool = False
+    queue: deque[Point] = field(default_factory=deque)
+    unpublished: list[Path] = field(default_factory=list)
+    stopped: tuple[int, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._publishing = threading.Lock()
+        self._where: places.Place | None = None
+        self._begun = time.time_ns()
+
+    def plan(self) -> None:
+        """What is left to do. Raises OSError where the disk has no room for it."""
+        failures = {} if self.retry_failed or self.force else failures_of(self.points)
+        for point in self.points:
+            if not self.force and store.result_of(point.run_key).exists():
+                self.board.done += 1
+            elif failures.get(point.run_key, ("", ""))[0] in ("", *AGAIN):
+                self.queue.append(point)
+            else:
+                self.board.ended(point.label, "failed", ": ".join(failures[point.run_key]))
+        free, need = shutil.disk_usage(store.root()).free, len(self.queue) * ROOM_PER_POINT
+        if free < need:
+            said = f"{len(self.queue)} points may need {need / 1e6:.0f} MB"
+            raise OSError(errno.ENOSPC, said, str(store.root()))
+
+    def stop(self, code: int, why: str) -> None:
+        """Let nothing new begin and end what runs. May be called at any time, more than once."""
+        self.stopped = self.stopped or (code, why)
+        self._stopping.set()
+        if self._where:
+            self._where.kill()
+
+    def through(self, where: places.Place, jobs: int, together: bool) -> None:
+        """Run the queue to its end: untimed points `jobs` at a time, timed ones alone."""
+        self._where = where
+        timed = [] if together else [p for p in self.queue if p.timed]
+        free = deque(p for p in self.queue if p not in timed)
+        for queue, workers in ((free, jobs), (deque(timed), 1)):
+            workers = min(workers, len(queue))
+            with ThreadPoolExecutor(workers or 1, "point") as pool:
+                each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
+                while not all(f.done() for f in each):
+                    time.sleep(0.05)
+                    if self.stopped:  # a kernel may have begun just after the first call
+                        where.kill()
+                for f in each:
+                    f.result()
+        for result in self.unpublished[:]:
+            self._publish(result)
+
+    def _serve(self, queue: deque[Point], where: places.Place, number: int) -> None:
+        try:
+            with where.seat(number) as seat:
+                while not self._stopping.is_set():
+                    try:
+                        point = queue.popleft()
+                    except IndexError:
+                        return
+                    if not self._take(point, seat):
+                        queue.append(point)
+                        self._stopping.wait(0.5)
+        except BaseException:
+            self.stop(FAILED, "an error in specexp itself")
+            raise
+
+    def _take(self, point: Point, seat: places.Seat) -> bool:
+        """Settle a point unless another runner is at it; says whether it is settled."""
+        with store.claim(point.run_key) as ours:
+            if not ours:
+                who = store.holder(point.run_key)
+                self.board.say(f"waiting for {point.label}: {who} runs it", once=True)
+                return False
+            others = failures_of([point], since=self._begun)
+            if not self.force and store.result_of(point.run_key).exists():
+                self.board.ended(point.label, "done", "by another run")
+            elif others and others[point.run_key][0] not in AGAIN:
+                self.board.ended(
+                    point.label, "failed", "in another run: " + others[point.run_key][1]
+                )
+            else:
+                self._attempt(point, seat)
+            return True
+
+    def _attempt(self, point: Point, seat: places.Seat) -> None:
+        attempt = store.new_attempt(point.run_key)
+        begin = time.monotonic()
+        watch = self.board.began(point.label)
+        try:
+            _write_point(point, attempt)
+            seat.execute(point, attempt, watch)
+            took = f"{time.monotonic() - begin:.2f}"
+            tags = tags_of(point) | {"seconds": took, "where": seat.name, "status": "FINISHED"}
+            result = store.commit(attempt, point.run_key, tags)
+        except Failure as e:
+            if e.kind == "disk":
+                self._no_room(point, attempt, str(e))
+            elif self._stopping.is_set():
+                self._fail(point, attempt, Failure("interrupted", "stopped"), "stopped")
+            else:
+                self._fail(point, attempt, e, "failed")
+            return
+        except OSError as e:
+            if e.errno not in FULL:
+                raise
+            self._no_room(point, attempt, _full(e))
+            return
+        if self._publish(result):
+            self.board.ended(point.label, "done", report.headline(result))
+        else:
+            self.board.ended(point.label, "kept", "the result is safe; MLflow does not answer")
+
+    def _no_room(self, point: Point, attempt: Path, why: str) -> None:
+        shutil.rmtree(attempt, ignore_errors=True)
+        self.board.ended(point.label, "stopped", why)
+        self.stop(DISK_FULL, f"{why}; make room and run the same command again")
+
+    def _fail(self, point: Point, attempt: Path, failure: Failure, state: str) -> None:
+        kept = set_aside(attempt, failure)
+        self._publish(kept)
+        said = str(failure).splitlines()[0]
+        self.board.ended(point.label, state, f"{failure.kind}: {said}")
+
+    def _publish(self, folder: Path) -> bool:
+        """Try for PATIENCE_S; only once if the last one failed. What fails is tried at the end."""
+        patience = 0.0 if folder not in self.unpublished and self.unpublished else PATIENCE_S
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(track.Away),
+            stop=tenacity.stop_after_delay(patience) | tenacity.stop_when_event_set(self._stopping),
+            wait=tenacity.wait_fixed(2),
+            sleep=tenacity.sleep_using_event(self._stopping),
+            before_sleep=lambda _: self.board.say("waiting for MLflow", once=True),
+            reraise=True,
+        )
+        with self._publishing:
             try:
-                result = attempt(point)
-                state, detail = "[green]done[/]  ", report.headline(result)
-            except Failure as e:
-                failed += 1
-                state, detail = "[red]failed[/]", f"{e.kind}: {e}".splitlines()[0]
-            took.append(time.monotonic() - begin)
-            bar.advance(task)
-            console.print(
-                f"{state} {took[-1]:5.1f} s  {point.label}  [dim]{detail}[/]", highlight=False
-            )
-        bar.update(task, description="finished", left="")
-    return FAILED if failed else DONE
+                attempts(track.publish, folder)
+            except track.Away as e:
+                if folder not in self.unpublished:
+                    self.unpublished.append(folder)
+                self.board.say(f"not in MLflow yet, run the same command again: {e}", once=True)
+                return False
+        if folder in self.unpublished:
+            self.unpublished.remove(folder)
+        return True
+
+    def recover(self) -> None:
+        """What earlier runs left behind: attempts of the dead, results not published, damage."""
+        for attempt in store.folder("attempts").iterdir():
+            with store.claim(store.key_of(attempt)) as ours:
+                if ours and attempt.exists():
+                    set_aside(attempt, Failure("interrupted", "the runner was killed"))
+        keys = {p.run_key for p in self.points}
+        for key in keys:
+            result = store.result_of(key)
+            if result.exists():
+                with store.claim(key) as ours:
+                    if ours and not store.intact(result):
+                        store.set_aside(result, "replaced")
+                    elif ours and not track.published(result):
+                        self._publish(result)
+        for kept in store.folder("failed").iterdir():
+            key = store.key_of(kept)
+            mine = key in keys or track.own()
+            if mine and (kept / store.TAGS).exists() and not track.published(kept):
+                with store.claim(key) as ours:
+                    if ours:
+                        self._publish(kept)
 
 
 @contextlib.contextmanager
-def _bar(console: Console, total: int, done: int) -> Iterator[tuple[Progress, Any]]:
-    columns = (
-        MofNCompleteColumn(), BarColumn(bar_width=24), TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"), TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, refresh_per_second=2) as bar:
-        yield bar, bar.add_task("starting", total=total, completed=done, left="")
-
-
-def _left(took: list[float], total: int) -> str:
-    if not took:
-        return ""
-    seconds = int(sum(took) / len(took) * (total - len(took)))
-    return f"about {seconds // 60}:{seconds % 60:02d} left"
-
-
-def is_done(point: Point) -> bool:
-    return track.intact(track.store() / "results" / point.run_key)
-
-
-def attempt(point: Point) -> Path:
-    """Run one point to a committed and published result. Raises Failure after recording it."""
-    folder = track.new_attempt(point.run_key)
-    (folder / POINT).write_text(json.dumps({
-        "experiment": point.experiment, "params": point.params, "tags": tags_of(point),
-    }))  # fmt: skip
+def _signals(work: Work) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the work; a second one changes nothing: it is being stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    said = "finished points are kept; run the same command again to go on"
+    codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+    before = {
+        number: signal.signal(number, lambda got, _: work.stop(codes[signal.Signals(got)], said))
+        for number in codes
+    }
     try:
-        _execute(point, folder)
-        _check(point, folder)
-        _to_html(folder)
-        result = track.commit(folder, point.run_key, tags_of(point))
-    except Failure as e:
-        _record_failure(folder, str(e), e.kind, "FAILED")
-        raise
-    except KeyboardInterrupt:
-        kill_children()
-        _record_failure(folder, "interrupted", "interrupted", "KILLED")
-        raise
-    publish(result)
-    return result
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def publish(result: Path) -> None:
-    """Publish a committed result and remember that it is."""
-    (result / "published").write_text(track.publish(result))
-
-
-def recover(points: Sequence[Point]) -> None:
-    """What an earlier run left behind: publish committed results, set aside broken attempts."""
-    for point in points:
-        result = track.store() / "results" / point.run_key
-        if result.exists() and not track.intact(result):
-            result.rename(_aside(f"{point.run_key}-damaged"))
-        elif result.exists() and not (result / "published").exists():
-            publish(result)
-    attempts = track.store() / "attempts"
-    for folder in attempts.iterdir() if attempts.exists() else ():
-        _record_failure(folder, "the runner was killed", "interrupted", "KILLED")
+def _write_point(point: Point, attempt: Path) -> None:
+    known = {"experiment": point.experiment, "params": point.params, "tags": tags_of(point)}
+    (attempt / store.POINT).write_text(json.dumps(known, indent=1))
 
 
 def tags_of(point: Point) -> dict[str, str]:
@@ -164,133 +289,77 @@ def tags_of(point: Point) -> dict[str, str]:
         "grid": point.grid,
         "name": point.label,
         "notebook": point.notebook.name,
-        "notebook.digest": track.digest(point.notebook.read_bytes())[:16],
         "mlflow.source.name": f"notebooks/{point.notebook.name}",
         "mlflow.source.type": "NOTEBOOK",
     }
 
 
-def _execute(point: Point, folder: Path) -> None:
-    """papermill in this process, the kernel in its own; a watchdog ends it at the wall clock."""
-    import papermill
-    from jupyter_client.manager import AsyncKernelManager
-    from nbclient.exceptions import DeadKernelError
-
-    expired = threading.Event()
-
-    def expire() -> None:
-        expired.set()
-        kill_children()
-
-    watchdog = threading.Timer(point.timeout_s, expire)
-    watchdog.start()
-    try:
-        with tempfile.TemporaryDirectory(prefix="specexp-") as private, _environment(
-            SPECEXP_ATTEMPT=str(folder), SPECEXP_EXPERIMENT=point.experiment,
-            MLFLOW_DISABLE_TELEMETRY="true", TOKENIZERS_PARALLELISM="false",
-        ):  # fmt: skip
-            sockets = {"ip": f"{private}/k", "connection_file": f"{private}/kernel.json"}
-            papermill.execute_notebook(
-                str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
-                kernel_name="python3", progress_bar=False, cwd=str(point.notebook.parent),
-                km=AsyncKernelManager(kernel_name="python3", transport="ipc", **sockets),
-            )  # fmt: skip
-    except papermill.PapermillExecutionError as e:
-        raise Failure("error", f"{e.ename}: {e.evalue}") from e
-    except Exception as e:
-        if expired.is_set():
-            raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
-        if isinstance(e, DeadKernelError):
-            raise Failure("kernel-died", "the kernel died: out of memory, or a crash") from e
-        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise Failure("error", f"{type(e).__name__}: {e}") from e
-    finally:
-        watchdog.cancel()
-        kill_children()
+def set_aside(attempt: Path, failure: Failure) -> Path:
+    """Keep a failed attempt, whole, with its error and what MLflow is to be told of it."""
+    store.only_files(attempt)
+    message = secret.hide(str(failure))
+    trace = "" if failure.__cause__ is None else secret.hide("".join(
+        traceback.format_exception(failure.__cause__)
+    ))  # fmt: skip
+    (attempt / ERROR).write_text(f"{failure.kind}: {message}\n\n{trace}")
+    known = store.read(attempt / store.POINT)
+    if known:
+        tags = known["tags"] | {
+            "attempt": attempt.name, "error": message.splitlines()[0][:500],
+            "error.kind": failure.kind,
+            "status": "KILLED" if failure.kind == "interrupted" else "FAILED",
+        }  # fmt: skip
+        (attempt / store.TAGS).write_text(json.dumps(tags))
+    return store.set_aside(attempt, "failed")
 
 
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def failures_of(points: Sequence[Point], since: int = 0) -> dict[str, tuple[str, str]]:
+    """run_key -> kind and message of each point's last failure, if later than `since` (ns)."""
+    keys = {p.run_key for p in points}
+    kept = [f for f in store.folder("failed").glob(f"*/{ERROR}") if store.key_of(f.parent) in keys]
+    found = {}
+    for age, error in sorted((f.stat().st_mtime_ns, f) for f in kept):
+        if age < since:
+            continue
+        kind, _, message = error.read_text(errors="replace").partition("\n")[0].partition(": ")
+        found[store.key_of(error.parent)] = kind, message
+    return found
 
 
-def kill_children() -> None:
-    """End every process this one started: a kernel is a session of its own, with children."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(children, timeout=5)
+def _full(e: OSError) -> str:
+    free = shutil.disk_usage(store.root()).free
+    return f"{e.strerror}: {e.filename or store.root()}, {free / 1e6:.0f} MB free"
 
 
-def _check(point: Point, folder: Path) -> None:
-    import nbformat
-
-    notebook = nbformat.read(folder / NOTEBOOK, as_version=4)
-    for number, cell in enumerate(notebook.cells, 1):
-        if cell.cell_type == "code" and cell.source.strip() and cell.execution_count is None:
-            raise Failure("invalid-result", f"cell {number} was never executed")
-    try:
-        record = json.loads((folder / track.RESULT).read_text())
-    except FileNotFoundError:
-        raise Failure("invalid-result", "the notebook logged nothing: call track.log") from None
-    except ValueError:
-        raise Failure("invalid-result", f"{track.RESULT} is not readable") from None
-    problems = track.problems_of(record)
-    if record["params"] != point.params:
-        odd = [n for n in point.params if record["params"].get(n) != point.params[n]]
-        odd += [n for n in record["params"] if n not in point.params]
-        problems.append(f"it logged other parameters than it was given: {', '.join(odd)}")
-    if problems:
-        raise Failure("invalid-result", "; ".join(problems))
-
-
-def _to_html(folder: Path) -> None:
-    from nbconvert import HTMLExporter
-
-    page, _ = HTMLExporter().from_filename(str(folder / NOTEBOOK))
-    (folder / "notebook.html").write_text(page)
-
-
-def _record_failure(folder: Path, message: str, kind: str, status: str) -> None:
-    """Keep the attempt aside, whole, and show it in MLflow with its error."""
-    (folder / ERROR).write_text(f"{message}\n\n{traceback.format_exc()}")
-    with contextlib.suppress(Exception):
-        _to_html(folder)
-    aside = _aside(folder.name)
-    folder.rename(aside)
-    if (aside / POINT).exists():
-        known = json.loads((aside / POINT).read_text())
-        tags = known.pop("tags") | {"error": message.splitlines()[0][:500], "error.kind": kind}
-        track.publish_failure(aside, known, tags, status)
-
-
-def _aside(name: str) -> Path:
-    folder = track.store() / "failed"
-    folder.mkdir(exist_ok=True)
-    return folder / name
+def _sorry(console: Console, what: str, why: str, code: int) -> int:
+    console.print(f"[bold red]{what}[/]: {why}", highlight=False, soft_wrap=True)
+    return code
 
 
 def status(points: Sequence[Point]) -> Table:
-    """One row a point: done, failed (with its error) or to do."""
+    """One row a point, done, running, failed (with its error) or to do; the totals last."""
     table = Table("state", "point", "run_key", "", box=None, header_style="bold")
+    failures = failures_of(points)
+    counts: dict[str, int] = {}
+    took = []
     for point in points:
-        failures = sorted((track.store() / "failed").glob(f"{point.run_key}-*/{ERROR}"))
-        if is_done(point):
-            table.add_row("[green]done[/]", point.label, point.run_key, "")
-        elif failures:
-            error = failures[-1].read_text().splitlines()[0]
-            table.add_row("[red]failed[/]", point.label, point.run_key, error)
+        key = point.run_key
+        result, who = store.result_of(key), store.holder(key)
+        if result.exists():
+            state, said = "[green]done[/]", ""
+            took.append(float(store.read(result / store.TAGS).get("seconds", 0)))
+        elif who:
+            state, said = "[cyan]running[/]", who
+        elif key in failures and failures[key][0] not in AGAIN:
+            state, said = "[red]failed[/]", ": ".join(failures[key])
         else:
-            table.add_row("to do", point.label, point.run_key, "")
+            state, said = "to do", ""
+        counts[state] = counts.get(state, 0) + 1
+        table.add_row(state, point.label, key, said)
+    left = counts.get("to do", 0) + counts.get("[cyan]running[/]", 0)
+    busy = max(1, counts.get("[cyan]running[/]", 0))
+    said = ", ".join(f"{n} {state}" for state, n in counts.items())
+    if took and left:
+        said += f"; about {live.duration(sum(took) / len(took) * left / busy)} left"
+    table.caption, table.caption_justify = said, "left"
     return table

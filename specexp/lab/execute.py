@@ -1,0 +1,202 @@
+"""One grid point, from its notebook to a proved result in an attempt folder.
+
+What papermill says of a run is not believed (a dead kernel's cells are marked completed, SystemExit
+passes for success): a point succeeded when every cell was executed without an error and the result
+it wrote is there, complete, finite and of this very point. Everything else raises `Failure`. Knows
+nothing of stores or MLflow: the same function runs here, in a thread, or on another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from nbclient.exceptions import DeadKernelError
+from nbconvert import HTMLExporter
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import NBClientEngine, papermill_engines
+
+from specexp.lab import secret, store, track
+from specexp.lab.grid import Point
+from specexp.lab.kernels import Slot
+
+NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
+MOST_OUTPUT = 10_000_000
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_HTML = threading.Lock()
+
+Watch = Callable[[str], None]
+
+
+class Failure(Exception):
+    """A point did not succeed. `kind`: error, timeout, kernel-died, oom, invalid-result, disk,
+    lost (its machine went away) or interrupted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def execute(
+    point: Point, folder: Path, slot: Slot,
+    watch: Watch = lambda said: None, environment: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Run the point's notebook into `folder`; it stays there whatever happens.
+
+    watch is told where it is; environment: variables for the kernel beside this process's own.
+    Raises Failure.
+    """
+    try:
+        _run(point, folder, slot, watch, environment or {})
+        store.only_files(folder)
+        _check(point, folder)
+    finally:
+        store.only_files(folder)
+        with contextlib.suppress(Exception):
+            _hide_secrets(folder)
+            _to_html(folder)
+
+
+def _run(
+    point: Point, folder: Path, slot: Slot, watch: Watch, environment: Mapping[str, str]
+) -> None:
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        slot.kill()
+
+    watchdog = threading.Timer(point.timeout_s, expire)
+    watchdog.daemon = True
+    watchdog.start()
+    env = os.environ | {
+        "SPECEXP_ATTEMPT": str(folder), "SPECEXP_EXPERIMENT": point.experiment,
+        "MLFLOW_DISABLE_TELEMETRY": "true", "TOKENIZERS_PARALLELISM": "false",
+        **environment,
+    }  # fmt: skip
+    try:
+        with slot.kernel(
+            env=env, cwd=point.notebook.parent, log=folder / LOG,
+            seed=int(point.run_key[:8], 16), warm=point.params,
+        ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
+            papermill.execute_notebook(
+                str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
+                engine_name="specexp", kernel_name="python3", progress_bar=False, km=kernel,
+                log_file=log, watch=watch,
+            )  # fmt: skip
+    except papermill.PapermillExecutionError as e:
+        raise Failure(_kind(e.ename, e.evalue), f"{e.ename}: {e.evalue}") from e
+    except Exception as e:
+        if expired.is_set():
+            raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
+        if isinstance(e, DeadKernelError):
+            raise Failure("kernel-died", _death(slot.ended)) from e
+        if isinstance(e, OSError) and e.errno in FULL:
+            raise Failure("disk", f"{e.strerror}: {e.filename or folder}") from e
+        raise Failure("error", f"{type(e).__name__}: {e}") from e
+    finally:
+        watchdog.cancel()
+
+
+def _kind(name: str, value: str) -> str:
+    if name == "OSError" and any(f"[Errno {number}]" in value for number in FULL):
+        return "disk"
+    return "oom" if name in ("OutOfMemoryError", "MemoryError") else "error"
+
+
+def _death(ended: str) -> str:
+    if "SIGKILL" in ended:
+        return f"the kernel was {ended}: most likely this machine ran out of memory"
+    return f"the kernel {ended or 'died'}: a crash or an exit in the notebook"
+
+
+class _Client(PapermillNotebookClient):
+    """papermill's client; keeps a log, tells where it is, and cuts floods of output."""
+
+    def __init__(self, *args: Any, log_file: Any, watch: Watch, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._log, self._watch = log_file, watch
+        self._written: dict[int, int] = {}
+
+    def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
+        self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}")
+        return super().execute_cell(cell, cell_index, *args, **kwargs)
+
+    def output(self, outs: Any, msg: dict[str, Any], display_id: Any, cell_index: int) -> Any:
+        text = msg["content"].get("text", "")
+        before = self._written.get(cell_index, 0)
+        size = len(text) or len(json.dumps(msg["content"].get("data", ""), default=str))
+        self._written[cell_index] = before + size
+        if before + size > MOST_OUTPUT:
+            if before <= MOST_OUTPUT:
+                said = f"\n[more than {MOST_OUTPUT:,} characters: the rest was not kept]\n"
+                outs.append(nbformat.v4.new_output("stream", name="stderr", text=said))
+                self._log.write(said)
+            return None
+        if text:
+            self._log.write(text)
+            self._log.flush()
+        return super().output(outs, msg, display_id, cell_index)
+
+
+class _Engine(NBClientEngine):
+    @classmethod
+    def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
+        known = {n: kwargs[n] for n in ("km", "log_file", "watch")}
+        return _Client(nb_man, kernel_name=kernel_name, startup_timeout=60, **known).execute()
+
+
+papermill_engines.register("specexp", _Engine)
+
+
+def _check(point: Point, folder: Path) -> None:
+    notebook = nbformat.read(folder / NOTEBOOK, as_version=4)
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type != "code" or not cell.source.strip():
+            continue
+        if cell.execution_count is None:
+            raise Failure("invalid-result", f"cell {number} was never executed")
+        for output in cell.outputs:
+            if output.output_type == "error":
+                raise Failure("invalid-result", f"cell {number} raised {output.ename}")
+    try:
+        record = json.loads((folder / store.RESULT).read_text())
+    except FileNotFoundError:
+        raise Failure("invalid-result", "the notebook logged nothing: call track.log") from None
+    except ValueError:
+        raise Failure("invalid-result", f"{store.RESULT} is not readable") from None
+    problems = track.problems_of(record)
+    if record["params"] != point.params:
+        odd = [n for n in point.params if record["params"].get(n) != point.params[n]]
+        odd += [n for n in record["params"] if n not in point.params]
+        problems.append(f"it logged other parameters than it was given: {', '.join(odd)}")
+    if problems:
+        raise Failure("invalid-result", "; ".join(problems))
+
+
+def _hide_secrets(folder: Path) -> None:
+    for name in (NOTEBOOK, LOG, store.RESULT):
+        if (folder / name).exists():
+            text = (folder / name).read_text(errors="replace")
+            if (safe := secret.hide(text)) != text:
+                (folder / name).write_text(safe)
+
+
+@cache
+def _exporter() -> HTMLExporter:
+    return HTMLExporter()
+
+
+def _to_html(folder: Path) -> None:
+    with _HTML:
+        page, _ = _exporter().from_filename(str(folder / NOTEBOOK))
+    (folder / PAGE).write_text(page)

@@ -1,0 +1,102 @@
+"""What a running grid shows: finished points as lines, running ones in a table that is redrawn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SHOWN = {"done": "green", "failed": "red", "stopped": "yellow", "kept": "yellow"}
+
+
+@dataclass
+class Board:
+    """The state of `total` points for people. Threads may call it at once."""
+
+    console: Console
+    total: int
+    done: int = 0
+    failed: int = 0
+    jobs: int = 1
+    _running: dict[str, tuple[float, str]] = field(default_factory=dict)
+    _took: list[float] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.RLock)
+    _begin: float = field(default_factory=time.monotonic)
+    _note: str = ""
+
+    def __enter__(self) -> Board:
+        self._live = Live(
+            console=self.console, get_renderable=self._picture, refresh_per_second=2, transient=True
+        )
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def began(self, label: str) -> Callable[[str], None]:
+        """A point runs now; returns what to call with where it is."""
+        begin = time.monotonic()
+
+        def watch(said: str) -> None:
+            with self._lock:
+                self._running[label] = begin, said
+
+        watch("starting")
+        return watch
+
+    def ended(self, label: str, state: str, detail: str = "") -> None:
+        """A point came to its end: `state` is one of SHOWN; the others count it."""
+        with self._lock:
+            begin = self._running.pop(label)[0] if label in self._running else None
+            took = 0.0 if begin is None else time.monotonic() - begin
+            self.done += state in ("done", "kept")
+            self.failed += state == "failed"
+            if begin is not None:
+                self._took.append(took)
+            line = Text(f"{state:9s}", SHOWN[state]) + Text(f"{took:6.1f} s  {label}  ")
+            self.console.print(line + Text(detail, "dim"), soft_wrap=True)
+
+    def say(self, line: str, once: bool = False) -> None:
+        """A line for people; with `once` not again while nothing else was said."""
+        with self._lock:
+            if once and line == self._note:
+                return
+            self._note = line
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    @property
+    def left(self) -> str:
+        """About how long the rest takes, from what the points so far took."""
+        if not self._took:
+            return ""
+        rest = self.total - self.done - self.failed
+        return f"about {duration(sum(self._took) / len(self._took) * rest / self.jobs)} left"
+
+    def _picture(self) -> Group:
+        with self._lock:
+            now = time.monotonic()
+            rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+            for label, (begin, said) in self._running.items():
+                rows.add_row("running", duration(now - begin), label, Text(said, "dim"))
+            totals = Table.grid(padding=(0, 2, 0, 0))
+            bar = ProgressBar(self.total, self.done + self.failed, width=24)
+            counts = f"{self.done} done, {self.failed} failed of {self.total}"
+            totals.add_row(bar, counts, duration(now - self._begin), self.left)
+            return Group(rows, totals)
+
+
+def duration(seconds: float) -> str:
+    """5 s as 0:05, two hours as 2:00:00."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

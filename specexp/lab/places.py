@@ -1,0 +1,96 @@
+"""Where points run. `Here`: on this machine, each in a kernel of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from specexp.lab import kernels
+from specexp.lab.execute import Watch, execute
+from specexp.lab.grid import Point
+
+
+class Seat(Protocol):
+    """Room for one point at a time. `name` says where, for the record."""
+
+    @property
+    def name(self) -> str: ...
+
+    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
+        """Run the point into the attempt folder. Raises Failure."""
+
+
+class Place(Protocol):
+    """Entered before the first point, left after the last. `how` is a line for people."""
+
+    @property
+    def how(self) -> str: ...
+
+    def __enter__(self) -> Place: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
+        """Seat 0, 1, 2 ...; each is used by one thread."""
+
+    def kill(self) -> None:
+        """End every point that runs, from any thread, at once."""
+
+
+class Here:
+    """This machine; on one with several GPUs seat i sees GPU i alone."""
+
+    def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
+        self._kernels = kernels.Kernels(
+            kernels.modules_of(sorted({p.notebook for p in points})), forked
+        )
+        self._slots: dict[int, kernels.Slot] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def how(self) -> str:
+        return f"kernels {self._kernels.how}"
+
+    def __enter__(self) -> Here:
+        self._kernels.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._kernels.__exit__(*exception)
+
+    @contextlib.contextmanager
+    def seat(self, number: int) -> Iterator[Seat]:
+        with self._kernels.slot() as slot:
+            with self._lock:
+                self._slots[number] = slot
+            yield _Chair(slot, number)
+        with self._lock:
+            self._slots.pop(number)
+
+    def kill(self) -> None:
+        for slot in list(self._slots.values()):
+            slot.kill()
+
+
+class _Chair:
+    def __init__(self, slot: kernels.Slot, number: int) -> None:
+        self._slot, self._number, self.name = slot, number, "this machine"
+
+    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
+        execute(point, attempt, self._slot, watch, _visible(self._number))
+
+
+def _visible(number: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of this seat; nothing where there is at most one GPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = named.split(",") if named else [str(i) for i in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": devices[number % count]}

@@ -1,0 +1,202 @@
+"""The store: where results lie, who works on what, and the rename that makes a result.
+
+It is `mlruns/` at the repository root, or SPECEXP_MLRUNS. `attempts/` holds work in progress,
+`results/` what was committed, `failed/` and `replaced/` what was set aside, `claims/` who is at
+work. Locks are the operating system's: a killed holder leaves none behind. Nothing here knows
+MLflow or notebooks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specexp.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
+MANIFEST = "manifest.json"
+PATIENCE_S = 120.0
+
+
+class StoreBusy(UserError):
+    """Somebody else holds a lock for longer than we wait."""
+
+
+def root() -> Path:
+    return Path(os.environ.get("SPECEXP_MLRUNS", ROOT / "mlruns")).resolve()
+
+
+def folder(name: str) -> Path:
+    """A folder of the store, made if need be. Raises UserError where nothing can be written."""
+    path = root() / name
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS") from e
+    return path
+
+
+# --- claims --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def claim(key: str) -> Iterator[bool]:
+    """Is this key ours now? One process or thread at a time gets True, until it leaves or dies."""
+    path = folder("claims") / key
+    descriptor = _lock(path)
+    if descriptor is None:
+        yield False
+        return
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}: {_command()}".encode())
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as e:
+            raise UserError(f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS") from e
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # the last holder removed the file between our two steps
+
+
+def holder(key: str) -> str | None:
+    """Who has claimed this key, or None."""
+    path = root() / "claims" / key
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return os.read(descriptor, 200).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+
+
+def _command() -> str:
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:150]
+
+
+@contextmanager
+def alone(what: str, waiting: Callable[[str], None] = lambda said: None) -> Iterator[None]:
+    """Wait until nobody else does `what`, then do it. Raises StoreBusy after PATIENCE_S."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with claim(what) as ours:
+            if ours:
+                yield
+                return
+        if time.monotonic() > deadline:
+            raise StoreBusy(f"{root()}: {what} is held by {holder(what)}; wait, or stop it")
+        waiting(f"waiting for {holder(what) or 'another run'}")
+        time.sleep(0.1)
+
+
+# --- attempts and results -----------------------------------------------------------------------
+
+
+def new_attempt(key: str) -> Path:
+    path = folder("attempts") / f"{key}-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    return path
+
+
+def key_of(attempt: Path) -> str:
+    """The key an attempt, or what became of it, is for."""
+    return attempt.name.rpartition("-")[0]
+
+
+def result_of(key: str) -> Path:
+    return root() / "results" / key
+
+
+def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
+    """Make an attempt a result: everything on disk, then one rename. Returns its new folder.
+
+    A result that is there already is set aside under `replaced/`.
+    """
+    (attempt / TAGS).write_text(json.dumps({"run_key": key, "attempt": attempt.name, **tags}))
+    files = sorted(p for p in attempt.rglob("*") if p.is_file())
+    digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files}
+    (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
+    folders = sorted({p.parent for p in files} | {attempt}, reverse=True)
+    for path in [*files, attempt / MANIFEST, *folders]:
+        _fsync(path)
+    result = folder("results") / key
+    if result.exists():
+        set_aside(result, "replaced")
+    os.rename(attempt, result)
+    _fsync(result.parent)
+    return result
+
+
+def set_aside(path: Path, where: str) -> Path:
+    """Move an attempt or a result out of the way, whole; returns its new place."""
+    name = path.name if path.parent.name == "attempts" else f"{path.name}-{uuid.uuid4().hex[:8]}"
+    kept = folder(where) / name
+    os.rename(path, kept)
+    return kept
+
+
+def only_files(attempt: Path) -> None:
+    """Remove what is neither a file nor a folder: a link could lead what is copied elsewhere."""
+    for path in attempt.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            path.unlink()
+
+
+def intact(result: Path) -> bool:
+    """Is this result complete and unchanged since it was committed?"""
+    try:
+        digests = json.loads((result / MANIFEST).read_text())
+        return all(digest((result / name).read_bytes()) == d for name, d in digests.items())
+    except (OSError, ValueError):
+        return False
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file of the store; empty when there is none or it is torn."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
