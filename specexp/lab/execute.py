@@ -90,8 +90,8 @@ def _run(
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             papermill.execute_notebook(
                 str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
-                engine_name="specexp", kernel_name="python3", progress_bar=False, km=kernel,
-                log_file=log, watch=watch,
+                engine_name="specexp", kernel_name="python3", language="python",
+                progress_bar=False, km=kernel, log_file=log, watch=watch,
             )  # fmt: skip
     except papermill.PapermillExecutionError as e:
         raise Failure(_kind(e.ename, e.evalue), f"{e.ename}: {e.evalue}") from e
