@@ -128,8 +128,11 @@ class _Client(PapermillNotebookClient):
         self._written: dict[int, int] = {}
 
     def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
-        self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}")
+        self._tell(cell_index)
         return super().execute_cell(cell, cell_index, *args, **kwargs)
+
+    def _tell(self, cell_index: int, said: str = "") -> None:
+        self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}  {said[:80]}")
 
     def output(self, outs: Any, msg: dict[str, Any], display_id: Any, cell_index: int) -> Any:
         text = msg["content"].get("text", "")
@@ -145,6 +148,7 @@ class _Client(PapermillNotebookClient):
         if text:
             self._log.write(text)
             self._log.flush()
+            self._tell(cell_index, text.strip().rpartition("\n")[2].rpartition("\r")[2])
         return super().output(outs, msg, display_id, cell_index)
 
 

@@ -77,7 +77,10 @@ def run(
         return _sorry(console, "stopped", work.stopped[1], work.stopped[0])
     report.show(console, {p.run_key for p in points})
     if board.failed:
-        console.print(f"{board.failed} points failed: --retry-failed runs them again")
+        why = store.root() / "failed" / "*" / ERROR
+        console.print(
+            f"{'failed':10s} {why}; --retry-failed runs them again", highlight=False, soft_wrap=True
+        )
     return FAILED if board.failed or work.unpublished else DONE
 
 
