@@ -82,7 +82,8 @@ class Sheet:
 
     @property
     def line(self) -> int:
-        return self.document.line("grid" if "grid" in self.document.value else "notebook")
+        keys = (key for key in ("grid", "seeds", "notebook") if self.document.has(key))
+        return self.document.line(next(keys))
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -104,13 +105,13 @@ class Sheet:
 
     def where(self, name: str, params: dict[str, Any], index: int | None) -> int | None:
         """The line that gives a point its value of a parameter; None if that is the default."""
-        spec = self.document.value
         if index is not None and name in self.include[index]:
             return self.document.line("include", index, name)
         if name in self.axes and index is None:
             at = _keys(self.axes[name]).index(_key(params[name]))
-            return self.document.line(*_axis(spec, name), at)
-        return self.document.line("fixed", name) if name in (spec.get("fixed") or {}) else None
+            return self.document.line(*_axis(self.document, name), at)
+        given = self.document.has("fixed", name)
+        return self.document.line("fixed", name) if given else None
 
 
 def load(
@@ -122,8 +123,8 @@ def load(
     `only`: texts such as "gamma=3" or "drafter=ngram,sibling-3m", all of which a point must meet.
     Raises one UserError that lists every problem as `FILE:LINE: what`.
     """
-    report = Report()
-    sheets = [sheet for path in map(Path, paths) if (sheet := _read(path, report))]
+    report = Report(list(map(Path, paths)))
+    sheets = [sheet for path in report.files if (sheet := _read(path, report))]
     if not report.problems:
         sheets = _narrowed(sheets, only, report)
     if not report.problems:
@@ -139,9 +140,10 @@ def load(
 
 
 class Report:
-    """What is wrong, to be told all at once."""
+    """What is wrong with these files, to be told all at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
         self.problems: list[tuple[Path | None, int | None, str]] = []
 
     def add(self, path: Path | None, line: int | None, what: str) -> None:
@@ -151,8 +153,8 @@ class Report:
         """Raise UserError if there is a problem: one line each, files in order, lines in order."""
         if not self.problems:
             return
-        files = list(dict.fromkeys(path for path, _, _ in self.problems))
-        ordered = sorted(self.problems, key=lambda p: (files.index(p[0]), p[1] or 0))
+        places: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
+        ordered = sorted(self.problems, key=lambda p: (places.get(p[0], -1), p[1] or 0))
         said = [
             ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
             for path, line, what in ordered
@@ -311,7 +313,7 @@ def _sheet(
     if "seeds" in shaped:
         _seeds(shaped["seeds"], notebook, axes, wrong)
     for name, values in axes.items():
-        where = _axis(document.value, name)
+        where = _axis(document, name)
         for i, j in _repeated(values):
             first = document.line(*where, i)
             what = f"{'.'.join(where)}: {shown(values[j])} stands there twice"
@@ -350,7 +352,7 @@ def _seeds(
 
 def _points_problems(sheet: Sheet, wrong: Callable[..., None]) -> None:
     """Values that fit one by one and make no sense together."""
-    spec, reads = sheet.document.value, sheet.notebook.reads
+    reads = sheet.notebook.reads
     for name in sheet.varying:
         if reads is not None and name not in reads:
             where: tuple[str | int, ...] = next(
@@ -359,7 +361,7 @@ def _points_problems(sheet: Sheet, wrong: Callable[..., None]) -> None:
             wrong(
                 f"{name} is read by no cell of {sheet.notebook.path.name}: its points would all be "
                 "the same experiment",
-                *(_axis(spec, name) if name in sheet.axes else where),
+                *(_axis(sheet.document, name) if name in sheet.axes else where),
             )
     if sheet.exclude and not sheet.product:
         wrong("exclude takes points from a grid, and there is none here", "exclude")
@@ -557,16 +559,17 @@ class Checks:
 
     def report_all(self) -> None:
         for what, points in self.wrong.items():
-            blamed: list[tuple[str, Any]] = []
+            blamed: dict[tuple[str, Any], set[int | None]] = {}
             for params, index in points:
-                if any(_key(params[name]) == value for name, value in blamed):
+                there = ((n, blamed.get((n, _key(v)))) for n, v in params.items())
+                if any(at and self.sheet.where(n, params, index) in at for n, at in there):
                     continue
                 name = self.cause(what, params, index)
                 line = self.sheet.where(name, params, index) if name else None
                 self.report.add(self.sheet.path, line or self.sheet.line, what)
                 if name is None:
                     break
-                blamed.append((name, _key(params[name])))
+                blamed.setdefault((name, _key(params[name])), set()).add(line)
 
     def cause(self, what: str, params: dict[str, Any], index: int | None) -> str | None:
         """The given parameter without whose value this would not be said, those that it speaks of
@@ -618,9 +621,9 @@ def _matches(params: dict[str, Any], pattern: dict[str, Any]) -> bool:
     return all(_key(params[name]) == _key(value) for name, value in pattern.items())
 
 
-def _axis(spec: dict[str, Any], name: str) -> tuple[str, ...]:
+def _axis(document: lines.Document, name: str) -> tuple[str, ...]:
     """The path of an axis in its file."""
-    return ("grid", name) if name in (spec.get("grid") or {}) else ("seeds",)
+    return ("grid", name) if document.has("grid", name) else ("seeds",)
 
 
 def _dotted(where: tuple[str | int, ...], name: str) -> str:

@@ -21,7 +21,7 @@ from yaml.reader import Reader
 
 from specexp.errors import UserError
 
-LARGEST, DEEPEST = 1_000_000, 20
+LARGEST, DEEPEST, LONGEST_NUMBER = 1_000_000, 20, 400
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _resolve = yaml.SafeLoader("").resolve
 _build = SafeConstructor()
@@ -36,6 +36,9 @@ class Document:
     value: Any = None
     problems: list[tuple[int, str]] = field(default_factory=list)
     _lines: dict[tuple[str | int, ...], int] = field(default_factory=dict)
+
+    def has(self, *path: str | int) -> bool:
+        return path in self._lines
 
     def line(self, *path: str | int) -> int:
         """The line of a key or list item, counted from 1, or of the nearest thing around it."""
@@ -93,13 +96,15 @@ def _text(path: Path, document: Document) -> str:
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
-    mark = error.problem_mark or error.context_mark
-    rows = text.splitlines()
-    line = min(mark.line if mark else 0, max(0, len(rows) - 1))
+    mark, begun = error.problem_mark or error.context_mark, error.context_mark
+    rows = text.splitlines() or [""]
+    line = mark.line if mark else 0
+    if begun and not "".join(rows[line:]).strip():  # what begins there never ends
+        line = begun.line
+    line = min(line, len(rows) - 1)
     if re.match(r" *\t", rows[line]):
         return line + 1, "has a tab: YAML is indented with blanks"
     said = str(error.problem or error.context)
-    begun = error.context_mark
     if begun and begun.line < line:
         said += f" ({error.context}, begun on line {begun.line + 1})"
     return line + 1, f"is not YAML: {' '.join(said.split())}"
@@ -119,9 +124,9 @@ class _Builder:
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
+                begin: Any = event.start_mark
                 if documents > 1:
-                    line = event.start_mark.line + 1
-                    return self.wrong(line, "begins a second document: write one grid a file")
+                    return self.wrong(begin.line + 1, "begins a second document: one grid a file")
                 self.document.value = self.value(next(self.events), ())
         return None
 
@@ -155,6 +160,7 @@ class _Builder:
             known = isinstance(key, str)
             if key == "<<":
                 self.wrong(line, "merge keys (<<) are not read: write the values out")
+                known = False
             elif not known and len(self.document.problems) == before:
                 hint = ", it is true or false to YAML" if isinstance(key, bool) else ""
                 self.wrong(line, f"the key {_written(event)} is not a text{hint}: put it in quotes")
@@ -177,12 +183,15 @@ class _Builder:
         kind = tag.removeprefix(_TAG)
         if kind not in ("int", "float", "bool", "null", "timestamp"):
             return raw
+        if len(raw) > LONGEST_NUMBER:
+            self.wrong(line, f"{raw[:40]} is too large a number")
+            return 0
         if kind == "timestamp":
             self.wrong(line, f"{raw} is a date to YAML: put it in quotes")
             return raw
         try:
             value = getattr(_build, f"construct_yaml_{kind}")(yaml.ScalarNode(tag, raw))
-        except (ValueError, OverflowError):
+        except OverflowError:
             self.wrong(line, f"{raw[:40]} is too large a number")
             return 0
         if _OCTAL.fullmatch(raw) or ":" in raw:

@@ -50,7 +50,7 @@ class Parameter:
         """What is wrong with a value for it, or None."""
         if value is None:
             return None if self.optional else f"needs {self.kind.__name__}, not null"
-        if wrong := _unlike(self.kind, value) or unfit(value):
+        if wrong := unfit(value) or _unlike(self.kind, value):
             return wrong
         for item in value if isinstance(value, list) and self.items else ():
             if wrong := _unlike(self.items or object, item, "a list of "):
