@@ -7,7 +7,10 @@ of trees through the unmodified model, and common families run with less work.
 
 from __future__ import annotations
 
+import copy
+import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -230,6 +233,20 @@ def servable(config: Any, name: str) -> None:
 
 def read_config(source: str | Path) -> Any:
     """The config of a folder or hub id, refused when it is not safe and servable as it is."""
+    return copy.deepcopy(_config(str(source), _state(source)))
+
+
+def _state(source: str | Path) -> Any:
+    """What changes when a file of a folder does; a hub id is read once a process."""
+    if not os.path.isdir(source):
+        return None
+    with os.scandir(source) as files:
+        stats = ((f.name, f.stat()) for f in files if f.is_file())
+        return frozenset((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
+
+
+@lru_cache(maxsize=64)
+def _config(source: str, state: Any) -> Any:
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -254,6 +271,12 @@ def read_config(source: str | Path) -> Any:
 
 
 def read_tokenizer(source: str | Path) -> Any:
+    """The tokenizer of a folder or hub id: one object for as long as its files stay as they are."""
+    return _tokenizer(str(source), _state(source))
+
+
+@lru_cache(maxsize=64)
+def _tokenizer(source: str, state: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as e:

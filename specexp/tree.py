@@ -80,6 +80,7 @@ class Tree:
         """`chain` (gamma guesses), `3x2x1` (so many children at each depth) or `grown:16` (so many
         guesses, gamma deep). Raises UserError for anything else."""
         if shape == "chain":
+            _refuse_more_than_most(f"chain of gamma {gamma}", gamma)
             return cls.chain(gamma)
         if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
             widths = [int(width) for width in shape.split("x")]

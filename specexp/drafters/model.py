@@ -8,6 +8,7 @@ was written while nobody asked for guesses is fed first (`catch_up`), and so is 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def prepare(plan: Plan) -> Ready:
     return Ready(make, draws=True)
 
 
+@lru_cache(maxsize=64)
 def same_tokens(tokenizer: Any, target: str, other: Any, draft: str) -> None:
     """Refuse a draft whose tokenizer maps any token differently."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()

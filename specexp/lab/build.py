@@ -13,8 +13,8 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,16 @@ from specexp.tree import Tree
 from specexp.zoo import shelf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LEAST = {
+    "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1, "stream": 1,
+    "turns": 2, "count": 1, "rows": 1, "chunk": 1, "queue": 0,
+}  # fmt: skip
+_POSITIVE = ("ttft_ms", "tpot_ms", "offered")
+ALONE = {
+    "seed", "seeds", "batch", "batches", "repeats", "stream", "streams", "turns", "count", "rows",
+    "chunk", "queue", *_POSITIVE, "policy", "policies", "arrivals", "device",
+}  # fmt: skip
+"""Parameters that `check` looks at one by one: it says the same whatever the others are."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +125,7 @@ def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
 def usual_gamma(options: dict[str, Any]) -> int:
     """The draft length to take when none is asked for: 5, or what the drafter can do at most."""
     try:
-        config = lm.read_config(locate(options["target"])).get_text_config()
-        tokenizer = _tokenizer(options["target"])
-        vocab = vocabulary(tokenizer, options["target"])
-        plan = _plan(options | {"gamma": 1, "tree": "chain"}, config, vocab, tokenizer)
+        plan = _plan(options | {"gamma": 1, "tree": "chain"}, *_known(options["target"]))
         return min(5, drafters.prepare(plan).deepest)
     except (UserError, OSError):
         return 5  # `check` tells what is wrong
@@ -180,9 +187,15 @@ def locate(name: str) -> str:
     return name
 
 
-@lru_cache(maxsize=8)
 def _tokenizer(name: str) -> Any:
     return lm.read_tokenizer(locate(name))
+
+
+def _known(target: str) -> tuple[Any, int, Any]:
+    """Config, vocabulary and tokenizer of a target."""
+    config = lm.read_config(locate(target)).get_text_config()
+    tokenizer = _tokenizer(target)
+    return config, vocabulary(tokenizer, target), tokenizer
 
 
 def vocabulary(tokenizer: Any, name: str) -> int:
@@ -203,12 +216,38 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
+class Once:
+    """Calls a function once with the same arguments: what it returned, or raised, is kept. For many
+    checks in a row, while no file changes."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, tuple[Any, Exception | None]] = {}
+
+    def __call__(self, f: Callable[..., Any], *args: Any) -> Any:
+        if (f, args) not in self.kept:
+            try:
+                self.kept[f, args] = f(*args), None
+            except (UserError, OSError) as e:
+                self.kept[f, args] = None, e
+        value, error = self.kept[f, args]
+        if error:
+            raise error
+        return value
+
+
 def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> list[str]:
     """Everything wrong with these parameters, one line each, without loading a weight.
 
     texts: the prompts, by default those the parameters name. Names that are not known here are
     ignored: a notebook may have parameters of its own.
     """
+    return problems_of(params, texts, Once())
+
+
+def problems_of(
+    params: dict[str, Any], texts: list[prompts.Prompt] | None, once: Once
+) -> list[str]:
+    """As `check`, with what earlier checks found out."""
     problems: list[str] = []
 
     def attempt(f: Callable[..., Any], *args: Any) -> Any:
@@ -219,14 +258,11 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
         except OSError as e:
             problems.append(str(e).strip().splitlines()[0])
 
-    for name, at_least in {
-        "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1, "stream": 1,
-        "turns": 2, "count": 1, "rows": 1, "chunk": 1, "queue": 0,
-    }.items():  # fmt: skip
+    for name, at_least in _LEAST.items():
         for value in _values(params, name, name + "s", name + "es"):
             if value < at_least:
                 problems.append(f"{name} is {value}; it must be {at_least} or more")
-    for name in ("ttft_ms", "tpot_ms", "offered"):
+    for name in _POSITIVE:
         if not 0 < params.get(name, 1) < math.inf:
             problems.append(f"{name} is {params[name]}; it must be positive and finite")
     for value in _values(params, "temperature", "temperatures"):
@@ -250,33 +286,35 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
         problems.append(f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
     elif device.startswith("cuda") and not torch.cuda.is_available():
         problems.append("no CUDA device is available; use device auto or cpu")
+    elif int(device.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
+        problems.append(f"device {device!r} is not there; there are {torch.cuda.device_count()}")
     if texts is None:
-        named = params.get("prompts", "all"), params.get("categories") or None, params.get("limit")
-        texts = attempt(prompts.load, *named) or []
+        categories = tuple(params.get("categories") or ()) or None
+        named = params.get("prompts", "all"), categories, params.get("limit")
+        texts = attempt(once, prompts.load, *named) or []
     if "target" in params:
-        problems += _check_models(params, texts, attempt)
+        problems += _check_models(params, texts, once, attempt)
     return list(dict.fromkeys(problems))
 
 
 def _check_models(
-    params: dict[str, Any], texts: list[prompts.Prompt], attempt: Callable[..., Any]
+    params: dict[str, Any], texts: list[prompts.Prompt], once: Once, attempt: Callable[..., Any]
 ) -> list[str]:
     target = params["target"]
-    config = attempt(lambda: lm.read_config(locate(target)))
-    tokenizer = config and attempt(_tokenizer, target)
-    if not tokenizer:
+    known = attempt(once, _known, target)
+    if not known:
         return []
-    vocab = attempt(vocabulary, tokenizer, target)
-    for options in _each(params) if vocab else []:
-        attempt(_check_pairing, options, config.get_text_config(), vocab, tokenizer)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    config, _, tokenizer = known
+    for options in _each(params):
+        attempt(once, _check_pairing, once, *(options | {"seed": 0}).items())
+    context = getattr(config, "max_position_embeddings", None) or 1 << 30
     new = params.get("max_new_tokens", 0)
     problems = []
     for gamma in _values(params, "gamma", "gammas"):
         if gamma >= context:
             problems.append(f"gamma {gamma} exceeds the {context}-token context of {target}")
     for prompt in texts:
-        need = len(attempt(encode, tokenizer, prompt.text) or []) + new
+        need = len(attempt(once, encode, tokenizer, prompt.text) or []) + new
         if need > context:
             problems.append(
                 f"prompt {prompt.question_id} and {new} new tokens need {need} tokens, "
@@ -301,13 +339,36 @@ def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield fixed | dict(zip(lists, values, strict=True))
 
 
-def _check_pairing(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> None:
+def _check_pairing(once: Once, *options: tuple[str, Any]) -> None:
+    o = dict(options)
+    config, vocab, tokenizer = once(_known, o["target"])
     plan = _plan(o, config, vocab, tokenizer)
     ready = drafters.prepare(plan)
     widest = max(plan.tree.parents.count(i) for i in range(len(plan.tree)))
     if max(widest, plan.tree.width) > vocab:
         raise UserError(f"tree {o['tree']} is wider than the vocabulary of {vocab} tokens")
     _rule(o["rule"], plan, ready)
+
+
+def sources(params: dict[str, Any]) -> set[str]:
+    """The folders and hub ids of all models that these parameters name, zoo defaults included.
+
+    Raises UserError for a model that is not there.
+    """
+    found = {locate(name) for name in _values(params, "target", "targets", "draft", "drafts")}
+    for target in _values(params, "target", "targets"):
+        known = _known(target)
+        drafts = {options["drafter"]: options for options in _each(params | {"target": target})}
+        for options in drafts.values():
+            plan = _plan(options | {"gamma": 1, "tree": "chain"}, *known)
+
+            def source(method: str, name: str, find: Any = plan.source) -> str:
+                found.add(find(method, name))
+                return str(find(method, name))
+
+            with suppress(UserError):  # of a draft so short; `check` has passed the one asked for
+                drafters.prepare(replace(plan, source=source))
+    return found
 
 
 def _values(params: dict[str, Any], *names: str) -> list[Any]:

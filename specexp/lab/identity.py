@@ -1,0 +1,126 @@
+"""What a result depends on: parameters, notebook, code, models, data and device, each a digest.
+
+Two points with the same identity are the same experiment, on whatever day and machine they run.
+Files are read once a process for as long as their size and time of change stay the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from specexp.lab import build, prompts
+
+PACKAGE = Path(__file__).resolve().parents[1]
+WHOLE, ENDS = 1_000_000_000, 1 << 20
+_FILES = (
+    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.safetensors",
+)  # fmt: skip
+_MODELS = ("target", "targets", "draft", "drafts", "drafter", "drafters", "rivals")
+_DATA = ("prompts", "arrivals")
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Surroundings:
+    """The parts of an identity that many points share, each found out once.
+
+    Of one moment: make another one when files may have changed.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, dict[str, str]] = {}
+
+    def of(self, params: Mapping[str, Any], notebook: str) -> dict[str, str]:
+        """Everything but the parameters; one dictionary for all points of which it is true. Raises
+        UserError for a model that is not there."""
+        read = {n: params[n] for n in (*_MODELS, *_DATA, "device") if n in params}
+        key = repr(read), notebook
+        if key not in self.known:
+            parts = {"notebook": notebook[:16], "code": code_digest()[:16]}
+            if sources := build.sources(dict(params)):
+                parts["models"] = digest(sorted([name_of(s), model_digest(s)] for s in sources))
+            if files := list(_data_files(read)):
+                parts["data"] = digest([file_digest(file) for file in files])
+            if "device" in read:
+                parts["device"] = device_class(read["device"])
+            self.known[key] = next((p for p in self.known.values() if p == parts), parts)
+        return self.known[key]
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """A digest of the library's source: results of other code are other results."""
+    total = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+def device_class(device: str) -> str:
+    """The GPU's name or "cpu": a CPU's result is never taken for a GPU's."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+
+
+def name_of(source: str) -> str:
+    return Path(source).name if os.path.isdir(source) else source
+
+
+def model_digest(source: str) -> str:
+    """Of a folder: its config, tokenizer and weights. Of a hub id: the revision in the local cache,
+    or, where there is none, the id alone."""
+    if not os.path.isdir(source):
+        cached = try_to_load_from_cache(source, "config.json")
+        return Path(cached).parent.name if isinstance(cached, str) else source
+    files = {f for pattern in _FILES for f in Path(source).glob(pattern) if f.is_file()}
+    return digest({f.name: file_digest(f) for f in files})
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file. Of one of more than 1 GB (half a second of hashing) only the size, the
+    header that lists a safetensors file's tensors, and the first and last MiB are read: weights
+    that differ in the middle alone pass for the same."""
+    state = path.stat()
+    return _file_digest(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _file_digest(path: Path, size: int, changed_ns: int) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= WHOLE:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        header = int.from_bytes(file.read(8), "little")
+        file.seek(0)
+        total.update(f"{size} ".encode())
+        total.update(file.read(max(ENDS, min(8 + header, 100 * ENDS))))
+        file.seek(-ENDS, os.SEEK_END)
+        total.update(file.read())
+    return total.hexdigest()
+
+
+def _data_files(read: Mapping[str, Any]) -> Iterable[Path]:
+    """The files of prompts and arrivals that these parameters name."""
+    named = read.get("prompts")
+    if isinstance(named, str):
+        names = prompts.NAMES if named == "all" else [named]
+        yield from (
+            prompts.SHIPPED / f"{name}.jsonl" if name in prompts.NAMES else Path(name)
+            for name in names
+        )
+    kind, _, trace = str(read.get("arrivals", "")).partition(":")
+    if kind == "trace":
+        yield Path(trace)

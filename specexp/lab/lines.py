@@ -1,0 +1,205 @@
+"""YAML of which every key and value knows its line: plain data, and what is wrong with the file.
+
+Only what a grid needs is read: mappings with text keys, lists, and scalars. Anchors, aliases and
+tags are refused, and so are the scalars that YAML 1.1 reads as nobody means them (012, 1:30, a
+date). This file does not know what a grid is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+from yaml.reader import Reader
+
+from specexp.errors import UserError
+
+LARGEST, DEEPEST, LONGEST_NUMBER = 1_000_000, 20, 400
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_resolve = yaml.SafeLoader("").resolve
+_build = SafeConstructor()
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_TAG = "tag:yaml.org,2002:"
+
+
+@dataclass
+class Document:
+    """`value`: plain data, None for an empty file. `problems`: (line, what is wrong), as found."""
+
+    value: Any = None
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    _lines: dict[tuple[str | int, ...], int] = field(default_factory=dict)
+
+    def has(self, *path: str | int) -> bool:
+        return path in self._lines
+
+    def line(self, *path: str | int) -> int:
+        """The line of a key or list item, counted from 1, or of the nearest thing around it."""
+        while path and path not in self._lines:
+            path = path[:-1]
+        return self._lines.get(path, 1)
+
+
+def read(path: Path) -> Document:
+    """Parse a file. Raises UserError, one line, for one that cannot be read at all."""
+    document = Document()
+    text = _text(path, document)
+    if document.problems:
+        return document
+    try:
+        _Builder(document, yaml.parse(text, _Loader)).build()
+    except yaml.MarkedYAMLError as e:
+        document.problems.append(_syntax(e, text))
+    except yaml.YAMLError as e:
+        document.problems.append((1, f"is not YAML: {' '.join(str(e).split())}"))
+    return document
+
+
+def scalar(text: str) -> Any:
+    """The value of a text written plain in YAML. Raises UserError where YAML is not to be trusted
+    with it."""
+    document = Document()
+    event = yaml.ScalarEvent(None, None, (True, False), text)
+    value = _Builder(document, iter(())).scalar(event, 1)
+    if document.problems:
+        raise UserError(document.problems[0][1])
+    return value
+
+
+def _text(path: Path, document: Document) -> str:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError("cannot be read: it is not a file")
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST + 1)
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    if len(raw) > LARGEST:
+        raise UserError(f"is larger than {LARGEST // 1000} kB; that is no grid")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        bad = raw.count(b"\n", 0, e.start) + 1
+        document.problems.append((bad, "is not UTF-8: save the file in that encoding"))
+        return ""
+    if odd := Reader.NON_PRINTABLE.search(text):
+        bad = text.count("\n", 0, odd.start()) + 1
+        document.problems.append((bad, f"has the character U+{ord(odd[0]):04X}: take it out"))
+    return text
+
+
+def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
+    mark, begun = error.problem_mark or error.context_mark, error.context_mark
+    rows = text.splitlines() or [""]
+    line = mark.line if mark else 0
+    if begun and not "".join(rows[line:]).strip():  # what begins there never ends
+        line = begun.line
+    line = min(line, len(rows) - 1)
+    if re.match(r" *\t", rows[line]):
+        return line + 1, "has a tab: YAML is indented with blanks"
+    said = str(error.problem or error.context)
+    if begun and begun.line < line:
+        said += f" ({error.context}, begun on line {begun.line + 1})"
+    return line + 1, f"is not YAML: {' '.join(said.split())}"
+
+
+class _Builder:
+    """Makes plain data of parse events, one after another; never deeper than DEEPEST."""
+
+    def __init__(self, document: Document, events: Iterator[Any]) -> None:
+        self.document, self.events = document, events
+
+    def wrong(self, line: int, what: str) -> None:
+        self.document.problems.append((line, what))
+
+    def build(self) -> None:
+        documents = 0
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                begin: Any = event.start_mark
+                if documents > 1:
+                    return self.wrong(begin.line + 1, "begins a second document: one grid a file")
+                self.document.value = self.value(next(self.events), ())
+        return None
+
+    def value(self, event: Any, path: tuple[str | int, ...]) -> Any:
+        line = event.start_mark.line + 1
+        self.document._lines.setdefault(path, line)
+        if len(path) > DEEPEST:
+            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            self.wrong(line, f"anchors and aliases ({event.anchor}) are not read: write it out")
+        if tag := getattr(event, "tag", None):
+            self.wrong(line, f"the tag {tag!r:.60} is not read: leave it out")
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self.sequence(path)
+        if isinstance(event, yaml.MappingStartEvent):
+            return self.mapping(path)
+        return self.scalar(event, line) if isinstance(event, yaml.ScalarEvent) else "*"
+
+    def sequence(self, path: tuple[str | int, ...]) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            values.append(self.value(event, (*path, len(values))))
+        return values
+
+    def mapping(self, path: tuple[str | int, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            line = event.start_mark.line + 1
+            before = len(self.document.problems)
+            key = self.value(event, (*path, "\0key"))
+            known = isinstance(key, str)
+            if key == "<<":
+                self.wrong(line, "merge keys (<<) are not read: write the values out")
+                known = False
+            elif not known and len(self.document.problems) == before:
+                hint = ", it is true or false to YAML" if isinstance(key, bool) else ""
+                self.wrong(line, f"the key {_written(event)} is not a text{hint}: put it in quotes")
+            elif known and key in values:
+                first = self.document.line(*path, key)
+                self.wrong(line, f"{key!r:.60} stands there twice, first on line {first}")
+                known = False
+            elif known:
+                self.document._lines[*path, key] = line
+            value = self.value(next(self.events), (*path, key if known else "\0value"))
+            if known:
+                values[key] = value
+        return values
+
+    def scalar(self, event: Any, line: int) -> Any:
+        raw = event.value
+        if not event.implicit[0]:
+            return raw
+        tag = _resolve(yaml.ScalarNode, raw, (True, False))
+        kind = tag.removeprefix(_TAG)
+        if kind not in ("int", "float", "bool", "null", "timestamp"):
+            return raw
+        if len(raw) > LONGEST_NUMBER:
+            self.wrong(line, f"{raw[:40]} is too large a number")
+            return 0
+        if kind == "timestamp":
+            self.wrong(line, f"{raw} is a date to YAML: put it in quotes")
+            return raw
+        try:
+            value = getattr(_build, f"construct_yaml_{kind}")(yaml.ScalarNode(tag, raw))
+        except OverflowError:
+            self.wrong(line, f"{raw[:40]} is too large a number")
+            return 0
+        if _OCTAL.fullmatch(raw) or ":" in raw:
+            base = "60" if ":" in raw else "8"
+            read = f"{raw[:40]} is {value!r:.40} to YAML (base {base})"
+            self.wrong(line, f"{read}: write that, or put it in quotes")
+        return value
+
+
+def _written(event: Any) -> str:
+    return repr(event.value)[:60] if isinstance(event, yaml.ScalarEvent) else "[...]"
