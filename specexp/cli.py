@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specexp.engine import Generation
     from specexp.lab.build import Rig
     from specexp.lab.certify import Exactness
+    from specexp.lab.grid import Point
     from specexp.serving.costs import Costs
 
 app = typer.Typer(
@@ -42,6 +43,13 @@ DrafterName = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Only = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads this at run time)
+    typer.Option(
+        help="Only points where this holds: gamma=3, or drafter=ngram,suffix; repeatable."
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask about very many points.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -507,18 +515,27 @@ def ui(port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> 
     raise typer.Exit(server.serve(port))
 
 
-@grid_app.command("validate")
-def grid_validate(files: GridFiles) -> None:
-    """Check grid files completely, without running anything."""
+def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]:
+    """The points of grid files; very many are asked about where there is somebody to ask."""
     from specexp.lab import grid
 
-    points = grid.load(files)
+    def ask(count: int) -> bool:
+        return yes or typer.confirm(f"{count:,} points: is that meant?")
+
+    return grid.load(files, ask if yes or sys.stdin.isatty() else None, only or ())
+
+
+@grid_app.command("validate")
+def grid_validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
+    """Check grid files completely, without running anything."""
+    points = _points(files, only, yes)
     console.print(f"{len(points)} points in {len(files)} files: ready to run", highlight=False)
 
 
 @grid_app.command("run")
 def grid_run(
     files: GridFiles,
+    only: Only = None,
     jobs: Annotated[
         int, typer.Option(help="Points at once; points that time something still run alone.")
     ] = 1,
@@ -534,17 +551,18 @@ def grid_run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start every kernel anew: slower; forked is usual.")
     ] = False,
+    yes: Yes = False,
 ) -> None:
     """Run every point that has not finished yet, resume what was interrupted.
 
     Ctrl-C stops it, and nothing that is done is lost: run the same command again to go on. Exit
     code: 0 all done, 1 some failed, 2 bad input, 3 store busy, 4 store damaged, 5 disk full.
     """
-    from specexp.lab import grid, places, run
+    from specexp.lab import places, run
 
-    points = grid.load(files)
     if jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be 1 or more")
+    points = _points(files, only, yes)
     raise typer.Exit(
         run.run(
             points, place=places.Here(points, forked=not fresh), jobs=jobs, together=together,
@@ -554,11 +572,11 @@ def grid_run(
 
 
 @grid_app.command("status")
-def grid_status(files: GridFiles) -> None:
-    """Which points are done, failed or still to run."""
-    from specexp.lab import grid, run
+def grid_status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
+    """Which points are done, running, failed or still to run, and about how long that will take."""
+    from specexp.lab import run
 
-    console.print(run.status(grid.load(files)))
+    console.print(run.status(_points(files, only, yes)))
 
 
 @zoo_app.command("train")

@@ -30,6 +30,7 @@ from specexp.lab.grid import Point
 from specexp.lab.kernels import Slot
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
+TIMINGS = ("latency/", "speedup/measured", "throughput/")
 MOST_OUTPUT = 10_000_000
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _HTML = threading.Lock()
@@ -179,6 +180,11 @@ def _check(point: Point, folder: Path) -> None:
     except ValueError:
         raise Failure("invalid-result", f"{store.RESULT} is not readable") from None
     problems = track.problems_of(record)
+    if not point.timed and (timings := [n for n in record["metrics"] if n.startswith(TIMINGS)]):
+        problems.append(
+            f"it logs {timings[0]}, and its metadata say that it times nothing: points may have "
+            'run beside it; drop "timed": false there'
+        )
     if record["params"] != point.params:
         odd = [n for n in point.params if record["params"].get(n) != point.params[n]]
         odd += [n for n in record["params"] if n not in point.params]

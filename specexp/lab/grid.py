@@ -35,7 +35,8 @@ _UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\
 @dataclass(frozen=True, slots=True)
 class Point:
     """One notebook run. `params`: every parameter, defaults included; `varying`: the grid's own;
-    `surroundings`: the parts of its identity besides the parameters."""
+    `surroundings`: the parts of its identity besides the parameters; `timed`: it measures time, so
+    nothing else should run beside it."""
 
     grid: str
     notebook: Path
@@ -45,7 +46,6 @@ class Point:
     timeout_s: float
     surroundings: dict[str, str] = field(hash=False)
     run_key: str
-
     timed: bool = True
 
     @property
@@ -526,7 +526,7 @@ def _points(sheet: Sheet, checks: Checks, surroundings: identity.Surroundings) -
             continue
         key = identity.digest({"params": identity.digest(params), **around})
         yield Point(sheet.path.stem, sheet.notebook.path, experiment, params, varying, timeout,
-                    around, key)  # fmt: skip
+                    around, key, sheet.notebook.timed)  # fmt: skip
     checks.report_all()
 
 

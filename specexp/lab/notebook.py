@@ -61,17 +61,19 @@ class Parameter:
 @dataclass(frozen=True)
 class Notebook:
     """`reads`: the names that the cells after the parameters read, or None: perhaps any name.
-    `digest`: of the sources of the code cells, so that output, metadata and prose do not count."""
+    `digest`: of the sources of the code cells, so that output, metadata and prose do not count.
+    `timed`: unless its metadata say {"specexp": {"timed": false}}, it may measure time."""
 
     path: Path
     parameters: dict[str, Parameter]
     reads: frozenset[str] | None
     digest: str
+    timed: bool = True
 
 
 def read(path: Path) -> Notebook:
     """Raises UserError with one line for each thing that is wrong with the parameters cell."""
-    cells = _cells(path)
+    cells, metadata = _cells(path)
     tagged = [source for source, tags in cells if "parameters" in tags]
     if len(tagged) != 1:
         raise UserError(
@@ -82,7 +84,8 @@ def read(path: Path) -> Notebook:
     code = [source for source, _ in cells if source.strip()]
     digest = hashlib.sha256(json.dumps(code).encode()).hexdigest()
     others = (source for source, tags in cells if "parameters" not in tags)
-    return Notebook(path, parameters, _names(others), digest)
+    timed = metadata.get("specexp", {}).get("timed", True) is not False
+    return Notebook(path, parameters, _names(others), digest, timed)
 
 
 def parameters_of(path: Path) -> dict[str, Parameter]:
@@ -151,19 +154,20 @@ def _hint(value: Any, kind: type) -> str:
     return ""
 
 
-def _cells(path: Path) -> list[tuple[str, list[str]]]:
-    """Source and tags of every code cell."""
+def _cells(path: Path) -> tuple[list[tuple[str, list[str]]], dict[str, Any]]:
+    """Source and tags of every code cell, and the notebook's metadata."""
     try:
         if path.stat().st_size > LARGEST:
             raise UserError(f"{path.name} is larger than {LARGEST // 10**6} MB: clear its outputs")
         notebook = json.loads(path.read_bytes())
         if notebook["nbformat"] != 4:
             raise UserError(f"{path.name} is in an old format: open and save it in JupyterLab")
-        return [
+        cells = [
             ("".join(cell["source"]), list(cell.get("metadata", {}).get("tags", [])))
             for cell in notebook["cells"]
             if cell["cell_type"] == "code"
         ]
+        return cells, dict(notebook.get("metadata", {}))
     except OSError as e:
         raise UserError(f"{path.name} cannot be read: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:

@@ -16,8 +16,8 @@ import signal
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,8 @@ def run(
             with _signals(work), place or places.Here(points) as where:
                 work.recover()
                 work.plan()
+                for line in changed(work.queue):
+                    board.say(line)
                 board.say(f"{len(work.queue)} of {len(points)} points to run, {where.how}")
                 work.through(where, jobs, together)
     except store.StoreBusy as e:
@@ -282,7 +284,10 @@ def _signals(work: Work) -> Iterator[None]:
 
 
 def _write_point(point: Point, attempt: Path) -> None:
-    known = {"experiment": point.experiment, "params": point.params, "tags": tags_of(point)}
+    known = {
+        "experiment": point.experiment, "params": point.params, "tags": tags_of(point),
+        "identity": point.identity,
+    }  # fmt: skip
     (attempt / store.POINT).write_text(json.dumps(known, indent=1))
 
 
@@ -327,6 +332,26 @@ def failures_of(points: Sequence[Point], since: int = 0) -> dict[str, tuple[str,
         kind, _, message = error.read_text(errors="replace").partition("\n")[0].partition(": ")
         found[store.key_of(error.parent)] = kind, message
     return found
+
+
+def changed(todo: Iterable[Point]) -> list[str]:
+    """Why points that were done before are to be done again: what of their identity is another."""
+    waiting = {(p.notebook.name, p.identity["params"]): p for p in todo}
+    why: Counter[tuple[str, ...]] = Counter()
+    for path in (store.root() / "results").glob(f"*/{store.POINT}") if waiting else ():
+        known = store.read(path)
+        before = known.get("identity", {})
+        point = waiting.get((known.get("tags", {}).get("notebook", ""), before.get("params", "")))
+        if point:
+            now = point.identity
+            why[tuple(sorted(n for n in now | before if now.get(n) != before.get(n)))] += 1
+            del waiting[point.notebook.name, before["params"]]
+    return [
+        f"{count} points were done before with another {' and '.join(parts)}: they run again, and "
+        "the old results stay"
+        for parts, count in why.items()
+        if parts
+    ]
 
 
 def _full(e: OSError) -> str:
