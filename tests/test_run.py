@@ -353,9 +353,15 @@ def test_points_that_time_nothing_run_side_by_side_and_the_others_alone(store, p
 
 
 def test_parallel_points_are_each_done_once(store, points):
-    todo = [replace(p, timed=False) for p in points(x=list(range(6)))]
-    assert go(todo, jobs=3)[0] == 0
+    todo = points(x=list(range(6)))
+    assert go(todo, jobs=3, together=True)[0] == 0
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_a_notebook_that_times_says_so_or_its_figures_are_refused(store, points):
+    code, said = go([replace(p, timed=False) for p in points(x=[1])])
+    assert code == 1
+    assert "it logs speedup/measured" in said
 
 
 class Outage:

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +106,17 @@ def build(
         "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
     return _assemble(model, tokenizer, **options)
+
+
+def warm(params: Mapping[str, Any]) -> None:
+    """Load the models that `build` would for this target, drafter, dtype and device, and keep them:
+    this process, and those forked from it, then need not. Raises as `build` does."""
+    named = {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
+    _WARM.append(build(**named, gamma=usual_gamma(_DEFAULTS | named)))
+
+
+_WARM: list[Rig] = []
+_DEFAULTS = {name: p.default for name, p in inspect.signature(build).parameters.items()}
 
 
 def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
@@ -332,8 +343,7 @@ def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
         "rule": _values(params, "rule", "rules"),
         "tree": _values(params, "tree", "trees"),
     }
-    defaults = {name: p.default for name, p in inspect.signature(build).parameters.items()}
-    fixed = defaults | {name: value for name, value in params.items() if name in defaults}
+    fixed = _DEFAULTS | {name: value for name, value in params.items() if name in _DEFAULTS}
     lists = {name: values for name, values in named.items() if values}
     for values in itertools.product(*lists.values()):
         yield fixed | dict(zip(lists, values, strict=True))

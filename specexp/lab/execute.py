@@ -87,7 +87,7 @@ def _run(
     try:
         with slot.kernel(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
-            seed=int(point.run_key[:8], 16), warm=point.params,
+            seed=int(point.run_key[:8], 16), warm=_models(point.params),
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             papermill.execute_notebook(
                 str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
@@ -106,6 +106,13 @@ def _run(
         raise Failure("error", f"{type(e).__name__}: {e}") from e
     finally:
         watchdog.cancel()
+
+
+def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What of a point's parameters says which models it loads."""
+    if "target" not in params:
+        return None
+    return {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
 
 
 def _kind(name: str, value: str) -> str:

@@ -1,73 +1,313 @@
-"""Kernels for grid points (plain ones)."""
+"""Kernels for points: one process each, forked from one that has imported everything (zygote.py),
+or a new program where that cannot be. Either way nothing of a point outlives it.
+
+Nothing here knows what a point is, nor whether it succeeded.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
-import psutil
+import zmq
+from IPython.core.inputtransformer2 import TransformerManager
+from jupyter_client.asynchronous import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning import LocalProvisioner
+from jupyter_core.utils import run_sync
+from nbclient.exceptions import DeadKernelError
+
+from specexp.lab.zygote import words
+
+# What a kernel imports by name when it starts: half of the time that takes.
+MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
+# No sqlite for the history; and who ends with whom is zygote.py's business.
+ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
+# Figures go into cells, whatever the environment says; and nobody debugs.
+ALWAYS = {
+    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
 
 
-class Slot:
-    def __init__(self) -> None:
-        self.ended, self._km = "", None
+def modules_of(notebooks: Iterable[Path]) -> tuple[str, ...]:
+    """What the code cells import at their top level, and what may be modules among that."""
+    import nbformat
 
-    @contextlib.contextmanager
-    def kernel(
-        self, env: Mapping[str, str], cwd: Path, log: Path, seed: int, warm: Any
-    ) -> Iterator[Any]:
-        self._killed = False
-        with tempfile.TemporaryDirectory(prefix="specexp-") as private:
-            km = AsyncKernelManager(
-                kernel_name="python3",
-                transport="ipc",
-                ip=f"{private}/k",
-                connection_file=f"{private}/kernel.json",
-            )
-            start = km.start_kernel
-
-            async def start_kernel(**kw: Any) -> Any:
-                return await start(**{**kw, "env": dict(env), "cwd": str(cwd)})
-
-            km.start_kernel = start_kernel
-            self._km = km
-            try:
-                yield km
-            finally:
-                self.kill()
-                self._km = None
-
-    def kill(self) -> None:
-        km = self._km
-        if km is None or km.provisioner is None or not getattr(km.provisioner, "pid", None):
-            return
-        try:
-            p = psutil.Process(km.provisioner.pid)
-            kids = [*p.children(recursive=True), p]
-        except psutil.NoSuchProcess:
-            return
-        for child in kids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+    names: dict[str, None] = {}
+    for notebook in notebooks:
+        for cell in nbformat.read(notebook, as_version=4).cells:
+            body: list[ast.stmt] = []
+            with contextlib.suppress(SyntaxError):
+                if cell.cell_type == "code":
+                    body = ast.parse(TransformerManager().transform_cell(cell.source)).body
+            for node in body:
+                if isinstance(node, ast.Import):
+                    names |= dict.fromkeys(a.name for a in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    below = (f"{node.module}.{a.name}" for a in node.names if a.name != "*")
+                    names |= dict.fromkeys([node.module, *below])
+    return tuple(names)
 
 
 class Kernels:
+    """Where kernels come from during the `with`; `modules` are imported in the background.
+
+    They are plain, not forked, if so asked, off Linux, if what is imported starts threads, or when
+    the zygote has died twice; and for a point on a GPU, for CUDA does not survive a fork. `how`
+    says which in one line.
+    """
+
     def __init__(self, modules: Sequence[str] = (), forked: bool = True) -> None:
-        self.how = "plain"
+        self.modules, self.deaths, self.lock = modules, 0, threading.Lock()
+        self.why = "" if forked else "as asked"
+        if forked and sys.platform != "linux":
+            self.why = f"no safe fork on {sys.platform}"
+
+    @property
+    def how(self) -> str:
+        return f"plain: {self.why}" if self.why else "forked"
 
     def __enter__(self) -> Kernels:
+        self.folder = Path(tempfile.mkdtemp(prefix="specexp-"))
+        self._start()
         return self
 
-    def __exit__(self, *e: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self._stop(patience=2)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def slot(self) -> Iterator[Slot]:
-        yield Slot()
+        """Where one thread runs points one after another."""
+        slot = Slot(self)
+        try:
+            yield slot
+        finally:
+            slot.close()
+
+    def connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+        """A line to a slot to be, and the zygote that forks it if it lives."""
+        here, there = Pipe()
+        with there, self.lock, contextlib.suppress(ConnectionError):
+            send_handle(self.control, there.fileno(), self.zygote.pid)
+        return here, self.zygote
+
+    def bury(self, dead: subprocess.Popen[bytes]) -> None:
+        """Start a zygote anew, unless that has been done; the second time one that imports nothing.
+        Raises DeadKernelError after the third."""
+        with self.lock:
+            if dead is not self.zygote:
+                return
+            self._stop(patience=0.1)
+            self.deaths += 1
+            *_, last = ["", *(self.folder / "zygote.log").read_text().strip().splitlines()]
+            how = f"the process that forks {words(dead.returncode)} {last}".strip()
+            if self.deaths > 2:
+                raise DeadKernelError(how)
+            if self.deaths == 2:
+                self.why = self.why or how
+            self._start()
+
+    def _start(self) -> None:
+        modules = () if self.why else (*MACHINERY, *self.modules)
+        self.control, there = Pipe()
+        with there, open(self.folder / "zygote.log", "wb") as log:
+            tied = (str(there.fileno()), str(os.getpid()), str(self.folder))
+            self.zygote = subprocess.Popen(
+                [sys.executable, "-m", "specexp.lab.zygote", *tied, *modules],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[there.fileno()],
+                start_new_session=True, env={**os.environ, **ALWAYS},
+            )  # fmt: skip
+
+    def _stop(self, patience: float) -> None:
+        self.control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.zygote.wait(patience)
+        self.zygote.kill()
+        self.zygote.wait()
 
 
-def modules_of(notebooks: Any) -> list[str]:
-    return []
+class Slot:
+    """Runs one kernel at a time; to jupyter_client it is that kernel's Popen."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels, self.lock = kernels, threading.RLock()
+        self.line: Connection | None = None
+        self.models: Mapping[str, Any] | None = None
+        self.slot = self.pid = 0  # the slot's process; its kernel's, once that runs
+        self.running = self.killed = False
+        self.died = self.ended = ""
+
+    @contextlib.contextmanager
+    def kernel(
+        self, env: Mapping[str, str], cwd: Path, log: Path, seed: int,
+        warm: Mapping[str, Any] | None = None,
+    ) -> Iterator[AsyncKernelManager]:  # fmt: skip
+        """The manager of a running kernel, for papermill's `km`; after it nothing of it is left.
+
+        env: its whole environment; log: a file to append to, for output that is no cell's; seed:
+        of the global generators of a forked one; warm: the models that a forked one finds loaded
+        (`build.warm`), with their device. Raises DeadKernelError if it does not start. Afterwards
+        `ended` says how the kernel ended, if we did not end it.
+        """
+        with self.lock:
+            self.running, self.killed, self.pid, self.died, self.ended = True, False, 0, "", ""
+        folder = tempfile.mkdtemp(dir=self.kernels.folder)
+        km = _Manager(
+            kernel_name="python3", client_factory=_Client, transport="ipc", ip=f"{folder}/k",
+            connection_file=f"{folder}/kernel.json",
+        )  # fmt: skip
+        km.context.setsockopt(zmq.RECONNECT_IVL, 5)  # ms; a kernel takes 100 to listen
+        start = {"env": {**env, **ALWAYS}, "cwd": str(cwd), "log": str(log), "seed": seed}
+        km.provisioner = _Provisioner(parent=km, kernel_spec=km.kernel_spec)
+        km.provisioner.start = lambda command: self._start({**start, "command": command}, warm)
+        try:
+            run_sync(km.start_kernel)(extra_arguments=ARGUMENTS)
+            yield km
+        finally:
+            km.context.destroy(linger=0)
+            self._end()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End the running point now, with all its processes; for any thread."""
+        with self.lock, contextlib.suppress(OSError):
+            self.killed = self.running
+            if self.killed and self.line:
+                with socket.socket(fileno=os.dup(self.line.fileno())) as line:
+                    line.shutdown(socket.SHUT_WR if self.slot else socket.SHUT_RDWR)
+                if self.slot and not self.pid:  # loading models, perhaps, and nothing is below it
+                    os.kill(self.slot, signal.SIGKILL)
+
+    def close(self) -> None:
+        with self.lock:
+            if self.line:
+                self.line.close()
+            self.line, self.models, self.slot = None, None, 0
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(DeadKernelError):
+            while self.line and not self.died and self.line.poll():
+                self._hear("died")
+        return 1 if self.died else None
+
+    wait = poll
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self._say(send=number)
+
+    def _start(self, start: dict[str, Any], warm: Mapping[str, Any] | None) -> Slot:
+        if self.line and (self.line.poll() or (warm and self.models and warm != self.models)):
+            self.close()  # it died while idle, or holds other models
+        while not self.line:
+            self._open()
+        forked = not (self.kernels.why or _on_gpu(warm))
+        load = warm if forked and warm != self.models else None
+        self.models = load or self.models
+        self._say(warm=load, start={**start, "forked": forked})
+        self.pid = self._hear("kernel")
+        return self
+
+    def _open(self) -> None:
+        line, zygote = self.kernels.connect()
+        with self.lock:
+            self.line = line
+            if self.killed:
+                raise DeadKernelError("killed")
+        try:
+            self.slot = self._hear("slot")
+        except DeadKernelError:
+            self.close()
+            if self.killed:
+                raise
+            self.died = ""
+            self.kernels.bury(zygote)
+
+    def _end(self) -> None:
+        if not self.pid:
+            self.kill()
+        try:
+            if not self.killed:
+                self._say(end=True)
+            self._hear("clear")
+        except (DeadKernelError, OSError):
+            self.close()
+        with self.lock:
+            self.running, self.ended = False, "" if self.killed else self.died
+            if self.killed:
+                self.close()
+
+    def _say(self, **message: Any) -> None:
+        if self.line:
+            self.line.send(message)
+
+    def _hear(self, wanted: str) -> Any:
+        """What the slot says next of this kind. Raises DeadKernelError when it has gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.line:
+                message = self.line.recv()
+                self.died = message.get("died", self.died)
+                if wanted in message:
+                    return message[wanted]
+        self.died = self.died or "killed with the process above it"
+        raise DeadKernelError(self.died)
+
+
+def _on_gpu(warm: Mapping[str, Any] | None) -> bool:
+    import torch
+
+    return (warm or {}).get("device", "auto") != "cpu" and torch.cuda.is_available()
+
+
+class _Provisioner(LocalProvisioner):
+    start: Callable[[list[str]], Slot]
+
+    async def launch_kernel(self, cmd: list[str], **_: Any) -> Any:
+        self.process = self.start(cmd)
+        return self.connection_info
+
+
+class _Manager(AsyncKernelManager):
+    def client(self, **options: Any) -> AsyncKernelClient:
+        """One whose sockets close with the manager's."""
+        return super().client(context=self.context, **options)
+
+
+class _Client(AsyncKernelClient):
+    def start_channels(self, *_: Any, **__: Any) -> None:
+        """All but the heartbeat, which nobody listens to."""
+        super().start_channels(hb=False)
+
+    async def wait_for_ready(self, timeout: float | None = None) -> None:
+        """As jupyter_client does, less the fifth of a second for which it listens to silence."""
+        deadline = time.monotonic() + (timeout or math.inf)
+        while time.monotonic() < deadline:
+            self.kernel_info()
+            with contextlib.suppress(Empty):
+                await self.shell_channel.get_msg(timeout=1)
+                await self.iopub_channel.get_msg(timeout=0.2)
+                return
+            if not await self.is_alive():
+                raise DeadKernelError("the kernel died before it was ready")
+        raise DeadKernelError(f"the kernel was not ready after {timeout:g} s")
