@@ -137,8 +137,8 @@ def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, p
     table = Console(record=True, width=200)
     table.print(run.status(todo))
     text = table.export_text()
-    assert text.count("failed") == len(KINDS)
-    assert text.count("done") == 1
+    assert text.count("failed  ") >= len(KINDS)
+    assert f"1 done, {len(KINDS)} failed" in text
 
 
 def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, points):
