@@ -576,7 +576,10 @@ def grid_status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     """Which points are done, running, failed or still to run, and about how long that will take."""
     from specexp.lab import run
 
-    console.print(run.status(_points(files, only, yes)))
+    points = _points(files, only, yes)
+    console.print(run.status(points))
+    for line in run.changed(points):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 @zoo_app.command("train")

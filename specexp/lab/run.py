@@ -25,6 +25,7 @@ from pathlib import Path
 import tenacity
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specexp.lab import live, places, report, secret, store, track
 from specexp.lab.execute import ERROR, FULL, Failure
@@ -32,6 +33,7 @@ from specexp.lab.grid import Point
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 AGAIN = ("interrupted", "disk", "lost")  # failures that are nobody's fault: run again unasked
+STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
 PATIENCE_S = 90.0
 ROOM_PER_POINT = 2_000_000
 
@@ -336,7 +338,8 @@ def failures_of(points: Sequence[Point], since: int = 0) -> dict[str, tuple[str,
 
 def changed(todo: Iterable[Point]) -> list[str]:
     """Why points that were done before are to be done again: what of their identity is another."""
-    waiting = {(p.notebook.name, p.identity["params"]): p for p in todo}
+    left = [p for p in todo if not store.result_of(p.run_key).exists()]
+    waiting = {(p.notebook.name, p.identity["params"]): p for p in left}
     why: Counter[tuple[str, ...]] = Counter()
     for path in (store.root() / "results").glob(f"*/{store.POINT}") if waiting else ():
         known = store.read(path)
@@ -368,26 +371,25 @@ def status(points: Sequence[Point]) -> Table:
     """One row a point, done, running, failed (with its error) or to do; the totals last."""
     table = Table("state", "point", "run_key", "", box=None, header_style="bold")
     failures = failures_of(points)
-    counts: dict[str, int] = {}
+    counts = dict.fromkeys(STATES, 0)
     took = []
     for point in points:
-        key = point.run_key
-        result, who = store.result_of(key), store.holder(key)
+        result, who = store.result_of(point.run_key), store.holder(point.run_key)
+        kind, message = failures.get(point.run_key, ("", ""))
         if result.exists():
-            state, said = "[green]done[/]", ""
+            state, said = "done", ""
             took.append(float(store.read(result / store.TAGS).get("seconds", 0)))
         elif who:
-            state, said = "[cyan]running[/]", who
-        elif key in failures and failures[key][0] not in AGAIN:
-            state, said = "[red]failed[/]", ": ".join(failures[key])
+            state, said = "running", who
+        elif kind not in ("", *AGAIN):
+            state, said = "failed", f"{kind}: {message}"
         else:
             state, said = "to do", ""
-        counts[state] = counts.get(state, 0) + 1
-        table.add_row(state, point.label, key, said)
-    left = counts.get("to do", 0) + counts.get("[cyan]running[/]", 0)
-    busy = max(1, counts.get("[cyan]running[/]", 0))
-    said = ", ".join(f"{n} {state}" for state, n in counts.items())
-    if took and left:
-        said += f"; about {live.duration(sum(took) / len(took) * left / busy)} left"
-    table.caption, table.caption_justify = said, "left"
+        counts[state] += 1
+        table.add_row(Text(state, STATES[state]), point.label, point.run_key, Text(said))
+    total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    if took and (left := counts["to do"] + counts["running"]):
+        seconds = sum(took) / len(took) * left / max(1, counts["running"])
+        total += f"; about {live.duration(seconds)} left"
+    table.caption, table.caption_justify = total, "left"
     return table
