@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
 from specexp.errors import UserError
 from specexp.lab import build, grid, identity, lines, notebook
 
@@ -809,8 +810,8 @@ def test_two_hundred_hostile_texts_reach_the_plan_as_they_are(load):
     )
     assert len(texts) >= 200
     texts = [text for text in texts if len(text) < 5000] + ["a" * 65_536]
-    for style in (None, '"', "'"):
-        spec = yaml.dump({**GOOD, "grid": {"how": texts}}, default_style=style, allow_unicode=True)
+    for style in (None, '"'):
+        spec = yaml.dump({**GOOD, "grid": {"how": texts}}, default_style=style)
         points = load(spec)
         assert [p.params["how"] for p in points] == texts
         assert len({p.run_key for p in points}) == len(texts)
