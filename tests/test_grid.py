@@ -551,6 +551,12 @@ def test_all_problems_of_all_files_are_told_at_once_and_in_order(folder):
     ]  # fmt: skip
 
 
+def test_no_more_is_told_than_can_be_read(load):
+    said = refusal(load, HEAD + "".join(f"k{i}: 1\n" for i in range(1300)))
+    assert len(said) == 201
+    assert said[-1] == "and 1,100 more problems"
+
+
 def test_a_file_that_is_none_is_named(tmp_path):
     (tmp_path / "folder.yaml").mkdir()
     for name, why in {
@@ -749,6 +755,20 @@ def test_what_no_value_is_to_blame_for_is_told_once_on_the_line_of_the_grid(load
     monkeypatch.setattr(build, "problems_of", lambda *_: ["the world is flat"])
     assert refusal(load, HEAD + "experiment: a\ngrid: {x: [1, 2]}") == ["3: the world is flat"]
     assert refusal(load, "experiment: a\n" + HEAD) == ["2: the world is flat"]
+
+
+def test_a_model_that_only_the_identity_reads_is_missed_before_anything_runs(load, folder):
+    parameters = 'draft: str = "sibling-3m"\nx: int = 0'
+    write(folder.parent / "reader.ipynb", "print(draft, x)", parameters=parameters)
+    [said] = refusal(load, HEAD + "grid:\n  draft: [sibling-1m,\n    sibling-2m]\n  x: [1, 2]")
+    assert said.startswith("4: no zoo model is called 'sibling-2m'; did you mean")
+
+
+def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
+    monkeypatch.setattr(build.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build.torch.cuda, "device_count", lambda: 2)
+    assert build.check({"device": "cuda:1"}) == []
+    assert build.check({"device": "cuda:2"}) == ["device 'cuda:2' is not there; there are 2"]
 
 
 def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):

@@ -21,7 +21,7 @@ from specexp.lab.notebook import Notebook, Parameter, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
-MOST = 1_000_000  # points of one file
+MOST, TOLD = 1_000_000, 200  # points of one file; problems told at once
 Wrong = Callable[..., None]  # called with what is wrong and the path to it in the file
 _SECRET_NAME = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 _UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
@@ -47,8 +47,14 @@ class Report:
             ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
             for path, line, what in ordered
         ]
-        escaped = (_UNPRINTABLE.sub(lambda c: ascii(c[0])[1:-1], text) for text in said)
-        raise UserError("\n".join(dict.fromkeys(escaped)))
+        told = list(dict.fromkeys(_UNPRINTABLE.sub(_escaped, text) for text in said))
+        if len(told) > TOLD:
+            told = [*told[:TOLD], f"and {len(told) - TOLD:,} more problems"]
+        raise UserError("\n".join(told))
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return ascii(character[0])[1:-1]
 
 
 @dataclass(frozen=True)
