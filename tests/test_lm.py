@@ -1,6 +1,8 @@
 """Parity with transformers' own forward, and what is refused before a weight is read."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +123,19 @@ def test_a_broken_config_is_one_clear_line(folder, text):
     with pytest.raises(UserError) as refused:
         lms.read_config(folder)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_what_was_read_is_kept_until_its_file_changes(folder):
+    tokenizer = Path(__file__).parents[1] / "data" / "zoo" / "random-tiny" / "tokenizer.json"
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+    config, read = lms.read_config(folder), lms.read_tokenizer(folder)
+    config.vocab_size = 7  # of this caller alone
+    assert lms.read_config(folder).vocab_size == 32
+    assert lms.read_tokenizer(folder) is read
+    edit(folder, vocab_size=310)
+    assert lms.read_config(folder).vocab_size == 310
+    (folder / "tokenizer.json").write_text(tokenizer.read_text() + " ")
+    assert lms.read_tokenizer(folder) is not read
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

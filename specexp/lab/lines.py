@@ -25,6 +25,7 @@ LARGEST, DEEPEST, LONGEST_NUMBER = 1_000_000, 20, 400
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _resolve = yaml.SafeLoader("").resolve
 _build = SafeConstructor()
+HIDDEN = re.compile(rf"{Reader.NON_PRINTABLE.pattern}|[\x85\u2028\u2029\ufeff]")
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _TAG = "tag:yaml.org,2002:"
 
@@ -89,7 +90,7 @@ def _text(path: Path, document: Document) -> str:
         bad = raw.count(b"\n", 0, e.start) + 1
         document.problems.append((bad, "is not UTF-8: save the file in that encoding"))
         return ""
-    if odd := Reader.NON_PRINTABLE.search(text):
+    if odd := HIDDEN.search(text):
         bad = text.count("\n", 0, odd.start()) + 1
         document.problems.append((bad, f"has the character U+{ord(odd[0]):04X}: take it out"))
     return text

@@ -1,0 +1,391 @@
+"""Sheets: grid files read and understood, each mistake with its line and the nearest valid name.
+
+A sheet says which points a file means and where in the file each value stands. What the values mean
+to models is not known here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specexp.errors import UserError
+from specexp.lab import lines, notebook
+from specexp.lab.notebook import Notebook, Parameter, shown
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
+MOST, TOLD = 1_000_000, 200  # points of one file; problems told at once
+Wrong = Callable[..., None]  # called with what is wrong and the path to it in the file
+_SECRET_NAME = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
+_UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
+
+
+class Report:
+    """What is wrong with these files, to be told all at once."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.problems: list[tuple[Path | None, int | None, str]] = []
+
+    def add(self, path: Path | None, line: int | None, what: str) -> None:
+        self.problems.append((path, line, what))
+
+    def refuse(self) -> None:
+        """Raise UserError if there is a problem: one line each, files in order, lines in order."""
+        if not self.problems:
+            return
+        places: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
+        ordered = sorted(self.problems, key=lambda p: (places.get(p[0], -1), p[1] or 0))
+        said = [
+            ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
+            for path, line, what in ordered
+        ]
+        told = list(dict.fromkeys(_UNPRINTABLE.sub(_escaped, text) for text in said))
+        if len(told) > TOLD:
+            told = [*told[:TOLD], f"and {len(told) - TOLD:,} more problems"]
+        raise UserError("\n".join(told))
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return ascii(character[0])[1:-1]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A grid file that says what it means: every value fits its parameter and is coerced.
+
+    `base`: every parameter of the notebook, defaults and fixed values; `axes`: seeds included;
+    `include`, `exclude`: their entries; `product`: whether the axes are run, or the includes alone.
+    """
+
+    path: Path
+    document: lines.Document
+    notebook: Notebook
+    base: dict[str, Any]
+    axes: dict[str, list[Any]]
+    include: list[dict[str, Any]]
+    exclude: list[dict[str, Any]]
+    product: bool
+
+    @property
+    def most(self) -> int:
+        """Points, were there no `exclude`."""
+        axes = math.prod(map(len, self.axes.values())) if self.product else 0
+        return axes + len(self.include)
+
+    @property
+    def line(self) -> int:
+        keys = (key for key in ("grid", "seeds", "notebook") if self.document.has(key))
+        return self.document.line(next(keys))
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self.axes, *(n for i in self.include for n in i)]))
+
+    def combinations(self) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """The parameters of every point, and which `include` it is of, if it is of one."""
+        for values in itertools.product(*self.axes.values()) if self.product else ():
+            params = self.base | dict(zip(self.axes, values, strict=True))
+            if not any(_matches(params, entry) for entry in self.exclude):
+                yield params, None
+        for index, entry in enumerate(self.include):
+            yield self.base | entry, index
+
+    def values(self, name: str) -> list[Any]:
+        """The values that a parameter has in some point, each once."""
+        of_product = self.axes.get(name, [self.base[name]]) if self.product else []
+        return distinct([*of_product, *(i.get(name, self.base[name]) for i in self.include)])
+
+    def where(self, name: str, params: dict[str, Any], index: int | None) -> int | None:
+        """The line that gives a point its value of a parameter; None if that is the default."""
+        if index is not None and name in self.include[index]:
+            return self.document.line("include", index, name)
+        if name in self.axes and index is None:
+            at = norms(self.axes[name]).index(norm(params[name]))
+            return self.document.line(*_axis(self.document, name), at)
+        given = self.document.has("fixed", name)
+        return self.document.line("fixed", name) if given else None
+
+
+def read(path: Path, report: Report) -> Sheet | None:
+    """A grid file, or None with what is wrong with it reported."""
+    before = len(report.problems)
+    try:
+        document = lines.read(path)
+    except UserError as e:
+        report.add(path, None, str(e))
+        return None
+    for line, what in document.problems:
+        report.add(path, line, what)
+
+    def wrong(what: str, *where: str | int) -> None:
+        report.add(path, document.line(*where), what)
+
+    spec = document.value
+    if not isinstance(spec, dict):
+        if not document.problems:
+            kind = "is empty" if spec is None else "holds no mapping"
+            wrong(f"{kind}: a grid is a mapping with the keys {', '.join(KEYS)}")
+        return None
+    _check_texts(spec, wrong)
+    shaped = _shaped(spec, wrong)
+    found = _notebook(path, spec.get("notebook"), wrong)
+    if found is None:
+        return None
+    sheet = _fitted(path, document, found, shaped, wrong)
+    if len(report.problems) == before:
+        _check_points(sheet, wrong)
+    return sheet if len(report.problems) == before else None
+
+
+def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
+    """The keys, and the values that are no parameters."""
+    for name in spec:
+        if name not in KEYS:
+            near = difflib.get_close_matches(name, KEYS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(KEYS)})"
+            wrong(f"unknown key {name!r:.60}{hint}", name)
+    title = spec.get("experiment") or "none"
+    fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
+    if not fits or notebook.unfit(title):
+        wrong("experiment: a short name of letters, digits, blanks, dots and dashes", "experiment")
+    timeout = spec.get("timeout_s")
+    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < 1e9):
+        wrong("timeout_s: a number of seconds above 0 and below 1.0e+9", "timeout_s")
+
+
+def _shaped(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
+    """Of `fixed`, `grid`, `include`, `exclude` and `seeds`, what has the form that it must have."""
+    good: dict[str, Any] = {"fixed": {}, "grid": {}, "include": [], "exclude": []}
+    for name in ("fixed", "grid"):
+        value = spec.get(name)
+        if name == "grid" and name in spec and not value:
+            wrong("grid is empty: give it an axis such as `gamma: [2, 4]`, or leave it out", name)
+        elif isinstance(value, dict):
+            good[name] = value
+        elif value is not None:
+            wrong(f"{name}: a mapping from parameter names to values", name)
+    for name, values in good["grid"].items():
+        if not isinstance(values, list) or not values:
+            wrong(f"grid.{shown(name)}: a list with at least one value", "grid", name)
+    good["grid"] = {n: v for n, v in good["grid"].items() if isinstance(v, list)}
+    for name in ("include", "exclude"):
+        value = spec.get(name)
+        entries = value if isinstance(value, list) else []
+        odd = [i for i, entry in enumerate(entries) if not isinstance(entry, dict) or not entry]
+        if value is not None and not isinstance(value, list):
+            wrong(f"{name}: a list of mappings from parameter names to values", name)
+        for i in odd:
+            wrong(f"{name}: a list of mappings from parameter names to values", name, i)
+        good[name] = [] if odd else entries
+    if "seeds" in spec:
+        good["seeds"] = spec["seeds"]
+        if not isinstance(spec["seeds"], list) or not spec["seeds"]:
+            wrong("seeds: a list of whole numbers, 0 or more", "seeds")
+            del good["seeds"]
+    return good
+
+
+def _notebook(grid_file: Path, named: Any, wrong: Wrong) -> Notebook | None:
+    if not isinstance(named, str) or not named.strip():
+        wrong("notebook: name the notebook to run, such as ../10_acceptance.ipynb", "notebook")
+        return None
+    try:
+        return notebook.read(_find(grid_file, named))
+    except UserError as e:
+        for problem in str(e).splitlines():
+            wrong(problem, "notebook")
+    return None
+
+
+def _find(grid_file: Path, named: str) -> Path:
+    """The notebook that a grid names. A notebook is code, so it must lie, symbolic links followed,
+    in this repository or under the folder above the grid file's own."""
+    folder = grid_file.resolve().parent
+    above = folder.parent if folder.parent != folder.parent.parent else folder
+    outside = None
+    for base in (folder, ROOT):
+        try:
+            path = (base / named).resolve()
+            there = path.is_file() and path.suffix == ".ipynb"
+        except (OSError, ValueError, RuntimeError):
+            continue
+        if there and any(path.is_relative_to(root) for root in (above, ROOT)):
+            return path
+        outside = outside or (path if there else None)
+    if outside:
+        raise UserError(
+            f"notebook {named!r:.80} lies outside {above} and {ROOT}: a notebook is code, and only "
+            "those beside the grid or in the repository are run"
+        )
+    beside = [p.name for f in (folder, folder.parent, ROOT / "notebooks") for p in _notebooks(f)]
+    near = difflib.get_close_matches(named.rpartition("/")[2], beside, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"notebook {named!r:.80} does not exist, or is no .ipynb file{hint}")
+
+
+def _notebooks(folder: Path) -> list[Path]:
+    return sorted(itertools.islice(folder.glob("*.ipynb"), 1000))
+
+
+def _fitted(
+    path: Path, document: lines.Document, found: Notebook, shaped: dict[str, Any], wrong: Wrong
+) -> Sheet:
+    """Report values that do not fit their parameters; the sheet is of use if nothing is wrong."""
+    known = found.parameters
+
+    def fitting(name: str, value: Any, *where: str | int) -> Any:
+        """The value coerced, or as it is when its problem was reported."""
+        problem = _name_problem(known, name) or known[name].problem(value)
+        if problem:
+            wrong(f"{where[0]}.{shown(name)} {problem}", *where)
+        return value if problem else known[name].coerced(value)
+
+    fixed = {n: fitting(n, v, "fixed", n) for n, v in shaped["fixed"].items()}
+    axes: dict[str, list[Any]] = {}
+    for name, values in shaped["grid"].items():
+        if problem := _name_problem(known, name):
+            wrong(f"grid.{shown(name)} {problem}", "grid", name)
+        else:
+            axes[name] = [fitting(name, v, "grid", name, i) for i, v in enumerate(values)]
+    if "seeds" in shaped and _seeds_fit(shaped["seeds"], found, axes, wrong):
+        axes["seed"] = shaped["seeds"]
+    for name, values in axes.items():
+        where = _axis(document, name)
+        for i, j in _repeated(values):
+            first = document.line(*where, i)
+            what = f"{'.'.join(where)}: {shown(values[j])} stands there twice"
+            wrong(f"{what}, first on line {first}", *where, j)
+        if name in fixed:
+            first = document.line("fixed", name)
+            wrong(f"{name} is both fixed (line {first}) and on an axis", *where)
+    include, exclude = (
+        [
+            {n: fitting(n, v, name, i, n) for n, v in entry.items()}
+            for i, entry in enumerate(shaped[name])
+        ]
+        for name in ("include", "exclude")
+    )
+    base = {name: p.default for name, p in known.items()} | fixed
+    product = bool(axes) or not include
+    return Sheet(path, document, found, base, axes, include, exclude, product)
+
+
+def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wrong: Wrong) -> bool:
+    known = found.parameters.get("seed")
+    if known is None or known.kind is not int:
+        none = f"seeds: {found.path.name} has no parameter `seed: int`"
+        wrong(f"{none}, so all its points would be the same", "seeds")
+    elif "seed" in axes:
+        wrong("seeds: there is an axis seed already", "seeds")
+    else:
+        for i, seed in enumerate(seeds):
+            if type(seed) is not int or seed < 0:
+                wrong(f"seeds: a list of whole numbers, 0 or more, not {seed!r:.40}", "seeds", i)
+            elif problem := known.problem(seed):
+                wrong(f"seeds: {seed!r:.40} {problem}", "seeds", i)
+        return True
+    return False
+
+
+def _check_points(sheet: Sheet, wrong: Wrong) -> None:
+    """Values that fit one by one and make no sense together."""
+    for name in sheet.varying:
+        if sheet.notebook.reads is not None and name not in sheet.notebook.reads:
+            entry = next((i for i, entry in enumerate(sheet.include) if name in entry), 0)
+            on_axis = name in sheet.axes
+            wrong(
+                f"{name} is read by no cell of {sheet.notebook.path.name}: its points would all be "
+                "the same experiment",
+                *(_axis(sheet.document, name) if on_axis else ("include", entry, name)),
+            )
+    if sheet.exclude and not sheet.product:
+        wrong("exclude takes points from a grid, and there is none here", "exclude")
+    axes = {name: set(norms(values)) for name, values in sheet.axes.items()}
+    there = {name: {norm(value)} for name, value in sheet.base.items()} | axes
+    _check_exclude(sheet, there, wrong)
+    _check_include(sheet, there, wrong)
+
+
+def _check_exclude(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
+    for i, entry in enumerate(sheet.exclude if sheet.product else []):
+        absent = [name for name, value in entry.items() if norm(value) not in there[name]]
+        for name in absent[:1]:
+            only = listed(sheet.axes.get(name, [sheet.base[name]]))
+            never = f"{name} is never {shown(entry[name])}, only {only}"
+            wrong(f"exclude matches no point: {never}", "exclude", i, name)
+    if sheet.exclude and sheet.most <= MOST and next(sheet.combinations(), None) is None:
+        wrong("exclude leaves no point: nothing would run", "exclude")
+
+
+def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
+    first: dict[Any, int] = {}
+    for i, entry in enumerate(sheet.include):
+        params = sheet.base | entry
+        of_grid = sheet.product and all(norm(v) in there[name] for name, v in params.items())
+        of_grid = of_grid and not any(_matches(params, e) for e in sheet.exclude)
+        earlier = first.setdefault(tuple(norms(params.values())), i)
+        if earlier != i:
+            line = sheet.document.line("include", earlier)
+            wrong(f"include repeats the point of line {line}", "include", i)
+        elif of_grid:
+            wrong(f"include repeats a point of the grid on line {sheet.line}", "include", i)
+
+
+def _name_problem(known: dict[str, Parameter], name: str) -> str | None:
+    if not notebook.is_name(name):
+        return "is not a parameter name"
+    if _SECRET_NAME.search(name) and name not in known:
+        return "looks like a secret; parameters are stored in the open, use the environment"
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        return f"is not a parameter of the notebook; {hint}"
+    return None
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def norm(value: Any) -> Any:
+    """Something hashable that is equal where two values are the same to an experiment."""
+    if isinstance(value, list):
+        return tuple(map(norm, value))
+    return (type(value), str(value)) if isinstance(value, bool | dict) else value
+
+
+def norms(values: Iterable[Any]) -> list[Any]:
+    return [norm(value) for value in values]
+
+
+def distinct(values: list[Any]) -> list[Any]:
+    return list({norm(value): value for value in reversed(values)}.values())[::-1]
+
+
+def _repeated(values: list[Any]) -> Iterator[tuple[int, int]]:
+    """Index of the first and of a later one, for each value that stands there again."""
+    first: dict[Any, int] = {}
+    for at, value in enumerate(values):
+        if (i := first.setdefault(norm(value), at)) != at:
+            yield i, at
+
+
+def _matches(params: dict[str, Any], pattern: dict[str, Any]) -> bool:
+    return all(norm(params[name]) == norm(value) for name, value in pattern.items())
+
+
+def _axis(document: lines.Document, name: str) -> tuple[str, ...]:
+    """The path of an axis in its file."""
+    return ("grid", name) if document.has("grid", name) else ("seeds",)
+
+
+def listed(values: list[Any]) -> str:
+    some = ", ".join(shown(value) for value in values[:12])
+    return some + (f" and {len(values) - 12} more" if len(values) > 12 else "")
