@@ -101,6 +101,13 @@ def holder(key: str) -> str | None:
         os.close(descriptor)
 
 
+def claims() -> dict[str, str]:
+    """Every key that is claimed now, and by whom."""
+    place = root() / "claims"
+    names = sorted(p.name for p in place.iterdir()) if place.is_dir() else []
+    return {name: who for name in names if (who := holder(name))}
+
+
 def _command() -> str:
     return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:150]
 

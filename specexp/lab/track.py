@@ -20,7 +20,7 @@ import re
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -35,6 +35,7 @@ _METRIC = re.compile(r"[a-z0-9_]+/[A-Za-z0-9_.-]+")
 _DAMAGE = ("file is not a database", "malformed", "Can't locate revision")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
+_LONGEST_PARAM = 6000  # MLflow cuts what is longer
 _VERSIONS = ("specexp", "torch", "transformers")
 
 
@@ -280,13 +281,8 @@ def _publish(folder: Path) -> str:
             mlflow.delete_run(old.info.run_id)
     now = int(time.time() * 1000)
     run = mlflow.create_run(experiment, run_name=name, tags=record.get("tags", {}) | tags)
-    metrics = [Metric(n, v, now, 0) for n, v in record.get("metrics", {}).items()]
-    for n, curve in record.get("series", {}).items():
-        metrics += [Metric(n, v, now, int(step)) for step, v in curve.items()]
-    params = [
-        Param(n, json.dumps(v) if isinstance(v, list) else str(v))
-        for n, v in record["params"].items()
-    ]
+    metrics = [Metric(n, v, now, step) for n, step, v in as_points(record)]
+    params = [Param(n, v) for n, v in as_params(record).items()]
     if metrics:
         shown = view.shared({*record["params"], *(m.key for m in metrics)})
         mlflow.set_experiment_tag(experiment, view.TAG, shown)
@@ -296,6 +292,48 @@ def _publish(folder: Path) -> str:
     mlflow.set_terminated(run.info.run_id, status)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
+
+
+def as_params(record: Mapping[str, Any]) -> dict[str, str]:
+    """A record's parameters as MLflow keeps them."""
+    written = {
+        n: json.dumps(v) if isinstance(v, list) else str(v) for n, v in record["params"].items()
+    }
+    return {n: v[:_LONGEST_PARAM] for n, v in written.items()}
+
+
+def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
+    """A record's metrics and series as MLflow keeps them: name, step, value."""
+    points = [(n, 0, v) for n, v in record.get("metrics", {}).items()]
+    for n, curve in record.get("series", {}).items():
+        points += [(n, int(step), v) for step, v in curve.items()]
+    return points
+
+
+def active_runs() -> Iterator[Any]:
+    """Every run of every experiment that was not deleted, whoever made it. Raises Away, Damaged."""
+    if own() and not (store.root() / "mlflow.db").exists():
+        return
+    with _reaching():
+        mlflow = client()
+        for e in _pages(mlflow.search_experiments):
+            yield from _pages(mlflow.search_runs, [e.experiment_id], max_results=1000)
+
+
+def _pages(ask: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+    token = None
+    while True:
+        page = ask(*args, page_token=token, **options)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def history(run_id: str, name: str) -> list[tuple[int, float]]:
+    """Every step and value of one run's metric. Raises Away, Damaged."""
+    with _reaching():
+        return [(m.step, m.value) for m in client().get_metric_history(run_id, name)]
 
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
