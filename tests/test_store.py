@@ -50,7 +50,9 @@ def twice(result):
 
 
 def run_of_key(key):
-    [run] = [r for r in track.active_runs() if r.data.tags.get("run_key") == key]
+    place = track.backend()
+    runs = [r for e in place.experiments() for r in place.runs(e.experiment_id)]
+    [run] = [r for r in runs if r.data.tags.get("run_key") == key]
     return run.info.run_id
 
 

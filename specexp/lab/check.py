@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console
+from rich.text import Text
 
 from specexp.lab import store, track
 
@@ -40,8 +41,9 @@ def check() -> list[Promise]:
     attempts = _folders("attempts")
     busy = set(store.claims())
     try:
+        unsound = track.backend().sound()
         shown: dict[str, list[Any]] | None = _shown()
-        unreadable: tuple[str, ...] = ()
+        unreadable = tuple(f"{line}: run `specexp store rebuild`" for line in unsound)
     except (track.Damaged, track.Away) as e:
         shown, unreadable = None, (str(e),)
     busy |= set(store.claims())
@@ -66,13 +68,18 @@ def check() -> list[Promise]:
     return found
 
 
-def table(found: list[Promise]) -> Table:
-    """A row a promise, what breaks it below."""
-    out = Table("", "", "", box=None, show_header=False)
+def show(console: Console) -> bool:
+    """Print a line a promise, what breaks it, and who is at work; says whether all are kept."""
+    found = check()
     for promise in found:
-        state = "[red]no[/]" if promise.broken else "[green]yes[/]"
-        out.add_row(state, promise.said, str(promise.seen))
-    return out
+        state = Text("broken  ", "bold red") if promise.broken else Text("kept    ", "green")
+        console.print(state + Text(f"{promise.seen:6d}  {promise.said}", ""), soft_wrap=True)
+        for line in promise.broken:
+            console.print(Text(f"                {line}", ""), soft_wrap=True)
+    for key, who in store.claims().items():
+        console.print(Text(f"at work         {key}: {who}", ""), soft_wrap=True)
+    console.print(f"store {store.root()}, runs in {track.where()}", soft_wrap=True, highlight=False)
+    return not any(promise.broken for promise in found)
 
 
 def _folders(name: str) -> list[Path]:
@@ -94,9 +101,10 @@ def _left(attempts: list[Path]) -> Iterator[str]:
 def _shown() -> dict[str, list[Any]]:
     """run_key -> active runs in MLflow."""
     found = defaultdict(list)
-    for run in track.active_runs():
-        found[run.data.tags.get("run_key", "")].append(run)
-    found.pop("", None)
+    place = track.backend()
+    for experiment in place.experiments() if track.there() else []:
+        for run in filter(track.is_ours, place.runs(experiment.experiment_id)):
+            found[run.data.tags["run_key"]].append(run)
     return dict(found)
 
 
@@ -118,7 +126,7 @@ def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iter
 def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
     if not record:
         return
-    if run.data.tags.get("published") != "1":
+    if not track.is_whole(run):
         yield "what was published when a run died"
     if run.data.params != track.as_params(record):
         yield "a parameter"
@@ -128,7 +136,8 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
         yield "a metric"
     for name in record["series"]:
         kept = sorted((step, value) for n, step, value in points if n == name)
-        if sorted(track.history(run.info.run_id, name)) != kept:
+        points_there = track.backend().history(run.info.run_id, name)
+        if sorted((m.step, m.value) for m in points_there) != kept:
             yield name
 
 
