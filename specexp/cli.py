@@ -31,8 +31,12 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 grid_app = typer.Typer(help="Run grids of experiment notebooks.", no_args_is_help=True)
+store_app = typer.Typer(
+    help="Where runs are kept: check it, make it anew, copy it, serve it.", no_args_is_help=True
+)
 zoo_app = typer.Typer(help="The small models that ship with the project.", no_args_is_help=True)
 app.add_typer(grid_app, name="grid")
+app.add_typer(store_app, name="store")
 app.add_typer(zoo_app, name="zoo")
 console = Console()
 
@@ -50,6 +54,8 @@ Only = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask about very many points.")]
+Port = Annotated[int, typer.Option(help="Port to listen on.")]
+Host = Annotated[str, typer.Option(help="Address to listen on: 127.0.0.1 is this machine alone.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -60,7 +66,7 @@ def main() -> None:
     except UserError as e:
         for line in str(e).splitlines():
             _complain("error", line)
-        sys.exit(2)
+        sys.exit(e.code)
     except NonFiniteLogits as e:
         _complain("failed", str(e))
         sys.exit(1)
@@ -508,11 +514,66 @@ def doctor() -> None:
 
 
 @app.command()
-def ui(port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000) -> None:
+def ui(port: Port = 5000, host: Host = "127.0.0.1") -> None:
     """Open the MLflow UI on this machine alone; the links lead to each experiment's shared view."""
     from specexp.lab import server
 
-    raise typer.Exit(server.serve(port))
+    server.show(port, host)
+
+
+@store_app.command("check")
+def store_check() -> None:
+    """Is every result whole and in MLflow once, as it is? Exit code 4 if anything is amiss."""
+    from specexp.lab import check
+
+    raise typer.Exit(0 if check.show(console) else 4)
+
+
+@store_app.command("rebuild")
+def store_rebuild() -> None:
+    """Make MLflow's database anew from the results; a damaged one is set aside, not deleted."""
+    from specexp.lab import check, rebuild
+
+    rebuild.show(rebuild.rebuild(console), console)
+    raise typer.Exit(0 if check.show(console) else 4)
+
+
+@store_app.command("copy")
+def store_copy(
+    to: Annotated[str, typer.Argument(help="sqlite:///PATH, http://... or postgresql://...")],
+    source: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--from", help="The store to copy; default: where runs are tracked now."),
+    ] = None,
+) -> None:
+    """Copy every run to another MLflow store and compare both; again, it copies what is new.
+
+    Example: `specexp store copy http://127.0.0.1:5000`
+    """
+    from specexp.lab import transfer
+
+    raise typer.Exit(0 if transfer.copy(to, source, console) else 1)
+
+
+@store_app.command("serve")
+def store_serve(
+    port: Port = 5000,
+    host: Host = "127.0.0.1",
+    backend: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="postgresql://USER:PASSWORD@HOST/NAME; better in the variable, which nobody sees. "
+            "Default: the store's own database.", envvar="MLFLOW_BACKEND_STORE_URI",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Serve runs to several people or machines by MLflow's own server, artifacts included.
+
+    Example: `specexp store serve --backend postgresql:///specexp`
+    """
+    from specexp.lab import server
+
+    server.serve(port, host, backend)
 
 
 def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]:

@@ -2,7 +2,9 @@
 
 
 class UserError(Exception):
-    """Bad input. The message is one line: what is wrong and what to do."""
+    """Bad input. The message is one line: what is wrong and what to do; `code` is for the shell."""
+
+    code = 2
 
 
 class NonFiniteLogits(Exception):

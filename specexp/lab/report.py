@@ -24,16 +24,19 @@ def headline(result: Path) -> str:
 
 
 def show(console: Console, run_keys: Collection[str]) -> None:
-    """The comparison of these points' finished runs, then where everything is."""
+    """The comparison of these points' finished runs, then where everything is. Raises Away."""
     runs = track.runs()
     if len(runs):
-        runs = runs[runs["tags.run_key"].isin(run_keys)].sort_values(["experiment", "name"])
+        made = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
+        ours = made.isin(["", store.identity()])
+        runs = runs[ours & runs["tags.run_key"].isin(run_keys)]
+        runs = runs.sort_values(["experiment", "name"])
         for experiment, part in runs.groupby("experiment"):
             console.print()
             console.print(table(str(experiment), part))
     console.print()
     for what, where in {
-        "runs": store.root() / "mlflow.db",
+        "runs": track.where(),
         "notebooks": store.root() / "results" / "*" / "notebook.html",
         "compare": "make ui (or specexp ui), then open the link it prints",
     }.items():

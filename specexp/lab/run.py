@@ -58,7 +58,10 @@ def run(
     try:
         with live.Board(console, len(points), jobs=jobs) as board:
             with store.alone("setup", lambda said: board.say(said, once=True)):
-                track.initialise()
+                try:
+                    track.initialise()
+                except track.Away as e:
+                    board.say(f"going on without MLflow for now: {e}")
             work = Work(points, board, retry_failed, force)
             with _signals(work), place or places.Here(points) as where:
                 work.recover()
@@ -75,11 +78,14 @@ def run(
         if e.errno not in FULL:
             raise
         return _sorry(console, "disk full", _full(e), DISK_FULL)
-    except track.Away as e:
-        return _sorry(console, "no MLflow", f"{track.where()}: {e}", FAILED)
     if work.stopped:
         return _sorry(console, "stopped", work.stopped[1], work.stopped[0])
-    report.show(console, {p.run_key for p in points})
+    try:
+        report.show(console, {p.run_key for p in points})
+    except track.Away as e:
+        console.print(f"no comparison now: {e}", highlight=False, soft_wrap=True)
+    except track.Damaged as e:
+        return _sorry(console, "damaged", str(e), DAMAGED)
     if board.failed:
         why = store.root() / "failed" / "*" / ERROR
         console.print(
@@ -145,7 +151,8 @@ class Work:
                 for f in each:
                     f.result()
         for result in self.unpublished[:]:
-            self._publish(result)
+            if not self._publish(result):
+                break
 
     def _serve(self, queue: deque[Point], where: places.Place, number: int) -> None:
         try:

@@ -1,32 +1,144 @@
-"""Servers on this machine: MLflow's UI over the store, for this machine alone unless told so."""
+"""MLflow's own server over a store: for this machine alone unless told otherwise.
+
+It has no password, so it answers only to the names it was started for, keeps artifacts itself and
+runs no jobs. Addresses with passwords go to it by the environment, where `ps` does not show them.
+"""
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
-import subprocess
+import socket
 import sys
+
+import psutil
+from rich.console import Console
 
 from specexp.errors import UserError
 from specexp.lab import store, track, view
+from specexp.lab.backend import Backend
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
-def ui_command(port: int) -> list[str]:
-    """MLflow's server for this machine alone: loopback, known Host headers, no job runner."""
-    root = store.root()
+def show(port: int, host: str = "127.0.0.1") -> None:
+    """Print each experiment's link and become the UI; a server that is there already has its own.
+    Raises UserError, Away, Damaged."""
+    place = track.backend()
+    if track.own() and not track.there():
+        raise UserError(f"no runs in {store.root()} yet: run `make demo`, or a notebook, first")
+    if not place.served:
+        _free(host, port)
+        with store.alone("setup"):
+            track.initialise()
+    base = place.uri if place.served else _address(host, port)
+    for e in place.experiments():
+        if e.name != "Default":
+            print(f"{e.name:28s} {view.url(e.experiment_id, base)}")
+    if not place.served:
+        _warn(host)
+        _become(place, host, port)
+
+
+def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> None:
+    """Become a server for several machines or people, over `address` or the store's own database.
+    Raises UserError, Away, Damaged."""
+    place = Backend.at(address, store.root()) if address else track.database()
+    if place.served:
+        raise UserError(f"{place} is a server already: give postgresql://... or sqlite:///...")
+    _free(host, port)
+    with store.alone("setup"):
+        place.prepare(known=not address and track.had_runs())
+    print(f"runs       {place}\nartifacts  {place.artifacts}")
+    print(f"to use it  export MLFLOW_TRACKING_URI={_address(host, port)}")
+    _warn(host)
+    _become(place, host, port)
+
+
+def command(place: Backend, host: str, port: int) -> list[str]:
+    """MLflow's server with the names it answers to: nothing secret is in it."""
+    names = _names(host)
+    hosts = [*(f"{n}:{port}" for n in names), *_more()]
+    origins = [f"{scheme}://{n}" for n in hosts for scheme in ("http", "https")]
     return [
-        sys.executable, "-m", "mlflow", "server", "--backend-store-uri",
-        f"sqlite:///{root / 'mlflow.db'}", "--default-artifact-root", (root / "artifacts").as_uri(),
-        "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--allowed-hosts", f"localhost:{port},127.0.0.1:{port}",
+        sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port),
+        "--workers", "1" if place.file else "4", "--serve-artifacts",
+        "--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(origins),
     ]  # fmt: skip
 
 
-def serve(port: int) -> int:
-    """Run the UI until it is stopped; prints each experiment's link. Returns the exit code."""
-    if not (store.root() / "mlflow.db").exists():
-        raise UserError(f"no runs in {store.root()} yet: run `make demo`, or a notebook, first")
-    for e in track.client().search_experiments():
-        if e.name != "Default":
-            print(f"{e.name:28s} {view.url(e.experiment_id, port)}")
-    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    return subprocess.run(ui_command(port), env=os.environ | env, check=False).returncode
+def environment(place: Backend) -> dict[str, str]:
+    """What `command` is to be run with."""
+    given = {n: v for n, v in os.environ.items() if n != "MLFLOW_TRACKING_URI"}
+    return given | {
+        "MLFLOW_BACKEND_STORE_URI": place.uri,
+        "MLFLOW_ARTIFACTS_DESTINATION": place.artifacts.as_uri(),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+
+
+def _become(place: Backend, host: str, port: int) -> None:
+    """In place of this process, so that what stops us stops it."""
+    sys.stdout.flush()
+    asked = command(place, host, port)
+    os.execvpe(asked[0], asked, environment(place))
+
+
+def _names(host: str) -> list[str]:
+    """What a server that listens there may be called in a Host header."""
+    if _loopback(host):
+        return list(_LOCAL)
+    named = [host] if not _any(host) else _addresses()
+    return list(dict.fromkeys([*_LOCAL, *named, socket.gethostname(), socket.getfqdn()]))
+
+
+def _more() -> list[str]:
+    """Names that only the network knows: MLflow's own variable gives them."""
+    given = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
+    return [name.strip() for name in given if name.strip() and "*" not in name]
+
+
+def _addresses() -> list[str]:
+    found = [a for each in psutil.net_if_addrs().values() for a in each]
+    four = [a.address for a in found if a.family == socket.AF_INET]
+    return four + [f"[{a.address}]" for a in found if a.family == socket.AF_INET6]
+
+
+def _address(host: str, port: int) -> str:
+    if _any(host):
+        host = socket.gethostname()
+    elif _loopback(host):
+        host = "127.0.0.1" if ":" not in host else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _any(host: str) -> bool:
+    return host in ("0.0.0.0", "::")
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _warn(host: str) -> None:
+    if not _loopback(host):
+        said = "there is no password: whoever reaches it can read and change everything in it"
+        Console(stderr=True).print(f"[bold red]warning[/]: {said}", soft_wrap=True)
+
+
+def _free(host: str, port: int) -> None:
+    """Raises UserError where nothing could listen."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} is taken: give another by --port") from e
+        raise UserError(f"cannot listen on {host}, port {port}: {e.strerror}") from e

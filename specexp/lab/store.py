@@ -8,6 +8,7 @@ MLflow or notebooks.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -32,6 +33,8 @@ PATIENCE_S = 120.0
 class StoreBusy(UserError):
     """Somebody else holds a lock for longer than we wait."""
 
+    code = 3
+
 
 def root() -> Path:
     return Path(os.environ.get("SPECEXP_MLRUNS", ROOT / "mlruns")).resolve()
@@ -45,6 +48,18 @@ def folder(name: str) -> Path:
     except OSError as e:
         raise UserError(f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS") from e
     return path
+
+
+def identity() -> str:
+    """Names this store among those that publish to one server; made at its first use."""
+    path = folder("") / "id"
+    if not path.exists():
+        new = path.with_name(f"id-{uuid.uuid4().hex[:12]}")
+        new.write_text(new.name.removeprefix("id-"))
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)  # the first of several wins, and nobody reads half a name
+        new.unlink()
+    return path.read_text()
 
 
 # --- claims --------------------------------------------------------------------------------------
@@ -99,6 +114,13 @@ def holder(key: str) -> str | None:
         return os.read(descriptor, 200).decode(errors="replace")
     finally:
         os.close(descriptor)
+
+
+def claims() -> dict[str, str]:
+    """Every key that is claimed now, and by whom."""
+    place = root() / "claims"
+    names = sorted(p.name for p in place.iterdir()) if place.is_dir() else []
+    return {name: who for name in names if (who := holder(name))}
 
 
 def _command() -> str:

@@ -5,23 +5,19 @@ was given and nothing else: a kernel never opens the store. By hand the same cal
 of its own, commits it and publishes it. Only what is committed or failed for good is published,
 and publishing it twice changes nothing.
 
-Runs go to `mlflow.db` and `artifacts/` in the store, or to the server MLFLOW_TRACKING_URI names.
+Runs go to `mlflow.db` and `artifacts/` in the store, or to where MLFLOW_TRACKING_URI says.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import math
 import os
 import platform
 import re
 import subprocess
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,12 +25,15 @@ from typing import Any
 import pandas as pd
 
 from specexp.errors import UserError
-from specexp.lab import secret, store, view
+from specexp.lab import store, view
+from specexp.lab.backend import Away, Backend, Damaged
 
+__all__ = ["Away", "Damaged"]
+REMEDY = "; results are safe: make it anew by `specexp store rebuild`"
 _METRIC = re.compile(r"[a-z0-9_]+/[A-Za-z0-9_.-]+")
-_DAMAGE = ("file is not a database", "malformed", "Can't locate revision")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
+_LONGEST_PARAM = 6000  # MLflow cuts what is longer
 _VERSIONS = ("specexp", "torch", "transformers")
 
 
@@ -90,9 +89,13 @@ def log(
         _write(attempt, record, tables or {}, figures or {})
         name = f"{params.get('drafter', experiment)} by hand"
         result = store.commit(attempt, key, {"name": name, "status": "FINISHED"})
-        with store.alone("setup"):
-            initialise()
-        publish(result)
+        try:
+            with store.alone("setup"):
+                initialise()
+            publish(result)
+        except Away as e:
+            print(f"kept in {result}; not in MLflow yet: {e}; `specexp store rebuild` shows it")
+            return
     print(f"logged to {where()}; compare with: specexp ui")
 
 
@@ -155,96 +158,70 @@ def _git(*args: str) -> str:
 # --- MLflow --------------------------------------------------------------------------------------
 
 
-def uri() -> str:
-    """Where runs are tracked: MLFLOW_TRACKING_URI, or the store's own database."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store.root() / 'mlflow.db'}"
-
-
-def where() -> str:
-    """The same for people: a path, or an address without its password."""
-    if own():
-        return str(store.root() / "mlflow.db")
-    return re.sub(r"//[^/@]*@", "//", uri())
-
-
 def own() -> bool:
     """Are runs tracked in the store's own database?"""
     return not os.environ.get("MLFLOW_TRACKING_URI")
 
 
+def backend() -> Backend:
+    """Where runs are tracked: MLFLOW_TRACKING_URI, or the store's own database."""
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    return Backend.at(given, store.root()) if given else database()
+
+
+def database() -> Backend:
+    """The store's own database."""
+    return Backend.at(f"sqlite:///{store.root() / 'mlflow.db'}", store.root(), REMEDY)
+
+
+def where() -> str:
+    """Where runs are tracked, for people: a path, or an address without its password."""
+    return str(backend())
+
+
 def client() -> Any:
-    """An MLflow client; its calls fail after seconds, not minutes, when a server is away."""
-    for name, value in {
-        "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
-    }.items():  # fmt: skip
-        os.environ.setdefault(name, value)
-    for noisy in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    from mlflow import MlflowClient
-
-    return MlflowClient(uri())
-
-
-class Away(Exception):
-    """MLflow cannot be reached, or is busy, now; what was to be shown is safe and can be later."""
-
-
-class Damaged(Exception):
-    """The store's database cannot be read."""
-
-
-@contextmanager
-def _reaching() -> Iterator[None]:
-    """Tell why a call to MLflow failed: a full disk, a damaged database, or nobody there."""
-    from mlflow.exceptions import MlflowException
-    from requests import RequestException
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (MlflowException, RequestException, SQLAlchemyError) as e:
-        said = str(e)
-        if "disk is full" in said or "No space left" in said:
-            raise OSError(errno.ENOSPC, "No space left on device", where()) from e
-        if any(words in said for words in _DAMAGE):
-            raise Damaged(f"{where()} cannot be read: run `specexp store rebuild`") from e
-        raise Away(secret.hide(said.strip().splitlines()[0][:200])) from e
+    return backend().client
 
 
 def initialise() -> None:
-    """Create the database if it is ours and not there; by one process at a time (`store.alone`),
-    as two would ruin it."""
-    if not own() or (store.root() / "mlflow.db").exists():
-        return
-    import sqlite3
+    """Create the database if it is not there, else see that it can be read; by one process at a
+    time (`store.alone`). Raises Away, Damaged."""
+    backend().prepare(known=own() and had_runs())
 
-    with _reaching():
-        client().search_experiments(max_results=1)
-    with sqlite3.connect(store.root() / "mlflow.db") as db:
-        db.execute("PRAGMA journal_mode=wal")
+
+def had_runs() -> bool:
+    """Was anything published in the store's own database?"""
+    return any(store.root().glob("results/*/published"))
 
 
 def experiment_id(name: str) -> str:
-    """The experiment of this name, made if need be."""
+    """The experiment of this name, made or restored if need be."""
     from mlflow.exceptions import MlflowException
 
-    mlflow = client()
+    place, mlflow = backend(), client()
     found = mlflow.get_experiment_by_name(name)
     if found is None:
-        place = (store.root() / "artifacts" / name).as_uri() if own() else None
         try:
-            return str(mlflow.create_experiment(name, artifact_location=place))
+            return str(mlflow.create_experiment(name, artifact_location=place.location(name)))
         except MlflowException:  # somebody else was faster
             found = mlflow.get_experiment_by_name(name)
             if found is None:
                 raise
+    if found.lifecycle_stage == "deleted":
+        mlflow.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
 
 
 def published(folder: Path) -> bool:
     """Is it known that MLflow, where we track now, shows this folder?"""
-    return _marker(folder).exists()
+    return marker(folder).exists()
+
+
+def marker(folder: Path) -> Path:
+    """The file that says so and holds the run's id."""
+    if own():
+        return folder / "published"
+    return folder / f"published-{store.digest(backend().uri.encode())[:8]}"
 
 
 def publish(folder: Path) -> str:
@@ -253,62 +230,104 @@ def publish(folder: Path) -> str:
 
     The folder's tags.json holds the run's tags, `run_key`, `attempt` and `status` among them.
     """
-    marker = _marker(folder)
-    if not marker.exists():
-        with _reaching():
+    if not published(folder):
+        with backend().reaching():
             run_id = _publish(folder)
-        marker.write_text(run_id)
-    return marker.read_text()
-
-
-def _marker(folder: Path) -> Path:
-    return folder / ("published" if own() else f"published-{store.digest(uri().encode())[:8]}")
+        marker(folder).write_text(run_id)
+    return marker(folder).read_text()
 
 
 def _publish(folder: Path) -> str:
+    """The run is made, filled and marked whole; then what it replaces is deleted."""
+    place = backend()
+    tags = store.read(folder / store.TAGS) | {"store": store.identity()}
+    status = tags.pop("status")
+    record = store.read(folder / (store.RESULT if status == "FINISHED" else store.POINT))
+    experiment = experiment_id(record["experiment"])
+    wanted = f"tags.run_key = '{tags['run_key']}'"
+    same = [
+        r.info.run_id
+        for r in place.runs(experiment, wanted)
+        if is_whole(r) and r.data.tags.get("attempt") == tags["attempt"]
+    ]
+    run_id = same[0] if same else _show(folder, experiment, status, tags, record)
+    for old in place.runs(experiment, wanted):
+        stays = is_whole(old) and old.info.status == "FINISHED" != status
+        if old.info.run_id != run_id and is_ours(old) and not stays:
+            place.client.delete_run(old.info.run_id)
+    return run_id
+
+
+def _show(
+    folder: Path, experiment: str, status: str, tags: dict[str, str], record: Mapping[str, Any]
+) -> str:
     from mlflow.entities import Metric, Param, RunTag
 
-    tags = store.read(folder / store.TAGS)
-    status, name = tags.pop("status"), tags.pop("name", tags["run_key"])
-    record = store.read(folder / (store.RESULT if status == "FINISHED" else store.POINT))
-    mlflow, experiment = client(), experiment_id(record["experiment"])
-    for old in mlflow.search_runs([experiment], f"tags.run_key = '{tags['run_key']}'"):
-        whole = old.data.tags.get("published") == "1"
-        if whole and old.data.tags.get("attempt") == tags["attempt"]:
-            return str(old.info.run_id)
-        if not (whole and old.info.status == "FINISHED" != status):
-            mlflow.delete_run(old.info.run_id)
-    now = int(time.time() * 1000)
-    run = mlflow.create_run(experiment, run_name=name, tags=record.get("tags", {}) | tags)
-    metrics = [Metric(n, v, now, 0) for n, v in record.get("metrics", {}).items()]
-    for n, curve in record.get("series", {}).items():
-        metrics += [Metric(n, v, now, int(step)) for step, v in curve.items()]
-    params = [
-        Param(n, json.dumps(v) if isinstance(v, list) else str(v))
-        for n, v in record["params"].items()
-    ]
+    place, mlflow = backend(), client()
+    ended = int((folder / store.TAGS).stat().st_mtime * 1000)
+    begun = ended - int(float(tags.get("seconds", 0)) * 1000)
+    name = tags.pop("name", tags["run_key"])
+    run = mlflow.create_run(experiment, begun, record.get("tags", {}) | tags, name)
+    metrics = [Metric(n, v, ended, step) for n, step, v in as_points(record)]
+    params = [Param(n, v) for n, v in as_params(record).items()]
     if metrics:
         shown = view.shared({*record["params"], *(m.key for m in metrics)})
         mlflow.set_experiment_tag(experiment, view.TAG, shown)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    mlflow.log_artifacts(run.info.run_id, str(folder))
-    mlflow.set_terminated(run.info.run_id, status)
+    place.put(run, folder)
+    mlflow.set_terminated(run.info.run_id, status, ended)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
 
 
+def is_whole(run: Any) -> bool:
+    """Was everything of this run published?"""
+    return bool(run.data.tags.get("published") == "1")
+
+
+def is_ours(run: Any) -> bool:
+    """Is it of a point, and published from this store? A server may show those of many."""
+    tags = run.data.tags
+    return "run_key" in tags and tags.get("store", store.identity()) == store.identity()
+
+
+def as_params(record: Mapping[str, Any]) -> dict[str, str]:
+    """A record's parameters as MLflow keeps them."""
+    written = {
+        n: json.dumps(v) if isinstance(v, list) else str(v) for n, v in record["params"].items()
+    }
+    return {n: v[:_LONGEST_PARAM] for n, v in written.items()}
+
+
+def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
+    """A record's metrics and series as MLflow keeps them: name, step, value."""
+    points = [(n, 0, v) for n, v in record.get("metrics", {}).items()]
+    for n, curve in record.get("series", {}).items():
+        points += [(n, int(step), v) for step, v in curve.items()]
+    return points
+
+
+def there() -> bool:
+    """Is there anything to be read? A store has no database before its first run. Raises Damaged
+    if it had one, Away."""
+    if not backend().empty():
+        return True
+    if own() and had_runs():
+        raise backend().damaged("is empty or gone")
+    return False
+
+
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
-    """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`."""
-    if own() and not (store.root() / "mlflow.db").exists():
-        return pd.DataFrame()
-    mlflow = client()
+    """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. Raises Away,
+    Damaged."""
+    place = backend()
     rows = []
-    for e in mlflow.search_experiments():
+    for e in place.experiments() if there() else []:
         if experiment and e.name != experiment:
             continue
         where = "attributes.status = 'FINISHED'" + (f" and tags.grid = '{grid}'" if grid else "")
-        for run in mlflow.search_runs([e.experiment_id], where, max_results=5000):
+        for run in place.runs(e.experiment_id, where):
             data = run.data
             rows.append(
                 {"experiment": e.name, "run_id": run.info.run_id, "name": run.info.run_name}
@@ -321,4 +340,4 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
 
 def curve(run_id: str, name: str) -> dict[int, float]:
     """A series of one run by step."""
-    return {m.step: m.value for m in client().get_metric_history(run_id, name)}
+    return {m.step: m.value for m in backend().history(run_id, name)}

@@ -74,9 +74,9 @@ def _short(metric: str) -> str:
     return metric.rpartition("/")[2].replace("_", " ")
 
 
-def url(experiment: str, port: int) -> str:
-    """The link that opens an experiment's runs in the shared view."""
+def url(experiment: str, base: str) -> str:
+    """The link that opens an experiment's runs in the shared view of the UI at `base`."""
     return (
-        f"http://127.0.0.1:{port}/#/experiments/{experiment}/runs?viewStateShareKey={KEY}"
+        f"{base}/#/experiments/{experiment}/runs?viewStateShareKey={KEY}"
         "&compareRunsMode=CHART&workflowType=machine_learning"
     )

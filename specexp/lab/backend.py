@@ -1,0 +1,318 @@
+"""One MLflow store, by its address: a SQLite file, a PostgreSQL database or a server.
+
+Here is what MLflow leaves open: making a database whole or not at all, telling a damaged one from
+one that is busy, and where artifacts are. A database names them relative to the folder that holds
+them (`artifacts/` beside a SQLite file), as MLflow's server does, so that it can be moved, and
+served to others. Knows nothing of results or grids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from specexp.errors import UserError
+from specexp.lab import secret
+
+SCHEMES = ("sqlite", "postgresql", "http", "https")
+PROXIED = "mlflow-artifacts:/"
+_DAMAGE = {
+    "file is not a database": "is not a database",
+    "malformed": "is damaged",
+    "no such table": "is empty or gone",
+    "unable to open database file": "cannot be opened",
+    "out-of-date database schema": "was written by another version of MLflow",
+    "Can't locate revision": "was written by another version of MLflow",
+}
+_AWAY = {
+    "Connection refused": "nobody answers there",
+    "timed out": "no answer in time",
+    "database is locked": "another program has locked it",
+    "NameResolutionError": "no such host",
+    "could not translate host name": "no such host",
+    "password authentication failed": "user or password is wrong",
+}
+_TRIGGERS = {"prevent_secrets_aad_mutation"}
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}  # fmt: skip
+
+
+class Away(UserError):
+    """MLflow cannot be reached, or is busy, now; what was to be shown is safe and can be later."""
+
+    code = 1
+
+
+class Damaged(UserError):
+    """The database cannot be read."""
+
+    code = 4
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`uri`: its address as MLflow takes it. `home`: the folder whose `artifacts/` a PostgreSQL
+    database counts on, that being nowhere in its address. `remedy`: what to do once damaged."""
+
+    uri: str
+    home: Path
+    remedy: str = ""
+
+    @classmethod
+    def at(cls, address: str, home: Path, remedy: str = "") -> Backend:
+        """Raises UserError for an address that is none, or needs a driver that is not installed."""
+        scheme, _, driver = address.partition(":")[0].partition("+")
+        if scheme not in SCHEMES:
+            raise UserError(
+                f"{hidden(address)} is no MLflow store: give sqlite:///PATH, postgresql://..., or "
+                "the http:// of a server"
+            )
+        if scheme == "sqlite":
+            path = Path(address.partition(":///")[2].partition("?")[0])
+            if not path.name:
+                raise UserError(f"{address} names no file: give sqlite:///PATH")
+            return cls(f"sqlite:///{path.resolve()}", path.resolve().parent, remedy)
+        if scheme == "postgresql" and not importlib.util.find_spec(driver or "psycopg2"):
+            raise UserError('PostgreSQL needs its driver: pip install "specexp[postgres]"')
+        return cls(address.rstrip("/"), home)
+
+    @property
+    def file(self) -> Path | None:
+        """The SQLite file, or None for what is not one."""
+        return Path(self.uri.removeprefix("sqlite:///")) if self.uri[:6] == "sqlite" else None
+
+    @property
+    def served(self) -> bool:
+        """Is a server in front of it?"""
+        return self.uri.startswith("http")
+
+    @property
+    def artifacts(self) -> Path:
+        """Where a database's artifacts are."""
+        return self.home / "artifacts"
+
+    def __str__(self) -> str:
+        return str(self.file or hidden(self.uri))
+
+    @property
+    def client(self) -> Any:
+        """An MLflow client; its calls fail after seconds, not minutes, when a server is away."""
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        if self.file:  # a pool would go on writing to a file that was deleted
+            os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
+        for noisy in ("alembic", "mlflow.store.db.utils"):
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.uri)
+
+    @contextlib.contextmanager
+    def reaching(self) -> Iterator[None]:
+        """Tell why a call failed: Away, Damaged, or OSError where a disk is full."""
+        from mlflow.exceptions import MlflowException
+        from requests import RequestException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            yield
+        except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error) as e:
+            said = str(e).replace(self.uri, str(self))
+            if "disk is full" in said or "No space left" in said:
+                raise OSError(errno.ENOSPC, "No space left on device", str(self)) from e
+            for words, what in _DAMAGE.items():
+                if self.file and words in said:
+                    raise self.damaged(what) from e
+            short = next((what for words, what in _AWAY.items() if words in said), None)
+            raise Away(f"{self}: {short or secret.hide(said.strip().splitlines()[0][:200])}") from e
+
+    def damaged(self, what: str) -> Damaged:
+        return Damaged(f"{self} {what}{self.remedy}")
+
+    # --- the database ----------------------------------------------------------------------------
+
+    def prepare(self, known: bool = False) -> None:
+        """Make the database if there is none, and see that it can be read; by one process at a
+        time. `known`: it had runs, so an empty one is damage. Raises Away, Damaged, UserError."""
+        if self.served:
+            return
+        empty = self.empty()
+        with self.reaching():
+            if empty and known:
+                raise self.damaged("is empty or gone")
+            if empty and self.file:
+                self._create(self.file)
+            if not self.file:
+                self._connect()
+                self._make(self.uri)
+            self.client.search_experiments(max_results=1)
+
+    def empty(self) -> bool:
+        """Is it a file that nobody has made yet? Raises Damaged if it is not MLflow's, or Away."""
+        if not self.file or not self.file.exists():
+            return bool(self.file)
+        if not self.file.is_file():
+            raise self.damaged("is not a file")
+        if not self.file.stat().st_size:
+            return True
+        with self.reaching(), contextlib.closing(self._sqlite()) as db:
+            there = set(db.execute("SELECT type, name FROM sqlite_master"))
+        foreign = {n for kind, n in there if kind in ("trigger", "view")} - _TRIGGERS
+        if foreign or (there and ("table", "experiments") not in there):
+            raise self.damaged(f"is not MLflow's: it has {', '.join(foreign) or 'other tables'}")
+        return not there
+
+    def _sqlite(self) -> sqlite3.Connection:
+        db = sqlite3.connect(f"file:{quote(str(self.file))}?mode=rw", uri=True, timeout=5)
+        db.execute("PRAGMA trusted_schema=OFF")
+        return db
+
+    def sound(self) -> list[str]:
+        """What SQLite finds wrong with its file; empty for what is not one. Raises Away, Damaged"""
+        if not self.file or self.empty():
+            return []
+        with self.reaching(), contextlib.closing(self._sqlite()) as db:
+            found = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
+        return [line for line in found if line != "ok"]
+
+    def _create(self, file: Path) -> None:
+        """Under another name first: one that was being made when we are killed is never used."""
+        for half in file.parent.glob(f"{file.name}.new-*"):
+            half.unlink()
+        new = file.with_name(f"{file.name}.new-{uuid.uuid4().hex[:8]}")
+        self._make(f"sqlite:///{new}")
+        with contextlib.closing(sqlite3.connect(new)) as db:
+            db.execute("PRAGMA journal_mode=wal")
+        for old in ("-wal", "-shm"):  # of a file that is gone
+            file.with_name(file.name + old).unlink(missing_ok=True)
+        os.rename(new, file)
+
+    def _make(self, uri: str) -> None:
+        """MLflow's tables, and a Default experiment whose artifacts are where the others' are."""
+        self.client  # noqa: B018 (settings)
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        SqlAlchemyStore(uri, PROXIED)
+
+    def _connect(self) -> None:
+        """MLflow itself would try for minutes."""
+        import sqlalchemy
+
+        options = {"connect_timeout": 10}
+        sqlalchemy.create_engine(self.uri, connect_args=options).connect().close()
+
+    # --- what is in it ---------------------------------------------------------------------------
+
+    def experiments(self, deleted: bool = False) -> list[Any]:
+        from mlflow.entities import ViewType
+
+        with self.reaching():
+            view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
+            return list(_pages(self.client.search_experiments, view_type=view))
+
+    def runs(self, experiment: str, filter: str = "", deleted: bool = False) -> list[Any]:
+        """Runs of an experiment's id, newest first."""
+        from mlflow.entities import ViewType
+
+        with self.reaching():
+            view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
+            ask = self.client.search_runs
+            return list(_pages(ask, [experiment], filter, run_view_type=view, max_results=1000))
+
+    def history(self, run: str, metric: str) -> list[Any]:
+        """Every point of a run's metric, as MLflow has them: step, value, timestamp."""
+        with self.reaching():
+            return list(self.client.get_metric_history(run, metric))
+
+    # --- artifacts -------------------------------------------------------------------------------
+
+    def location(self, experiment: str) -> str | None:
+        """Where a new experiment's artifacts go; None leaves it to the server."""
+        if self.served:
+            return None
+        return PROXIED + (re.sub(r"[^A-Za-z0-9_-]+", "-", experiment).strip("-") or "experiment")
+
+    def put(self, run: Any, folder: Path) -> None:
+        """Copy every file of a folder to a run's artifacts. Raises as `reaching` does."""
+        place = self._place(run)
+        if place:
+            copy_files(folder, place)
+        else:
+            with self.reaching():
+                self.client.log_artifacts(run.info.run_id, str(folder))
+
+    def fetch(self, run: Any, folder: Path) -> None:
+        """Copy a run's artifacts to a folder that is there."""
+        place = self._place(run)
+        if place:
+            copy_files(place, folder)
+            return
+        with self.reaching():
+            if self.client.list_artifacts(run.info.run_id):
+                self.client.download_artifacts(run.info.run_id, "", str(folder))
+
+    def digests(self, run: Any) -> dict[str, str]:
+        """Path and SHA-256 of each of a run's artifacts."""
+        with tempfile.TemporaryDirectory() as folder:
+            place = self._place(run)
+            if not place:
+                self.fetch(run, Path(folder))
+            found = _files(place or Path(folder))
+            return {
+                str(p.relative_to(place or folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+                for p in found
+            }
+
+    def _place(self, run: Any) -> Path | None:
+        """The folder of a database's own artifacts; None for a server's or another place's."""
+        uri = run.info.artifact_uri
+        if self.served or not uri.startswith(PROXIED):
+            return None
+        parts = PurePosixPath(unquote(urlsplit(uri).path)).parts
+        if ".." in parts:
+            raise self.damaged(f"names artifacts outside their folder: {uri}")
+        return self.artifacts.joinpath(*parts[1:])
+
+
+def hidden(address: str) -> str:
+    """An address without user and password."""
+    bare = re.sub(r"//.*@", "//", address)
+    return re.sub(r"([?&](?:\w*password|passfile|user)=)[^&]*", r"\1...", bare)
+
+
+def copy_files(folder: Path, into: Path) -> None:
+    """Every regular file, whatever is there; raises OSError at the first that cannot be."""
+    for path in _files(folder):
+        copy = into / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+
+
+def _pages(ask: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+    token = None
+    while True:
+        page = ask(*args, page_token=token, **options)
+        yield from page
+        token = page.token
+        if not token:
+            return

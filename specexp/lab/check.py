@@ -1,0 +1,164 @@
+"""Is the store what it promises to be? Reads everything and changes nothing.
+
+What another process has claimed is being worked on and is not judged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specexp.lab import store, track
+
+ENDED = ("FINISHED", "FAILED", "KILLED")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """`said` was held against `seen` things; `broken` says by which, one line each."""
+
+    said: str
+    seen: int
+    broken: tuple[str, ...] = ()
+
+
+def problems() -> list[str]:
+    """What is wrong with the store and what MLflow shows of it; empty when all is well."""
+    return [line for promise in check() for line in promise.broken]
+
+
+def check() -> list[Promise]:
+    """Every promise, kept or broken."""
+    results = {p.name: p for p in _folders("results")}
+    failed = [p for p in _folders("failed") if (p / store.TAGS).exists()]
+    attempts = _folders("attempts")
+    busy = set(store.claims())
+    try:
+        unsound = track.backend().sound()
+        shown: dict[str, list[Any]] | None = _shown()
+        unreadable = tuple(f"{line}: run `specexp store rebuild`" for line in unsound)
+    except (track.Damaged, track.Away) as e:
+        shown, unreadable = None, (str(e),)
+    busy |= set(store.claims())
+    results = {key: p for key, p in results.items() if key not in busy}
+    failed = [p for p in failed if store.key_of(p) not in busy]
+    ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
+    found = [
+        Promise("results are whole", len(results), tuple(_torn(results))),
+        Promise("attempts have somebody at work", len(attempts), tuple(_left(ours))),
+        Promise("MLflow can be read", 1, unreadable),
+    ]
+    if shown is not None:
+        runs = {k: each for k, each in shown.items() if k not in busy}
+        found += [
+            Promise("results are in MLflow, once, as they are", len(results),
+                    tuple(_unlike(results, runs))),
+            Promise("failures are in MLflow as failures", len(failed),
+                    tuple(_unshown(failed, results, runs))),
+            Promise("no run is left running", sum(map(len, shown.values())),
+                    tuple(_running(runs))),
+        ]  # fmt: skip
+    return found
+
+
+def show(console: Console) -> bool:
+    """Print a line a promise, what breaks it, and who is at work; says whether all are kept."""
+    found = check()
+    for promise in found:
+        state = Text("broken  ", "bold red") if promise.broken else Text("kept    ", "green")
+        console.print(state + Text(f"{promise.seen:6d}  {promise.said}", ""), soft_wrap=True)
+        for line in promise.broken:
+            console.print(Text(f"                {line}", ""), soft_wrap=True)
+    for key, who in store.claims().items():
+        console.print(Text(f"at work         {key}: {who}", ""), soft_wrap=True)
+    console.print(f"store {store.root()}, runs in {track.where()}", soft_wrap=True, highlight=False)
+    return not any(promise.broken for promise in found)
+
+
+def _folders(name: str) -> list[Path]:
+    place = store.root() / name
+    return sorted(p for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
+
+
+def _torn(results: Mapping[str, Path]) -> Iterator[str]:
+    for key, result in results.items():
+        if not store.intact(result):
+            yield f"results/{key} is not as it was committed: run its grid again"
+
+
+def _left(attempts: list[Path]) -> Iterator[str]:
+    for attempt in attempts:
+        yield f"attempts/{attempt.name} was left by a run that died: run any grid"
+
+
+def _shown() -> dict[str, list[Any]]:
+    """run_key -> active runs in MLflow."""
+    found = defaultdict(list)
+    place = track.backend()
+    for experiment in place.experiments() if track.there() else []:
+        for run in filter(track.is_ours, place.runs(experiment.experiment_id)):
+            found[run.data.tags["run_key"]].append(run)
+    return dict(found)
+
+
+def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iterator[str]:
+    for key, result in results.items():
+        runs = [r for r in shown.get(key, []) if r.info.status == "FINISHED"]
+        if len(runs) != 1:
+            yield f"results/{key} is in MLflow {len(runs)} times, not once"
+            continue
+        [run] = runs
+        for what in _differences(run, store.read(result / store.RESULT)):
+            yield f"results/{key}: {what} differs in MLflow's run {run.info.run_id}"
+    for key, runs in shown.items():
+        for run in runs:
+            if track.own() and run.info.status == "FINISHED" and key not in results:
+                yield f"MLflow's run {run.info.run_id} is of results/{key}, which is not there"
+
+
+def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
+    if not record:
+        return
+    if not track.is_whole(run):
+        yield "what was published when a run died"
+    if run.data.params != track.as_params(record):
+        yield "a parameter"
+    points = track.as_points(record)
+    latest = {name: value for name, _, value in sorted(points, key=lambda p: p[1])}
+    if run.data.metrics != latest:
+        yield "a metric"
+    for name in record["series"]:
+        kept = sorted((step, value) for n, step, value in points if n == name)
+        points_there = track.backend().history(run.info.run_id, name)
+        if sorted((m.step, m.value) for m in points_there) != kept:
+            yield name
+
+
+def _unshown(
+    failed: list[Path], results: Mapping[str, Path], shown: Mapping[str, list[Any]]
+) -> Iterator[str]:
+    attempts = defaultdict(set)
+    for kept in failed:
+        attempts[store.key_of(kept)].add(kept.name)
+    for key, names in attempts.items():
+        runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
+        if len(runs) > 1 or (not runs and key not in results):
+            yield f"failed/{key}-* is in MLflow {len(runs)} times, not once"
+        for run in runs:
+            if run.data.tags.get("attempt") not in names:
+                yield f"MLflow's run {run.info.run_id} is of an attempt that is not there"
+
+
+def _running(shown: Mapping[str, list[Any]]) -> Iterator[str]:
+    for key, runs in shown.items():
+        for run in runs:
+            if run.info.status not in ENDED:
+                name = json.dumps(run.info.run_name)
+                yield f"MLflow's run {run.info.run_id} {name} ({key}) is {run.info.status} for ever"

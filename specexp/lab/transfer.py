@@ -1,0 +1,226 @@
+"""Every run of every experiment from one MLflow store to another, with nothing lost.
+
+MLflow 3.17.2 has no command for this but `migrate-filestore`. Goes through MLflow's own interface
+on both sides. A copy is marked by the tag `copied.from`, the id of the run it began as, however
+many stores it went through; one that was cut short bears another tag and is made again. What MLflow
+keeps beside runs (traces, models, prompts) is not copied.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+
+from specexp.errors import UserError
+from specexp.lab import store, track
+from specexp.lab.backend import Backend
+
+FROM, HALF, PARENT = "copied.from", "copied.half", "mlflow.parentRunId"
+ENDED = ("FINISHED", "FAILED", "KILLED")
+
+
+@dataclass
+class Copied:
+    """What was done and what was compared; `differences` is empty when the stores agree."""
+
+    made: int = 0
+    there: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+
+def copy(to: str, source: str | None, console: Console) -> bool:
+    """`transfer` between addresses, told to people; says whether everything agrees."""
+    target = Backend.at(to, store.root())
+    place = Backend.at(source, store.root()) if source else track.backend()
+    done = transfer(place, target, console)
+    seen = ", ".join(f"{n} {what}" for what, n in done.seen.items())
+    console.print(f"{done.made} runs copied, {done.there} were there already", highlight=False)
+    for line in done.differences:
+        console.print(Text("differs", "bold red") + Text(f": {line}", ""), soft_wrap=True)
+    agrees = "agree" if not done.differences else f"{len(done.differences)} differences"
+    console.print(f"compared {seen}: {agrees}", highlight=False, soft_wrap=True)
+    return not done.differences
+
+
+def transfer(source: Backend, target: Backend, console: Console) -> Copied:
+    """Copy what is missing, then read both sides again and compare everything. Raises UserError,
+    Away, Damaged."""
+    _sensible(source, target)
+    with store.alone("setup"):
+        target.prepare()
+    done, copies = Copied(), {}
+    experiments = source.experiments(deleted=True)
+    runs = [(e, run) for e in experiments for run in reversed(_whole(source, e))]
+    for e in experiments:
+        _experiment(target, e)
+    known = _known(target, {_origin(run) for _, run in runs})
+    with Progress(console=console, transient=True) as progress:
+        for e, run in progress.track(runs, description="copying"):
+            there = known.get(_origin(run))
+            if there is not None and _end(there) == _end(run):
+                done.there += 1
+            else:
+                there = _copy(source, target, e, run, there)
+                done.made += 1
+            copies[run.info.run_id] = there
+        ids = {old: copy.info.run_id for old, copy in copies.items()}
+        for _, run in runs:
+            _finish(target, run, copies[run.info.run_id], ids)
+        for e in experiments:
+            _delete(target, e)
+        for _, run in progress.track(runs, description="comparing"):
+            done.differences += _compare(source, target, run, ids, done.seen)
+    return done
+
+
+def _sensible(source: Backend, target: Backend) -> None:
+    if source.uri == target.uri:
+        raise UserError(f"{source} would be copied to itself: name another store")
+    if source.file and not source.file.exists():
+        raise UserError(f"there is no {source}")
+    if target.file and not target.file.parent.is_dir():
+        raise UserError(f"there is no folder {target.file.parent}: make it first")
+    source.prepare(known=True)
+
+
+def _whole(place: Backend, experiment: Any) -> list[Any]:
+    """Runs, deleted ones too, newest first, but for copies that were cut short."""
+    runs = place.runs(experiment.experiment_id, deleted=True)
+    return [run for run in runs if HALF not in run.data.tags]
+
+
+def _origin(run: Any) -> str:
+    return str(run.data.tags.get(FROM, run.info.run_id))
+
+
+def _end(run: Any) -> tuple[str, int]:
+    return run.info.status, run.info.end_time
+
+
+def _experiment(target: Backend, wanted: Any) -> None:
+    with target.reaching():
+        there = target.client.get_experiment_by_name(wanted.name)
+        if there is None:
+            location = target.location(wanted.name)
+            target.client.create_experiment(wanted.name, location, wanted.tags)
+        elif there.lifecycle_stage == "active":
+            for key in wanted.tags.keys() - there.tags.keys():
+                target.client.set_experiment_tag(there.experiment_id, key, wanted.tags[key])
+
+
+def _known(target: Backend, origins: set[str]) -> dict[str, Any]:
+    """The run each began as -> the run in the target. What was cut short of them is deleted."""
+    known = {}
+    for e in target.experiments(deleted=True):
+        for run in target.runs(e.experiment_id, deleted=True):
+            if HALF not in run.data.tags:
+                known[_origin(run)] = known[run.info.run_id] = run
+            elif run.data.tags[HALF] in origins and run.info.lifecycle_stage == "active":
+                with target.reaching():
+                    target.client.delete_run(run.info.run_id)
+    return known
+
+
+def _copy(source: Backend, target: Backend, experiment: Any, run: Any, stale: Any) -> Any:
+    """Make one run anew in the target; returns it."""
+    from mlflow.entities import Param
+
+    points = [m for name in run.data.metrics for m in source.history(run.info.run_id, name)]
+    params = [Param(n, v) for n, v in run.data.params.items()]
+    client = target.client
+    with target.reaching(), tempfile.TemporaryDirectory() as folder:
+        place = client.get_experiment_by_name(experiment.name)
+        if place.lifecycle_stage == "deleted":
+            said = f"experiment {experiment.name} is deleted in {target}: restore it there first"
+            raise UserError(said)
+        if stale and stale.info.lifecycle_stage == "active":
+            client.delete_run(stale.info.run_id)
+        tags = run.data.tags | {HALF: _origin(run)}
+        new = client.create_run(
+            place.experiment_id, run.info.start_time, tags, run.info.run_name
+        )  # fmt: skip
+        copy = new.info.run_id
+        for at in range(0, len(points), 1000):
+            client.log_batch(copy, metrics=points[at : at + 1000])
+        for at in range(0, len(params), 100):
+            client.log_batch(copy, params=params[at : at + 100])
+        if run.inputs and run.inputs.dataset_inputs:
+            client.log_inputs(copy, run.inputs.dataset_inputs)
+        source.fetch(run, Path(folder))
+        target.put(new, Path(folder))
+        if run.info.status in ENDED:
+            client.set_terminated(copy, run.info.status, run.info.end_time)
+        client.set_tag(copy, FROM, _origin(run))
+        client.delete_tag(copy, HALF)
+        return client.get_run(copy)
+
+
+def _finish(target: Backend, run: Any, copy: Any, ids: Mapping[str, str]) -> None:
+    """What can only be said when every run is there: its parent's new id, and that it is deleted"""
+    if copy.info.lifecycle_stage == "deleted":
+        return
+    parent = run.data.tags.get(PARENT)
+    with target.reaching():
+        if parent in ids and copy.data.tags.get(PARENT) != ids[parent]:
+            target.client.set_tag(copy.info.run_id, PARENT, ids[parent])
+        if run.info.lifecycle_stage == "deleted":
+            target.client.delete_run(copy.info.run_id)
+
+
+def _delete(target: Backend, wanted: Any) -> None:
+    """Delete an experiment that is deleted in the source, unless it has runs of others here."""
+    if wanted.lifecycle_stage == "deleted":
+        with target.reaching():
+            there = target.client.get_experiment_by_name(wanted.name)
+            if there.lifecycle_stage == "active" and not target.runs(there.experiment_id):
+                target.client.delete_experiment(there.experiment_id)
+
+
+def _compare(
+    source: Backend, target: Backend, run: Any, ids: Mapping[str, str], seen: Counter[str]
+) -> Iterator[str]:
+    with target.reaching():
+        copy = target.client.get_run(ids[run.info.run_id])
+    old, new = _facts(source, run), _facts(target, copy)
+    parent = old["tags"].get(PARENT)
+    if parent in ids:
+        old["tags"][PARENT] = ids[parent]
+    seen["runs"] += 1
+    seen["parameters"] += len(old["parameters"])
+    seen["metric points"] += sum(map(len, old["metrics"].values()))
+    seen["tags"] += len(old["tags"])
+    seen["artifacts"] += len(old["artifacts"])
+    for what in old:
+        if old[what] != new[what]:
+            yield f"run {run.info.run_id} ({run.info.run_name}): other {what} in {target}"
+
+
+def _facts(place: Backend, run: Any) -> dict[str, Any]:
+    """Everything that a copy must have in common with what it was made from."""
+    info, data = run.info, run.data
+    points = {name: place.history(info.run_id, name) for name in data.metrics}
+    inputs = run.inputs.dataset_inputs if run.inputs else []
+    return {
+        "name": info.run_name,
+        "status": info.status,
+        "times": (info.start_time, info.end_time),
+        "lifecycle": info.lifecycle_stage,
+        "parameters": data.params,
+        "tags": {k: v for k, v in data.tags.items() if k != FROM},
+        "metrics": {
+            name: sorted((m.step, m.timestamp, repr(m.value)) for m in each)
+            for name, each in points.items()
+        },
+        "last values": {name: repr(value) for name, value in data.metrics.items()},
+        "datasets": sorted((d.dataset.name, d.dataset.digest) for d in inputs),
+        "artifacts": place.digests(run),
+    }
