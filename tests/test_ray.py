@@ -17,8 +17,9 @@ import yaml
 from test_run import TRIVIAL, go, statuses, until
 
 from specexp.errors import UserError
-from specexp.lab import build, cluster, grid, places, track
-from specexp.lab.cluster import Answer, Errand, OnRay, packed, unpack
+from specexp.lab import build, cluster, errand, grid, places, track
+from specexp.lab.cluster import OnRay
+from specexp.lab.errand import Answer, Errand, packed, unpack
 from specexp.lab.execute import Failure
 
 ray = pytest.mark.ray
@@ -56,16 +57,16 @@ def address():
 
 def workers(label: str) -> list[psutil.Process]:
     """The workers which run the point of this label and have started its kernel."""
-    busy = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == [f"ray::{label}"]]
-    return [p for p in busy if p.children()]
+    named = [(" ".join(p.info["cmdline"] or ()), p) for p in psutil.process_iter(["cmdline"])]
+    return [p for name, p in named if name.strip() == f"ray::{label}" and p.children()]
 
 
 @ray
 def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
     todo = points(how=["well", "raises"], x=[1, 2])
-    code, said = go(todo, place=OnRay(todo), together=True)
+    code, said = go(todo, place=OnRay(todo, together=True), together=True)
     assert code == 1
-    assert "4 of 4 points to run, on Ray: 1 machines, 2 CPUs" in said
+    assert "4 of 4 points to run, on Ray: 1 machines, 2 CPUs, 0 GPUs, room for 2 at once" in said
     wanted = {p.run_key: "FINISHED" if p.params["how"] == "well" else "FAILED" for p in todo}
     assert statuses() == wanted
     frame = track.runs()
@@ -129,20 +130,17 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
     until(lambda: not any(p.is_running() for p in [worker, *below]))
 
 
-@ray
 def test_a_machine_lost_again_and_again_is_a_loss(points):
-    from ray.exceptions import WorkerCrashedError
-
     asked: list[grid.Point] = []
 
-    def ask(point, number, watch):
+    def carry(point, number, watch):
         asked.append(point)
-        raise WorkerCrashedError
+        raise errand.Lost("power cut")
 
     heard: list[str] = []
-    seat = cluster._Seat(SimpleNamespace(ask=ask, say=heard.append), 0)
+    seat = errand.Seat(SimpleNamespace(carry=carry, say=heard.append), 0)
     [point] = points(x=[1])
-    with pytest.raises(Failure, match="lost 4 times") as found:
+    with pytest.raises(Failure, match="lost 4 times: power cut") as found:
         seat.execute(point, Path("nowhere"), lambda said: None)
     assert found.value.kind == "lost"
     assert len(asked) == 4
@@ -168,7 +166,8 @@ def test_what_ray_is_asked_for(points):
         place._nodes = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
         assert place.demand(point) == {"num_cpus": 16 if gpus else 64, "num_gpus": gpus}
         assert place.at_once(None, timed=True) == 1
-        place._together = True
+        place = OnRay([point], together=True)
+        place._nodes = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
         assert place.at_once(None, timed=False) == (8 if gpus else 88)
 
 
@@ -187,6 +186,7 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
     todo[0].params["device"] = "cuda:1"
     with pytest.raises(UserError, match="one GPU"):
         OnRay(todo)
+    todo[0].params["device"] = "cuda"
     monkeypatch.setattr(cluster.store, "ROOT", tmp_path)
     with pytest.raises(UserError, match="not below"):
         OnRay(todo)
@@ -197,8 +197,7 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
 
 def test_a_worker_with_other_code_refuses(points):
     [point] = points(x=[1])
-    errand = Errand(point, TRIVIAL, [], False, False, "another digest", {})
-    answer = cluster.run(errand, None, 0)
+    answer = errand.run(Errand(point, TRIVIAL, [], False, False, "another digest", {}))
     assert answer == Answer(socket.gethostname(), b"", answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
@@ -260,4 +259,4 @@ def test_nothing_leaves_its_folder(tmp_path, name):
     with pytest.raises(Failure) as found:
         unpack(data, folder, most=2000)
     assert found.value.kind == "invalid-result"
-    assert [p for p in tmp_path.rglob("*")] == [folder]
+    assert list(tmp_path.rglob("*")) == [folder]

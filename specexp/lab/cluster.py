@@ -1,65 +1,28 @@
-"""Points on the machines of a Ray cluster, each a Ray task that runs `execute`.
+"""Points on the machines of a Ray cluster, each a Ray task.
 
 Ray finds every point a machine and queues those for which there is none yet; nothing is scheduled
-here. A machine gets this checkout's code, runs a point in a folder of its own and sends the folder
-back. It knows no store: what comes back is checked, committed and published by the runner alone.
+here. Workers run the code of this checkout, sent to them unless the cluster is this machine's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import os
 import re
 import signal
 import socket
-import tarfile
-import tempfile
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import psutil
-
 from specexp.errors import UserError
-from specexp.lab import kernels, store, track
-from specexp.lab.execute import Failure, Watch, execute
-from specexp.lab.grid import Point, code_digest
+from specexp.lab import errand, store
+from specexp.lab.execute import Failure, Watch
+from specexp.lab.grid import Point
 
 OWN, HERE = "ray", "auto"
-MOST_BYTES = 200_000_000
-RETRIES = 3
 _ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
-
-
-# --- on a worker ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Errand:
-    """A point on its way to a worker. `notebook`: relative to the checkout; `modules`: what kernels
-    are forked with; `alone`: it has the machine for itself; `code`: the digest of the library."""
-
-    point: Point
-    notebook: Path
-    modules: Sequence[str]
-    forked: bool
-    alone: bool
-    code: str
-    environment: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of it: the attempt folder as a tar; kind, message and traceback of a failure."""
-
-    node: str
-    folder: bytes = b""
-    failure: tuple[str, str, str] | None = None
 
 
 class Mailbox:
@@ -75,81 +38,9 @@ class Mailbox:
         return self._said.pop(seat, "")
 
 
-def run(errand: Errand, mailbox: Any, seat: int) -> Answer:
-    """The task: execute the point on this machine."""
-    node = socket.gethostname()
-    if code_digest() != errand.code:
-        found = f"other code than the runner's is imported there, from {store.ROOT}"
-        return Answer(node, failure=("error", found, ""))
-
-    def watch(said: str) -> None:
-        mailbox.say.remote(seat, f"on {node}, {said}")
-
-    watch("starting")
-    point = replace(errand.point, notebook=store.ROOT / errand.notebook)
-    with tempfile.TemporaryDirectory(prefix="specexp-") as name:
-        folder, failure = Path(name), None
-        try:
-            slot = _slot(tuple(errand.modules), errand.forked, errand.alone)
-            execute(point, folder, slot, watch, errand.environment)
-        except Failure as e:
-            failure = e.kind, str(e), traceback.format_exc()
-        return Answer(node, *packed(folder, failure))
-
-
-_slots: dict[Any, kernels.Slot] = {}
-_open = contextlib.ExitStack()
-
-
-def _slot(modules: Sequence[str], forked: bool, alone: bool) -> kernels.Slot:
-    """This process's own place for kernels: Ray gives a process one task at a time and keeps it."""
-    if alone:  # Ray has set as many threads as there are CPUs, hyperthreads and all
-        os.environ["OMP_NUM_THREADS"] = str(psutil.cpu_count(logical=False) or os.cpu_count())
-    key = modules, forked, alone
-    if key not in _slots:
-        _slots[key] = _open.enter_context(
-            _open.enter_context(kernels.Kernels(modules, forked)).slot()
-        )
-    return _slots[key]
-
-
-def packed(
-    folder: Path, failure: tuple[str, str, str] | None, most: int = MOST_BYTES
-) -> tuple[bytes, tuple[str, str, str] | None]:
-    """The files of a folder as a tar, the smallest first and at most `most` bytes of them: if that
-    leaves any out, the point has failed."""
-    files = sorted((p.stat().st_size, p) for p in folder.rglob("*") if p.is_file())
-    total, taken = sum(size for size, _ in files), 0
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        for size, path in files:
-            taken += size
-            if taken > most:
-                said = f"its folder holds {total / 1e6:.0f} MB, of which at most {most / 1e6:.0f}"
-                failure = failure or ("invalid-result", f"{said} are brought back", "")
-                break
-            tar.add(path, str(path.relative_to(folder)), recursive=False)
-    return made.getvalue(), failure
-
-
-def unpack(data: bytes, folder: Path, most: int = MOST_BYTES) -> None:
-    """Undo `packed`. Raises Failure for anything but regular files inside the folder."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            members = tar.getmembers()
-            for member in members:
-                if not member.isreg() or member.issparse():
-                    raise Failure("invalid-result", f"{member.name!r} came back, which is no file")
-                if not (folder / member.name).resolve().is_relative_to(folder.resolve()):
-                    raise Failure("invalid-result", f"{member.name!r} leads out of its folder")
-            if sum(member.size for member in members) > most:
-                raise Failure("invalid-result", f"more than {most / 1e6:.0f} MB came back")
-            tar.extractall(folder, members, filter="data")
-    except tarfile.TarError as e:
-        raise Failure("invalid-result", f"what came back is damaged: {e}") from e
-
-
-# --- in the runner -------------------------------------------------------------------------------
+def task(todo: errand.Errand, mailbox: Any, seat: int) -> errand.Answer:
+    """What a worker does."""
+    return errand.run(todo, lambda said: mailbox.say.remote(seat, said))
 
 
 class OnRay:
@@ -171,11 +62,10 @@ class OnRay:
         if importlib.util.find_spec("ray") is None:
             raise UserError('points on Ray need the package ray: pip install "specexp[ray]"')
         for point in points:
-            if not point.notebook.is_relative_to(store.ROOT):
-                raise UserError(f"{point.notebook} is not below {store.ROOT}, all that workers get")
             if re.fullmatch(r"cuda:[1-9]\d*", _device(point)):
                 raise UserError(f"{point.label}: on Ray a point sees one GPU; write device: cuda")
-        self.say, self._points, self._together, self._forked = say, points, together, forked
+        self.say, self._points = say, points
+        self._errands = errand.Errands(points, forked, together)
         self._address = os.environ.get("RAY_ADDRESS", OWN) if address == OWN else address
         self._over = threading.Event()
 
@@ -187,13 +77,9 @@ class OnRay:
         self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
         needy = [p for p in self._points if _device(p).startswith("cuda")]
         if needy and not self._gpus:
+            self.__exit__()
             raise UserError(f"the cluster has no GPU, and {needy[0].label} asks for one")
-        about = track.provenance()
-        self._environment = {
-            "SPECEXP_GIT": f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
-        }
-        self._modules = kernels.modules_of(sorted({p.notebook for p in self._points}))
-        self._task = ray.remote(max_retries=0)(run)
+        self._task = ray.remote(max_retries=0)(task)
         self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
         return self
 
@@ -215,21 +101,18 @@ class OnRay:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
-            said = str(e).strip().splitlines()[0]
-            raise UserError(f"no Ray at {self._address}: {said}") from e
+        except Exception as e:
+            said = " ".join(str(e).split())
+            raise UserError(f"no Ray at {self._address}: {said[:300]}") from e
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
 
     def _shipped(self) -> dict[str, Any]:
         """What workers get of this checkout: the library, the data, and the points' notebooks."""
-        kept = {"specexp", "data", *(self._relative(p).parts[0] for p in self._points)}
+        kept = {"specexp", "data", *(self._errands.of(p).notebook.parts[0] for p in self._points)}
         excludes = ["/*", *(f"!/{name}" for name in sorted(kept)), "__pycache__"]
         return {"working_dir": str(store.ROOT), "excludes": excludes}
-
-    def _relative(self, point: Point) -> Path:
-        return point.notebook.relative_to(store.ROOT)
 
     def __exit__(self, *exception: object) -> None:
         import ray
@@ -240,15 +123,15 @@ class OnRay:
     @property
     def how(self) -> str:
         cpus, gpus = sum(c for c, _ in self._nodes), sum(g for _, g in self._nodes)
-        said = f"on Ray: {len(self._nodes)} machines, {cpus:.0f} CPUs"
-        return f"{said}, {gpus:.0f} GPUs" if gpus else said
+        there = f"on Ray: {len(self._nodes)} machines, {cpus:.0f} CPUs, {gpus:.0f} GPUs"
+        return f"{there}, room for {max(self.at_once(None, t) for t in (True, False))} at once"
 
     @property
     def _gpus(self) -> bool:
         return any(gpus >= 1 for _, gpus in self._nodes)
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
-        asked = [self.demand(p) for p in self._points if self._alone(p) == timed]
+        asked = [self.demand(p) for p in self._points if self._errands.alone(p) == timed]
         return jobs or max((self._fit(**demand) for demand in asked), default=1)
 
     def _fit(self, num_cpus: float, num_gpus: int) -> int:
@@ -262,74 +145,48 @@ class OnRay:
         """What Ray is asked for: CPUs and GPUs."""
         gpus = int(self._gpus and _device(point).startswith(("cuda", "auto")))
         fit = [cpus for cpus, there in self._nodes if there >= gpus]
-        return {"num_cpus": max([1, *fit]) if self._alone(point) else 1, "num_gpus": gpus}
-
-    def _alone(self, point: Point) -> bool:
-        return point.timed and not self._together
+        return {"num_cpus": max([1, *fit]) if self._errands.alone(point) else 1, "num_gpus": gpus}
 
     @contextlib.contextmanager
-    def seat(self, number: int) -> Iterator[_Seat]:
-        yield _Seat(self, number)
+    def seat(self, number: int) -> Iterator[errand.Seat]:
+        yield errand.Seat(self, number)
 
     def kill(self) -> None:
         self._over.set()
 
-    def ask(self, point: Point, seat: int, watch: Watch) -> Answer:
-        """Have a worker run the point; wait for it. Raises Failure, and Ray's errors."""
-        import ray
-
-        errand = Errand(
-            point, self._relative(point), self._modules, self._forked, self._alone(point),
-            code_digest(), self._environment,
-        )  # fmt: skip
-        options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
-        watch("waiting for a machine")
-        task = self._task.options(**options).remote(errand, self._mailbox, seat)
-        while not ray.wait([task], timeout=0.3)[0]:
-            if self._over.is_set():
-                ray.cancel(task, force=True)
-                ray.wait([task], timeout=5)
-                raise Failure("interrupted", "stopped")
-            with contextlib.suppress(ray.exceptions.RayError):
-                if said := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
-                    watch(said)
-        return ray.get(task)
-
-
-class _Seat:
-    def __init__(self, place: OnRay, number: int) -> None:
-        self._place, self._number, self.name = place, number, "Ray"
-
-    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
+    def carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
         from ray import exceptions as ray
 
         gone = (
             ray.WorkerCrashedError, ray.NodeDiedError, ray.ObjectLostError,
             ray.LocalRayletDiedError, ConnectionError,
         )  # fmt: skip
-        for tries in range(1, RETRIES + 2):
-            try:
-                answer = self._place.ask(point, self._number, watch)
-            except gone as e:
-                why = f"its machine or worker was lost {tries} times: {_first(e)}"
-                if tries <= RETRIES:
-                    self._place.say(f"{point.label}: {why}; trying again")
-            except ray.OutOfMemoryError as e:
-                raise Failure("oom", _first(e)) from e
-            except ray.RayError as e:
-                raise Failure("error", f"Ray: {_first(e)}") from e
-            else:
-                self.name = answer.node
-                unpack(answer.folder, attempt)
-                if answer.failure:
-                    kind, message, trace = answer.failure
-                    raise Failure(kind, f"on {answer.node}: {message}") from _There(trace)
-                return
-        raise Failure("lost", why)
+        try:
+            return self._carry(point, seat, watch)
+        except gone as e:
+            raise errand.Lost(_first(e)) from e
+        except ray.OutOfMemoryError as e:
+            raise Failure("oom", _first(e)) from e
+        except ray.RayError as e:
+            raise Failure("error", f"Ray: {_first(e)}") from e
 
+    def _carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
+        import ray
 
-class _There(Exception):
-    """What was raised on a worker, as text."""
+        options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
+        todo = self._errands.of(point)
+        given = self._task.options(**options).remote(todo, self._mailbox, seat)
+        watch("waiting for a machine")
+        while not ray.wait([given], timeout=0.3)[0]:
+            if self._over.is_set():
+                ray.cancel(given, force=True)
+                ray.wait([given], timeout=5)
+                raise Failure("interrupted", "stopped")
+            with contextlib.suppress(ray.exceptions.RayError):
+                if said := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
+                    watch(said)
+        answer: errand.Answer = ray.get(given)
+        return answer
 
 
 def _first(e: Exception) -> str:
