@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -598,8 +599,19 @@ def grid_run(
     files: GridFiles,
     only: Only = None,
     jobs: Annotated[
-        int, typer.Option(help="Points at once; points that time something still run alone.")
-    ] = 1,
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            help="Points at once; those that time something still have a machine to themselves. "
+            "Default: 1 here, what fits on Ray."
+        ),
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            help="here; ray, on all CPUs and GPUs of this machine; or a Ray cluster: HOST:6379, "
+            "ray://HOST:10001, auto for the one that runs here."
+        ),
+    ] = "here",
     together: Annotated[
         bool, typer.Option("--together", help="Timed points side by side too: rough figures.")
     ] = False,
@@ -621,12 +633,14 @@ def grid_run(
     """
     from specexp.lab import places, run
 
-    if jobs < 1:
+    if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be 1 or more")
     points = _points(files, only, yes)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    place = places.of(on, points, forked=not fresh, together=together, say=say)
     raise typer.Exit(
         run.run(
-            points, place=places.Here(points, forked=not fresh), jobs=jobs, together=together,
+            points, console, place=place, jobs=jobs, together=together,
             retry_failed=retry_failed, force=force,
         )
     )  # fmt: skip

@@ -12,11 +12,10 @@ CONTEXT = 128
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need a GPU or the package `speculators` exist only where there is one: deselected
-    elsewhere, never skipped."""
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "speculators": importlib.util.find_spec("speculators") is not None,
+    """Tests that need a GPU or a package that is no part of an installation exist only where there
+    is one: deselected elsewhere, never skipped."""
+    there = {"cuda": torch.cuda.is_available()} | {
+        name: importlib.util.find_spec(name) is not None for name in ("speculators", "ray")
     }
     gone = [
         item

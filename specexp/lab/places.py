@@ -1,11 +1,11 @@
-"""Where points run. `Here`: on this machine, each in a kernel of its own."""
+"""Where points run. `Here`: on this machine, each in a kernel of its own; `cluster`: on others."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,11 +34,26 @@ class Place(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
+    def at_once(self, jobs: int | None, timed: bool) -> int:
+        """How many points to run side by side where `jobs` were asked for, or nothing was."""
+
     def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
         """Seat 0, 1, 2 ...; each is used by one thread."""
 
     def kill(self) -> None:
         """End every point that runs, from any thread, at once."""
+
+
+def of(
+    name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
+    say: Callable[[str], None] = lambda said: None,
+) -> Place:  # fmt: skip
+    """The place of this name: `here`, or one of Ray's (`cluster.OnRay`). Raises UserError."""
+    if name == "here":
+        return Here(points, forked)
+    from specexp.lab.cluster import OnRay
+
+    return OnRay(points, name, forked=forked, together=together, say=say)
 
 
 class Here:
@@ -54,6 +69,9 @@ class Here:
     @property
     def how(self) -> str:
         return f"kernels {self._kernels.how}"
+
+    def at_once(self, jobs: int | None, timed: bool) -> int:
+        return 1 if timed else jobs or 1
 
     def __enter__(self) -> Here:
         self._kernels.__enter__()

@@ -43,20 +43,21 @@ def run(
     console: Console | None = None,
     *,
     place: places.Place | None = None,
-    jobs: int = 1,
+    jobs: int | None = None,
     together: bool = False,
     retry_failed: bool = False,
     force: bool = False,
 ) -> int:
     """Run what is not done yet; returns the exit code.
 
-    jobs: points at once, where nothing is timed; together: timed points too. retry_failed: also
-    what failed before; force: everything, even what is done. Exit codes: 0 all done and published,
-    1 some failed, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
+    jobs: points at once, by default what the place has room for; timed ones each have a machine to
+    themselves, unless together. retry_failed: also what failed before; force: everything, even what
+    is done. Exit codes: 0 all done and published, 1 some failed, 3 store busy, 4 store damaged,
+    5 disk full, 130 and 143 stopped by a signal.
     """
     console = console or Console()
     try:
-        with live.Board(console, len(points), jobs=jobs) as board:
+        with live.Board(console, len(points), jobs=jobs or 1) as board:
             with store.alone("setup", lambda said: board.say(said, once=True)):
                 try:
                     track.initialise()
@@ -64,6 +65,7 @@ def run(
                     board.say(f"going on without MLflow for now: {e}")
             work = Work(points, board, retry_failed, force)
             with _signals(work), place or places.Here(points) as where:
+                board.jobs = where.at_once(jobs, timed=False)
                 work.recover()
                 work.plan()
                 for line in changed(work.queue):
@@ -135,13 +137,12 @@ class Work:
         if self._where:
             self._where.kill()
 
-    def through(self, where: places.Place, jobs: int, together: bool) -> None:
-        """Run the queue to its end: untimed points `jobs` at a time, timed ones alone."""
+    def through(self, where: places.Place, jobs: int | None, together: bool) -> None:
+        """Run the queue to its end: untimed points side by side, then timed ones."""
         self._where = where
-        timed = [] if together else [p for p in self.queue if p.timed]
-        free = deque(p for p in self.queue if p not in timed)
-        for queue, workers in ((free, jobs), (deque(timed), 1)):
-            workers = min(workers, len(queue))
+        for clocked in (False, True):
+            queue = deque(p for p in self.queue if (p.timed and not together) == clocked)
+            workers = min(where.at_once(jobs, clocked), len(queue))
             with ThreadPoolExecutor(workers or 1, "point") as pool:
                 each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
                 while not all(f.done() for f in each):

@@ -138,15 +138,22 @@ def provenance() -> dict[str, str]:
 
     versions = {f"version.{name}": metadata.version(name) for name in _VERSIONS}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    commit, dirty = os.environ.get("SPECEXP_GIT", "").split() or _git_state()
     return {
         **versions,
         "version.python": platform.python_version(),
         "device": device,
         "threads": str(torch.get_num_threads()),
         "load": f"{os.getloadavg()[0]:.2f}",
-        "git.commit": _git("rev-parse", "HEAD"),
-        "git.dirty": str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower(),
+        "git.commit": commit,
+        "git.dirty": dirty,
     }
+
+
+def _git_state() -> list[str]:
+    """The commit, and whether tracked files differ from it."""
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return [_git("rev-parse", "HEAD"), str(bool(changed)).lower()]
 
 
 def _git(*args: str) -> str:

@@ -1,0 +1,207 @@
+"""Points on the machines of a Ray cluster, each a Ray task.
+
+Ray finds every point a machine and queues those for which there is none yet; nothing is scheduled
+here. Workers run the code of this checkout, sent to them unless the cluster is this machine's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from specexp.errors import UserError
+from specexp.lab import errand, store
+from specexp.lab.execute import Failure, Watch
+from specexp.lab.grid import Point
+
+OWN, HERE = "ray", "auto"
+_ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
+
+
+class Mailbox:
+    """An actor which keeps the last word of every seat until it is fetched."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, str] = {}
+
+    def say(self, seat: int, said: str) -> None:
+        self._said[seat] = said
+
+    def fetch(self, seat: int) -> str:
+        return self._said.pop(seat, "")
+
+
+def task(todo: errand.Errand, mailbox: Any, seat: int) -> errand.Answer:
+    """What a worker does."""
+    return errand.run(todo, lambda said: mailbox.say.remote(seat, said))
+
+
+class OnRay:
+    """A cluster: `ray` is one of this machine's own, `auto` the one that runs here, HOST:PORT and
+    ray://HOST:PORT those. say: is told of machines that were lost.
+
+    A point that times something asks for all CPUs of a machine of the largest kind, so that no
+    other point is there, unless `together`; other points ask for one CPU. Both ask for one GPU if
+    their device is one, or `auto` where the cluster has any. Raises UserError.
+    """
+
+    def __init__(
+        self, points: Sequence[Point], address: str = OWN, *, forked: bool = True,
+        together: bool = False, say: Callable[[str], None] = lambda said: None,
+    ) -> None:  # fmt: skip
+        if address not in (OWN, HERE) and not _ADDRESS.fullmatch(address):
+            raise UserError(f"{address!r} is no Ray address: give ray, auto, HOST:6379 or "
+                            "ray://HOST:10001")  # fmt: skip
+        if importlib.util.find_spec("ray") is None:
+            raise UserError('points on Ray need the package ray: pip install "specexp[ray]"')
+        for point in points:
+            if re.fullmatch(r"cuda:[1-9]\d*", _device(point)):
+                raise UserError(f"{point.label}: on Ray a point sees one GPU; write device: cuda")
+        self.say, self._points = say, points
+        self._errands = errand.Errands(points, forked, together)
+        self._address = os.environ.get("RAY_ADDRESS", OWN) if address == OWN else address
+        self._over = threading.Event()
+
+    def __enter__(self) -> OnRay:
+        self._connect()
+        import ray
+
+        found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
+        needy = [p for p in self._points if _device(p).startswith("cuda")]
+        if needy and not self._gpus:
+            self.__exit__()
+            raise UserError(f"the cluster has no GPU, and {needy[0].label} asks for one")
+        self._task = ray.remote(max_retries=0)(task)
+        self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
+        return self
+
+    def _connect(self) -> None:
+        """Join the cluster or start one, which then listens on the loopback interface alone."""
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        if self._address == OWN:
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for loopback only
+            options |= {"address": "local", "include_dashboard": False}
+        else:
+            options |= {"address": self._address, "runtime_env": self._shipped()}
+            _knock(self._address)
+        import ray
+
+        self._ours = not ray.is_initialized()
+        if not self._ours:
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(**options)
+        except Exception as e:
+            said = " ".join(str(e).split())
+            raise UserError(f"no Ray at {self._address}: {said[:300]}") from e
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
+
+    def _shipped(self) -> dict[str, Any]:
+        """What workers get of this checkout: the library, the data, and the points' notebooks."""
+        kept = {"specexp", "data", *(self._errands.of(p).notebook.parts[0] for p in self._points)}
+        excludes = ["/*", *(f"!/{name}" for name in sorted(kept)), "__pycache__"]
+        return {"working_dir": str(store.ROOT), "excludes": excludes}
+
+    def __exit__(self, *exception: object) -> None:
+        import ray
+
+        if self._ours:
+            ray.shutdown()
+
+    @property
+    def how(self) -> str:
+        cpus, gpus = sum(c for c, _ in self._nodes), sum(g for _, g in self._nodes)
+        there = f"on Ray: {len(self._nodes)} machines, {cpus:.0f} CPUs, {gpus:.0f} GPUs"
+        return f"{there}, room for {max(self.at_once(None, t) for t in (True, False))} at once"
+
+    @property
+    def _gpus(self) -> bool:
+        return any(gpus >= 1 for _, gpus in self._nodes)
+
+    def at_once(self, jobs: int | None, timed: bool) -> int:
+        asked = [self.demand(p) for p in self._points if self._errands.alone(p) == timed]
+        return jobs or max((self._fit(**demand) for demand in asked), default=1)
+
+    def _fit(self, num_cpus: float, num_gpus: int) -> int:
+        each = [
+            min(cpus // num_cpus, gpus // num_gpus if num_gpus else cpus)
+            for cpus, gpus in self._nodes
+        ]
+        return max(1, int(sum(each)))
+
+    def demand(self, point: Point) -> dict[str, Any]:
+        """What Ray is asked for: CPUs and GPUs."""
+        gpus = int(self._gpus and _device(point).startswith(("cuda", "auto")))
+        fit = [cpus for cpus, there in self._nodes if there >= gpus]
+        return {"num_cpus": max([1, *fit]) if self._errands.alone(point) else 1, "num_gpus": gpus}
+
+    @contextlib.contextmanager
+    def seat(self, number: int) -> Iterator[errand.Seat]:
+        yield errand.Seat(self, number)
+
+    def kill(self) -> None:
+        self._over.set()
+
+    def carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
+        from ray import exceptions as ray
+
+        gone = (
+            ray.WorkerCrashedError, ray.NodeDiedError, ray.ObjectLostError,
+            ray.LocalRayletDiedError, ConnectionError,
+        )  # fmt: skip
+        try:
+            return self._carry(point, seat, watch)
+        except gone as e:
+            raise errand.Lost(_first(e)) from e
+        except ray.OutOfMemoryError as e:
+            raise Failure("oom", _first(e)) from e
+        except ray.RayError as e:
+            raise Failure("error", f"Ray: {_first(e)}") from e
+
+    def _carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
+        import ray
+
+        options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
+        todo = self._errands.of(point)
+        given = self._task.options(**options).remote(todo, self._mailbox, seat)
+        watch("waiting for a machine")
+        while not ray.wait([given], timeout=0.3)[0]:
+            if self._over.is_set():
+                ray.cancel(given, force=True)
+                ray.wait([given], timeout=5)
+                raise Failure("interrupted", "stopped")
+            with contextlib.suppress(ray.exceptions.RayError):
+                if said := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
+                    watch(said)
+        answer: errand.Answer = ray.get(given)
+        return answer
+
+
+def _first(e: Exception) -> str:
+    return next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+
+
+def _device(point: Point) -> str:
+    return str(point.params.get("device", "cpu"))
+
+
+def _knock(address: str) -> None:
+    """Ray would wait for a minute where nobody listens."""
+    if found := _ADDRESS.fullmatch(address):
+        host, port = found[2].strip("[]"), int(found[3])
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as e:
+            raise UserError(f"no Ray at {address}: {e.strerror or e}") from e

@@ -1,0 +1,195 @@
+"""A point's way to another machine and back.
+
+`run` executes it there in a folder of its own and sends the folder back as an `Answer`: a worker
+knows no store, the runner alone commits and publishes. `Seat` is the runner's end; who carries the
+errand is another file's matter (`cluster`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import tarfile
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from specexp.errors import UserError
+from specexp.lab import kernels, store, track
+from specexp.lab.execute import Failure, Watch, execute
+from specexp.lab.grid import Point
+from specexp.lab.identity import code_digest
+
+MOST_BYTES = 200_000_000
+RETRIES = 3
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A point on its way to a worker. `notebook`: relative to the checkout; `modules`: what kernels
+    are forked with; `alone`: it has the machine for itself; `code`: the digest of the library."""
+
+    point: Point
+    notebook: Path
+    modules: Sequence[str]
+    forked: bool
+    alone: bool
+    code: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it: the attempt folder as a tar; kind, message and traceback of a failure."""
+
+    node: str
+    folder: bytes = b""
+    failure: tuple[str, str, str] | None = None
+
+
+def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
+    """Execute the point on this machine."""
+    node = socket.gethostname()
+    if code_digest() != errand.code:
+        found = f"other code than the runner's is imported there, from {store.ROOT}"
+        return Answer(node, failure=("error", found, ""))
+
+    watch(f"on {node}, starting")
+    point = replace(errand.point, notebook=store.ROOT / errand.notebook)
+    with tempfile.TemporaryDirectory(prefix="specexp-") as name:
+        folder, failure = Path(name), None
+        try:
+            slot = _slot(tuple(errand.modules), errand.forked, errand.alone)
+            execute(
+                point, folder, slot, lambda said: watch(f"on {node}, {said}"), errand.environment
+            )  # fmt: skip
+        except Failure as e:
+            failure = e.kind, str(e), traceback.format_exc()
+        return Answer(node, *packed(folder, failure))
+
+
+_slots: dict[tuple[Sequence[str], bool, bool], kernels.Slot] = {}
+_open = contextlib.ExitStack()
+
+
+def _slot(modules: Sequence[str], forked: bool, alone: bool) -> kernels.Slot:
+    """This process's own place for kernels: it has one point at a time, and maybe more later."""
+    if alone:  # a scheduler may have set as many as there are CPUs, hyperthreads and all
+        os.environ["OMP_NUM_THREADS"] = str(psutil.cpu_count(logical=False) or os.cpu_count())
+    key = modules, forked, alone
+    if key not in _slots:
+        _slots[key] = _open.enter_context(
+            _open.enter_context(kernels.Kernels(modules, forked)).slot()
+        )
+    return _slots[key]
+
+
+def packed(
+    folder: Path, failure: tuple[str, str, str] | None, most: int = MOST_BYTES
+) -> tuple[bytes, tuple[str, str, str] | None]:
+    """The files of a folder as a tar, the smallest first and at most `most` bytes of them: if that
+    leaves any out, the point has failed."""
+    files = sorted((p.stat().st_size, p) for p in folder.rglob("*") if p.is_file())
+    total, taken = sum(size for size, _ in files), 0
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        for size, path in files:
+            taken += size
+            if taken > most:
+                said = f"its folder holds {total / 1e6:.0f} MB, of which at most {most / 1e6:.0f}"
+                failure = failure or ("invalid-result", f"{said} are brought back", "")
+                break
+            tar.add(path, str(path.relative_to(folder)), recursive=False)
+    return made.getvalue(), failure
+
+
+def unpack(data: bytes, folder: Path, most: int = MOST_BYTES) -> None:
+    """Undo `packed`. Raises Failure for anything but regular files inside the folder."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+            members = tar.getmembers()
+            for member in members:
+                if not member.isreg() or member.issparse():
+                    raise Failure("invalid-result", f"{member.name!r} came back, which is no file")
+                if not (folder / member.name).resolve().is_relative_to(folder.resolve()):
+                    raise Failure("invalid-result", f"{member.name!r} leads out of its folder")
+            if sum(member.size for member in members) > most:
+                raise Failure("invalid-result", f"more than {most / 1e6:.0f} MB came back")
+            tar.extractall(folder, members, filter="data")
+    except tarfile.TarError as e:
+        raise Failure("invalid-result", f"what came back is damaged: {e}") from e
+
+
+# --- in the runner -------------------------------------------------------------------------------
+
+
+class Lost(Exception):
+    """The machine or process that had the point is gone."""
+
+
+class Carrier(Protocol):
+    """Takes errands to machines. say: is told of those that were lost."""
+
+    say: Callable[[str], None]
+
+    def carry(self, point: Point, seat: int, watch: Watch) -> Answer:
+        """Have the point run and wait for it. Raises Lost, and Failure."""
+
+
+class Seat:
+    """One point at a time on other machines: asks again where one was lost."""
+
+    def __init__(self, carrier: Carrier, number: int) -> None:
+        self._carrier, self._number, self.name = carrier, number, "elsewhere"
+
+    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
+        for tries in range(1, RETRIES + 2):
+            try:
+                answer = self._carrier.carry(point, self._number, watch)
+            except Lost as e:
+                why = f"its machine or process was lost {tries} times: {e}"
+                if tries <= RETRIES:
+                    self._carrier.say(f"{point.label}: {why}; trying again")
+            else:
+                self.name = answer.node
+                unpack(answer.folder, attempt)
+                if answer.failure:
+                    kind, message, trace = answer.failure
+                    raise Failure(kind, f"on {answer.node}: {message}") from There(trace)
+                return
+        raise Failure("lost", why)
+
+
+class There(Exception):
+    """What was raised on another machine, as text."""
+
+
+class Errands:
+    """Makes the errands of these points. Raises UserError for a point that cannot be sent."""
+
+    def __init__(self, points: Sequence[Point], forked: bool, together: bool) -> None:
+        for point in points:
+            if not point.notebook.is_relative_to(store.ROOT):
+                raise UserError(f"{point.notebook} is not below {store.ROOT}, all that workers get")
+        self._forked, self._together = forked, together
+        self._modules = kernels.modules_of(sorted({p.notebook for p in points}))
+        about = track.provenance()
+        self._environment = {
+            "SPECEXP_GIT": f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
+        }
+
+    def alone(self, point: Point) -> bool:
+        return point.timed and not self._together
+
+    def of(self, point: Point) -> Errand:
+        return Errand(
+            point, point.notebook.relative_to(store.ROOT), self._modules, self._forked,
+            self.alone(point), code_digest(), self._environment,
+        )  # fmt: skip

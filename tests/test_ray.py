@@ -1,0 +1,262 @@
+"""Points on Ray: each once, whatever dies; what comes back stays in its folder."""
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import yaml
+from test_run import TRIVIAL, go, statuses, until
+
+from specexp.errors import UserError
+from specexp.lab import build, cluster, errand, grid, places, track
+from specexp.lab.cluster import OnRay
+from specexp.lab.errand import Answer, Errand, packed, unpack
+from specexp.lab.execute import Failure
+
+ray = pytest.mark.ray
+
+
+@pytest.fixture(autouse=True)
+def no_semantics(monkeypatch):
+    monkeypatch.setattr(build, "check", lambda params: [])
+
+
+@pytest.fixture
+def points(tmp_path):
+    def call(**axes) -> list[grid.Point]:
+        file = tmp_path / "trivial.yaml"
+        spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": 120}
+        file.write_text(yaml.safe_dump(spec | {"grid": axes}))
+        return grid.load([file])
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def address():
+    """A cluster of two CPUs, which this process has joined."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error",
+                 log_to_driver=False)  # fmt: skip
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()
+
+
+def workers(label: str) -> list[psutil.Process]:
+    """The workers which run the point of this label and have started its kernel."""
+    named = [(" ".join(p.info["cmdline"] or ()), p) for p in psutil.process_iter(["cmdline"])]
+    return [p for name, p in named if name.strip() == f"ray::{label}" and p.children()]
+
+
+@ray
+def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
+    todo = points(how=["well", "raises"], x=[1, 2])
+    code, said = go(todo, place=OnRay(todo, together=True), together=True)
+    assert code == 1
+    assert "4 of 4 points to run, on Ray: 1 machines, 2 CPUs, 0 GPUs, room for 2 at once" in said
+    wanted = {p.run_key: "FINISHED" if p.params["how"] == "well" else "FAILED" for p in todo}
+    assert statuses() == wanted
+    frame = track.runs()
+    assert set(frame["tags.where"]) == {socket.gethostname()}
+    for key, status in wanted.items():
+        if status == "FINISHED":
+            names = {p.name for p in (store / "results" / key).iterdir()}
+            assert {"result.json", "notebook.ipynb", "notebook.html", "log.txt"} <= names
+        else:
+            [kept] = (store / "failed").glob(f"{key}-*")
+            error = (kept / "error.txt").read_text()
+            assert error.startswith(f"error: on {socket.gethostname()}: ZeroDivisionError")
+            assert "PapermillExecutionError" in error
+            assert (kept / "notebook.html").exists()
+    code, said = go(todo, place=OnRay(todo))
+    assert "0 of 4 points to run" in said
+
+
+@ray
+def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(store, points, address):
+    todo = points(how=["slow"])
+    heard: list[str] = []
+    done: list[tuple[int, str]] = []
+    runner = threading.Thread(target=lambda: done.append(go(todo, place=place)))
+    place = OnRay(todo, say=heard.append)
+    runner.start()
+    until(lambda: workers(todo[0].label), 120)
+    [worker] = workers(todo[0].label)
+    below = worker.children(recursive=True)
+    worker.kill()
+    runner.join(120)
+    assert [code for code, _ in done] == [0]
+    assert statuses() == {todo[0].run_key: "FINISHED"}
+    assert not list((store / "failed").glob("*"))
+    [line] = heard
+    assert "lost 1 times" in line
+    until(lambda: not any(p.is_running() for p in below))
+
+
+@ray
+def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, address, tmp_path):
+    """The runner joins from outside, so that its code is sent to the workers."""
+    todo = points(how=["well", "hangs"])
+    code = (
+        "import sys; from specexp.lab import build, cluster, grid, run; "
+        "build.check = lambda params: []; "
+        f"points = grid.load([{str(tmp_path / 'trivial.yaml')!r}]); "
+        f"sys.exit(run.run(points, place=cluster.OnRay(points, {address!r})))"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    until(lambda: runner.poll() is not None or workers(todo[1].label), 120)
+    [worker] = workers(todo[1].label)
+    below = worker.children(recursive=True)
+    assert any("_ray_pkg" in p.cwd() for p in below)
+    runner.send_signal(signal.SIGINT)
+    runner.send_signal(signal.SIGINT)
+    assert runner.wait(60) == 130
+    assert statuses() == {todo[0].run_key: "FINISHED", todo[1].run_key: "KILLED"}
+    [commit] = track.runs()["tags.git.commit"]
+    assert commit == track.provenance()["git.commit"]
+    until(lambda: not any(p.is_running() for p in [worker, *below]))
+
+
+def test_a_machine_lost_again_and_again_is_a_loss(points):
+    asked: list[grid.Point] = []
+
+    def carry(point, number, watch):
+        asked.append(point)
+        raise errand.Lost("power cut")
+
+    heard: list[str] = []
+    seat = errand.Seat(SimpleNamespace(carry=carry, say=heard.append), 0)
+    [point] = points(x=[1])
+    with pytest.raises(Failure, match="lost 4 times: power cut") as found:
+        seat.execute(point, Path("nowhere"), lambda said: None)
+    assert found.value.kind == "lost"
+    assert len(asked) == 4
+    assert len(heard) == 3
+
+
+@ray
+def test_what_ray_is_asked_for(points):
+    """Timed points get a machine of the largest kind, others a CPU, and a GPU if they need one."""
+    [point] = points(x=[1])
+    place = OnRay([point])
+    place._nodes = [(4.0, 0.0), (16.0, 0.0), (16.0, 0.0)]
+    assert place.demand(point) == {"num_cpus": 16, "num_gpus": 0}
+    assert place.at_once(None, timed=True) == 2
+    assert place.at_once(7, timed=True) == 7
+    place = OnRay([point], together=True)
+    place._nodes = [(4.0, 0.0), (16.0, 0.0), (16.0, 0.0)]
+    assert place.demand(point) == {"num_cpus": 1, "num_gpus": 0}
+    assert place.at_once(None, timed=False) == 36
+    for device, gpus in (("cpu", 0), ("auto", 1), ("cuda", 1), ("cuda:0", 1)):
+        point.params["device"] = device
+        place = OnRay([point])
+        place._nodes = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
+        assert place.demand(point) == {"num_cpus": 16 if gpus else 64, "num_gpus": gpus}
+        assert place.at_once(None, timed=True) == 1
+        place = OnRay([point], together=True)
+        place._nodes = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
+        assert place.at_once(None, timed=False) == (8 if gpus else 88)
+
+
+@ray
+def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
+    todo = points(x=[1])
+    for name in ("rey", "host", "ray://host", "http://host:1", "host:port"):
+        with pytest.raises(UserError, match="no Ray address"):
+            places.of(name, todo)
+    with socket.socket() as taken:  # bound and not listening: nobody else listens there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for name in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+            with pytest.raises(UserError, match="refused"), places.of(name, todo):
+                pass
+    todo[0].params["device"] = "cuda:1"
+    with pytest.raises(UserError, match="one GPU"):
+        OnRay(todo)
+    todo[0].params["device"] = "cuda"
+    monkeypatch.setattr(cluster.store, "ROOT", tmp_path)
+    with pytest.raises(UserError, match="not below"):
+        OnRay(todo)
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install"):
+        places.of("ray", todo)
+
+
+def test_a_worker_with_other_code_refuses(points):
+    [point] = points(x=[1])
+    answer = errand.run(Errand(point, TRIVIAL, [], False, False, "another digest", {}))
+    assert answer == Answer(socket.gethostname(), b"", answer.failure)
+    kind, message, _ = answer.failure
+    assert kind == "error"
+    assert "other code" in message
+
+
+def test_a_folder_survives_its_way(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "figures").mkdir(parents=True)
+    here.mkdir()
+    written = {"a": b"", "figures/b.png": os.urandom(1000), "c": b"x" * 5000}
+    for name, content in written.items():
+        (there / name).write_bytes(content)
+    data, failure = packed(there, None)
+    assert failure is None
+    unpack(data, here)
+    assert {str(p.relative_to(here)): p.read_bytes() for p in here.rglob("*") if p.is_file()} == (
+        written
+    )
+    data, failure = packed(there, None, most=2000)
+    assert failure is not None
+    assert failure[0] == "invalid-result"
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    unpack(data, fresh)
+    assert {p.name for p in fresh.rglob("*") if p.is_file()} == {"a", "b.png"}
+    assert packed(there, ("oom", "before", ""), most=2000)[1] == ("oom", "before", "")
+
+
+HOSTILE = {
+    "up": tarfile.TarInfo("../escaped"),
+    "down and up": tarfile.TarInfo("figures/../../escaped"),
+    "symlink": tarfile.TarInfo("escaped"),
+    "hard link": tarfile.TarInfo("escaped"),
+    "fifo": tarfile.TarInfo("escaped"),
+    "device": tarfile.TarInfo("escaped"),
+    "folder": tarfile.TarInfo("../escaped"),
+}
+for _name, _type in {
+    "symlink": tarfile.SYMTYPE, "hard link": tarfile.LNKTYPE, "fifo": tarfile.FIFOTYPE,
+    "device": tarfile.CHRTYPE, "folder": tarfile.DIRTYPE,
+}.items():  # fmt: skip
+    HOSTILE[_name].type = _type
+    HOSTILE[_name].linkname = "/etc/passwd"
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "absolute", "long", "torn"])
+def test_nothing_leaves_its_folder(tmp_path, name):
+    folder = tmp_path / "attempt"
+    folder.mkdir()
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        member = HOSTILE.get(name) or tarfile.TarInfo(str(tmp_path / "escaped"))
+        if name in ("long", "torn"):
+            member = tarfile.TarInfo("long")
+            member.size = 3000
+        tar.addfile(member, io.BytesIO(b"x" * member.size))
+    data = made.getvalue()[: 1024 if name == "torn" else None]
+    with pytest.raises(Failure) as found:
+        unpack(data, folder, most=2000)
+    assert found.value.kind == "invalid-result"
+    assert list(tmp_path.rglob("*")) == [folder]
