@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
+from specexp.lab import secret
 
 LARGEST, LONGEST_TEXT = 50_000_000, 65_536
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list}
-_SECRET = re.compile(
-    r"hf_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{12,}|-----BEGIN|eyJ[\w-]{10,}\.[\w-]{10,}"
-)
 _HOW_TO_TAG = (
     "in JupyterLab select the cell, open the Property Inspector (the gears at the right) and add "
     "the cell tag `parameters`"
@@ -112,7 +110,7 @@ def unfit(value: Any) -> str | None:
             return "has control characters"
         if any("\ud800" <= c <= "\udfff" for c in value):
             return "has half a surrogate pair, which is no text"
-        if _SECRET.search(value):
+        if secret.VALUE.search(value):
             return "looks like a secret; parameters are stored in the open, use the environment"
     return None
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
-from specexp.lab import lines, notebook
+from specexp.lab import lines, notebook, secret
 from specexp.lab.notebook import Notebook, Parameter, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
 MOST, TOLD = 1_000_000, 200  # points of one file; problems told at once
 Wrong = Callable[..., None]  # called with what is wrong and the path to it in the file
-_SECRET_NAME = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 _UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
 
 
@@ -342,7 +341,7 @@ def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> No
 def _name_problem(known: dict[str, Parameter], name: str) -> str | None:
     if not notebook.is_name(name):
         return "is not a parameter name"
-    if _SECRET_NAME.search(name) and name not in known:
+    if secret.NAME.search(name) and name not in known:
         return "looks like a secret; parameters are stored in the open, use the environment"
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
