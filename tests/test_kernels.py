@@ -1,5 +1,6 @@
 """Kernels of points: they start from one state, see nothing of each other, and leave nothing."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -271,8 +272,8 @@ CHILDREN = """
 ENDS = {
     "pass": "",
     "1 / 0": "",
-    "import os; os._exit(3)": "exited with status 3",
-    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": "killed by SIGKILL",
+    "os._exit(3)": "exited with status 3",
+    "os.kill(os.getpid(), 9)": "killed by SIGKILL",
     "import ctypes; ctypes.string_at(0)": "killed by SIGSEGV",
 }
 
@@ -360,6 +361,7 @@ def test_slots_run_points_at_once_in_threads(go, forking):
 
 def test_points_leave_no_descriptor_and_no_thread_in_the_runner(go, slot):
     def held() -> tuple[int, int, int]:
+        gc.collect()
         folder = slot.kernels.folder
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir(folder))
 
@@ -446,7 +448,7 @@ def test_what_hangs_before_the_kernel_starts_is_killed_too(go, helpers, tmp_path
 RUNNER = """
 import os, sys
 from pathlib import Path
-import nbformat, papermill
+import nbclient, nbformat
 from specexp.lab import kernels
 
 folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
@@ -455,7 +457,7 @@ with kernels.Kernels(modules.split(), state != "plain") as k, k.slot() as slot:
     with slot.kernel(dict(os.environ), folder, folder / "log", 0) as km:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
         print(slot.slot, flush=True)
-        papermill.execute_notebook(notebook, None, km=km, kernel_name="python3", progress_bar=False)
+        nbclient.NotebookClient(notebook, km=km).execute()
 """
 
 

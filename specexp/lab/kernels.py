@@ -27,7 +27,6 @@ from queue import Empty
 from typing import Any
 
 import zmq
-from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client.asynchronous import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
@@ -50,6 +49,7 @@ ALWAYS = {
 def modules_of(notebooks: Iterable[Path]) -> tuple[str, ...]:
     """What the code cells import at their top level, and what may be modules among that."""
     import nbformat
+    from IPython.core.inputtransformer2 import TransformerManager
 
     names: dict[str, None] = {}
     for notebook in notebooks:
@@ -165,10 +165,11 @@ class Slot:
     ) -> Iterator[AsyncKernelManager]:  # fmt: skip
         """The manager of a running kernel, for papermill's `km`; after it nothing of it is left.
 
-        env: its whole environment; log: a file to append to, for output that is no cell's; seed:
-        of the global generators of a forked one; warm: the models that a forked one finds loaded
-        (`build.warm`), with their device. Raises DeadKernelError if it does not start. Afterwards
-        `ended` says how the kernel ended, if we did not end it.
+        env: its whole environment, but for what modules read when they were imported; log: a file
+        to append to, for output that is no cell's; seed: of the global generators of a forked one;
+        warm: the models that a forked one finds loaded (`build.warm`), with their device. Waits for
+        imports and models. Raises DeadKernelError if it does not start. Afterwards `ended` says
+        how the kernel ended, if we did not end it.
         """
         with self.lock:
             self.running, self.killed, self.pid, self.died, self.ended = True, False, 0, "", ""
@@ -223,7 +224,7 @@ class Slot:
         while not self.line:
             self._open()
         forked = not (self.kernels.why or _on_gpu(warm))
-        load = warm if forked and warm != self.models else None
+        load = dict(warm) if forked and warm and warm != self.models else None
         self.models = load or self.models
         self._say(warm=load, start={**start, "forked": forked})
         self.pid = self._hear("kernel")

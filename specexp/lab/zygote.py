@@ -38,7 +38,8 @@ def main(control: int, runner: int, folder: str, modules: Collection[str]) -> No
     """Import, then fork a slot for every socket that comes down `control`, until that closes: then
     neither process nor `folder` is left. A module that cannot be imported is the notebook's affair.
     """
-    del sys.path[0]  # the runner's directory, which a notebook does not see
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the runner's directory, which a notebook does not see
     slots: set[int] = set()
 
     def leave() -> NoReturn:
@@ -177,16 +178,16 @@ def reseed(seed: int) -> None:
 
 
 def clear(keep: Collection[int] = ()) -> None:
-    """Kill all processes below this one but the children `keep` and theirs, until none is left."""
-    for _ in range(1000):  # one that the system will not let go is left behind
-        children = [c for c in psutil.Process().children() if c.pid not in keep]
-        if not children:
+    """Kill what is below this process, or only its children without those to keep, until nothing is
+    left: what loses its parent becomes a child."""
+    for _ in range(1000):  # and what the system will not let go is left
+        below = psutil.Process().children(recursive=not keep)
+        strangers = [process for process in below if process.pid not in keep]
+        if not strangers:
             return
-        for child in children:
+        for process in strangers:
             with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [*child.children(recursive=True), child]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
+                process.kill()
         time.sleep(0.002)
         reap()
 
