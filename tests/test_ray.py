@@ -22,6 +22,7 @@ from specexp.lab.cluster import OnRay
 from specexp.lab.errand import Answer, Errand, packed, unpack
 from specexp.lab.execute import Failure
 
+NODE = socket.gethostname()
 ray = pytest.mark.ray
 
 
@@ -55,22 +56,40 @@ def address():
         ray.shutdown()
 
 
-def workers(label: str) -> list[psutil.Process]:
-    """The workers which run the point of this label and have started its kernel."""
+def working(label: str) -> psutil.Process:
+    """The worker that runs the point of this label."""
     named = [(" ".join(p.info["cmdline"] or ()), p) for p in psutil.process_iter(["cmdline"])]
-    return [p for name, p in named if name.strip() == f"ray::{label}" and p.children()]
+    [worker] = [p for name, p in named if name.strip() == f"ray::{label}"]
+    return worker
+
+
+def overheard(place: OnRay, file: Path) -> OnRay:
+    """The same place; where its points are is also written to the file."""
+    carry = place._carry
+
+    def heard(point, seat, watch):
+        def write(said):
+            with file.open("a") as told:
+                told.write(f"{point.label} {said}\n")
+            watch(said)
+
+        return carry(point, seat, write)
+
+    file.touch()
+    place._carry = heard
+    return place
 
 
 @ray
 def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
-    todo = points(how=["well", "raises"], x=[1, 2])
+    todo = points(how=["well", "raises"])
     code, said = go(todo, place=OnRay(todo, together=True), together=True)
     assert code == 1
-    assert "4 of 4 points to run, on Ray: 1 machines, 2 CPUs, 0 GPUs, room for 2 at once" in said
+    assert "2 of 2 points to run, on Ray: 1 machines, 2 CPUs, 0 GPUs, room for 2 at once" in said
     wanted = {p.run_key: "FINISHED" if p.params["how"] == "well" else "FAILED" for p in todo}
     assert statuses() == wanted
     frame = track.runs()
-    assert set(frame["tags.where"]) == {socket.gethostname()}
+    assert set(frame["tags.where"]) == {NODE}
     for key, status in wanted.items():
         if status == "FINISHED":
             names = {p.name for p in (store / "results" / key).iterdir()}
@@ -78,23 +97,25 @@ def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
         else:
             [kept] = (store / "failed").glob(f"{key}-*")
             error = (kept / "error.txt").read_text()
-            assert error.startswith(f"error: on {socket.gethostname()}: ZeroDivisionError")
+            assert error.startswith(f"error: on {NODE}: ZeroDivisionError")
             assert "PapermillExecutionError" in error
             assert (kept / "notebook.html").exists()
     code, said = go(todo, place=OnRay(todo))
-    assert "0 of 4 points to run" in said
+    assert "0 of 2 points to run" in said
 
 
 @ray
-def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(store, points, address):
+def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
+    store, points, address, tmp_path
+):
     todo = points(how=["slow"])
     heard: list[str] = []
     done: list[tuple[int, str]] = []
+    place = overheard(OnRay(todo, say=heard.append), tmp_path / "told")
     runner = threading.Thread(target=lambda: done.append(go(todo, place=place)))
-    place = OnRay(todo, say=heard.append)
     runner.start()
-    until(lambda: workers(todo[0].label), 120)
-    [worker] = workers(todo[0].label)
+    until(lambda: f"slow on {NODE}, cell 4 of 5" in (tmp_path / "told").read_text(), 120)
+    worker = working(todo[0].label)
     below = worker.children(recursive=True)
     worker.kill()
     runner.join(120)
@@ -111,16 +132,20 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
     """The runner joins from outside, so that its code is sent to the workers."""
     todo = points(how=["well", "hangs"])
     code = (
-        "import sys; from specexp.lab import build, cluster, grid, run; "
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
+        "from pathlib import Path; from test_ray import OnRay, build, grid, overheard; "
+        "from specexp.lab import run; "
         "build.check = lambda params: []; "
         f"points = grid.load([{str(tmp_path / 'trivial.yaml')!r}]); "
-        f"sys.exit(run.run(points, place=cluster.OnRay(points, {address!r})))"
+        f"place = overheard(OnRay(points, {address!r}), Path({str(tmp_path / 'told')!r})); "
+        "sys.exit(run.run(points, place=place))"
     )
     runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    until(lambda: runner.poll() is not None or workers(todo[1].label), 120)
-    [worker] = workers(todo[1].label)
+    told = tmp_path / "told"
+    until(lambda: told.exists() and f"hangs on {NODE}, cell 4 of 5" in told.read_text(), 120)
+    worker = working(todo[1].label)
+    assert "_ray_pkg" in worker.cwd()
     below = worker.children(recursive=True)
-    assert any("_ray_pkg" in p.cwd() for p in below)
     runner.send_signal(signal.SIGINT)
     runner.send_signal(signal.SIGINT)
     assert runner.wait(60) == 130
@@ -198,7 +223,7 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
 def test_a_worker_with_other_code_refuses(points):
     [point] = points(x=[1])
     answer = errand.run(Errand(point, TRIVIAL, [], False, False, "another digest", {}))
-    assert answer == Answer(socket.gethostname(), b"", answer.failure)
+    assert answer == Answer(NODE, b"", answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
     assert "other code" in message

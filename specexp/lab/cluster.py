@@ -22,6 +22,7 @@ from specexp.lab.execute import Failure, Watch
 from specexp.lab.grid import Point
 
 OWN, HERE = "ray", "auto"
+FIRST_WORD_S = 120.0
 _ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
 
 
@@ -76,11 +77,19 @@ class OnRay:
         found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
         needy = [p for p in self._points if _device(p).startswith("cuda")]
-        if needy and not self._gpus:
-            self.__exit__()
-            raise UserError(f"the cluster has no GPU, and {needy[0].label} asks for one")
         self._task = ray.remote(max_retries=0)(task)
         self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
+        try:
+            if needy and not self._gpus:
+                raise UserError(f"the cluster has no GPU, and {needy[0].label} asks for one")
+            ray.get(self._mailbox.fetch.remote(0), timeout=FIRST_WORD_S)
+        except Exception as e:
+            self.__exit__()
+            raise (
+                e
+                if isinstance(e, UserError)
+                else UserError(f"no worker of Ray can run specexp: {_line(e)}")
+            ) from e
         return self
 
     def _connect(self) -> None:
@@ -102,8 +111,7 @@ class OnRay:
         try:
             ray.init(**options)
         except Exception as e:
-            said = " ".join(str(e).split())
-            raise UserError(f"no Ray at {self._address}: {said[:300]}") from e
+            raise UserError(f"no Ray at {self._address}: {_line(e)}") from e
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
@@ -164,11 +172,11 @@ class OnRay:
         try:
             return self._carry(point, seat, watch)
         except gone as e:
-            raise errand.Lost(_first(e)) from e
+            raise errand.Lost(_line(e)) from e
         except ray.OutOfMemoryError as e:
-            raise Failure("oom", _first(e)) from e
+            raise Failure("oom", _line(e)) from e
         except ray.RayError as e:
-            raise Failure("error", f"Ray: {_first(e)}") from e
+            raise Failure("error", f"Ray: {_line(e)}") from e
 
     def _carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
         import ray
@@ -189,8 +197,9 @@ class OnRay:
         return answer
 
 
-def _first(e: Exception) -> str:
-    return next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+def _line(e: Exception) -> str:
+    """An error of Ray, which may fill a page, as a line."""
+    return " ".join(str(e).split())[:300] or type(e).__name__
 
 
 def _device(point: Point) -> str:
