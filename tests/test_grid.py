@@ -693,6 +693,21 @@ def test_an_include_of_a_parameter_that_no_cell_reads_is_refused(load, folder):
     assert [s.split(" is read")[0] for s in said] == ["5: how"]
 
 
+def test_relative_files_are_those_beside_the_notebook_where_kernels_run(load, folder, monkeypatch):
+    write(
+        folder.parent / "asks.ipynb", "print(prompts)", parameters='prompts: str = "all"  # which'
+    )
+    question = '{"question_id": 1, "category": "code", "turns": ["def f():"]}\n'
+    (folder.parent / "mine.jsonl").write_text(question)
+    spec = {"notebook": "../asks.ipynb", "grid": {"prompts": ["mine.jsonl"]}}
+    [point] = load(spec)
+    assert "data" in point.identity
+    (folder / "here.jsonl").write_text(question)
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"here\.jsonl"):
+        load(spec | {"grid": {"prompts": ["here.jsonl"]}})
+
+
 def test_a_notebook_elsewhere_is_not_run(tmp_path):
     """Neither by a path nor by a symbolic link: a notebook is code."""
     inside, outside = tmp_path / "project" / "grids", tmp_path / "elsewhere"

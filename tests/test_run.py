@@ -16,16 +16,11 @@ import yaml
 from mlflow.exceptions import MlflowException
 from rich.console import Console
 
-from specexp.lab import build, grid, places, run, track
+from specexp.lab import grid, places, run, track
 from specexp.lab.execute import Failure
 from specexp.lab.store import claim, holder, intact
 
 TRIVIAL = Path(__file__).parent / "notebooks" / "trivial.ipynb"
-
-
-@pytest.fixture(autouse=True)
-def no_semantics(monkeypatch):
-    monkeypatch.setattr(build, "check", lambda params: [])
 
 
 @pytest.fixture
@@ -60,8 +55,7 @@ def statuses() -> dict[str, str]:
 def start(tmp_path) -> subprocess.Popen:
     """A runner of its own over the grid that `points` wrote."""
     code = (
-        "import sys; from pathlib import Path; from specexp.lab import build, grid, run; "
-        "build.check = lambda params: []; "
+        "import sys; from pathlib import Path; from specexp.lab import grid, run; "
         f"sys.exit(run.run(grid.load([Path({str(tmp_path / 'trivial.yaml')!r})])))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
@@ -397,7 +391,6 @@ def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, mo
     assert statuses() == {}
     monkeypatch.undo()
     monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
-    monkeypatch.setattr(build, "check", lambda params: [])
     code, said = go(todo)
     assert code == 0
     assert "0 of 2 points to run" in said

@@ -7,6 +7,7 @@ under the wrong label.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -84,9 +85,10 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
     experiment = spec.get("experiment") or path.stem
     timeout = float(spec.get("timeout_s") or TIMEOUT_S)
     for params, entry in sheet.combinations():
-        checks.see(params, entry)
-        if not checks.wrong:
-            around = checks.surroundings.of(params, sheet.notebook.digest)
+        with contextlib.chdir(path.parent):  # where kernels run: what is relative is so to this
+            checks.see(params, entry)
+            around = {} if checks.wrong else checks.surroundings.of(params, sheet.notebook.digest)
+        if around:
             key = identity.digest({"params": identity.digest(params), **around})
             yield Point(sheet.path.stem, path, experiment, params, varying, timeout, around, key,
                         sheet.notebook.timed)  # fmt: skip
