@@ -42,6 +42,7 @@ _AWAY = {
     "Connection refused": "nobody answers there",
     "timed out": "no answer in time",
     "database is locked": "another program has locked it",
+    "attempt to write a readonly database": "it may not be written to",
     "NameResolutionError": "no such host",
     "could not translate host name": "no such host",
     "password authentication failed": "user or password is wrong",
@@ -113,12 +114,7 @@ class Backend:
     @property
     def client(self) -> Any:
         """An MLflow client; its calls fail after seconds, not minutes, when a server is away."""
-        for name, value in _QUIET.items():
-            os.environ.setdefault(name, value)
-        if self.file:  # a pool would go on writing to a file that was deleted
-            os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
-        for noisy in ("alembic", "mlflow.store.db.utils"):
-            logging.getLogger(noisy).setLevel(logging.CRITICAL)
+        self._settle()
         from mlflow import MlflowClient
 
         return MlflowClient(self.uri)
@@ -160,8 +156,7 @@ class Backend:
                 self._create(self.file)
             if not self.file:
                 self._connect()
-                self._make(self.uri)
-            self.client.search_experiments(max_results=1)
+            self._make(self.uri)
 
     def empty(self) -> bool:
         """Is it a file that nobody has made yet? Raises Damaged if it is not MLflow's, or Away."""
@@ -184,10 +179,11 @@ class Backend:
         return db
 
     def sound(self) -> list[str]:
-        """What SQLite finds wrong with its file; empty for what is not one. Raises Away, Damaged"""
+        """What SQLite finds wrong with its file; nothing for what is not one. Raises as `empty`."""
         if not self.file or self.empty():
             return []
         with self.reaching(), contextlib.closing(self._sqlite()) as db:
+            self._make(self.uri)
             found = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
         return [line for line in found if line != "ok"]
 
@@ -204,11 +200,21 @@ class Backend:
         os.rename(new, file)
 
     def _make(self, uri: str) -> None:
-        """MLflow's tables, and a Default experiment whose artifacts are where the others' are."""
-        self.client  # noqa: B018 (settings)
+        """MLflow's tables, if they are not there, in its present layout, and a Default experiment
+        whose artifacts are where the others' are."""
+        self._settle()
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-        SqlAlchemyStore(uri, PROXIED)
+        SqlAlchemyStore(uri, PROXIED).engine.dispose()
+
+    def _settle(self) -> None:
+        """Settings that MLflow reads from the environment before it is first used."""
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        if self.file:  # a pool would go on writing to a file that was deleted
+            os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
+        for noisy in ("alembic", "mlflow.store.db.utils"):
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
     def _connect(self) -> None:
         """MLflow itself would try for minutes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -71,7 +71,7 @@ def _key(folder: Path) -> str:
 
 def _set_aside() -> tuple[Path, ...]:
     """Database, journals and artifacts under names that nothing uses."""
-    mark = time.strftime(".damaged-%Y%m%d-%H%M%S")
+    mark = f".damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
     kept = []
     for name, journal in (("mlflow.db", ""), ("mlflow.db", "-wal"), ("mlflow.db", "-shm"),
                           ("artifacts", "")):  # fmt: skip

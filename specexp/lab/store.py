@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
+from specexp.lab import secret
 
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
@@ -124,7 +125,7 @@ def claims() -> dict[str, str]:
 
 
 def _command() -> str:
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:150]
+    return secret.hide(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))[:150]
 
 
 @contextmanager
