@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import tiny_llama
-from test_engine import FAMILIES, PROMPTS, module
+from tiny import FAMILIES, PROMPTS, module
 from transformers import (
     BertConfig,
     BertForMaskedLM,

@@ -422,6 +422,24 @@ def test_an_emulated_dtype_is_warned_of(monkeypatch, times, said):
 # --- the command ---------------------------------------------------------------------------------
 
 
+def test_doctor_tells_what_is_absent_from_what_is_too_old(monkeypatch):
+    there = {"torch": "2.4.0", "numpy": "2.1", "pandas": None}
+    asked = ["torch>=2.11", "numpy", "pandas>=2"]
+    monkeypatch.setattr(doctor, "version", there.get)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: [*asked, "nvml; extra == 'gpu'"])
+    assert doctor.missing() == [
+        "torch>=2.11, 2.4.0 is installed: pip install 'torch>=2.11'",
+        "pandas: pip install pandas",
+    ]
+
+
+def test_a_folder_gets_a_file_that_says_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(suites, "fingerprint", lambda *_: {"device": "NVIDIA X 9", "dtype": "f8"})
+    options = {"device": "cpu", "dtype": "bfloat16", "target": "some/mine"}
+    assert suites.place(tmp_path, options) == tmp_path / "bench_NVIDIA-X-9_f8_mine.json"
+    assert suites.place(tmp_path / "x.json", options) == tmp_path / "x.json"
+
+
 @pytest.fixture
 def bench(monkeypatch, capsys, tiny_folders, tmp_path):
     """bench("round", "--gamma", "2") -> (exit code, stdout, stderr), on the tiny models."""

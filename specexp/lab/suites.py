@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from specexp.lab import bench, build, doctor, peers, stats, turns
 from specexp.lab.build import Rig
 from specexp.lab.prompts import Prompt
 from specexp.lab.roofline import PASSES, a_pass, causal, roofline, weight_bytes
-from specexp.lm import LM, load
+from specexp.lm import DTYPES, LM, load
 from specexp.serving.costs import Fit, fingerprint
 from specexp.trace import Acceptance
 from specexp.zoo import shelf
@@ -48,6 +50,16 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         | {name: version for name in PACKAGES if (version := doctor.version(name))},
         "warning": doctor.slow(dtype, device),
     }
+
+
+def place(out: Path, options: dict[str, Any]) -> Path:
+    """The file to write: `out`, or, if that is a folder, one in it that says what was measured."""
+    if out.suffix:
+        return out
+    device = torch.device(build.where(options["device"]))
+    said = fingerprint(device, DTYPES[options["dtype"]])
+    words = "bench", said["device"], said["dtype"], Path(options["target"]).name
+    return out / ("_".join(re.sub(r"\W+", "-", word).strip("-") for word in words) + ".json")
 
 
 def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
