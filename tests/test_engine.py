@@ -314,9 +314,29 @@ def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperatur
         made.round(seqs, shape)
 
 
-def test_the_guard_itself_notices_a_host_read():
-    with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
-        torch.tensor(3).item()
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.max().item(), lambda x: int(x[1]), lambda x: bool(x[1]), lambda x: [7, 8][x[1]],
+        lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x.unique(), lambda x: x == x[[0, 2]],
+        lambda x: x.masked_select(x > 0), lambda x: torch.equal(x, x), lambda x: torch.tensor(3),
+        lambda x: x.index_put((x > 0,), x[0]),
+    ],
+)  # fmt: skip
+def test_the_guard_itself_notices_what_reaches_the_host(read, inference):
+    with torch.inference_mode(inference):
+        x = torch.arange(3) - 1 + 1
+        with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
+            read(x)
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_the_guard_notices_whole_tensors_where_rounds_run(read):
+    with torch.inference_mode():
+        x = torch.arange(3) + 1
+        with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
+            read(x)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -190,13 +190,25 @@ def expected(family: str, count: int = NEW) -> list[list[int]]:
     return [slowly(module(family), p, count) for p in PROMPTS]
 
 
-class NoHostReads(TorchDispatchMode):
-    """Refuses the operations by which a value or a data-dependent shape reaches the host, or data
-    of the host a device (`lift_fresh`: `torch.tensor`, an index that is a list)."""
+HOST = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "resolve_conj", "resolve_neg",
+    "nonzero", "masked_select", "unique", "_unique2", "unique_dim", "lift_fresh", "bincount",
+}  # fmt: skip
 
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique",
-                 "lift_fresh")  # fmt: skip
+
+def reaches_host(func, args) -> bool:
+    """Is this an operation by which a value or a shape that depends on one reaches the host, or
+    data of the host a device? (`resolve_neg`: `tolist` and `numpy`; `lift_fresh`: `torch.tensor`
+    and an index that is a list; an index of truth values.)"""
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_"):
+        return any(x is not None and x.dtype == torch.bool for x in args[1])
+    return name in HOST
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses whatever reaches the host."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in self.FORBIDDEN, f"{func} inside a round"
+        assert not reaches_host(func, args), f"{func} inside a round"
         return func(*args, **(kwargs or {}))
