@@ -6,7 +6,13 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-all overhead lab ui
+# make gpu: the machine's own Python on this checkout; where the figures go; what is measured.
+HERE  = PYTHONPATH=$(CURDIR) $(PY)
+OUT  ?= data/measurements
+BENCH ?= --device cuda --dtype bfloat16 --batches 1,2,4,8,16,32,64,128,256 --out $(OUT)
+PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
+
+.PHONY: help demo test test-all gpu overhead lab ui
 help:            ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
@@ -20,6 +26,16 @@ test: $(STAMP)   ## install, lint, type-check, run the tests
 
 test-all: $(STAMP)  ## the tests that take longer too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
+
+gpu:             ## on a machine with a GPU, nothing installed: its tests, then the bench (TWIN=8B too)
+	@$(HERE) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here")'
+	@$(HERE) -m specexp.cli doctor || true
+	$(HERE) -m pytest -m cuda
+	$(HERE) -m specexp.cli bench $(BENCH)
+ifdef TWIN
+	test -d $(PAIR)-target || $(HERE) -m specexp.cli zoo twin --params $(TWIN) --alpha 0.8
+	$(HERE) -m specexp.cli bench $(BENCH) --target $(notdir $(PAIR))-target
+endif
 
 overhead: $(STAMP)  ## what a grid costs a point, beside plain papermill
 	$(BIN)/python tests/overhead.py

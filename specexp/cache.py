@@ -68,9 +68,13 @@ class Slots(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """One static buffer of `batch` rows of `size` slots a layer; `aim` it before each pass."""
+    """One static buffer of `batch` rows of `size` slots a layer; `aim` it before each pass.
+
+    `mark`: this memory and no other, then or later.
+    """
 
     def __init__(self, layers: int, batch: int, size: int) -> None:
+        self.mark = object()
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
@@ -103,3 +107,9 @@ class SlotCache(Cache):
         for layer in self.layers:
             if layer.is_initialized:
                 yield from (layer.keys, layer.values)
+
+
+def rounded(slots: int) -> int:
+    """As many slots or up to an eighth more, at least 64: few sizes, so that shapes come again."""
+    step = max(64, 1 << slots.bit_length() - 4)
+    return -(-slots // step) * step

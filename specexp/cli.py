@@ -429,7 +429,10 @@ def bench(
     device: Device = "auto",
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write the figures here (JSON), and a picture a suite beside it."),
+        typer.Option(
+            help="Write the figures here (JSON), and a picture a suite beside it; in a folder the "
+            "file is named by device, dtype and target."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -454,6 +457,7 @@ def bench(
     lab.check(names, options | asked, texts)
     report: dict[str, Any] = {"parameters": options | asked | {"prompts": prompts}, "suites": {}}
     if out:
+        out = lab.place(out, options)
         write_whole(out, json.dumps(report, indent=1))
     rig = build.build(**options)
     report["about"] = lab.about(rig.target.device, rig.target.dtype)

@@ -2,28 +2,34 @@
 
 There is no `if` on kinds of things here: plain decoding is the null drafter, greedy is a one-hot
 law, a chain is a tree, rolling back is a shorter length. Inside `round` nothing is read back to the
-host; the loop around it makes one small read a round to learn who is done.
+host; the loop around it makes one small read a round to learn who is done. So a round can be one
+CUDA graph (graphs.py), over rows and caches that stay where they are from batch to batch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from specexp import graphs
+from specexp.cache import rounded
 from specexp.drafters import Drafter
 from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
-from specexp.lm import LM
+from specexp.lm import LM, Forward
 from specexp.policy import Fixed, Load, Policy, Share
 from specexp.rules import Match, Rule
 from specexp.sampling import Sampling
-from specexp.sequences import Sequences
+from specexp.sequences import Draft, Sequences
 from specexp.trace import Round, Step, Trace
 from specexp.tree import Tree
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -48,6 +54,9 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
         self.rng = sampling.rng(seed)
+        self.graphs = graphs.on(target.device)
+        self.seats: Sequences | None = None  # rows that stay, and the caches they go with
+        self.seated: tuple[object, ...] = ()
 
     def plain(self) -> Engine:
         """Ordinary decoding with the same target, law and noise: the baseline."""
@@ -59,8 +68,8 @@ class Engine:
         """One round for every row; what the host will want to know of it, [B, 5 + N] int64."""
         seqs = replace(seqs, by_round=self.rule.looks_ahead)  # the same memory
         live = seqs.live
-        draft = self.drafter.propose(seqs, tree, self.rng)  # guess
-        seen = self.target.verify(seqs, draft, self.drafter.taps)  # one pass checks every guess
+        draft = self._propose(seqs, tree)  # guess
+        seen = self._verify(seqs, draft)  # one pass checks every guess
         verdict = self.rule(draft, self.sampling.law(seen.logits), self.rng)  # keep what agrees
         if not tree.is_chain:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
@@ -71,23 +80,127 @@ class Engine:
         counts = torch.stack([live, drafted, verdict.n, emitted, seqs.live], 1)
         return torch.cat([counts, faults, draft.tokens[:, 1:]], 1)
 
+    def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
+        return self.drafter.propose(seqs, tree, self.rng)
+
+    def _verify(self, seqs: Sequences, draft: Draft) -> Forward:
+        """A drafter on the host has no round that is recorded whole: then the pass is, alone."""
+        if self.drafter.on_host:
+            return self.verified(seqs, draft)
+        return self.target.verify(seqs, draft, self.drafter.taps)
+
     @property
     def models(self) -> tuple[LM, ...]:
         return (self.target, *self.drafter.models)
 
+    # the same as graphs, where there are any
+
+    def report(self, seqs: Sequences, tree: Tree) -> list[list[int]]:
+        """One round, and its report on the host."""
+        if self.drafter.on_host:
+            return self.round(seqs, tree).tolist()
+        return self.recorded("round", seqs, tree, lambda: self.round(seqs, tree)).tolist()
+
+    @torch.inference_mode()
+    def drafted(self, seqs: Sequences, tree: Tree) -> Draft:
+        """The guesses of a round, apart."""
+        if self.drafter.on_host:
+            return self.drafter.propose(seqs, tree, self.rng)
+        mine = vars(self.drafter)
+
+        def guess() -> tuple[Draft, dict[str, Any]]:
+            before = dict(mine)
+            draft = self.drafter.propose(seqs, tree, self.rng)
+            return draft, {k: v for k, v in mine.items() if v is not before.get(k)}
+
+        draft, left = self.recorded("draft", seqs, tree, guess)
+        mine |= {k: v for k, v in left.items() if isinstance(v, Tensor)}  # `observe` looks there
+        return draft
+
+    @torch.inference_mode()
+    def verified(self, seqs: Sequences, draft: Draft) -> Forward:
+        """The target's pass over a draft, apart."""
+
+        def check(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> Forward:
+            nodes = replace(draft.nodes, depth=depth, ancestors=ancestors)
+            given = replace(draft, tokens=tokens, nodes=nodes)
+            return self.target.verify(seqs, given, self.drafter.taps)
+
+        given = draft.tokens, draft.nodes.depth, draft.nodes.ancestors
+        return self.recorded("verify", seqs, tuple(x.shape for x in given), check, *given)
+
+    def recorded(
+        self, kind: str, seqs: Sequences, of: Hashable, fn: Callable[..., T], *inputs: Tensor
+    ) -> T:
+        """fn(*inputs), replayed where that is possible. It is about these rows and depends, besides
+        them and the engine, on `of` alone; what it returns is good until the next of its kind."""
+        if self.graphs is None:
+            return fn(*inputs)
+        place = seqs.first, *seqs.tokens.shape, seqs.tokens.data_ptr()
+        caches = (lm.cache and lm.cache.mark for lm in self.models)
+        parts = self.target, self.drafter, self.rule, self.sampling, self.rng
+        key = of, place, *parts, self.drafter.shaped_by, *caches
+        memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos
+        return self.graphs.run(kind, key, fn, *inputs, held=memory)
+
+    # where the rows of a batch are
+
     @torch.inference_mode()
     def allocate(self, B: int, S: int) -> None:
         """Room for B rows of S slots, in every cache. Raises UserError when there is too little."""
+        if self.graphs:
+            self.graphs.clear()
         self.target.allocate(B, S)
         self.drafter.allocate(B, S)
 
     @torch.inference_mode()
-    def begin(self, seqs: Sequences) -> None:
-        """Allocate for a new batch and read its prompts."""
-        self.allocate(*seqs.tokens.shape)
+    def begin(self, seqs: Sequences) -> Sequences:
+        """Make room for a new batch and read its prompts. Returns the rows as rounds want them:
+        these, or, where there are graphs, the same texts in memory that stays."""
+        if self.graphs is None:
+            self.allocate(*seqs.tokens.shape)
+        else:
+            seqs = self._seat(seqs, self.graphs)
         known = int(seqs.length.max()) - 1
         self.drafter.prefill(seqs, self.target.prefill(seqs, 0, known, self.drafter.taps))
         self.drafter.catch_up(seqs, known)
+        return seqs
+
+    def _seat(self, seqs: Sequences, known: graphs.Graphs) -> Sequences:
+        """Copy a batch to the seats: as many and as long as a batch has wanted so far."""
+        B, slots = seqs.tokens.shape
+        S, held = rounded(slots), self.target.cache
+        if any(bool(lm.fault.any()) for lm in self.models):
+            held = None  # there are slots that hold no number
+        if held is None or held.batch < B or held.size < S:
+            self._make_room(B, S)
+        elif self.seated[:2] != (held.mark, self.drafter):  # another engine has made room
+            self.drafter.allocate(held.batch, held.size)
+        held = self.target.cache
+        assert held is not None
+        wanted = held.mark, self.drafter, tuple(seqs.eos.tolist())
+        if self.seats is None or self.seated != wanted:
+            known.clear()
+            self.seats = Sequences.empty(held.batch, held.size, wanted[2], self.target.device)
+            self.seated = wanted
+        rows = self.seats.window(0, B, S)
+        rows.tokens[:, :slots] = seqs.tokens
+        rows.length[:], rows.limit[:], rows.stream[:] = seqs.length, seqs.limit, seqs.stream
+        return rows
+
+    def _make_room(self, B: int, S: int) -> None:
+        """Allocate, and no less than there was if that much fits."""
+        held = self.target.cache
+        room = [(max(B, held.batch), max(S, held.size))] if held else []
+        del held
+        for lm in self.models:
+            lm.cache = None  # before what is free is counted
+        for rows, size in dict.fromkeys([*room, (B, S)]):
+            try:
+                return self.allocate(rows, size)
+            except UserError:
+                if (rows, size) == (B, S):
+                    raise
 
     @torch.inference_mode()
     def generate(
@@ -115,7 +228,7 @@ class Engine:
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
         )  # fmt: skip
         begin = time.perf_counter()
-        self.begin(seqs)
+        seqs = self.begin(seqs)
         self._synchronize()
         trace = Trace(len(prompts), time.perf_counter() - begin)
         live = len(prompts) if max_new_tokens else 0
@@ -127,7 +240,7 @@ class Engine:
             if len(tree) > 1 and missed:
                 self.drafter.catch_up(seqs, missed)
             missed = 0 if len(tree) > 1 else missed + 1
-            report = self.round(seqs, tree).tolist()
+            report = self.report(seqs, tree)
             made = self._read(report, tree, time.perf_counter() - begin)
             self.policy.learn(load, (Share(load.rows, tree),), made.steps, made.end_s - trace.end_s)
             trace.rounds.append(made)

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -205,7 +205,7 @@ def _refuse_more_than_most(shape: str, guesses: int) -> None:
         raise UserError(f"tree {shape} has {guesses} guesses; draft at most {MOST} a round")
 
 
-@lru_cache(maxsize=256)
+@cache  # for good: graphs read them where they lie
 def _nodes(tree: Tree, device: torch.device) -> Nodes:
     parents = torch.tensor([tree.parents], device=device).clamp(min=0)
     width = max((tree.parents.count(i) for i in range(len(tree))), default=0)

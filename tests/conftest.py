@@ -1,7 +1,10 @@
 """Tiny real models, folders of them, and a store: what the tests share."""
 
+import ast
+import functools
 import importlib.util
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,53 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CONTEXT = 128
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def imports(file: Path) -> tuple[frozenset[Path], frozenset[str]]:
+    """Files of ours, and packages of others, that importing a file imports."""
+    ours, others = set(), set()
+    for node in ast.parse(file.read_text()).body:
+        names = [alias.name for alias in getattr(node, "names", ())]
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{name}" for name in names)]
+        elif not isinstance(node, ast.Import):
+            continue
+        for name in names:
+            part = name.replace(".", "/")
+            paths = HERE / part, HERE.parent / part, HERE.parent / part / "__init__"
+            found = {file for path in paths if (file := path.with_suffix(".py")).is_file()}
+            ours |= found
+            others |= set() if found else {name.split(".")[0]}
+    return frozenset(ours), frozenset(others)
+
+
+@functools.cache
+def absent(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def lacking(file: Path) -> list[str]:
+    """Absent packages without which a test module cannot be imported."""
+    seen, todo, others = {file}, [file], set()
+    while todo:
+        ours, theirs = imports(todo.pop())
+        todo += ours - seen
+        seen |= ours
+        others |= theirs
+    return sorted(filter(absent, others))
+
+
+LEFT_OUT = {file.name: why for file in sorted(HERE.glob("test_*.py")) if (why := lacking(file))}
+collect_ignore = list(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A bare machine runs the tests that it can, and says which it cannot."""
+    for package in sorted({name for why in LEFT_OUT.values() for name in why}):
+        files = ", ".join(file for file, why in LEFT_OUT.items() if package in why)
+        terminalreporter.write_line(f"left out, for {package} is not installed: {files}")
 
 
 def pytest_collection_modifyitems(config, items):

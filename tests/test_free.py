@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import distance, plain, written
-from test_engine import PROMPTS, engine
+from tiny import PROMPTS, engine
 from toys import texts, toy_engine
 
 from specexp.drafters.lookahead import Lookahead

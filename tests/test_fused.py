@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from conftest import tiny_llama
-from test_engine import DRAFTERS, NEW, PROMPTS, TREES, engine, expected, module
+from tiny import DRAFTERS, NEW, PROMPTS, TREES, engine, expected, module
 from transformers import (
     MistralConfig,
     MistralForCausalLM,
@@ -68,17 +68,19 @@ def unfused(net) -> LM:
 
 def passed(lm: LM, taps: tuple[int, ...]):
     """States of the prompts, and what verifying a tree of guesses sees, over a ragged batch."""
-    seqs = Sequences.of(PROMPTS, 4, slack=len(TREE))
+    seqs = Sequences.of(PROMPTS, 4, slack=len(TREE), device=lm.device)
     guesses = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
     lm.allocate(*seqs.tokens.shape)
     states = lm.prefill(seqs, 0, int(seqs.length.max()) - 1, taps)
-    return states, lm.verify(seqs, seqs.draft(TREE.nodes("cpu"), guesses), taps)
+    draft = seqs.draft(TREE.nodes(lm.device), guesses.to(lm.device))
+    return states, lm.verify(seqs, draft, taps)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETS)
-def test_fused_passes_are_those_of_transformers(name, dtype):
-    net = made(name, dtype)
+def test_fused_passes_are_those_of_transformers(name, dtype, device):
+    net = made(name, dtype).to(device)
     taps = (0, 1, net.config.num_hidden_layers)
     lm, plain = LM(net), unfused(net)
     assert isinstance(lm.net, Fused)

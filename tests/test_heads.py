@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_tokenizer
 from safetensors.torch import save_file
-from test_engine import PROMPTS, Alphabet, V, engine, heads, module
+from tiny import PROMPTS, Alphabet, V, engine, heads, module
 
 from specexp import formats
 from specexp.drafters.crossed import Crossed, Tongues

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
-from test_engine import FAMILIES, PROMPTS, module
+from tiny import FAMILIES, PROMPTS, module
 from transformers import (
     BertConfig,
     BertForMaskedLM,

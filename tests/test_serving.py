@@ -8,7 +8,7 @@ import torch
 from conftest import CONTEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
+from tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
 
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine

@@ -14,9 +14,10 @@ import pytest
 import torch
 from conftest import tiny_llama
 from rich.console import Console
+from tape import Tape, taped
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from specexp import cli
+from specexp import cli, graphs
 from specexp.drafters.model import DraftModel
 from specexp.errors import UserError
 from specexp.lab import build, doctor, peers, roofline, suite_views, suites, turns
@@ -78,6 +79,14 @@ def test_what_an_arm_does_to_lead_up_is_not_counted(now):
     seen = turns.take({"a": arm}, [0, 0], CPU, "test", lead=2)
     assert turns.seconds(seen["a"]) == [1, 1]
     assert now.s == 9
+
+
+def test_where_graphs_are_recorded_every_item_has_a_turn_before_they_count(monkeypatch):
+    monkeypatch.setattr(graphs, "on", lambda device: graphs.Graphs(Tape()))
+    called = []
+    seen = turns.take({"a": called.append}, [3, 4, 3, 4], CPU, "test")
+    assert called == [3, 4, 3, 4, 3, 4]
+    assert len(seen["a"]) == 4
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -231,6 +240,37 @@ def test_watching_changes_nothing_and_leaves_nothing(rig):
         raise ZeroDivisionError
     for x in (engine, engine.drafter, *engine.models):
         assert set(vars(x)) - before[id(x)] <= {"place"}
+
+
+def test_watched_rounds_are_taken_apart_where_they_are_graphs(rig):
+    engine, ids = taped(rig.with_(gamma=1).engine), rig.encode([PROMPTS[0].text])
+    clean = engine.generate(ids, 30)
+    assert set(engine.graphs.recorder.recorded) == {"round"}
+    before = {id(x): set(vars(x)) for x in (engine, engine.drafter, *engine.models)}
+    with suites.watched(engine) as spent:
+        watched = engine.generate(ids, 30)
+    assert watched.tokens == clean.tokens
+    assert engine.graphs.recorder.recorded == ["round", "draft", "verify"]
+    assert spent["rounds"] == len(clean.trace.rounds)
+    assert spent["passes"] == 0 < spent["draft"]
+    for x in (engine, engine.drafter, *engine.models):
+        assert set(vars(x)) - before[id(x)] <= {"place"}
+    assert engine.generate(ids, 30).tokens == clean.tokens
+
+
+def test_the_suites_say_the_same_of_graphs(monkeypatch, rig):
+    """Every suite on a tape: nothing is timed well, and everything has to fit together."""
+    monkeypatch.setattr(graphs, "on", lambda device: graphs.Graphs(Tape()))
+    taped_rig = rig.apart()
+    for name in suites.NAMES:
+        asked = (PROMPTS, [1, 2], 12, 1)
+        found, wanted = suites.run(name, taped_rig, *asked), suites.run(name, rig, *asked)
+        assert found.keys() == wanted.keys()
+        if name == "peers":
+            for row in found["rows"]:
+                assert row["ours_equal"]["others"] == 0
+        if name == "round":
+            assert found["acceptance"] == wanted["acceptance"]
 
 
 def test_a_drafter_without_a_model_drafts_in_all_of_its_draft_phase(rig):
@@ -420,6 +460,24 @@ def test_an_emulated_dtype_is_warned_of(monkeypatch, times, said):
 
 
 # --- the command ---------------------------------------------------------------------------------
+
+
+def test_doctor_tells_what_is_absent_from_what_is_too_old(monkeypatch):
+    there = {"torch": "2.4.0", "numpy": "2.1", "pandas": None}
+    asked = ["torch>=2.11", "numpy", "pandas>=2"]
+    monkeypatch.setattr(doctor, "version", there.get)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: [*asked, "nvml; extra == 'gpu'"])
+    assert doctor.missing() == [
+        "torch>=2.11, 2.4.0 is installed: pip install 'torch>=2.11'",
+        "pandas: pip install pandas",
+    ]
+
+
+def test_a_folder_gets_a_file_that_says_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(suites, "fingerprint", lambda *_: {"device": "NVIDIA X 9", "dtype": "f8"})
+    options = {"device": "cpu", "dtype": "bfloat16", "target": "some/mine"}
+    assert suites.place(tmp_path, options) == tmp_path / "bench_NVIDIA-X-9_f8_mine.json"
+    assert suites.place(tmp_path / "x.json", options) == tmp_path / "x.json"
 
 
 @pytest.fixture

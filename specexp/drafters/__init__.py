@@ -34,13 +34,20 @@ class Drafter(ABC):
     `taps`: hidden states of the target it wants to see. `models`: the models it runs. `context`:
     the longest text it can draft for; past it the engine drafts less. `state`: what it keeps for
     every row [B, ...] between rounds, besides the caches of its models; `seqs.rows` says which of
-    them a call is about.
+    them a call is about. `on_host`: it reads values or decides shapes on the host, so that no round
+    of it can be recorded as a graph. `shaped_by`: numbers on the host, besides the tree, that shape
+    what it runs.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     models: tuple[LM, ...] = ()
     context: int = 1 << 30
+    on_host: bool = False
+
+    @property
+    def shaped_by(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def state(self) -> tuple[Tensor, ...]:

@@ -76,6 +76,10 @@ class Crossed(Drafter):
     def state(self) -> tuple[Tensor, ...]:
         return (self.texts.tokens, self.texts.length, self.told)
 
+    @property
+    def shaped_by(self) -> tuple[int, ...]:
+        return (self.most,)
+
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         for row, (tokens, length) in enumerate(
             zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)

@@ -41,6 +41,10 @@ class EagleLayer(Drafter):
     def state(self) -> tuple[Tensor, ...]:
         return (self.states,)
 
+    @property
+    def shaped_by(self) -> tuple[int, ...]:
+        return (self.deepest,)
+
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         self.states[seqs.rows, 0] = 0  # of a prompt of one token: its root's pair has no feature
         if hidden is not None:

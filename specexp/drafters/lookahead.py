@@ -10,7 +10,7 @@ beside the draft but part of it, and costs no more than it. Every stream has a p
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Lookahead(Drafter):
         self.pool.write(seqs.rows, keys, torch.where(known, old, shifted))
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: graphs read them where they lie
 def _deepest_branch(tree: Tree, device: torch.device) -> tuple[frozenset[int], Tensor]:
     """The root and the way to the first of the deepest nodes: as a set, and in order."""
     way = [tree.levels[-1].start]

@@ -8,7 +8,7 @@ decoding; Yang et al. 2023, LLMA, for the idea.)
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class NGram(Drafter):
         return best.indices, best.values >= 0
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: graphs read them where they lie
 def _first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
     """How many leaves there are, and of every guess the rank of the first leaf it leads to."""
     leaves = [i for i in range(len(tree)) if i not in tree.parents]

@@ -44,6 +44,10 @@ class Planted(Drafter):
     def state(self) -> tuple[Tensor, ...]:
         return (self.future, self.salt, *self.worker.state)
 
+    @property
+    def shaped_by(self) -> tuple[int, ...]:
+        return self.worker.shaped_by
+
     def catch_up(self, seqs: Sequences, missed: int) -> None:
         self.worker.catch_up(seqs, missed)
 

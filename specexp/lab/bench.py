@@ -181,7 +181,7 @@ def duel(
     rig = next(iter(arms.values()))
     engines: dict[Any, Engine] = {None: rig.engine.plain()}
     engines |= {arm: other.engine for arm, other in arms.items()}
-    _warm_up(engines.values(), [rig.encode([prompts[0].text])[0]])
+    _warm_up(engines.values(), [rig.encode([p.text]) for p in prompts], max_new_tokens)
     rows: list[dict[str, Any]] = []
     with tqdm(total=repeats * len(prompts) * len(engines), desc="latency", unit="run") as bar:
         for repeat in range(repeats):
@@ -211,7 +211,7 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
         for arm in list(engines) if repeat % 2 else list(engines)[::-1]:
             engine = engines[arm]  # arms share the target and its cache: each prefills again
             seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
-            engine.begin(seqs)
+            seqs = engine.begin(seqs)
             seen[arm].append(_one_round(engine, seqs, _tree(engine)))
     medians = {arm: np.median(np.array(times[2:]), axis=0) for arm, times in seen.items()}
     step = float(medians.pop(None).sum())
@@ -264,7 +264,7 @@ def bias(rig: Rig, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
 
 @torch.inference_mode()
 def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
-    engine.begin(seqs)
+    seqs = engine.begin(seqs)
     tree, found = _tree(engine), []
     for _ in range(most):
         draft = engine.drafter.propose(seqs, tree, engine.rng)
@@ -301,7 +301,7 @@ def throughput(
         for batch in batches:
             chosen = [prompts[i % len(prompts)] for i in range(batch)]
             ids = rig.encode([p.text for p in chosen])
-            _warm_up([plain, fast], ids)
+            _warm_up([plain, fast], [ids], max_new_tokens)
             for repeat in range(repeats):
                 arms = {"plain": plain, "fast": fast}
                 traces = _take_turns(arms, ids, max_new_tokens, repeat % 2 == 1, bar)
@@ -333,7 +333,7 @@ def pass_costs(
     seqs = Sequences.of(
         rig.encode([prompt.text]) * batch, 64, slack=max(gammas) + 1, device=engine.target.device
     )
-    engine.begin(seqs)
+    seqs = engine.begin(seqs)
     wanted = sorted({0, *gammas})
     seen: dict[int, list[tuple[float, float, float]]] = {g: [] for g in wanted}
     for repeat in range(repeats + 2):
@@ -349,9 +349,9 @@ def pass_costs(
 @torch.inference_mode()
 def _one_round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float, float]:
     now = [_clock(engine)]
-    draft = engine.drafter.propose(seqs, tree, engine.rng)
+    draft = engine.drafted(seqs, tree)
     now.append(_clock(engine))
-    seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+    seen = engine.verified(seqs, draft)
     now.append(_clock(engine))
     engine.rule(draft, engine.sampling.law(seen.logits), engine.rng).n.tolist()
     now.append(_clock(engine))
@@ -435,9 +435,14 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _warm_up(engines: Iterable[Engine], ids: list[list[int]]) -> None:
+def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -> None:
+    """A few tokens of the first batch; where graphs are recorded, all of every batch."""
     for engine in engines:
-        engine.generate(ids, WARM_UP_TOKENS)
+        if engine.graphs is None:
+            engine.generate(ids[0], WARM_UP_TOKENS)
+        else:
+            for batch in ids:
+                engine.generate(batch, most)
 
 
 def _row(rig: Rig, prompt: Prompt) -> dict[str, Any]:

@@ -97,15 +97,19 @@ def build(
     `rules.of`, or "auto": reject for guesses that are drawn, match for those that are chosen.
     device "auto" takes the GPU when there is one. Raises UserError with one line for bad input.
     """
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     tokenizer = _tokenizer(target)
     name = Path(target).name
-    model = lm.load(locate(target), name, dtype, where, vocabulary(tokenizer, target))
+    model = lm.load(locate(target), name, dtype, where(device), vocabulary(tokenizer, target))
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
     return _assemble(model, tokenizer, **options)
+
+
+def where(device: str) -> str:
+    """The device that `auto` stands for: the GPU when there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def warm(params: Mapping[str, Any]) -> None:

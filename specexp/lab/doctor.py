@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata as metadata
 import os
 import platform
-import re
 import shutil
 import time
+import tomllib
 
 import torch
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
@@ -53,10 +54,26 @@ def examine(console: Console) -> bool:
 
 
 def missing() -> list[str]:
-    """Requirements of the package that are not installed, one line each with the mend."""
-    needed = metadata.requires("specexp") or []
-    names = [re.split(r"[\s;<>=!~\[]", r, maxsplit=1)[0] for r in needed if "extra ==" not in r]
-    return [f"{n}: pip install {n}" for n in names if version(n) is None]
+    """Requirements of the package that this machine does not meet, one line each with the mend."""
+    problems = []
+    for needed in requirements():
+        found = version(needed.name)
+        if found is None:
+            problems.append(f"{needed.name}: pip install {needed.name}")
+        elif not needed.specifier.contains(found, prereleases=True):
+            mend = f"pip install '{needed}'"
+            problems.append(f"{needed.name}{needed.specifier}, {found} is installed: {mend}")
+    return problems
+
+
+def requirements() -> list[Requirement]:
+    """What the package needs, as it was installed, or as a checkout says that was not."""
+    try:
+        asked = metadata.requires("specexp") or []
+    except metadata.PackageNotFoundError:
+        project = tomllib.loads((track.ROOT / "pyproject.toml").read_text())["project"]
+        asked = project["dependencies"]
+    return [r for r in map(Requirement, asked) if not (r.marker and "extra" in str(r.marker))]
 
 
 def speeds(device: torch.device) -> Table:

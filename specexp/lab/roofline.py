@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specexp import graphs
 from specexp.lab import turns
 from specexp.lab.build import Rig
 from specexp.lm import LM, free_memory
@@ -55,11 +56,12 @@ def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
     }
 
     @torch.inference_mode()
-    def multiply(_: Any) -> None:
+    def multiply() -> None:
         for w in weights:
             nn.functional.linear(x[w.shape[1]], w)
 
-    return multiply
+    run = graphs.capture(multiply, weights[0].device)
+    return lambda _: run()
 
 
 def matrices(module: nn.Module) -> list[Tensor]:
@@ -88,7 +90,8 @@ def a_pass(
     draft = seqs.draft(Tree.chain(tokens - 1).nodes(lm.device), guesses.long())
     lm.allocate(*seqs.tokens.shape)
     lm.prefill(seqs, 0, length - 1)
-    return torch.inference_mode()(lambda _: lm.verify(seqs, draft))
+    run = graphs.capture(torch.inference_mode()(lambda: lm.verify(seqs, draft)), lm.device)
+    return lambda _: run()
 
 
 def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:

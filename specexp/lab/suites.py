@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +21,14 @@ import pandas as pd
 import torch
 from torch import nn
 
+from specexp import graphs
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.lab import bench, build, doctor, peers, stats, turns
 from specexp.lab.build import Rig
 from specexp.lab.prompts import Prompt
 from specexp.lab.roofline import PASSES, a_pass, causal, roofline, weight_bytes
-from specexp.lm import LM, load
+from specexp.lm import DTYPES, LM, load
 from specexp.serving.costs import Fit, fingerprint
 from specexp.trace import Acceptance
 from specexp.zoo import shelf
@@ -46,8 +49,19 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
         | {name: version for name in PACKAGES if (version := doctor.version(name))},
+        "graphs": graphs.on(device) is not None,
         "warning": doctor.slow(dtype, device),
     }
+
+
+def place(out: Path, options: dict[str, Any]) -> Path:
+    """The file to write: `out`, or, if that is a folder, one in it that says what was measured."""
+    if out.suffix:
+        return out
+    device = torch.device(build.where(options["device"]))
+    said = fingerprint(device, DTYPES[options["dtype"]])
+    words = "bench", said["device"], said["dtype"], Path(options["target"]).name
+    return out / ("_".join(re.sub(r"\W+", "-", word).strip("-") for word in words) + ".json")
 
 
 def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
@@ -91,10 +105,14 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     the report (observe, commit; chains have nothing to move); host: all between two rounds, which
     is reading the report and what Python makes of it. `passes`: the part of `draft` inside the
     drafter's models; `rounds`: how many.
+
+    Rounds that are a CUDA graph are taken apart: draft and verify are a graph each, the rest is
+    launched one operation at a time.
     """
     spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
     drafter, device = engine.drafter, engine.target.device
-    last, doing = turns.clock(device), ""
+    whole = engine.graphs is not None and not drafter.on_host
+    last, drafting = turns.clock(device), False
 
     def border(phase: str | None) -> None:
         nonlocal last
@@ -109,26 +127,23 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
         return made
 
     def a_round(call: Any, *args: Any) -> Any:
-        nonlocal doing
         made = call(*args)
         border("commit")
         spent["rounds"] += 1
-        doing = ""
         return made
 
     def propose(call: Any, *args: Any) -> Any:
-        nonlocal doing
+        nonlocal drafting
         border("host")
-        doing = "draft"
-        made = call(*args)
+        drafting = True
+        made = engine.drafted(*args) if whole else call(*args)
         border("draft")
-        doing = "verify"
+        drafting = False
         return made
 
     def verify(call: Any, *args: Any) -> Any:
-        made = call(*args)
-        if doing == "verify":  # a drafter may ask the target, too
-            border("verify")
+        made = engine.verified(*args) if whole else call(*args)
+        border("verify")
         return made
 
     def observe(call: Any, *args: Any) -> Any:
@@ -138,16 +153,20 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     def feed(call: Any, *args: Any, **more: Any) -> Any:
         started = turns.clock(device)
         made = call(*args, **more)
-        if doing == "draft":
+        if drafting:
             spent["passes"] += turns.clock(device) - started
         return made
 
+    hooks: list[tuple[Any, str, Any]] = [
+        (engine, "begin", begin), (engine, "round", a_round), (engine, "_propose", propose),
+        (engine, "_verify", verify), (drafter, "observe", observe),
+    ]  # fmt: skip
+    if whole:
+        hooks += [(engine, "report", lambda _, *args: engine.round(*args).tolist())]
+    else:
+        hooks += [(lm, "feed", feed) for lm in drafter.models]
     with ExitStack() as borders:
-        for owner, name, noted in (
-            (engine, "begin", begin), (engine, "round", a_round), (drafter, "propose", propose),
-            (engine.target, "verify", verify), (drafter, "observe", observe),
-            *((lm, "feed", feed) for lm in drafter.models),
-        ):  # fmt: skip
+        for owner, name, noted in hooks:
             setattr(owner, name, partial(noted, getattr(owner, name)))  # hides the class's own
             borders.callback(delattr, owner, name)
         yield spent

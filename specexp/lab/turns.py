@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from specexp import graphs
 from specexp.lab import stats
 from specexp.lab.stats import Interval
 
@@ -44,17 +45,21 @@ def take(
     lead: int = 0,
 ) -> dict[Arm, list[Turn]]:
     """Give every item to every arm, in reverse order every other turn, after a turn of the first
-    item that does not count. One turn an item, in order. about: what the progress bar says."""
+    item that does not count; where graphs are recorded, of every item, since an item may have
+    shapes of its own. One turn an item, in order. about: what the progress bar says."""
     seen: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
-    with tqdm(total=len(arms) * (len(items) + 1), desc=about, unit="call") as bar:
-        for number, item in enumerate([items[0], *items]):
+    first = items[:1]
+    if graphs.on(device):
+        first = [item for i, item in enumerate(items) if item not in items[:i]]
+    with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, unit="call") as bar:
+        for number, item in enumerate([*first, *items], 1 - len(first)):
             for arm in list(arms)[:: -1 if number % 2 else 1]:
                 for _ in range(lead):
                     arms[arm](item)
                 begin = clock(device)
                 made = arms[arm](item)
                 took = clock(device) - begin
-                if number:
+                if number > 0:
                     seen[arm].append(Turn(took, made))
                 bar.update()
     return seen

@@ -1,8 +1,9 @@
 """A fixed bank of rows over an engine: texts come, are read, written and leave; memory stays.
 
-Passes cover windows of the bank: the rows in use and as many slots as their texts need. The round
-is the engine's. Nothing here decides anything: serve.py does, and simulate.py has a bank of the
-same shape that holds no text.
+Passes cover windows of the bank: the rows in use and as many slots as their texts need; rounds that
+are recorded as graphs cover free rows, too, so that there are few sizes. The round is the engine's.
+Nothing here decides anything: serve.py does, and simulate.py has a bank of the same shape that
+holds no text.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ SLOTS = 64  # windows grow by this many slots, so that there are few shapes
 def window(need: int, slots: int) -> int:
     """Slots that a pass covers which needs so many of a row's `slots`."""
     return min(slots, -(-need // SLOTS) * SLOTS)
+
+
+def bucket(rows: int) -> int:
+    """Rows that a recorded round covers for so many: 1, 2, 4, 8, 16, 24, 32, ..."""
+    return 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
 
 
 class Turn(NamedTuple):
@@ -90,6 +96,7 @@ class EngineBank:
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows + 1, slots, engine.eos, device)
         self._hidden: dict[int, list[torch.Tensor]] = {}
+        self._taken: set[int] = set()
 
     @property
     def context(self) -> int:
@@ -107,6 +114,7 @@ class EngineBank:
         """A text takes a row; nothing of it is in the target's cache."""
         self.seqs.write(row, text, len(text), stream)
         self._hidden[row] = []
+        self._taken.add(row)
         for lm in self.engine.models:
             lm.fault[row] = False
 
@@ -137,12 +145,20 @@ class EngineBank:
         """One round of these rows, none of them longer than `longest`."""
         tree = tree.cut(max(0, self.engine.drafter.context - longest))
         with _memory():
-            report = self.engine.round(self._window(first, rows, longest), tree).tolist()
+            covered = self._window(first, self._covered(first, rows), longest)
+            report = self.engine.report(covered, tree)
         return [
             Turn(first + i, row[1], row[2], row[3], not row[4], self.engine.broken(row))
             for i, row in enumerate(report)
             if row[0]
         ]
+
+    def _covered(self, first: int, rows: int) -> int:
+        """These rows, and where rounds are graphs as many free ones as make a size that is known.
+        Nothing is written in a free row, and whoever takes it begins it anew."""
+        most = min(bucket(rows), self.rows - first)
+        beyond = range(first + rows, first + most)
+        return rows if self.engine.graphs is None or self._taken.intersection(beyond) else most
 
     def _window(self, first: int, rows: int, longest: int) -> Sequences:
         return self.seqs.window(first, rows, window(longest + self.room, self.slots))
@@ -160,6 +176,7 @@ class EngineBank:
             part[target] = part[source]
         if source in self._hidden:
             self._hidden[target] = self._hidden.pop(source)
+        self._taken |= {target} if source in self._taken else set()
 
     def swap(self, a: int, b: int, longest: int) -> None:
         for source, target in ((a, self.rows), (b, a), (self.rows, b)):
@@ -170,6 +187,7 @@ class EngineBank:
         """The row is free; if it broke, nothing that is no number stays behind."""
         self.seqs.length[row] = self.seqs.limit[row] = 1
         self._hidden.pop(row, None)
+        self._taken.discard(row)
         if broken:
             for lm in self.engine.models:
                 assert lm.cache is not None

@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike
 from specexp import theory
 from specexp.engine import Engine
 from specexp.errors import UserError
+from specexp.graphs import WARM
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -310,6 +311,7 @@ def measure(
         new = context - slack - length
         return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
 
+    lead = 1 + (WARM if engine.graphs else 0)
     places = list(product(batches, contexts))
     rounds: dict[Any, list[tuple[float, float]]] = {
         p: [] for p in product(batches, gammas, contexts)
@@ -319,10 +321,10 @@ def measure(
         for at, (batch, context) in enumerate(places[::way], 1):
             seqs = rows(batch, room + context - contexts[-1], context)
             _prefill(engine, seqs)
-            for repeat in range(1 + times * max(1, FULL // batch)):
+            for repeat in range(lead + times * max(1, FULL // batch)):
                 for gamma in gammas[:: way * (-1) ** repeat]:
                     took = _round(engine, seqs, Tree.chain(gamma))
-                    rounds[batch, gamma, context] += [took] if repeat else []
+                    rounds[batch, gamma, context] += [took] if repeat >= lead else []
             if watch:
                 watch(at + (way < 0) * len(places), 2 * len(places))
         for repeat in range(times + 1):
@@ -382,9 +384,9 @@ def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
 def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
     """A round that is not committed; seconds to draft, and to verify and decide."""
     now = [_clock(engine)]
-    draft = engine.drafter.propose(seqs, tree, engine.rng)
+    draft = engine.drafted(seqs, tree)
     now.append(_clock(engine))
-    seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+    seen = engine.verified(seqs, draft)
     engine.rule(draft, engine.sampling.law(seen.logits), engine.rng).n.tolist()
     now.append(_clock(engine))
     return now[1] - now[0], now[2] - now[1]

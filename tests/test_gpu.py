@@ -1,0 +1,88 @@
+"""On a GPU everything is what it is on a CPU. The same tests run on both: `make gpu` the rest."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tiny import DRAFTERS, NEW, PROMPTS, SHAPES, TREES, NoHostReads, engine
+
+from specexp.lab.certify import compare
+from specexp.policy import Fixed
+from specexp.sequences import Sequences
+from specexp.serving.bank import EngineBank
+from specexp.serving.serve import Closed, Request, Server, serve
+from specexp.tree import Tree
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+FEW = ["chain", "branching", "grown"]
+WRONG = [[*text[:5], (text[5] + 1) % 32, *text[6:]] for text in [list(range(NEW))] * len(PROMPTS)]
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def bugs(texts: list[list[int]], temperature: float = 0.0) -> int:
+    """Differences to plain text on the CPU that no rounding explains."""
+    plain = engine("null", "empty", temperature=temperature, dtype=torch.float32)
+    return compare(plain, PROMPTS, texts, NEW, range(len(PROMPTS))).bugs
+
+
+@on_every_device
+@pytest.mark.parametrize(("rule", "tree"), [(r, t) for r, t in SHAPES if t in FEW])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_text_is_that_of_the_cpu(kind, rule, tree, device):
+    made = engine(kind, tree, rule, dtype=torch.float32, device=device)
+    assert bugs(made.generate(PROMPTS, NEW).tokens) == 0
+
+
+@on_every_device
+@pytest.mark.parametrize("tree", FEW)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_sampled_text_under_match_is_that_of_the_cpu(kind, tree, device):
+    made = engine(kind, tree, "match", temperature=0.9, dtype=torch.float32, device=device)
+    assert bugs(made.generate(PROMPTS, NEW).tokens, temperature=0.9) == 0
+
+
+def test_a_text_that_is_another_is_noticed():
+    assert bugs(WRONG) == len(PROMPTS)
+
+
+@contextmanager
+def watched(device: str):
+    """Nothing in here may wait for the device, or reach the host."""
+    if device == "cpu":
+        with NoHostReads():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tree", FEW)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_round_waits_for_nothing(kind, tree, dtype, device):
+    made = engine(kind, tree, temperature=0.9, dtype=dtype, device=device)
+    shape = TREES[tree]
+    seqs = Sequences.of(PROMPTS, NEW, slack=shape.room, device=device)
+    made.begin(seqs)
+    made.round(seqs, shape)
+    with watched(device):
+        made.round(seqs, shape)
+
+
+@on_every_device
+@pytest.mark.parametrize("tree", [Tree.chain(3), Tree.branching(2, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["null", "model", "eagle3", "ngram", "recycle"])
+def test_served_texts_are_those_of_the_cpu(kind, tree, device):
+    """Three rows for five requests: texts join, leave and move."""
+    made = engine(kind, tree, "match", dtype=torch.float32, device=device)
+    bank = EngineBank(made, rows=3, slots=64, room=tree.room)
+    requests = [Request(prompt, NEW, stream=i) for i, prompt in enumerate(PROMPTS)]
+    answers = serve(Server(bank, Fixed(tree)), Closed(requests, 4))
+    assert [a.state for a in answers] == ["done"] * len(PROMPTS)
+    in_order = sorted(answers, key=lambda a: a.request.stream)
+    assert bugs([a.tokens for a in in_order]) == 0
