@@ -71,7 +71,7 @@ def requirements() -> list[Requirement]:
     try:
         asked = metadata.requires("specexp") or []
     except metadata.PackageNotFoundError:
-        project = tomllib.loads((track.ROOT / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads((store.ROOT / "pyproject.toml").read_text())["project"]
         asked = project["dependencies"]
     return [r for r in map(Requirement, asked) if not (r.marker and "extra" in str(r.marker))]
 
