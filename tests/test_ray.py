@@ -85,7 +85,9 @@ def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
     todo = points(how=["well", "raises"])
     code, said = go(todo, place=OnRay(todo, together=True), together=True)
     assert code == 1
-    assert "2 of 2 points to run, on Ray: 1 machines, 2 CPUs, 0 GPUs, room for 2 at once" in said
+    assert (
+        "2 of 2 points to run, on Ray (machines: 1, CPUs: 2, GPUs: 0), room for 2 at once" in said
+    )
     wanted = {p.run_key: "FINISHED" if p.params["how"] == "well" else "FAILED" for p in todo}
     assert statuses() == wanted
     frame = track.runs()
@@ -176,24 +178,25 @@ def test_a_machine_lost_again_and_again_is_a_loss(points):
 def test_what_ray_is_asked_for(points):
     """Timed points get a machine of the largest kind, others a CPU, and a GPU if they need one."""
     [point] = points(x=[1])
-    place = OnRay([point])
-    place._nodes = [(4.0, 0.0), (16.0, 0.0), (16.0, 0.0)]
-    assert place.demand(point) == {"num_cpus": 16, "num_gpus": 0}
-    assert place.at_once(None, timed=True) == 2
-    assert place.at_once(7, timed=True) == 7
-    place = OnRay([point], together=True)
-    place._nodes = [(4.0, 0.0), (16.0, 0.0), (16.0, 0.0)]
-    assert place.demand(point) == {"num_cpus": 1, "num_gpus": 0}
-    assert place.at_once(None, timed=False) == 36
+
+    def place(nodes, **options):
+        made = OnRay([point], **options)
+        made._nodes, made._gpus = nodes, any(gpus for _, gpus in nodes)
+        return made
+
+    cpus = [(4.0, 0.0), (16.0, 0.0), (16.0, 0.0)]
+    alone, together = place(cpus), place(cpus, together=True)
+    assert alone.demand(point) == {"num_cpus": 16, "num_gpus": 0}
+    assert alone.at_once(None, timed=True) == 2
+    assert alone.at_once(7, timed=True) == 7
+    assert together.demand(point) == {"num_cpus": 1, "num_gpus": 0}
+    assert together.at_once(None, timed=False) == 36
+    mixed = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
     for device, gpus in (("cpu", 0), ("auto", 1), ("cuda", 1), ("cuda:0", 1)):
         point.params["device"] = device
-        place = OnRay([point])
-        place._nodes = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
-        assert place.demand(point) == {"num_cpus": 16 if gpus else 64, "num_gpus": gpus}
-        assert place.at_once(None, timed=True) == 1
-        place = OnRay([point], together=True)
-        place._nodes = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
-        assert place.at_once(None, timed=False) == (8 if gpus else 88)
+        assert place(mixed).demand(point) == {"num_cpus": 16 if gpus else 64, "num_gpus": gpus}
+        assert place(mixed).at_once(None, timed=True) == 1
+        assert place(mixed, together=True).at_once(None, timed=False) == (8 if gpus else 88)
 
 
 @ray

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
@@ -74,8 +75,8 @@ class OnRay:
         self._connect()
         import ray
 
-        found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
+        self._look()
+        self._gpus = any(gpus >= 1 for _, gpus in self._nodes)
         needy = [p for p in self._points if _device(p).startswith("cuda")]
         self._task = ray.remote(max_retries=0)(task)
         self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
@@ -102,6 +103,8 @@ class OnRay:
         else:
             options |= {"address": self._address, "runtime_env": self._shipped()}
             _knock(self._address)
+            if self._address.startswith("ray://") and _has_token():  # as Ray does for all others
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         self._ours = not ray.is_initialized()
@@ -115,6 +118,13 @@ class OnRay:
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
+
+    def _look(self) -> None:
+        """Which machines there are now: CPUs and GPUs of each."""
+        import ray
+
+        found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
 
     def _shipped(self) -> dict[str, Any]:
         """What workers get of this checkout: the library, the data, and the points' notebooks."""
@@ -131,12 +141,9 @@ class OnRay:
     @property
     def how(self) -> str:
         cpus, gpus = sum(c for c, _ in self._nodes), sum(g for _, g in self._nodes)
-        there = f"on Ray: {len(self._nodes)} machines, {cpus:.0f} CPUs, {gpus:.0f} GPUs"
-        return f"{there}, room for {max(self.at_once(None, t) for t in (True, False))} at once"
-
-    @property
-    def _gpus(self) -> bool:
-        return any(gpus >= 1 for _, gpus in self._nodes)
+        room = max(self.at_once(None, timed) for timed in (True, False))
+        there = f"machines: {len(self._nodes)}, CPUs: {cpus:.0f}, GPUs: {gpus:.0f}"
+        return f"on Ray ({there}), room for {room} at once"
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
         asked = [self.demand(p) for p in self._points if self._errands.alone(p) == timed]
@@ -181,6 +188,7 @@ class OnRay:
     def _carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
         import ray
 
+        self._look()
         options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
         todo = self._errands.of(point)
         given = self._task.options(**options).remote(todo, self._mailbox, seat)
@@ -199,11 +207,16 @@ class OnRay:
 
 def _line(e: Exception) -> str:
     """An error of Ray, which may fill a page, as a line."""
-    return " ".join(str(e).split())[:300] or type(e).__name__
+    return " ".join(str(e).split())[:200] or type(e).__name__
 
 
 def _device(point: Point) -> str:
     return str(point.params.get("device", "cpu"))
+
+
+def _has_token() -> bool:
+    named = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return named or (Path.home() / ".ray" / "auth_token").exists()
 
 
 def _knock(address: str) -> None:
