@@ -3,7 +3,10 @@
 import ast
 import functools
 import importlib.util
+import os
 import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -62,9 +65,9 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need a GPU or a package that is no part of an installation exist only where there
-    is one: deselected elsewhere, never skipped."""
-    there = {"cuda": torch.cuda.is_available()} | {
+    """Tests that need a GPU, the right to mount, or a package that is no part of an installation
+    exist only where there is one: deselected elsewhere, never skipped."""
+    there = {"cuda": torch.cuda.is_available(), "mount": _may_mount()} | {
         name: importlib.util.find_spec(name) is not None for name in ("speculators", "ray")
     }
     gone = [
@@ -75,6 +78,16 @@ def pytest_collection_modifyitems(config, items):
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in gone]
+
+
+def _may_mount() -> bool:
+    if os.geteuid() != 0:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        asked = ["mount", "-t", "tmpfs", "tmpfs", folder]
+        if shutil.which("mount") is None or subprocess.run(asked, capture_output=True).returncode:
+            return False
+        return subprocess.run(["umount", folder]).returncode == 0
 
 
 def tiny_llama(seed: int, layers: int = 2, vocab: int = 32, **config) -> LlamaForCausalLM:

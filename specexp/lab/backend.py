@@ -260,8 +260,11 @@ class Backend:
         if place:
             copy_files(folder, place)
         else:
-            with self.reaching():
-                self.client.log_artifacts(run.info.run_id, str(folder))
+            with self.reaching():  # one by one: MLflow's own walk is silent of what it cannot open
+                for path in _files(folder):
+                    inside = path.parent.relative_to(folder).as_posix()
+                    into = None if inside == "." else inside
+                    self.client.log_artifact(run.info.run_id, str(path), into)
 
     def fetch(self, run: Any, folder: Path) -> None:
         """Copy a run's artifacts to a folder that is there."""

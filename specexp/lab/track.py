@@ -255,7 +255,7 @@ def _publish(folder: Path) -> str:
     same = [
         r.info.run_id
         for r in place.runs(experiment, wanted)
-        if is_whole(r) and r.data.tags.get("attempt") == tags["attempt"]
+        if is_whole(r) and (r.data.tags.get("attempt") == tags["attempt"] or _since(r, folder))
     ]
     run_id = same[0] if same else _show(folder, experiment, status, tags, record)
     for old in place.runs(experiment, wanted):
@@ -263,6 +263,12 @@ def _publish(folder: Path) -> str:
         if old.info.run_id != run_id and is_ours(old) and not stays:
             place.client.delete_run(old.info.run_id)
     return run_id
+
+
+def _since(run: Any, folder: Path) -> bool:
+    """Did this run end well after what the folder holds had ended? Then that need not be told."""
+    later = run.info.end_time > int((folder / store.TAGS).stat().st_mtime * 1000)
+    return later and is_ours(run) and run.info.status == "FINISHED"
 
 
 def _show(
