@@ -407,7 +407,7 @@ def bench(
     suites: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
-            help="peers, roofline, round, scale; default: all four.", metavar="[SUITES]..."
+            help="peers, roofline, round, scale, memory; default: all.", metavar="[SUITES]..."
         ),
     ] = None,
     target: TargetName = "target-10m",
@@ -418,7 +418,7 @@ def bench(
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     batches: Annotated[
-        str, typer.Option(help="Rows, for scale; peers takes the largest up to 8.")
+        str, typer.Option(help="Rows, for scale and memory; peers takes the largest up to 8.")
     ] = "1,2,4,8,16",
     prompts: Annotated[
         str, typer.Option(help="A prompts file (JSON lines), a shipped category, or all: five.")
@@ -439,7 +439,8 @@ def bench(
     """Do figures made here describe the hardware or the toolkit? Everything is timed in turns.
 
     peers: other engines at the same work. roofline: a pass against memory and its own products.
-    round: where a round's time goes. scale: how a pass grows. Two to four minutes for the zoo.
+    round: where a round's time goes. scale: how a pass grows. memory: peaks, and what configs
+    foretell. Two to four minutes for the zoo.
     """
     from specexp.lab import build, suite_views
     from specexp.lab import prompts as questions

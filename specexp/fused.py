@@ -143,11 +143,11 @@ class Fused:
         x = torch.cat([x, x]) if len(x) == 1 and thin(x) else x
         cos, sin = self._turn(x, positions)
         mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
-        states = [x]
-        for layer, slots in zip(self.layers, cache.layers, strict=False):  # an exit has fewer
-            x = layer(x, cos, sin, mask, slots)
-            states.append(x)
-        states[-1] = x = self.norm(x)[: B * n]
+        states = {0: x} if 0 in taps else {}
+        for t, (layer, slots) in enumerate(zip(self.layers, cache.layers, strict=False), 1):
+            x = layer(x, cos, sin, mask, slots)  # an exit has fewer layers than the cache
+            states |= {t: x} if t in taps else {}
+        states[len(self.layers)] = x = self.norm(x)[: B * n]
         wanted = [states[t][: B * n] for t in taps]
         hidden = torch.cat(wanted, -1).view(B, n, -1) if taps else None
         if last == 0:

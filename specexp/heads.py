@@ -135,8 +135,8 @@ class Eagle(nn.Module):
 
     (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Driven like a model of
     transformers: `features` [B, n, taps*E] are the target's, or [B, n, E] its own. The output's
-    `hidden_states[-1]` [B, n, E] are the features it made; logits [B, n, V] are -inf for tokens
-    outside the draft vocabulary.
+    `hidden_states[-1]` [B, n, E] are the features it made; logits [B, n, V], or of the last
+    `logits_to_keep` places, are -inf for tokens outside the draft vocabulary.
     """
 
     d2t: Tensor
@@ -211,13 +211,13 @@ class Eagle(nn.Module):
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,
-        past_key_values: Any = None, **_: Any,
+        past_key_values: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> SimpleNamespace:  # fmt: skip
         made = self.features(
             input_ids, features, position_ids,
             attention_mask=attention_mask, past_key_values=past_key_values,
         )  # fmt: skip
-        logits = self.draft_logits(made)
+        logits = self.draft_logits(made[:, -logits_to_keep:])
         if self.shape.fused:
             everywhere = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
             logits = everywhere.index_copy(-1, self.draft_ids, logits)

@@ -8,9 +8,10 @@ of trees through the unmodified model, and common families run with less work.
 from __future__ import annotations
 
 import copy
+import json
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -22,14 +23,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from specexp import fused
+from specexp import fused, memory
 from specexp.cache import SlotCache
 from specexp.errors import UserError
+from specexp.memory import PREFILL
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import tree_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-PREFILL = 512  # tokens a row in one prefill pass
 
 
 @dataclass
@@ -99,18 +100,16 @@ class LM:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        c = self.config
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return 2 * c.num_hidden_layers * heads * d * self.dtype.itemsize
+        return memory.kv_bytes(self.config, self.dtype.itemsize)
 
     def allocate(self, B: int, S: int) -> None:
         """An empty cache for B rows of S slots. Raises UserError when it cannot fit."""
         need, free = B * S * self.kv_bytes_per_token, free_memory(self.device)
         if need > free:
             raise UserError(
-                f"the cache of {self.name} for batch {B} x {S} tokens needs {need / 2**30:.1f} GiB "
-                f"and {free / 2**30:.1f} GiB are free: use a smaller batch or fewer tokens"
+                f"the cache of {self.name} for batch {B} x {S} tokens needs {memory.gib(need)} GiB "
+                f"and {memory.gib(free)} GiB are free: use a smaller batch, of "
+                f"{free * B // need} at most, or fewer tokens"
             )
         self.cache = SlotCache(self.config.num_hidden_layers, B, S)
         self.fault = torch.zeros(B, dtype=torch.bool, device=self.device)
@@ -291,12 +290,21 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("no CUDA device is available; use --device cpu")
+    if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
     logging.disable_progress_bar()
     weights = tuple(sorted(str(f.stat()) for f in Path(source).glob("*.safetensors")))
     key = (str(source), weights, dtype, device)
     if key in _LOADED:
         return LM(_LOADED[key], name, vocab)
     try:
+        need, free = weight_bytes(config, DTYPES[dtype]), free_memory(torch.device(device))
+        if need > free:
+            raise UserError(
+                f"the weights of {name} in {dtype} take {memory.gib(need)} GiB and "
+                f"{memory.gib(free)} GiB are free on {device}: "
+                f"{smaller(config, DTYPES[dtype], free)}"
+            )
         module = AutoModelForCausalLM.from_pretrained(
             str(source),
             config=config,
@@ -308,6 +316,28 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         raise UserError(f"cannot load {name}: {str(e).strip().splitlines()[0]}") from e
     _LOADED[key] = module = module.to(device)
     return LM(module, name, vocab)
+
+
+def weight_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Of the model that a config describes; nothing is loaded. 0 if it is quantised: not known."""
+    if getattr(config, "quantization_config", None):
+        return 0
+    return _parameters(config.to_json_string(use_diff=False)) * dtype.itemsize
+
+
+def smaller(config: Any, dtype: torch.dtype, free: int) -> str:
+    """What to take instead of a model whose weights do not fit into so many bytes."""
+    if dtype.itemsize > 2 and weight_bytes(config, torch.bfloat16) <= free:
+        return "use --dtype bfloat16"
+    return f"choose a model of at most {free / 2e9:.1f} billion parameters, in bfloat16"
+
+
+@cache
+def _parameters(described: str) -> int:
+    config = AutoConfig.for_model(**json.loads(described))
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in module.parameters())
 
 
 _LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # weights that somebody still uses

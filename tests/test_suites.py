@@ -529,7 +529,7 @@ def test_bench_prints_nothing_but_json_when_asked(bench):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["rouf"], "suite 'rouf' is unknown; there are peers, roofline, round, scale"),
+        (["rouf"], "suite 'rouf' is unknown; there are peers, roofline, round, scale, memory"),
         (["--gamma", "0"], "gamma is 0"),
         (["--gamma", "-1"], "gamma is -1"),
         (["--repeats", "0"], "repeats is 0"),

@@ -116,11 +116,13 @@ class Plan:
 @dataclass(frozen=True)
 class Ready:
     """`make` gives the drafter for the loaded target. `draws`: its guesses are drawn from a law
-    that the rule is shown (else they are chosen). `deepest`: the longest draft it can make."""
+    that the rule is shown (else they are chosen). `deepest`: the longest draft it can make.
+    `config`: of the model that it loads, if it does."""
 
     make: Callable[[LM], Drafter]
     draws: bool = False
     deepest: int = 1 << 30
+    config: Any = None
 
 
 def described() -> list[tuple[str, str]]:

@@ -141,7 +141,7 @@ def prepare(plan: Plan) -> Ready:
     if not plan.argument:
         raise UserError("drafter crossed needs a draft model: crossed:NAME")
     source = plan.source(plan.method, plan.argument)
-    read_config(source)
+    config = read_config(source).get_text_config()
     tongues = Tongues(plan.tokenizer, read_tokenizer(source), plan.vocab)
     if not (tongues.common >= 0).any():
         raise UserError(f"{plan.target} and {source} have no token in common: nothing to guess")
@@ -150,4 +150,4 @@ def prepare(plan: Plan) -> Ready:
         draft = load(source, Path(source).name, plan.dtype, str(target.device))
         return Crossed(draft, tongues, plan.sampling)
 
-    return Ready(make, draws=True)
+    return Ready(make, draws=True, config=config)

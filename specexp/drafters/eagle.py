@@ -56,7 +56,7 @@ class EagleLayer(Drafter):
             self._feed(seqs, open_ - first, min(PREFILL, open_ - first))
 
     def _feed(self, seqs: Sequences, back: int, count: int) -> Forward:
-        """`count` pairs a row, from the one `back` before the root's on."""
+        """`count` pairs a row, from the one `back` before the root's on; logits after the last."""
         S = seqs.tokens.shape[1]
         root = seqs.length[:, None] - 2
         slots = (root - back + torch.arange(count, device=root.device)).clamp(min=0)
@@ -65,7 +65,9 @@ class EagleLayer(Drafter):
         states = states.gather(1, slots[..., None].expand(-1, -1, states.shape[2]))
         visible = torch.arange(S, device=slots.device) <= slots[:, :, None]
         features = self.net.fuse(states)
-        return self.lm.feed(seqs, tokens, slots, slots, visible, taps=(0,), features=features)
+        return self.lm.feed(
+            seqs, tokens, slots, slots, visible, taps=(0,), last=1, features=features
+        )
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         root = seqs.length[:, None] - 2
@@ -76,7 +78,7 @@ class EagleLayer(Drafter):
             if level.depth == 0:
                 fed = self._feed(seqs, self.deepest, self.deepest + 1)
                 assert fed.hidden is not None
-                logits, made = fed.logits[:, -1:], fed.hidden[:, -1:]
+                logits, made = fed.logits, fed.hidden[:, -1:]
             else:
                 before = features.pop()
                 parent = level.parent.expand(len(before), -1)[..., None]

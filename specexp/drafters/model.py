@@ -62,7 +62,7 @@ class DraftModel(Drafter):
 def prepare(plan: Plan) -> Ready:
     """`model:NAME`: a zoo name, a folder or a hub id; without a name, the zoo's draft."""
     source = plan.source(plan.method, plan.argument)
-    read_config(source)
+    config = read_config(source).get_text_config()
     same_tokens(plan.tokenizer, plan.target, read_tokenizer(source), Path(source).name)
 
     def make(target: LM) -> DraftModel:
@@ -73,7 +73,7 @@ def prepare(plan: Plan) -> Ready:
             draft = load(source, name, plan.dtype, str(target.device), target.vocab)
         return DraftModel(draft, plan.sampling)
 
-    return Ready(make, draws=True)
+    return Ready(make, draws=True, config=config)
 
 
 @lru_cache(maxsize=64)

@@ -103,4 +103,4 @@ def prepare(plan: Plan) -> Ready:
         worker = ready.make(target)
         return Planted(alpha, target, worker, plan.sampling, plan.seed, plan.tree.depth)
 
-    return Ready(make)
+    return Ready(make, config=ready.config)

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from specexp import drafters, lm, rules
+from specexp import drafters, lm, memory, rules
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError
 from specexp.lab import prompts
@@ -38,8 +39,8 @@ _LEAST = {
 }  # fmt: skip
 _POSITIVE = ("ttft_ms", "tpot_ms", "offered")
 ALONE = {
-    "seed", "seeds", "batch", "batches", "repeats", "stream", "streams", "turns", "count", "rows",
-    "chunk", "queue", *_POSITIVE, "policy", "policies", "arrivals", "device",
+    "seed", "seeds", "repeats", "stream", "streams", "turns", "count", "rows", "chunk", "queue",
+    *_POSITIVE, "policy", "policies", "arrivals",
 }  # fmt: skip
 """Parameters that `check` looks at one by one: it says the same whatever the others are."""
 
@@ -308,34 +309,82 @@ def problems_of(
         named = params.get("prompts", "all"), categories, params.get("limit")
         texts = attempt(once, prompts.load, *named) or []
     if "target" in params:
-        problems += _check_models(params, texts, once, attempt)
+        found, pairings, longest = _check_models(params, texts, once, attempt)
+        problems += found
+        if pairings and not problems:
+            problems += _check_memory(params, pairings, longest)
     return list(dict.fromkeys(problems))
+
+
+Pairing = tuple[drafters.Plan, drafters.Ready]
 
 
 def _check_models(
     params: dict[str, Any], texts: list[prompts.Prompt], once: Once, attempt: Callable[..., Any]
-) -> list[str]:
+) -> tuple[list[str], list[Pairing], int]:
+    """Problems; the pairings that are meant; tokens of the longest text, the new ones included."""
     target = params["target"]
     known = attempt(once, _known, target)
     if not known:
-        return []
+        return [], [], 0
     config, _, tokenizer = known
-    for options in _each(params):
+    pairings = [
         attempt(once, _check_pairing, once, *(options | {"seed": 0}).items())
+        for options in _each(params)
+    ]
     context = getattr(config, "max_position_embeddings", None) or 1 << 30
     new = params.get("max_new_tokens", 0)
     problems = []
     for gamma in _values(params, "gamma", "gammas"):
         if gamma >= context:
             problems.append(f"gamma {gamma} exceeds the {context}-token context of {target}")
+    longest = 0
     for prompt in texts:
         need = len(attempt(once, encode, tokenizer, prompt.text) or []) + new
+        longest = max(longest, need)
         if need > context:
             problems.append(
                 f"prompt {prompt.question_id} and {new} new tokens need {need} tokens, "
                 f"{need - context} more than the {context}-token context of {target}"
             )
-    return problems
+    return problems, pairings, longest
+
+
+def _check_memory(params: dict[str, Any], pairings: list[Pairing], longest: int) -> list[str]:
+    """Refuse what cannot fit, and say what would; of several pairings the one that needs most."""
+    dtype, config = lm.DTYPES[params.get("dtype", "float32")], pairings[0][0].config
+    free = lm.free_memory(torch.device(where(params.get("device", "auto"))))
+    batch = max(_values(params, "batch", "batches"), default=1)
+
+    def need(batch: int) -> memory.Need:
+        found = (needed(plan, ready.config, dtype, batch, longest) for plan, ready in pairings)
+        return max(found, key=lambda need: need.total)
+
+    most = need(batch)
+    if most.total <= free:
+        return []
+    fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
+    advice = f"a batch of {fits} would fit" if fits else lm.smaller(config, dtype, free)
+    return [
+        f"{params['target']} on batch {batch} x {longest} tokens needs {most}, and "
+        f"{memory.gib(free)} GiB are free: {advice}"
+    ]
+
+
+def needed(
+    plan: drafters.Plan, draft: Any, dtype: torch.dtype, batch: int, tokens: int
+) -> memory.Need:
+    """Of rows of so many tokens, the new ones included; draft: the config of a draft model. (Heads
+    are small beside their target, and are left out.)"""
+    models = [plan.config, *([draft] if draft else [])]
+    own = models[:1] if draft == plan.config else models  # a target that drafts for itself
+    size, slots = dtype.itemsize, tokens + plan.tree.room
+    law = memory.law_bytes("any", plan.sampling.temperature)
+    return memory.Need(
+        sum(lm.weight_bytes(model, dtype) for model in own),
+        sum(batch * slots * memory.kv_bytes(model, size) for model in models),
+        memory.work_bytes(models, size, batch, slots, tokens, len(plan.tree), law),
+    )
 
 
 def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -353,7 +402,7 @@ def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield fixed | dict(zip(lists, values, strict=True))
 
 
-def _check_pairing(once: Once, *options: tuple[str, Any]) -> None:
+def _check_pairing(once: Once, *options: tuple[str, Any]) -> Pairing:
     o = dict(options)
     config, vocab, tokenizer = once(_known, o["target"])
     plan = _plan(o, config, vocab, tokenizer)
@@ -362,6 +411,7 @@ def _check_pairing(once: Once, *options: tuple[str, Any]) -> None:
     if max(widest, plan.tree.width) > vocab:
         raise UserError(f"tree {o['tree']} is wider than the vocabulary of {vocab} tokens")
     _rule(o["rule"], plan, ready)
+    return plan, ready
 
 
 def sources(params: dict[str, Any]) -> set[str]:

@@ -19,6 +19,7 @@ WORK = {
     "vLLM plain": "plain, vLLM", "draft over plain": "speculation over plain",
 }  # fmt: skip
 PHASES = ("draft", "verify", "accept", "commit", "host")
+PARTS = {"weights": "weights", "K, V": "cache", "work": "work"}
 AXES = {
     "batch": "rows", "tokens": "tokens a row", "context": "slots",
     "vocabulary": "head's product, V", "model": "model, V",
@@ -37,12 +38,14 @@ def tables(name: str, found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     """A suite's tables, and the sentences below them."""
     views: dict[str, Callable[[dict[str, Any]], tuple[list[Table], list[str]]]] = {
         "peers": _peers, "roofline": _roofline, "round": _round, "scale": _scale,
+        "memory": _memory,
     }  # fmt: skip
     return views[name](found)
 
 
 def figure(name: str, found: dict[str, Any]) -> Figure:
-    drawn = {"peers": over_peers, "roofline": floors, "round": phases, "scale": growth}
+    drawn = {"peers": over_peers, "roofline": floors, "round": phases, "scale": growth,
+             "memory": shares}  # fmt: skip
     return drawn[name](found)
 
 
@@ -173,6 +176,26 @@ def fitted(fit: dict[str, Any]) -> str:
     )
 
 
+def _memory(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    table = _table(
+        f"memory: {found['drafter']}, {found['new_tokens']} new tokens; MB at the peak",
+        "batch", "slots", *PARTS, "foretold", "measured", "ratio", left=0,
+    )  # fmt: skip
+    for row in found["rows"]:
+        sizes = (f"{row[key] / 1e6:.1f}" for key in (*PARTS.values(), "foretold", "measured"))
+        table.add_row(str(row["batch"]), str(row["slots"]), *sizes, f"{row['ratio']:.3f}x")
+    kept = [
+        f"{m['model']}: {m['stated']:,} bytes of keys and values a token, {m['held']:,.0f} held"
+        for m in found["models"]
+    ]
+    return [table], [
+        *kept,
+        "work: what a pass or a rule has alive at its widest; foretold from configs, without what "
+        "operations take inside;",
+        "ratio: measured over foretold; on a CPU, measured are the tensors alive",
+    ]
+
+
 # --- figures -------------------------------------------------------------------------------------
 
 
@@ -271,4 +294,26 @@ def growth(found: dict[str, Any]) -> Figure:
             axes.set_ylim(0, None)
         every[0].set_ylabel(f"passes over one token (of {found['rows'][0]['ms']:.2f} ms)")
         drawn.suptitle(f"A{fitted(found['fit'])[1:]}", x=0.01, ha="left")
+    return drawn
+
+
+def shares(found: dict[str, Any]) -> Figure:
+    """What was foretold, part upon part, a bar a batch; the mark is the peak."""
+    rows = found["rows"]
+    with canvas(8.5, 1.8 + 0.5 * len(rows)) as (drawn, axes):
+        palette = sns.color_palette("colorblind", len(PARTS))
+        left = [0.0] * len(rows)
+        for (said, key), colour in zip(PARTS.items(), palette, strict=True):
+            sizes = [row[key] / 1e6 for row in rows]
+            axes.barh(range(len(rows)), sizes, 0.6, left=left, color=colour, label=said)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        for at, row in enumerate(rows):
+            axes.plot([row["measured"] / 1e6] * 2, [at - 0.38, at + 0.38], "k-", lw=2,
+                      label="" if at else "measured")  # fmt: skip
+        axes.set_yticks(range(len(rows)), [f"batch {row['batch']}" for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"MB at the peak, {found['drafter']}")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        off = max(abs(row["ratio"] - 1) for row in rows)
+        axes.set_title(f"Peaks are within {off:.0%} of what configs foretell")
     return drawn

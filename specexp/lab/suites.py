@@ -2,7 +2,8 @@
 
 Four suites, each a comparison whose arms take turns in one process, each giving plain data that
 JSON can hold: `peers` (other engines, same work), `roofline` (a pass against the memory and against
-its own matrix products), `round` (where a round's time goes) and `scale` (how a pass grows).
+its own matrix products), `round` (where a round's time goes) and `scale` (how a pass grows). A
+fifth, `memory`, times nothing: it compares peaks with what was foretold (peaks.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.lab import bench, build, doctor, peers, stats, turns
 from specexp.lab.build import Rig
+from specexp.lab.peaks import peaks
 from specexp.lab.prompts import Prompt
 from specexp.lab.roofline import PASSES, a_pass, causal, roofline, weight_bytes
 from specexp.lm import DTYPES, LM, load
@@ -33,7 +35,7 @@ from specexp.serving.costs import Fit, fingerprint
 from specexp.trace import Acceptance
 from specexp.zoo import shelf
 
-NAMES = ("peers", "roofline", "round", "scale")
+NAMES = ("peers", "roofline", "round", "scale", "memory")
 PHASES = ("draft", "verify", "accept", "commit", "host")
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
@@ -73,7 +75,9 @@ def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) ->
     ]
     if options["gamma"] == 0:
         problems.append("gamma is 0; to see what speculation costs it must be 1 or more")
-    problems += build.check(options, texts)
+    batches = options.get("batches", [1])
+    most = max(batches) if "memory" in names else peers.MOST  # rows for which texts are written
+    problems += build.check(options | {"batches": [min(b, most) for b in batches]}, texts)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -90,6 +94,8 @@ def run(
         return roofline(rig, texts, repeats)
     if name == "round":
         return a_round(rig, texts, max_new_tokens, repeats)
+    if name == "memory":
+        return peaks(rig, texts, batches, max_new_tokens)
     return scale(rig, texts, batches, repeats)
 
 

@@ -1,0 +1,87 @@
+"""What a run needs in memory, from configs alone: weights, keys and values, and room to work in.
+
+Room to work in is what is alive at the widest place of one pass, or of deciding on its logits. It
+is counted tensor by tensor for the passes of fused.py and the rules of rules.py (`specexp bench
+memory` measures both sides); other networks come near. What a library holds inside one of its
+operations is not in it. Nothing here loads or allocates anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PREFILL = 512  # tokens a row in one prefill pass
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes."""
+
+    weights: int
+    cache: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.work
+
+    def __str__(self) -> str:
+        return (
+            f"{gib(self.total)} GiB ({gib(self.weights)} of weights, {gib(self.cache)} of keys and "
+            f"values, {gib(self.work)} to work in)"
+        )
+
+
+def gib(size: float) -> str:
+    """`0.004`, `1.3` or `120`, of 2**30 bytes."""
+    size /= 2**30
+    return f"{size:.0f}" if size >= 99.5 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
+
+
+def kv_bytes(config: Any, itemsize: int) -> int:
+    """Keys and values of one token, in all layers."""
+    _, K, d = _heads(config)
+    return 2 * int(config.num_hidden_layers) * K * d * itemsize
+
+
+def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
+    """Alive at most within a pass over n tokens of B rows that may read S slots, logits apart: the
+    mask, and in the MLP the residual stream, its four wide tensors and what attention left."""
+    H, K, d = _heads(config)
+    group = H // K
+    mask = S * (1 + itemsize * (1 + (group if group > 1 else 0)))
+    attention = (H + 2 * K) + (H + K) + H * (2 if group > 1 else 1) + 2
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return B * n * (mask + itemsize * (2 * config.hidden_size + 4 * wide + attention * d))
+
+
+def law_bytes(rule: str, temperature: float) -> int:
+    """Alive at most for each of a pass's logits while they become laws and are decided upon, the
+    logit itself apart. Noise is made of 64-bit integers, which is most of it."""
+    if temperature > 0:
+        return 36
+    return 8 if rule == "match" else 24
+
+
+def work_bytes(
+    configs: Sequence[Any], itemsize: int, B: int, S: int, prompt: int, nodes: int, law: int,
+    taps: int = 0,
+) -> int:  # fmt: skip
+    """Of B rows: every model, the target first, reads prompts of `prompt` tokens, then the target
+    checks `nodes` at a time. `taps`: how many hidden states of every prompt token the drafter wants
+    to see."""
+    target = configs[0]
+    reading = [pass_bytes(c, itemsize, B, min(PREFILL, prompt), S) for c in configs]
+    seen = B * prompt * taps * target.hidden_size * itemsize
+    checking = pass_bytes(target, itemsize, B, nodes, S)
+    deciding = B * nodes * target.vocab_size * (itemsize + law)
+    return max(max(reading) + seen, 2 * seen, checking, deciding)
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Heads, of them keys, and their width."""
+    H = int(config.num_attention_heads)
+    K = getattr(config, "num_key_value_heads", None) or H
+    return H, int(K), int(getattr(config, "head_dim", None) or config.hidden_size // H)
