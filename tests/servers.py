@@ -69,14 +69,14 @@ class Mlflow:
 def initdb() -> str | None:
     """PostgreSQL's tools are often not on PATH."""
     found = sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))
-    return shutil.which("initdb") or (found[-1] if found else None)
+    return found[-1] if found else shutil.which("initdb")
 
 
 @contextlib.contextmanager
 def postgres():
     """A PostgreSQL of our own on loopback with a password; yields the address of its database.
     It refuses to run as root, so root lends it to somebody else."""
-    tools = Path(str(initdb())).parent
+    tools = Path(str(initdb())).resolve().parent
     options = {}
     if os.geteuid() == 0:
         nobody = pwd.getpwnam("nobody")

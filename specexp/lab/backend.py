@@ -50,6 +50,7 @@ _AWAY = {
 _TRIGGERS = {"prevent_secrets_aad_mutation"}
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }  # fmt: skip
 
@@ -89,9 +90,12 @@ class Backend:
             if not path.name:
                 raise UserError(f"{address} names no file: give sqlite:///PATH")
             return cls(f"sqlite:///{path.resolve()}", path.resolve().parent, remedy)
-        if scheme == "postgresql" and not importlib.util.find_spec(driver or "psycopg2"):
-            raise UserError('PostgreSQL needs its driver: pip install "specexp[postgres]"')
-        return cls(address.rstrip("/"), home)
+        if scheme == "postgresql":  # SQLAlchemy 2.0 and 2.1 differ in the driver they take unasked
+            driver = driver or "psycopg2"
+            if not importlib.util.find_spec(driver):
+                raise UserError('PostgreSQL needs its driver: pip install "specexp[postgres]"')
+            address = f"postgresql+{driver}:{address.partition(':')[2]}"
+        return cls(address.rstrip("/"), home, remedy)
 
     @property
     def file(self) -> Path | None:
@@ -278,15 +282,12 @@ class Backend:
 
     def digests(self, run: Any) -> dict[str, str]:
         """Path and SHA-256 of each of a run's artifacts."""
+        place = self._place(run)
+        if place:
+            return digests(place)
         with tempfile.TemporaryDirectory() as folder:
-            place = self._place(run)
-            if not place:
-                self.fetch(run, Path(folder))
-            found = _files(place or Path(folder))
-            return {
-                str(p.relative_to(place or folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-                for p in found
-            }
+            self.fetch(run, Path(folder))
+            return digests(Path(folder))
 
     def _place(self, run: Any) -> Path | None:
         """The folder of a database's own artifacts; None for a server's or another place's."""
@@ -300,8 +301,8 @@ class Backend:
 
 
 def hidden(address: str) -> str:
-    """An address without user and password."""
-    bare = re.sub(r"//.*@", "//", address)
+    """An address without driver, user and password."""
+    bare = re.sub(r"//.*@", "//", re.sub(r"^(postgresql)\+\w+", r"\1", address))
     return re.sub(r"([?&](?:\w*password|passfile|user)=)[^&]*", r"\1...", bare)
 
 
@@ -311,6 +312,14 @@ def copy_files(folder: Path, into: Path) -> None:
         copy = into / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Path and SHA-256 of every file."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in _files(folder)
+    }
 
 
 def _files(folder: Path) -> list[Path]:

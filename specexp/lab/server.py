@@ -63,7 +63,7 @@ def command(place: Backend, host: str, port: int) -> list[str]:
     origins = [f"{scheme}://{n}" for n in hosts for scheme in ("http", "https")]
     return [
         sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port),
-        "--workers", "1" if place.file else "4", "--serve-artifacts",
+        "--workers", "1" if place.file else "2", "--serve-artifacts",
         "--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(origins),
     ]  # fmt: skip
 

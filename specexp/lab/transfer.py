@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from rich.text import Text
 
 from specexp.errors import UserError
 from specexp.lab import store, track
-from specexp.lab.backend import Backend
+from specexp.lab.backend import Backend, digests
 
 FROM, HALF, PARENT = "copied.from", "copied.half", "mlflow.parentRunId"
+THREADS = 4
 ENDED = ("FINISHED", "FAILED", "KILLED")
 
 
@@ -57,29 +59,70 @@ def transfer(source: Backend, target: Backend, console: Console) -> Copied:
     _sensible(source, target)
     with store.alone("setup"):
         target.prepare()
-    done, copies = Copied(), {}
+    done = Copied()
     experiments = source.experiments(deleted=True)
     runs = [(e, run) for e in experiments for run in reversed(_whole(source, e))]
     for e in experiments:
         _experiment(target, e)
     known = _known(target, {_origin(run) for _, run in runs})
+
+    def copied(each: tuple[Any, Any]) -> tuple[Any, Facts | None]:
+        there = known.get(_origin(each[1]))
+        if there is not None and _end(there) == _end(each[1]):
+            return there, None
+        return _copy(source, target, *each, there)
+
+    def compared(each: tuple[Any, Facts | None]) -> tuple[Facts, Facts]:
+        run, facts = each
+        with target.reaching():
+            copy = target.client.get_run(ids[run.info.run_id])
+        return facts or _facts(source, run), _facts(target, copy)
+
     with Progress(console=console, transient=True) as progress:
-        for e, run in progress.track(runs, description="copying"):
-            there = known.get(_origin(run))
-            if there is not None and _end(there) == _end(run):
-                done.there += 1
-            else:
-                there = _copy(source, target, e, run, there)
-                done.made += 1
-            copies[run.info.run_id] = there
-        ids = {old: copy.info.run_id for old, copy in copies.items()}
-        for _, run in runs:
-            _finish(target, run, copies[run.info.run_id], ids)
+        copies = list(progress.track(_at_once(copied, runs), len(runs), description="copying"))
+        done.made = sum(facts is not None for _, facts in copies)
+        done.there = len(copies) - done.made
+        pairs = [(run, copy) for (_, run), (copy, _) in zip(runs, copies, strict=True)]
+        ids = {run.info.run_id: copy.info.run_id for run, copy in pairs}
+        for run, copy in pairs:
+            _finish(target, run, copy, ids)
         for e in experiments:
             _delete(target, e)
-        for _, run in progress.track(runs, description="comparing"):
-            done.differences += _compare(source, target, run, ids, done.seen)
+        todo = [(run, facts) for (_, run), (_, facts) in zip(runs, copies, strict=True)]
+        both = progress.track(_at_once(compared, todo), len(todo), description="comparing")
+        for (_, run), (old, new) in zip(runs, both, strict=True):
+            done.seen.update(old.counts)
+            done.differences += [
+                f"run {run.info.run_id} ({run.info.run_name}): other {what} in {target}"
+                for what in old.differs(new, ids)
+            ]
     return done
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a copy must have in common with what it was made from: digests by kind, how much of
+    each there is, and the parent's id, which a copy has another of."""
+
+    kinds: dict[str, str]
+    counts: dict[str, int]
+    parent: str | None
+
+    def differs(self, copy: Facts, ids: Mapping[str, str]) -> list[str]:
+        odd = [what for what in self.kinds if self.kinds[what] != copy.kinds[what]]
+        wanted = ids.get(self.parent or "", self.parent)
+        return odd + ["parent"] * (wanted != copy.parent)
+
+
+def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    """The results in order; a few are worked at together, and none begins after one failed."""
+    with ThreadPoolExecutor(THREADS, "copy") as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _sensible(source: Backend, target: Backend) -> None:
@@ -130,38 +173,43 @@ def _known(target: Backend, origins: set[str]) -> dict[str, Any]:
     return known
 
 
-def _copy(source: Backend, target: Backend, experiment: Any, run: Any, stale: Any) -> Any:
-    """Make one run anew in the target; returns it."""
+def _copy(
+    source: Backend, target: Backend, experiment: Any, run: Any, stale: Any
+) -> tuple[Any, Facts]:
+    """Make one run anew in the target; returns it and what it was made from."""
     from mlflow.entities import Param
 
-    points = [m for name in run.data.metrics for m in source.history(run.info.run_id, name)]
-    params = [Param(n, v) for n, v in run.data.params.items()]
     client = target.client
-    with target.reaching(), tempfile.TemporaryDirectory() as folder:
+    with target.reaching():
         place = client.get_experiment_by_name(experiment.name)
         if place.lifecycle_stage == "deleted":
             said = f"experiment {experiment.name} is deleted in {target}: restore it there first"
             raise UserError(said)
         if stale and stale.info.lifecycle_stage == "active":
             client.delete_run(stale.info.run_id)
-        tags = run.data.tags | {HALF: _origin(run)}
-        new = client.create_run(
-            place.experiment_id, run.info.start_time, tags, run.info.run_name
-        )  # fmt: skip
-        copy = new.info.run_id
-        for at in range(0, len(points), 1000):
-            client.log_batch(copy, metrics=points[at : at + 1000])
-        for at in range(0, len(params), 100):
-            client.log_batch(copy, params=params[at : at + 100])
-        if run.inputs and run.inputs.dataset_inputs:
-            client.log_inputs(copy, run.inputs.dataset_inputs)
+    points = _points(source, run)
+    with tempfile.TemporaryDirectory() as folder:
         source.fetch(run, Path(folder))
-        target.put(new, Path(folder))
-        if run.info.status in ENDED:
-            client.set_terminated(copy, run.info.status, run.info.end_time)
-        client.set_tag(copy, FROM, _origin(run))
-        client.delete_tag(copy, HALF)
-        return client.get_run(copy)
+        facts = _facts(source, run, points, digests(Path(folder)))
+        with target.reaching():
+            tags = run.data.tags | {HALF: _origin(run)}
+            info = run.info
+            new = client.create_run(place.experiment_id, info.start_time, tags, info.run_name)
+            copy = new.info.run_id
+            every = [m for each in points.values() for m in each]
+            for at in range(0, len(every), 1000):
+                client.log_batch(copy, metrics=every[at : at + 1000])
+            params = [Param(n, v) for n, v in run.data.params.items()]
+            for at in range(0, len(params), 100):
+                client.log_batch(copy, params=params[at : at + 100])
+            if run.inputs and run.inputs.dataset_inputs:
+                client.log_inputs(copy, run.inputs.dataset_inputs)
+            target.put(new, Path(folder))
+            if info.status in ENDED:
+                client.set_terminated(copy, info.status, info.end_time)
+            client.set_tag(copy, FROM, _origin(run))
+            client.delete_tag(copy, HALF)
+            return client.get_run(copy), facts
 
 
 def _finish(target: Backend, run: Any, copy: Any, ids: Mapping[str, str]) -> None:
@@ -185,42 +233,34 @@ def _delete(target: Backend, wanted: Any) -> None:
                 target.client.delete_experiment(there.experiment_id)
 
 
-def _compare(
-    source: Backend, target: Backend, run: Any, ids: Mapping[str, str], seen: Counter[str]
-) -> Iterator[str]:
-    with target.reaching():
-        copy = target.client.get_run(ids[run.info.run_id])
-    old, new = _facts(source, run), _facts(target, copy)
-    parent = old["tags"].get(PARENT)
-    if parent in ids:
-        old["tags"][PARENT] = ids[parent]
-    seen["runs"] += 1
-    seen["parameters"] += len(old["parameters"])
-    seen["metric points"] += sum(map(len, old["metrics"].values()))
-    seen["tags"] += len(old["tags"])
-    seen["artifacts"] += len(old["artifacts"])
-    for what in old:
-        if old[what] != new[what]:
-            yield f"run {run.info.run_id} ({run.info.run_name}): other {what} in {target}"
+def _points(place: Backend, run: Any) -> dict[str, list[Any]]:
+    return {name: place.history(run.info.run_id, name) for name in run.data.metrics}
 
 
-def _facts(place: Backend, run: Any) -> dict[str, Any]:
-    """Everything that a copy must have in common with what it was made from."""
+def _facts(
+    place: Backend, run: Any, points: dict[str, list[Any]] | None = None,
+    artifacts: dict[str, str] | None = None,
+) -> Facts:  # fmt: skip
     info, data = run.info, run.data
-    points = {name: place.history(info.run_id, name) for name in data.metrics}
+    points = _points(place, run) if points is None else points
+    artifacts = place.digests(run) if artifacts is None else artifacts
     inputs = run.inputs.dataset_inputs if run.inputs else []
-    return {
-        "name": info.run_name,
-        "status": info.status,
-        "times": (info.start_time, info.end_time),
-        "lifecycle": info.lifecycle_stage,
-        "parameters": data.params,
-        "tags": {k: v for k, v in data.tags.items() if k != FROM},
-        "metrics": {
-            name: sorted((m.step, m.timestamp, repr(m.value)) for m in each)
-            for name, each in points.items()
-        },
-        "last values": {name: repr(value) for name, value in data.metrics.items()},
-        "datasets": sorted((d.dataset.name, d.dataset.digest) for d in inputs),
-        "artifacts": place.digests(run),
+    metrics = {
+        name: sorted((m.step, m.timestamp, repr(m.value)) for m in each)
+        for name, each in points.items()
     }
+    tags = {k: v for k, v in data.tags.items() if k not in (FROM, PARENT)}
+    kinds = {
+        "name": info.run_name, "status": info.status, "times": (info.start_time, info.end_time),
+        "lifecycle": info.lifecycle_stage, "parameters": sorted(data.params.items()),
+        "tags": sorted(tags.items()), "metrics": sorted(metrics.items()),
+        "last values": sorted((n, repr(v)) for n, v in data.metrics.items()),
+        "datasets": sorted((d.dataset.name, d.dataset.digest) for d in inputs),
+        "artifacts": sorted(artifacts.items()),
+    }  # fmt: skip
+    counts = {
+        "runs": 1, "parameters": len(data.params), "metric points": sum(map(len, metrics.values())),
+        "tags": len(tags), "artifacts": len(artifacts),
+    }  # fmt: skip
+    shown = {what: store.digest(repr(value).encode()) for what, value in kinds.items()}
+    return Facts(shown, counts, data.tags.get(PARENT))
