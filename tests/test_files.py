@@ -190,7 +190,7 @@ def requirements(*extras: str) -> list[Requirement]:
 
 def test_every_requirement_is_pinned_to_a_version_it_allows() -> None:
     pinned = pins()
-    for requirement in requirements("lab", "dev"):
+    for requirement in requirements("lab", "dev", "ray"):
         version = pinned.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement.name} is not in constraints.txt"
         assert requirement.specifier.contains(version), f"{requirement} excludes {version}"
@@ -203,7 +203,7 @@ def test_the_conda_environment_is_the_same_pins() -> None:
     pinned = pins()
     for line in lines:
         assert str(line.specifier) == f"=={pinned[canonicalize_name(line.name)]}", str(line)
-    missing = {canonicalize_name(r.name) for r in requirements("lab", "dev")}
+    missing = {canonicalize_name(r.name) for r in requirements("lab", "dev", "ray")}
     assert not missing - {canonicalize_name(line.name) for line in lines}
 
 

@@ -223,13 +223,16 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
         places.of("ray", todo)
 
 
-def test_a_worker_with_other_code_refuses(points):
+def test_a_worker_with_other_code_refuses(points, tmp_path):
     [point] = points(x=[1])
-    answer = errand.run(Errand(point, TRIVIAL, [], False, False, "another digest", {}))
+    answer = errand.run(Errand(point, TRIVIAL, [], False, "another digest", {}))
     assert answer == Answer(NODE, b"", answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
     assert "other code" in message
+    seat = errand.Seat(SimpleNamespace(carry=lambda *asked: answer), 0)
+    with pytest.raises(Failure, match=f"on {NODE}: other code"):
+        seat.execute(point, tmp_path, lambda said: None)
 
 
 def test_a_folder_survives_its_way(tmp_path):

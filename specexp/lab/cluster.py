@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from specexp.errors import UserError
 from specexp.lab import errand, store
 from specexp.lab.execute import Failure, Watch
@@ -41,7 +43,14 @@ class Mailbox:
 
 
 def task(todo: errand.Errand, mailbox: Any, seat: int) -> errand.Answer:
-    """What a worker does."""
+    """What a worker does. Ray allows as many threads as CPUs were asked for: of a whole machine's,
+    half are often hyperthreads."""
+    import ray
+
+    given = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
+    if os.environ.get("OMP_NUM_THREADS") == str(given):
+        cores = psutil.cpu_count(logical=False) or given
+        os.environ["OMP_NUM_THREADS"] = str(min(given, cores))
     return errand.run(todo, lambda said: mailbox.say.remote(seat, said))
 
 
@@ -193,7 +202,7 @@ class OnRay:
         todo = self._errands.of(point)
         given = self._task.options(**options).remote(todo, self._mailbox, seat)
         watch("waiting for a machine")
-        while not ray.wait([given], timeout=0.3)[0]:
+        while not ray.wait([given], timeout=0.5)[0]:
             if self._over.is_set():
                 ray.cancel(given, force=True)
                 ray.wait([given], timeout=5)
@@ -206,8 +215,8 @@ class OnRay:
 
 
 def _line(e: Exception) -> str:
-    """An error of Ray, which may fill a page, as a line."""
-    return " ".join(str(e).split())[:200] or type(e).__name__
+    """An error of Ray, which may fill a page, as a line; its cause if that was raised remotely."""
+    return " ".join(str(getattr(e, "cause", None) or e).split())[:200] or type(e).__name__
 
 
 def _device(point: Point) -> str:

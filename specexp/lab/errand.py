@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from specexp.errors import UserError
 from specexp.lab import kernels, store, track
 from specexp.lab.execute import Failure, Watch, execute
@@ -34,13 +32,12 @@ RETRIES = 3
 @dataclass(frozen=True)
 class Errand:
     """A point on its way to a worker. `notebook`: relative to the checkout; `modules`: what kernels
-    are forked with; `alone`: it has the machine for itself; `code`: the digest of the library."""
+    are forked with; `code`: the digest of the library."""
 
     point: Point
     notebook: Path
     modules: Sequence[str]
     forked: bool
-    alone: bool
     code: str
     environment: Mapping[str, str]
 
@@ -66,7 +63,7 @@ def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
     with tempfile.TemporaryDirectory(prefix="specexp-") as name:
         folder, failure = Path(name), None
         try:
-            slot = _slot(tuple(errand.modules), errand.forked, errand.alone)
+            slot = _slot(tuple(errand.modules), errand.forked)
             execute(
                 point, folder, slot, lambda said: watch(f"on {node}, {said}"), errand.environment
             )  # fmt: skip
@@ -75,19 +72,16 @@ def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
         return Answer(node, *packed(folder, failure))
 
 
-_slots: dict[tuple[Sequence[str], bool, bool], kernels.Slot] = {}
+_slots: dict[tuple[object, ...], kernels.Slot] = {}
 _open = contextlib.ExitStack()
 
 
-def _slot(modules: Sequence[str], forked: bool, alone: bool) -> kernels.Slot:
+def _slot(modules: Sequence[str], forked: bool) -> kernels.Slot:
     """This process's own place for kernels: it has one point at a time, and maybe more later."""
-    if alone:  # a scheduler may have set as many as there are CPUs, hyperthreads and all
-        os.environ["OMP_NUM_THREADS"] = str(psutil.cpu_count(logical=False) or os.cpu_count())
-    key = modules, forked, alone
+    key = modules, forked, os.environ.get("OMP_NUM_THREADS")
     if key not in _slots:
-        _slots[key] = _open.enter_context(
-            _open.enter_context(kernels.Kernels(modules, forked)).slot()
-        )
+        home = _open.enter_context(kernels.Kernels(modules, forked))
+        _slots[key] = _open.enter_context(home.slot())
     return _slots[key]
 
 
@@ -159,7 +153,8 @@ class Seat:
                     self._carrier.say(f"{point.label}: {why}; trying again")
             else:
                 self.name = answer.node
-                unpack(answer.folder, attempt)
+                if answer.folder:
+                    unpack(answer.folder, attempt)
                 if answer.failure:
                     kind, message, trace = answer.failure
                     raise Failure(kind, f"on {answer.node}: {message}") from There(trace)
@@ -191,5 +186,5 @@ class Errands:
     def of(self, point: Point) -> Errand:
         return Errand(
             point, point.notebook.relative_to(store.ROOT), self._modules, self._forked,
-            self.alone(point), code_digest(), self._environment,
+            code_digest(), self._environment,
         )  # fmt: skip
