@@ -303,8 +303,9 @@ def _signals(work: Work) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not work.stopped:  # else a second one may still come, and this process is on its way out
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _write_point(point: Point, attempt: Path) -> None:
