@@ -183,7 +183,7 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
     A result that is there already is set aside under `replaced/`.
     """
     (attempt / TAGS).write_text(json.dumps({"run_key": key, "attempt": attempt.name, **tags}))
-    files = sorted(p for p in attempt.rglob("*") if p.is_file())
+    files = files_in(attempt)
     digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
     folders = sorted({p.parent for p in files} | {attempt}, reverse=True)
@@ -203,6 +203,17 @@ def set_aside(path: Path, where: str) -> Path:
     kept = folder(where) / name
     os.rename(path, kept)
     return kept
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Every regular file below a folder. Raises OSError for a part that cannot be listed."""
+
+    def refuse(e: OSError) -> None:
+        raise e
+
+    walk = os.walk(folder, onerror=refuse)
+    found = (Path(place, name) for place, _, names in walk for name in names)
+    return sorted(p for p in found if p.is_file() and not p.is_symlink())
 
 
 def only_files(attempt: Path) -> None:
