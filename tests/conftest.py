@@ -1,7 +1,10 @@
 """Tiny real models, folders of them, and a store: what the tests share."""
 
 import importlib.util
+import os
 import shutil
+import subprocess
+import tempfile
 
 import pytest
 import torch
@@ -12,11 +15,12 @@ CONTEXT = 128
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need a GPU or the package `speculators` exist only where there is one: deselected
-    elsewhere, never skipped."""
+    """Tests that need a GPU, the package `speculators` or the right to mount exist only where there
+    is one: deselected elsewhere, never skipped."""
     there = {
         "cuda": torch.cuda.is_available(),
         "speculators": importlib.util.find_spec("speculators") is not None,
+        "mount": _may_mount(),
     }
     gone = [
         item
@@ -26,6 +30,16 @@ def pytest_collection_modifyitems(config, items):
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in gone]
+
+
+def _may_mount() -> bool:
+    if os.geteuid() != 0:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        asked = ["mount", "-t", "tmpfs", "tmpfs", folder]
+        if shutil.which("mount") is None or subprocess.run(asked, capture_output=True).returncode:
+            return False
+        return subprocess.run(["umount", folder]).returncode == 0
 
 
 def tiny_llama(seed: int, layers: int = 2, vocab: int = 32, **config) -> LlamaForCausalLM:
