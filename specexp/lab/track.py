@@ -17,11 +17,12 @@ import math
 import os
 import platform
 import re
+import sqlite3
 import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from specexp.errors import UserError
 from specexp.lab import secret, store, view
 
 _METRIC = re.compile(r"[a-z0-9_]+/[A-Za-z0-9_.-]+")
-_DAMAGE = ("file is not a database", "malformed", "Can't locate revision")
+_DAMAGE = ("file is not a database", "malformed", "Can't locate revision", "no such table")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
 _VERSIONS = ("specexp", "torch", "transformers")
@@ -174,6 +175,13 @@ def own() -> bool:
 
 def client() -> Any:
     """An MLflow client; its calls fail after seconds, not minutes, when a server is away."""
+    _settle_mlflow()
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri())
+
+
+def _settle_mlflow() -> None:
     for name, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -181,9 +189,6 @@ def client() -> Any:
         os.environ.setdefault(name, value)
     for noisy in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    from mlflow import MlflowClient
-
-    return MlflowClient(uri())
 
 
 class Away(Exception):
@@ -203,7 +208,7 @@ def _reaching() -> Iterator[None]:
 
     try:
         yield
-    except (MlflowException, RequestException, SQLAlchemyError) as e:
+    except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error) as e:
         said = str(e)
         if "disk is full" in said or "No space left" in said:
             raise OSError(errno.ENOSPC, "No space left on device", where()) from e
@@ -213,16 +218,49 @@ def _reaching() -> Iterator[None]:
 
 
 def initialise() -> None:
-    """Create the database if it is ours and not there; by one process at a time (`store.alone`),
-    as two would ruin it."""
-    if not own() or (store.root() / "mlflow.db").exists():
-        return
-    import sqlite3
+    """Create the database if it is ours and not there, or follow the store where it was moved to;
+    by one process at a time (`store.alone`), as two would ruin it, and aside, as one that dies
+    halfway would too."""
+    if own() and (store.root() / "mlflow.db").exists():
+        _follow()
+    elif own():
+        _create()
 
+
+def _create() -> None:
+    _settle_mlflow()
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    new = store.root() / "mlflow.db.new"
+    for name in (new.name, f"{new.name}-wal", f"{new.name}-shm", f"{new.name}-journal"):
+        new.with_name(name).unlink(missing_ok=True)
     with _reaching():
-        client().search_experiments(max_results=1)
-    with sqlite3.connect(store.root() / "mlflow.db") as db:
+        SqlAlchemyStore(f"sqlite:///{new}", str(store.root() / "artifacts")).engine.dispose()
+    with closing(sqlite3.connect(new)) as db:
         db.execute("PRAGMA journal_mode=wal")
+    os.rename(new, store.root() / "mlflow.db")
+
+
+def _follow() -> None:
+    """MLflow remembers where artifacts lie by absolute paths; the store may have been moved."""
+    with _reaching(), closing(sqlite3.connect(store.root() / "mlflow.db", timeout=20)) as db, db:
+        rows = db.execute("SELECT experiment_id, name, artifact_location FROM experiments")
+        for number, name, old in rows.fetchall():
+            now = _artifacts(name)
+            if old != now and old.endswith(now.removeprefix(store.root().as_uri())):
+                db.execute(
+                    "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?",
+                    (now, number),
+                )
+                db.execute(
+                    "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, ?) "
+                    "WHERE experiment_id = ? AND substr(artifact_uri, 1, ?) = ?",
+                    (now, len(old) + 1, number, len(old), old),
+                )
+
+
+def _artifacts(experiment: str) -> str:
+    return (store.root() / "artifacts" / experiment).as_uri()
 
 
 def experiment_id(name: str) -> str:
@@ -232,7 +270,7 @@ def experiment_id(name: str) -> str:
     mlflow = client()
     found = mlflow.get_experiment_by_name(name)
     if found is None:
-        place = (store.root() / "artifacts" / name).as_uri() if own() else None
+        place = _artifacts(name) if own() else None
         try:
             return str(mlflow.create_experiment(name, artifact_location=place))
         except MlflowException:  # somebody else was faster
