@@ -316,6 +316,8 @@ def _publish(folder: Path) -> str:
             return str(old.info.run_id)
         if not (whole and old.info.status == "FINISHED" != status):
             mlflow.delete_run(old.info.run_id)
+        elif old.info.end_time > (folder / store.TAGS).stat().st_mtime * 1000:
+            return str(old.info.run_id)  # what failed was made up for before it could be told
     now = int(time.time() * 1000)
     run = mlflow.create_run(experiment, run_name=name, tags=record.get("tags", {}) | tags)
     metrics = [Metric(n, v, now, 0) for n, v in record.get("metrics", {}).items()]
@@ -330,7 +332,9 @@ def _publish(folder: Path) -> str:
         mlflow.set_experiment_tag(experiment, view.TAG, shown)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    mlflow.log_artifacts(run.info.run_id, str(folder))
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):  # MLflow's own walk skips
+        inside = path.parent.relative_to(folder).as_posix()  # in silence what it cannot open
+        mlflow.log_artifact(run.info.run_id, str(path), None if inside == "." else inside)
     mlflow.set_terminated(run.info.run_id, status)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
@@ -340,21 +344,22 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
     """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`."""
     if own() and not (store.root() / "mlflow.db").exists():
         return pd.DataFrame()
-    mlflow = client()
-    rows = []
-    for e in mlflow.search_experiments():
-        if experiment and e.name != experiment:
-            continue
-        where = "attributes.status = 'FINISHED'" + (f" and tags.grid = '{grid}'" if grid else "")
-        for run in mlflow.search_runs([e.experiment_id], where, max_results=5000):
-            data = run.data
-            rows.append(
-                {"experiment": e.name, "run_id": run.info.run_id, "name": run.info.run_name}
-                | {f"params.{k}": v for k, v in data.params.items()}
-                | {f"metrics.{k}": v for k, v in data.metrics.items()}
-                | {f"tags.{k}": v for k, v in data.tags.items() if not k.startswith("mlflow.")}
-            )
-    return pd.DataFrame(rows)
+    wanted = "attributes.status = 'FINISHED'" + (f" and tags.grid = '{grid}'" if grid else "")
+    with _reaching():
+        mlflow = client()
+        found = [
+            (e.name, run)
+            for e in mlflow.search_experiments()
+            if experiment in (None, e.name)
+            for run in mlflow.search_runs([e.experiment_id], wanted, max_results=5000)
+        ]
+    return pd.DataFrame(
+        {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}
+        | {f"params.{k}": v for k, v in run.data.params.items()}
+        | {f"metrics.{k}": v for k, v in run.data.metrics.items()}
+        | {f"tags.{k}": v for k, v in run.data.tags.items() if not k.startswith("mlflow.")}
+        for name, run in found
+    )
 
 
 def curve(run_id: str, name: str) -> dict[int, float]:
