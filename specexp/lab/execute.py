@@ -9,7 +9,6 @@ nothing of stores or MLflow: the same function runs here, in a thread, or on ano
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import threading
@@ -31,7 +30,6 @@ from specexp.lab.kernels import Slot
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 MOST_OUTPUT = 10_000_000
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _HTML = threading.Lock()
 
 Watch = Callable[[str], None]
@@ -39,7 +37,7 @@ Watch = Callable[[str], None]
 
 class Failure(Exception):
     """A point did not succeed. `kind`: error, timeout, kernel-died, oom, invalid-result, disk,
-    lost (its machine went away) or interrupted."""
+    lost (its machine failed or went away) or interrupted."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -57,13 +55,18 @@ def execute(
     """
     try:
         _run(point, folder, slot, watch, environment or {})
-        store.only_files(folder)
-        _check(point, folder)
-    finally:
-        store.only_files(folder)
+    except Failure:
         with contextlib.suppress(Exception):
-            _hide_secrets(folder)
-            _to_html(folder)
+            _tidy(folder)
+        raise
+    _tidy(folder)
+    _check(point, folder)
+
+
+def _tidy(folder: Path) -> None:
+    store.only_files(folder)
+    _hide_secrets(folder)
+    _to_html(folder)
 
 
 def _run(
@@ -100,15 +103,17 @@ def _run(
             raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
         if isinstance(e, DeadKernelError):
             raise Failure("kernel-died", _death(slot.ended)) from e
-        if isinstance(e, OSError) and e.errno in FULL:
+        if isinstance(e, OSError) and e.errno in store.FULL:
             raise Failure("disk", f"{e.strerror}: {e.filename or folder}") from e
+        if isinstance(e, OSError) and e.errno:  # ours: the notebook's own are told by papermill
+            raise Failure("lost", str(e)) from e
         raise Failure("error", f"{type(e).__name__}: {e}") from e
     finally:
         watchdog.cancel()
 
 
 def _kind(name: str, value: str) -> str:
-    if name == "OSError" and any(f"[Errno {number}]" in value for number in FULL):
+    if name == "OSError" and any(f"[Errno {n}]" in value for n in store.FULL):
         return "disk"
     return "oom" if name in ("OutOfMemoryError", "MemoryError") else "error"
 
@@ -159,7 +164,10 @@ papermill_engines.register("specexp", _Engine)
 
 
 def _check(point: Point, folder: Path) -> None:
-    notebook = nbformat.read(folder / NOTEBOOK, as_version=4)
+    try:
+        notebook = nbformat.read(folder / NOTEBOOK, as_version=4)
+    except (ValueError, nbformat.ValidationError):
+        raise Failure("invalid-result", f"{NOTEBOOK} is not readable") from None
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type != "code" or not cell.source.strip():
             continue
@@ -170,14 +178,15 @@ def _check(point: Point, folder: Path) -> None:
                 raise Failure("invalid-result", f"cell {number} raised {output.ename}")
     try:
         record = json.loads((folder / store.RESULT).read_text())
+        problems = track.problems_of(record)
+        logged = dict(record["params"])
     except FileNotFoundError:
         raise Failure("invalid-result", "the notebook logged nothing: call track.log") from None
-    except ValueError:
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise Failure("invalid-result", f"{store.RESULT} is not readable") from None
-    problems = track.problems_of(record)
-    if record["params"] != point.params:
-        odd = [n for n in point.params if record["params"].get(n) != point.params[n]]
-        odd += [n for n in record["params"] if n not in point.params]
+    if logged != point.params:
+        odd = [n for n in point.params if logged.get(n) != point.params[n]]
+        odd += [n for n in logged if n not in point.params]
         problems.append(f"it logged other parameters than it was given: {', '.join(odd)}")
     if problems:
         raise Failure("invalid-result", "; ".join(problems))
@@ -197,6 +206,7 @@ def _exporter() -> HTMLExporter:
 
 
 def _to_html(folder: Path) -> None:
-    with _HTML:
+    page = f"This notebook could not be drawn; it is in {NOTEBOOK}."
+    with _HTML, contextlib.suppress(Exception):  # it may be right all the same
         page, _ = _exporter().from_filename(str(folder / NOTEBOOK))
     (folder / PAGE).write_text(page)

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specexp.lab import live, places, report, secret, store, track
-from specexp.lab.execute import ERROR, FULL, Failure
+from specexp.lab.execute import ERROR, Failure
 from specexp.lab.grid import Point
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 AGAIN = ("interrupted", "disk", "lost")  # failures that are nobody's fault: run again unasked
+GO_ON = "run the same command again to go on"
 PATIENCE_S = 90.0
 ROOM_PER_POINT = 2_000_000
 
@@ -63,19 +64,20 @@ def run(
                 work.plan()
                 board.say(f"{len(work.queue)} of {len(points)} points to run, {where.how}")
                 work.through(where, jobs, together)
+        if work.stopped:
+            return _sorry(console, "stopped", work.stopped[1], work.stopped[0])
+        report.show(console, {p.run_key for p in points})
     except store.StoreBusy as e:
         return _sorry(console, "busy", str(e), BUSY)
     except track.Damaged as e:
         return _sorry(console, "damaged", str(e), DAMAGED)
     except OSError as e:
-        if e.errno not in FULL:
-            raise
-        return _sorry(console, "disk full", _full(e), DISK_FULL)
+        if e.errno in store.FULL:
+            said = f"{e.strerror}: {e.filename or store.root()}, {_free()}; make room and {GO_ON}"
+            return _sorry(console, "disk full", said, DISK_FULL)
+        return _sorry(console, "cannot go on", f"{e}; {GO_ON}", FAILED)
     except track.Away as e:
         return _sorry(console, "no MLflow", f"{track.where()}: {e}", FAILED)
-    if work.stopped:
-        return _sorry(console, "stopped", work.stopped[1], work.stopped[0])
-    report.show(console, {p.run_key for p in points})
     if board.failed:
         console.print(f"{board.failed} points failed: --retry-failed runs them again")
     return FAILED if board.failed or work.unpublished else DONE
@@ -98,13 +100,15 @@ class Work:
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._where: places.Place | None = None
-        self._begun = time.time_ns()
+        self._away = False
+        self._earlier: set[str] = set()
 
     def plan(self) -> None:
         """What is left to do. Raises OSError where the disk has no room for it."""
+        self._earlier = {kept.name for kept in store.folder("failed").iterdir()}
         failures = {} if self.retry_failed or self.force else failures_of(self.points)
         for point in self.points:
-            if not self.force and store.result_of(point.run_key).exists():
+            if not self.force and track.published(store.result_of(point.run_key)):
                 self.board.done += 1
             elif failures.get(point.run_key, ("", ""))[0] in ("", *AGAIN):
                 self.queue.append(point)
@@ -137,8 +141,11 @@ class Work:
                         where.kill()
                 for f in each:
                     f.result()
-        for result in self.unpublished[:]:
-            self._publish(result)
+        self._away = False
+        for kept in self.unpublished[:]:
+            with store.claim(_key(kept)) as ours:
+                if ours and not self._publish(kept):
+                    return
 
     def _serve(self, queue: deque[Point], where: places.Place, number: int) -> None:
         try:
@@ -157,21 +164,27 @@ class Work:
 
     def _take(self, point: Point, seat: places.Seat) -> bool:
         """Settle a point unless another runner is at it; says whether it is settled."""
-        with store.claim(point.run_key) as ours:
+        key = point.run_key
+        with store.claim(key) as ours:
             if not ours:
-                who = store.holder(point.run_key)
+                who = store.holder(key)
                 self.board.say(f"waiting for {point.label}: {who} runs it", once=True)
                 return False
-            others = failures_of([point], since=self._begun)
-            if not self.force and store.result_of(point.run_key).exists():
-                self.board.ended(point.label, "done", "by another run")
-            elif others and others[point.run_key][0] not in AGAIN:
-                self.board.ended(
-                    point.label, "failed", "in another run: " + others[point.run_key][1]
-                )
+            self._mend(key)
+            others = failures_of([point], besides=self._earlier)
+            if not self.force and store.result_of(key).exists():
+                self._done(point, "by another run")
+            elif others and others[key][0] not in AGAIN:
+                self.board.ended(point.label, "failed", f"in another run: {others[key][1]}")
             else:
                 self._attempt(point, seat)
             return True
+
+    def _done(self, point: Point, said: str) -> None:
+        if track.published(store.result_of(point.run_key)):
+            self.board.ended(point.label, "done", said)
+        else:
+            self.board.ended(point.label, "kept", "the result is safe; MLflow does not answer")
 
     def _attempt(self, point: Point, seat: places.Seat) -> None:
         attempt = store.new_attempt(point.run_key)
@@ -192,32 +205,36 @@ class Work:
                 self._fail(point, attempt, e, "failed")
             return
         except OSError as e:
-            if e.errno not in FULL:
-                raise
-            self._no_room(point, attempt, _full(e))
+            if e.errno in store.FULL:
+                self._no_room(point, attempt, f"{e.strerror}: {e.filename or attempt}")
+            else:
+                self._fail(point, attempt, Failure("lost", str(e)), "failed")
             return
-        if self._publish(result):
-            self.board.ended(point.label, "done", report.headline(result))
-        else:
-            self.board.ended(point.label, "kept", "the result is safe; MLflow does not answer")
+        self._publish(result)
+        self._done(point, report.headline(result))
 
     def _no_room(self, point: Point, attempt: Path, why: str) -> None:
         shutil.rmtree(attempt, ignore_errors=True)
         self.board.ended(point.label, "stopped", why)
-        self.stop(DISK_FULL, f"{why}; make room and run the same command again")
+        self.stop(DISK_FULL, f"{why}, {_free()}; make room and {GO_ON}")
 
     def _fail(self, point: Point, attempt: Path, failure: Failure, state: str) -> None:
-        kept = set_aside(attempt, failure)
-        self._publish(kept)
+        self._tell(set_aside(attempt, failure))
         said = str(failure).splitlines()[0]
         self.board.ended(point.label, state, f"{failure.kind}: {said}")
 
+    def _tell(self, kept: Path) -> None:
+        """Show a failed attempt in MLflow, if enough of it is left for that."""
+        known = store.read(kept / store.TAGS) and store.read(kept / store.POINT)
+        if known and not track.published(kept):
+            self._publish(kept)
+
     def _publish(self, folder: Path) -> bool:
         """Try for PATIENCE_S; only once if the last one failed. What fails is tried at the end."""
-        patience = 0.0 if folder not in self.unpublished and self.unpublished else PATIENCE_S
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(track.Away),
-            stop=tenacity.stop_after_delay(patience) | tenacity.stop_when_event_set(self._stopping),
+            stop=tenacity.stop_after_delay(0.0 if self._away else PATIENCE_S)
+            | tenacity.stop_when_event_set(self._stopping),
             wait=tenacity.wait_fixed(2),
             sleep=tenacity.sleep_using_event(self._stopping),
             before_sleep=lambda _: self.board.say("waiting for MLflow", once=True),
@@ -227,36 +244,38 @@ class Work:
             try:
                 attempts(track.publish, folder)
             except track.Away as e:
+                self._away = True
                 if folder not in self.unpublished:
                     self.unpublished.append(folder)
                 self.board.say(f"not in MLflow yet, run the same command again: {e}", once=True)
                 return False
+            self._away = False
         if folder in self.unpublished:
             self.unpublished.remove(folder)
         return True
 
     def recover(self) -> None:
-        """What earlier runs left behind: attempts of the dead, results not published, damage."""
-        for attempt in store.folder("attempts").iterdir():
-            with store.claim(store.key_of(attempt)) as ours:
-                if ours and attempt.exists():
-                    set_aside(attempt, Failure("interrupted", "the runner was killed"))
-        keys = {p.run_key for p in self.points}
-        for key in keys:
-            result = store.result_of(key)
-            if result.exists():
-                with store.claim(key) as ours:
-                    if ours and not store.intact(result):
-                        store.set_aside(result, "replaced")
-                    elif ours and not track.published(result):
-                        self._publish(result)
-        for kept in store.folder("failed").iterdir():
-            key = store.key_of(kept)
-            mine = key in keys or track.own()
-            if mine and (kept / store.TAGS).exists() and not track.published(kept):
-                with store.claim(key) as ours:
-                    if ours:
-                        self._publish(kept)
+        """What earlier runs left behind of these points, and of others where nobody else would."""
+        left = [*store.folder("attempts").iterdir()]
+        left += store.folder("failed").iterdir() if track.own() else ()
+        keys = {store.key_of(path) for path in left if path.is_dir()} - {""}
+        for key in keys | {p.run_key for p in self.points}:
+            with store.claim(key) as ours:
+                if ours:
+                    self._mend(key)
+
+    def _mend(self, key: str) -> None:
+        """Set right what is left of a point that is ours now: attempts of the dead are set aside,
+        so is a damaged result, and what MLflow has not seen is published."""
+        for attempt in store.of(key, "attempts"):
+            set_aside(attempt, Failure("interrupted", "the runner was killed"))
+        result = store.result_of(key)
+        if result.exists() and not store.intact(result):
+            store.set_aside(result, "replaced")
+        for kept in store.of(key, "failed"):
+            self._tell(kept)
+        if result.exists() and not track.published(result):
+            self._publish(result)
 
 
 @contextlib.contextmanager
@@ -265,7 +284,7 @@ def _signals(work: Work) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    said = "finished points are kept; run the same command again to go on"
+    said = f"finished points are kept; {GO_ON}"
     codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
     before = {
         number: signal.signal(number, lambda got, _: work.stop(codes[signal.Signals(got)], said))
@@ -283,6 +302,11 @@ def _write_point(point: Point, attempt: Path) -> None:
     (attempt / store.POINT).write_text(json.dumps(known, indent=1))
 
 
+def _key(kept: Path) -> str:
+    """The key of a result or of a failed attempt."""
+    return kept.name if kept.parent.name == "results" else store.key_of(kept)
+
+
 def tags_of(point: Point) -> dict[str, str]:
     return {
         "run_key": point.run_key,
@@ -296,6 +320,7 @@ def tags_of(point: Point) -> dict[str, str]:
 
 def set_aside(attempt: Path, failure: Failure) -> Path:
     """Keep a failed attempt, whole, with its error and what MLflow is to be told of it."""
+    attempt.mkdir(exist_ok=True)
     store.only_files(attempt)
     message = secret.hide(str(failure))
     trace = "" if failure.__cause__ is None else secret.hide("".join(
@@ -313,22 +338,26 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
     return store.set_aside(attempt, "failed")
 
 
-def failures_of(points: Sequence[Point], since: int = 0) -> dict[str, tuple[str, str]]:
-    """run_key -> kind and message of each point's last failure, if later than `since` (ns)."""
+def failures_of(
+    points: Sequence[Point], besides: Collection[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """run_key -> kind and message of each point's last failure, `besides` these attempts."""
     keys = {p.run_key for p in points}
-    kept = [f for f in store.folder("failed").glob(f"*/{ERROR}") if store.key_of(f.parent) in keys]
+    kept = [
+        path / ERROR
+        for path in store.folder("failed").iterdir()
+        if store.key_of(path) in keys and path.name not in besides and (path / ERROR).exists()
+    ]
     found = {}
-    for age, error in sorted((f.stat().st_mtime_ns, f) for f in kept):
-        if age < since:
-            continue
+    for error in sorted(kept, key=lambda path: path.stat().st_mtime_ns):
         kind, _, message = error.read_text(errors="replace").partition("\n")[0].partition(": ")
         found[store.key_of(error.parent)] = kind, message
     return found
 
 
-def _full(e: OSError) -> str:
-    free = shutil.disk_usage(store.root()).free
-    return f"{e.strerror}: {e.filename or store.root()}, {free / 1e6:.0f} MB free"
+def _free() -> str:
+    there = next(p for p in (store.root(), *store.root().parents) if p.exists())
+    return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
 
 
 def _sorry(console: Console, what: str, why: str, code: int) -> int:

@@ -8,6 +8,7 @@ MLflow or notebooks.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -27,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
 MANIFEST = "manifest.json"
 PATIENCE_S = 120.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+TROUBLE = (*FULL, errno.EIO, errno.EMFILE, errno.ENFILE)  # of the machine, not of permissions
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # a file that is damaged
 
 
 class StoreBusy(UserError):
@@ -38,13 +42,21 @@ def root() -> Path:
 
 
 def folder(name: str) -> Path:
-    """A folder of the store, made if need be. Raises UserError where nothing can be written."""
+    """A folder of the store, made if need be. Raises UserError where nothing may be written."""
     path = root() / name
-    try:
+    with _writing():
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS") from e
     return path
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno in TROUBLE:
+            raise
+        raise UserError(f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS") from e
 
 
 # --- claims --------------------------------------------------------------------------------------
@@ -69,10 +81,8 @@ def claim(key: str) -> Iterator[bool]:
 
 def _lock(path: Path) -> int | None:
     while True:
-        try:
+        with _writing():
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as e:
-            raise UserError(f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS") from e
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
@@ -134,6 +144,12 @@ def key_of(attempt: Path) -> str:
     return attempt.name.rpartition("-")[0]
 
 
+def of(key: str, where: str) -> list[Path]:
+    """The attempts for a key, or what became of them, in one of the store's folders."""
+    there = folder(where)
+    return [there / name for name in os.listdir(there) if name.rpartition("-")[0] == key]
+
+
 def result_of(key: str) -> Path:
     return root() / "results" / key
 
@@ -174,19 +190,30 @@ def only_files(attempt: Path) -> None:
 
 
 def intact(result: Path) -> bool:
-    """Is this result complete and unchanged since it was committed?"""
+    """Is this result complete and unchanged since it was committed?
+
+    Raises OSError where that cannot be told now (too many open files, not ours to read).
+    """
     try:
-        digests = json.loads((result / MANIFEST).read_text())
-        return all(digest((result / name).read_bytes()) == d for name, d in digests.items())
-    except (OSError, ValueError):
+        digests = dict(json.loads((result / MANIFEST).read_text()))
+        if not {RESULT, TAGS} <= digests.keys():
+            return False
+        data = {name: (result / name).read_bytes() for name in digests}
+        mine = json.loads(data[TAGS])["run_key"] in (result.name, key_of(result))
+        return mine and all(digest(data[name]) == d for name, d in digests.items())
+    except (KeyError, TypeError, ValueError):
         return False
+    except OSError as e:
+        if e.errno in GONE:
+            return False
+        raise
 
 
 def read(path: Path) -> dict[str, Any]:
     """A JSON file of the store; empty when there is none or it is torn."""
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
+    except (OSError, TypeError, ValueError):
         return {}
 
 
