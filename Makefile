@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-all lint lab ui
+.PHONY: help demo test test-all soak lint lab ui
 help:            ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
@@ -20,6 +20,9 @@ test: $(STAMP)   ## install, lint, type-check, run the tests
 
 test-all: $(STAMP)  ## the tests that take longer too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
+
+soak: $(STAMP)   ## kill runners at random, 1,000 times, and count what is lost (hours); KILLS=, SEED=
+	$(BIN)/python tests/soak.py --kills $(or $(KILLS),1000) --seed $(or $(SEED),0)
 
 lab: $(STAMP)    ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks

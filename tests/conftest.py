@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +103,30 @@ def store(tmp_path, monkeypatch, migrated):
     shutil.copy(migrated / "mlflow.db", root / "mlflow.db")
     monkeypatch.setenv("SPECEXP_MLRUNS", str(root))
     return root
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """A process that forks runners, see faults.py."""
+    from faults import Warm
+
+    with Warm() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def template(warm, tmp_path_factory):
+    """A store with a database and nothing else, made by `warm`."""
+    root = tmp_path_factory.mktemp("template")
+    assert warm.run("initialise", root).code == 0
+    return root
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A folder on a fast disk where there is one: for thousands of fsyncs."""
+    there = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
+    folder = there / f"specexp-{os.getpid()}-{tmp_path.name}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)

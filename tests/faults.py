@@ -52,6 +52,7 @@ AUDITED = {
     "sqlite3.connect": "connect", "os.scandir": "list", "os.listdir": "list",
 }  # fmt: skip
 READING = {"read", "list", "connect"}
+SOON = {"run.PATIENCE_S": 0.5, "run.ROOM_PER_POINT": 0}  # globals of the lab, for a test
 
 
 # --- the client ----------------------------------------------------------------------------------
@@ -489,12 +490,28 @@ def _check(job: dict[str, Any]) -> list[str]:
     return problems(Path(job["store"]), points, **options)
 
 
-def _status(job: dict[str, Any]) -> None:
+def _scan(job: dict[str, Any]) -> dict[str, float]:
+    """Seconds that the parts of a resume take before anything runs, and the report after it."""
     from rich.console import Console
 
-    from specexp.lab import grid, run
+    from specexp.lab import grid, live, report, run, store, track
 
-    Console(width=200).print(run.status(grid.load(job["grids"])))
+    took, console = {}, Console(file=io.StringIO())
+    begin = time.monotonic()
+    points = grid.load(job["grids"])
+    took["load"] = time.monotonic() - begin
+    with live.Board(console, len(points)) as board:
+        with store.alone("setup"):
+            track.initialise()
+        work = run.Work(points, board)
+        for name, part in (
+            ("recover", work.recover), ("plan", work.plan),
+            ("report", lambda: report.show(console, {p.run_key for p in points})),
+        ):  # fmt: skip
+            begin = time.monotonic()
+            part()
+            took[name] = time.monotonic() - begin
+    return took
 
 
 def _initialise(job: dict[str, Any]) -> None:
@@ -511,7 +528,8 @@ def _naive(job: dict[str, Any]) -> None:
 
 
 JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "grid": _grid, "check": _check, "status": _status, "initialise": _initialise, "naive": _naive,
+    "grid": _grid, "check": _check, "scan": _scan, "initialise": _initialise,
+    "naive": _naive,
 }  # fmt: skip
 
 

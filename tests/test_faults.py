@@ -13,29 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from faults import FITS, PHASES, READING, TRIVIAL, Warm, committed, problems, quick_place
+from faults import FITS, PHASES, READING, SOON, TRIVIAL, Warm, committed, problems, quick_place
 from mlflow.exceptions import MlflowException
 from rich.console import Console
 
 from specexp.lab import build, grid, run, track
-
-SOON = {"run.PATIENCE_S": 0.5, "run.ROOM_PER_POINT": 0}
-
-
-@pytest.fixture(scope="module")
-def warm():
-    with Warm() as server:
-        yield server
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A folder on a fast disk where there is one: thousands of fsyncs."""
-    there = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
-    folder = there / f"specexp-{os.getpid()}-{tmp_path.name}"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
 
 
 class Bench:
@@ -111,13 +93,6 @@ class Bench:
         return found
 
 
-@pytest.fixture(scope="module")
-def template(warm, tmp_path_factory):
-    root = tmp_path_factory.mktemp("template")
-    assert warm.run("initialise", root).code == 0
-    return root
-
-
 @pytest.fixture
 def bench(warm, disk, template):
     def call(points: int, done: Sequence[int] = ()) -> Bench:
@@ -156,6 +131,7 @@ def test_killed_at_each_step_of_a_commit_a_point_is_there_once(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_killed_before_every_event_a_grid_is_whole_after_a_resume(bench):
     b = bench(points=3)
     events = b.events()
@@ -185,6 +161,7 @@ def test_killed_again_while_it_resumes(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_killed_again_while_it_resumes_a_hundred_times(bench):
     found, hit = kills(bench(points=3), 100, seed=7)
     assert found == []
@@ -300,6 +277,7 @@ def test_errors_of_the_disk_are_told_in_a_line_and_nothing_is_lost(bench, do):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stays", [True, False])
 @pytest.mark.parametrize("do", ["ENOSPC", "EIO", "EMFILE", "EACCES"])
 def test_errors_of_the_disk_at_every_event(bench, do, stays):
@@ -429,6 +407,7 @@ def test_damage_of_any_kind_is_found_and_the_point_done_again(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_one_changed_byte_anywhere_is_found(bench):
     b = bench(points=160, done=range(1, 161))
     rng = random.Random(9)
@@ -496,6 +475,7 @@ def test_runners_that_start_at_once_on_a_new_store_share_the_points(warm, disk):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("runners", [2, 8])
 def test_runners_that_start_at_once_on_a_new_store_share_the_points_often(warm, disk, runners):
     starts(warm, disk, runners, times=25, xs=range(1, 11))
@@ -634,3 +614,17 @@ def test_a_report_that_mlflow_refuses_is_a_line(store, points, monkeypatch):
     code, said = go(todo)
     assert code == 1
     assert "no MLflow" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_stays_flat_over_a_thousand_points(bench):
+    few, many = bench(points=60), 1000
+    first = few.go()
+    few.again()
+    few.grid = few.file("many", range(1, many + 1))
+    last = few.go(seconds=3000)
+    assert first.code == last.code == 0
+    assert last.peak_mb < first.peak_mb + 100, (first.peak_mb, last.peak_mb)
+    assert few.go(seconds=600).said.startswith(f"0 of {many} points to run")
+    assert few.wrong() == []

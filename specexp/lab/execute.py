@@ -29,6 +29,7 @@ from specexp.lab.grid import Point
 from specexp.lab.kernels import Slot
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
+MODELS = ("target", "drafter", "dtype", "device")
 MOST_OUTPUT = 10_000_000
 _HTML = threading.Lock()
 
@@ -89,7 +90,7 @@ def _run(
     try:
         with slot.kernel(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
-            seed=int(point.run_key[:8], 16), warm=point.params,
+            seed=int(point.run_key[:8], 16), warm=_models(point),
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             papermill.execute_notebook(
                 str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
@@ -110,6 +111,11 @@ def _run(
         raise Failure("error", f"{type(e).__name__}: {e}") from e
     finally:
         watchdog.cancel()
+
+
+def _models(point: Point) -> dict[str, Any]:
+    """The parameters that say which models a point uses: a kernel may begin with those loaded."""
+    return {n: point.params[n] for n in MODELS if n in point.params}
 
 
 def _kind(name: str, value: str) -> str:
