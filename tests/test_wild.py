@@ -290,6 +290,6 @@ def test_a_point_that_spoils_another_that_runs_is_found_out(wilds, how):
 def test_a_kernel_is_told_of_models_and_of_nothing_else(wilds):
     """A kernel that is to hold other models than the last one is made anew, which takes seconds."""
     [point] = grid.load([wilds.file(how=["well"])])
-    assert execute._models(point) == {}
+    assert execute._models(point.params) is None
     point = replace(point, params={**point.params, "target": "a", "dtype": "float32"})
-    assert execute._models(point) == {"target": "a", "dtype": "float32"}
+    assert execute._models(point.params) == {"target": "a", "dtype": "float32"}
