@@ -81,6 +81,7 @@ def overheard(place: OnRay, file: Path) -> OnRay:
 
 
 @ray
+@pytest.mark.slow
 def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
     todo = points(how=["well", "raises"])
     code, said = go(todo, place=OnRay(todo, together=True), together=True)
@@ -107,6 +108,7 @@ def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
 
 
 @ray
+@pytest.mark.slow
 def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
     store, points, address, tmp_path
 ):
@@ -130,6 +132,7 @@ def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
 
 
 @ray
+@pytest.mark.slow
 def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, address, tmp_path):
     """The runner joins from outside, so that its code is sent to the workers."""
     todo = points(how=["well", "hangs"])

@@ -136,14 +136,14 @@ def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, p
 
 
 def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, points):
-    begin = time.monotonic()
+    begin, before = time.monotonic(), set(psutil.Process().children(recursive=True))
     code, _ = go(points(timeout_s=4, how=["hangs"]))
     assert code == 1
     assert time.monotonic() - begin < 4 + 10
     assert list(track.runs().columns) == []
     [kept] = (store / "failed").iterdir()
     assert "took longer than 4 s" in (kept / "error.txt").read_text()
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_a_runner_killed_in_the_middle_loses_nothing(store, points, tmp_path):

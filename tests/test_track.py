@@ -145,9 +145,11 @@ def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    place = track.backend()
     running = subprocess.Popen(
-        server.ui_command(port), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        server.command(place, "127.0.0.1", port), env=server.environment(place),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
 
     def status(host: str) -> int:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": host})

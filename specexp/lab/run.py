@@ -303,9 +303,8 @@ def _signals(work: Work) -> Iterator[None]:
     try:
         yield
     finally:
-        if not work.stopped:  # else a second one may still come, and this process is on its way out
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number, handler in before.items():  # stopped, this process is on its way out
+            signal.signal(number, signal.SIG_IGN if work.stopped else handler)
 
 
 def _write_point(point: Point, attempt: Path) -> None:
