@@ -265,7 +265,7 @@ class Backend:
             copy_files(folder, place)
         else:
             with self.reaching():  # one by one: MLflow's own walk is silent of what it cannot open
-                for path in store.files_in(folder):
+                for path in _files(folder):
                     inside = path.parent.relative_to(folder).as_posix()
                     into = None if inside == "." else inside
                     self.client.log_artifact(run.info.run_id, str(path), into)
@@ -308,7 +308,7 @@ def hidden(address: str) -> str:
 
 def copy_files(folder: Path, into: Path) -> None:
     """Every regular file, whatever is there; raises OSError at the first that cannot be."""
-    for path in store.files_in(folder):
+    for path in _files(folder):
         copy = into / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -318,8 +318,13 @@ def digests(folder: Path) -> dict[str, str]:
     """Path and SHA-256 of every file."""
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in store.files_in(folder)
+        for p in _files(folder)
     }
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of a run that has artifacts, or none."""
+    return store.files_in(folder) if folder.exists() else []
 
 
 def _pages(ask: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
