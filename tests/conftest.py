@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from servers import initdb
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -12,10 +13,11 @@ CONTEXT = 128
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests that need a GPU or the package `speculators` exist only where there is one: deselected
-    elsewhere, never skipped."""
+    """Tests that need a GPU, PostgreSQL or the package `speculators` exist only where there is one:
+    deselected elsewhere, never skipped."""
     there = {
         "cuda": torch.cuda.is_available(),
+        "postgres": bool(initdb()) and importlib.util.find_spec("psycopg2") is not None,
         "speculators": importlib.util.find_spec("speculators") is not None,
     }
     gone = [

@@ -559,7 +559,7 @@ def test_a_copy_that_was_cut_short_goes_on_and_leaves_nothing_half(place, tmp_pa
     here, there = place("here"), place("there")
     count = odd_runs(here, tmp_path)
     real = Backend.put
-    for left in (2, 3):  # so many artifacts are written, then we are killed
+    for left in (1, 2):  # so many artifacts are written, then we are killed
         budget = [None] * left
 
         def dies(self, run, folder, budget=budget):
