@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_collection_modifyitems(config, items):
     """Tests that need a GPU, the right to mount, or a package that is no part of an installation
     exist only where there is one: deselected elsewhere, never skipped."""
-    there = {"cuda": torch.cuda.is_available(), "mount": _may_mount()} | {
+    there = {"cuda": torch.cuda.is_available(), "mount": _may_mount(), "postgres": _postgres()} | {
         name: importlib.util.find_spec(name) is not None for name in ("speculators", "ray")
     }
     gone = [
@@ -78,6 +78,11 @@ def pytest_collection_modifyitems(config, items):
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in gone]
+
+
+def _postgres() -> bool:
+    programs = shutil.which("initdb") or any(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    return bool(programs) and importlib.util.find_spec("psycopg2") is not None
 
 
 def _may_mount() -> bool:

@@ -64,6 +64,7 @@ def command(place: Backend, host: str, port: int) -> list[str]:
     return [
         sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port),
         "--workers", "1" if place.file else "2", "--serve-artifacts",
+        "--uvicorn-opts", "--log-level warning",
         "--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(origins),
     ]  # fmt: skip
 
