@@ -1,6 +1,7 @@
 """Kernels of points: they start from one state, see nothing of each other, and leave nothing."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import papermill
 import psutil
 import pytest
 import torch
+from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
 from specexp.lab import kernels
@@ -148,6 +150,16 @@ def test_the_kernel_has_the_environment_and_folder_it_is_given(go, either, monke
     [said] = go(either, look, env=env, cwd=here)
     assert said.split("\n") == [f"given 2 {here} beside the notebook", "0o77 True True"]
     assert os.environ["OF_THE_RUNNER"] == "1"
+
+
+def test_a_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_path, monkeypatch):
+    (spec := tmp_path / "kernels" / "python3").mkdir(parents=True)
+    said = {"argv": ["false"], "display_name": "other", "language": "R", "env": {"OTHER": "1"}}
+    (spec / "kernel.json").write_text(json.dumps(said))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    assert KernelSpecManager().get_kernel_spec("python3").argv == ["false"]  # the control
+    look = "import os, sys; print(sys.executable, sys.prefix, 'OTHER' in os.environ)"
+    assert go(either, look) == [f"{sys.executable} {sys.prefix} False"]
 
 
 def test_one_point_sees_nothing_of_another(go, slot):
