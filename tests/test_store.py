@@ -350,6 +350,57 @@ def test_a_rebuild_leaves_out_what_is_torn_and_says_so(filled):
     assert len(track.runs()) == 2
 
 
+TORN = {
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "NUL bytes": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", ["tags.json", "point.json"])
+@pytest.mark.parametrize("how", TORN)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_failure_torn_by_a_power_cut_is_passed_over_and_done_again(
+    store, points, how, name, told
+):
+    todo = points(1, 13)
+    assert go(todo)[0] == 1
+    [torn] = (store / "failed").iterdir()
+    TORN[how](torn / name)
+    if not told:
+        track.client().delete_run(run_of(torn))
+        (torn / "published").unlink()
+    assert check.problems() == []
+    made = rebuild.rebuild(quiet())
+    assert (made.results, made.failures) == (1, 0)
+    assert set(made.torn) <= {torn}
+    assert check.problems() == []
+    assert [state for _, _, state, *_ in shown()] == ["FINISHED"]
+    code, said = go(todo)
+    assert code == 1
+    assert "1 of 2 points to run" in said
+    assert len(list((store / "failed").iterdir())) == 2
+    assert check.problems() == []
+    code, said = go(todo)
+    assert "0 of 2 points to run" in said
+    assert "error: planted" in said
+
+
+@pytest.mark.parametrize("how", TORN)
+def test_a_failure_is_known_whatever_became_of_the_text_for_people(store, points, how):
+    todo = points(13)
+    assert go(todo)[0] == 1
+    [kept] = (store / "failed").iterdir()
+    TORN[how](kept / "error.txt")
+    assert check.problems() == []
+    assert rebuild.rebuild(quiet()).failures == 1
+    code, said = go(todo)
+    assert code == 1
+    assert "0 of 1 points to run" in said
+    assert "error: planted" in said
+
+
 def test_an_experiment_that_was_deleted_in_the_ui_comes_back_with_its_next_point(store, points):
     assert go(points(1))[0] == 0
     track.client().delete_experiment(track.experiment_id("planted grid"))

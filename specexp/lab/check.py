@@ -37,7 +37,7 @@ def problems() -> list[str]:
 def check() -> list[Promise]:
     """Every promise, kept or broken."""
     results = {p.name: p for p in _folders("results")}
-    failed = [p for p in _folders("failed") if (p / store.TAGS).exists()]
+    failed = _folders("failed")
     attempts = _folders("attempts")
     busy = set(store.claims())
     try:
@@ -49,6 +49,7 @@ def check() -> list[Promise]:
     busy |= set(store.claims())
     results = {key: p for key, p in results.items() if key not in busy}
     failed = [p for p in failed if store.key_of(p) not in busy]
+    told = [p for p in failed if track.publishable(p)]
     ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
     found = [
         Promise("results are whole", len(results), tuple(_torn(results))),
@@ -60,8 +61,8 @@ def check() -> list[Promise]:
         found += [
             Promise("results are in MLflow, once, as they are", len(results),
                     tuple(_unlike(results, runs))),
-            Promise("failures are in MLflow as failures", len(failed),
-                    tuple(_unshown(failed, results, runs))),
+            Promise("failures are in MLflow as failures", len(told),
+                    tuple(_unshown(told, failed, results, runs))),
             Promise("no run is left running", sum(map(len, shown.values())),
                     tuple(_running(runs))),
         ]  # fmt: skip
@@ -89,7 +90,7 @@ def _folders(name: str) -> list[Path]:
 
 def _torn(results: Mapping[str, Path]) -> Iterator[str]:
     for key, result in results.items():
-        if not store.intact(result):
+        if not track.publishable(result):
             yield f"results/{key} is not as it was committed: run its grid again"
 
 
@@ -142,12 +143,11 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unshown(
-    failed: list[Path], results: Mapping[str, Path], shown: Mapping[str, list[Any]]
-) -> Iterator[str]:
-    attempts = defaultdict(set)
-    for kept in failed:
-        attempts[store.key_of(kept)].add(kept.name)
-    for key, names in attempts.items():
+    told: list[Path], failed: list[Path], results: Mapping[str, Path],
+    shown: Mapping[str, list[Any]],
+) -> Iterator[str]:  # fmt: skip
+    names = {kept.name for kept in failed}
+    for key in sorted({store.key_of(kept) for kept in told}):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
         if len(runs) > 1 or (not runs and key not in results):
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once"
