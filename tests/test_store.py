@@ -122,6 +122,73 @@ def test_what_somebody_has_claimed_is_not_judged(filled, how):
     assert check.problems()
 
 
+def between_looks(monkeypatch, then):
+    monkeypatch.setattr(check.time, "sleep", lambda seconds: then())
+
+
+def test_what_is_between_two_states_is_looked_at_again(filled, monkeypatch):
+    result = first(filled)
+    away = result.rename(filled / "away")
+    between_looks(monkeypatch, lambda: away.rename(result))
+    assert check.problems() == []
+
+
+def test_broken_is_what_two_looks_find(filled, monkeypatch):
+    """What lasts is told, and what was only there the first or the second time is not."""
+    lasting, passing = sorted((filled / "results").iterdir())[:2]
+    shutil.rmtree(lasting)
+    away = passing.rename(filled / "away")
+
+    def then():
+        away.rename(passing)
+        store.new_attempt("just-begun")
+
+    between_looks(monkeypatch, then)
+    [line] = check.problems()
+    assert lasting.name in line
+
+
+def test_a_database_that_is_busy_for_a_moment_hides_nothing(filled, monkeypatch):
+    shutil.rmtree(first(filled))
+    real, looks = check._shown, []
+
+    def busy():
+        looks.append(1)
+        if len(looks) == 1:
+            raise Away("another program has locked it")
+        return real()
+
+    monkeypatch.setattr(check, "_shown", busy)
+    [line] = check.problems()
+    assert "is not there" in line
+
+
+def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
+    looks = []
+
+    def away():
+        looks.append(1)
+        raise Away(f"no answer to connection {len(looks)}")
+
+    monkeypatch.setattr(check, "_shown", away)
+    assert check.problems() == ["no answer to connection 2"]
+
+
+def test_a_point_that_is_done_while_mlflow_is_read_breaks_nothing(filled, monkeypatch):
+    """It was claimed, committed, published and let go between one glance and the next."""
+    real, looks = check._shown, []
+
+    def slowly():
+        looks.append(1)
+        if len(looks) == 1:
+            track.log("mine", {"drafter": "ngram"}, METRICS)
+        return real()
+
+    monkeypatch.setattr(check, "_shown", slowly)
+    assert check.problems() == []
+    assert len(looks) == 2
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 
