@@ -132,7 +132,7 @@ class Kernels:
         modules = () if self.why else (*MACHINERY, *self.modules)
         self.control, there = Pipe()
         with there, open(self.folder / "zygote.log", "wb") as log:
-            tied = (str(there.fileno()), str(os.getpid()), str(self.folder))
+            tied = (str(there.fileno()), str(self.folder))
             self.zygote = subprocess.Popen(
                 [sys.executable, "-m", "specexp.lab.zygote", *tied, *modules],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[there.fileno()],
