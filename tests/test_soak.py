@@ -8,7 +8,7 @@ from soak import Soak
 
 
 def test_real_kernels_whose_runner_is_killed_again_and_again_lose_nothing(warm, disk):
-    soak = Soak(warm, disk, kills=10, points=4, seed=1)
+    soak = Soak(warm, disk, kills=8, points=4, seed=1)
     struck = list(soak.run())
     assert soak.found == {}
     assert soak.short() == []
