@@ -607,14 +607,15 @@ def grid_run(
         Optional[int],  # noqa: UP045
         typer.Option(
             help="Points at once; those that time something still have a machine to themselves. "
-            "Default: 1 here, what fits on Ray."
+            "Default: 1 here, what fits on Ray, 16 jobs on Slurm."
         ),
     ] = None,
     on: Annotated[
         str,
         typer.Option(
-            help="here; ray, on all CPUs and GPUs of this machine; or a Ray cluster: HOST:6379, "
-            "ray://HOST:10001, auto for the one that runs here."
+            help="here; ray, on all CPUs and GPUs of this machine; a Ray cluster: HOST:6379, "
+            "ray://HOST:10001, auto for the one that runs here; or slurm, each point a job, with "
+            "options of sbatch: slurm:partition=gpu,account=me."
         ),
     ] = "here",
     together: Annotated[

@@ -1,4 +1,4 @@
-"""Where points run. `Here`: on this machine, each in a kernel of its own; `cluster`: on others."""
+"""Where points run. `Here`: on this machine; `cluster` and `slurm`: on others."""
 
 from __future__ import annotations
 
@@ -48,9 +48,15 @@ def of(
     name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
     say: Callable[[str], None] = lambda said: None,
 ) -> Place:  # fmt: skip
-    """The place of this name: `here`, or one of Ray's (`cluster.OnRay`). Raises UserError."""
+    """The place of this name: `here`, `slurm` with or without options (`slurm.OnSlurm`), or one of
+    Ray's (`cluster.OnRay`). Raises UserError."""
+    kind, _, asked = name.partition(":")
     if name == "here":
         return Here(points, forked)
+    if kind == "slurm":
+        from specexp.lab.slurm import OnSlurm
+
+        return OnSlurm(points, asked, forked=forked, together=together, say=say)
     from specexp.lab.cluster import OnRay
 
     return OnRay(points, name, forked=forked, together=together, say=say)
