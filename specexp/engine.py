@@ -66,7 +66,8 @@ class Engine:
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
         """One round for every row; what the host will want to know of it, [B, 5 + N] int64."""
-        seqs = replace(seqs, by_round=self.rule.looks_ahead)  # the same memory
+        certain = self.sampling.temperature == 0
+        seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=certain)  # the same memory
         live = seqs.live
         draft = self._propose(seqs, tree)  # guess
         seen = self._verify(seqs, draft)  # one pass checks every guess

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences
-from specexp.tree import Nodes, Tree, tree_mask
+from specexp.tree import Nodes, Tree, line_mask, tree_mask
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Level:
         """Slots and positions [B, n] of the nodes, and the slots they read [B, n, S], in a cache
         that has the root in slot `root` [B, 1]."""
         slots = root + torch.arange(self.at.start, self.at.stop, device=root.device)
+        if self.at == slice(self.depth, self.depth + 1):  # one node at every depth so far
+            return slots, slots, line_mask(slots, S)
         return slots, (root + self.depth).expand_as(slots), tree_mask(root, S, self.ancestors)
 
 
@@ -59,7 +61,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
     nodes = tree.nodes(device)
-    keys = seqs.keys(nodes.depth)
+    keys = None if rng is None else seqs.keys(nodes.depth)
     place = torch.arange(len(tree), device=device)[None]
     tokens, rank = seqs.root, place[:, :1]
     guesses: list[Tensor] = []
@@ -67,15 +69,18 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
     for depth, (here, below) in enumerate(pairwise(tree.levels)):
         logits = step(Level(depth, here, tokens, rank, nodes.ancestors[:, here]))
         width = max(tree.parents.count(i) for i in range(here.start, here.stop))
-        if rng is None:
-            picked = logits.topk(width).indices
+        if rng is None or keys is None:
+            picked = logits.topk(width).indices if width > 1 else logits.argmax(-1, keepdim=True)
         else:
             laws.append(sampling.law(logits))
             picked = rng.draw(laws[-1], width, keys[:, here])
-        parent = nodes.parents[:, below]
-        sibling = place[:, below] - nodes.children[0, parent[0], 0]
-        rank = parent - here.start
-        tokens = picked[:, rank[0], sibling[0]]
+        if tree.is_chain:
+            tokens = picked[..., 0]
+        else:
+            parent = nodes.parents[:, below]
+            sibling = place[:, below] - nodes.children[0, parent[0], 0]
+            rank = parent - here.start
+            tokens = picked[:, rank[0], sibling[0]]
         guesses.append(tokens)
     if not guesses:
         return Grown(seqs.draft(nodes), place)

@@ -28,7 +28,7 @@ from specexp.cache import SlotCache
 from specexp.errors import UserError
 from specexp.memory import PREFILL
 from specexp.sequences import Draft, Sequences, Verdict
-from specexp.tree import tree_mask
+from specexp.tree import line_mask, tree_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -133,7 +133,7 @@ class LM:
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits[..., : self.vocab]
-        self.fault[seqs.rows] |= ~torch.isfinite(logits.amax(-1)).all(-1)
+        self.fault[seqs.rows] |= (logits.amax(-1) * 0 != 0).any(-1)  # 0 times inf and NaN is NaN
         return Forward(logits, hidden)
 
     @torch.inference_mode()
@@ -166,7 +166,7 @@ class LM:
         """Feed the last `count` tokens, the root included; logits [B, 1, V] after the root."""
         back = torch.arange(1 - count, 1, device=self.device)
         slots = (seqs.length[:, None] - 1 + back).clamp(min=0)
-        visible = torch.arange(seqs.tokens.shape[1], device=slots.device) <= slots[:, :, None]
+        visible = line_mask(slots, seqs.tokens.shape[1])
         tokens = seqs.tokens.gather(1, slots)
         return self.feed(seqs, tokens, slots, slots, visible, last=1).logits
 
@@ -174,8 +174,9 @@ class LM:
         """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
         root = seqs.length[:, None] - 1
         slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
-        visible = tree_mask(root, seqs.tokens.shape[1], draft.nodes.ancestors)
-        positions = root + draft.nodes.depth
+        S, nodes = seqs.tokens.shape[1], draft.nodes
+        visible = line_mask(slots, S) if nodes.is_chain else tree_mask(root, S, nodes.ancestors)
+        positions = root + nodes.depth
         return self.feed(seqs, draft.tokens.clamp(min=0), slots, positions, visible, taps)
 
     @torch.inference_mode()
@@ -186,7 +187,7 @@ class LM:
 
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass over the text at slots [B, n] that nobody wants logits of; the states tapped."""
-        visible = torch.arange(seqs.tokens.shape[1], device=slots.device) <= slots[:, :, None]
+        visible = line_mask(slots, seqs.tokens.shape[1])
         return self._run(seqs, seqs.tokens.gather(1, slots), slots, slots, visible, taps, 0)[1]
 
     def _run(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,14 +26,19 @@ class Draft:
     """One round's guesses. tokens [B, N] int64 with the root in column 0, -1 where none was made.
 
     `q[:, i]` [B, N, V] is the law from which the children of node i were drawn, without replacement
-    in sibling order; None says that they were chosen, not drawn. `keys` [B, N] address the noise of
-    the token that follows each node.
+    in sibling order; None says that they were chosen, not drawn. `text`: what it continues.
     """
 
     tokens: Tensor
     nodes: Nodes
-    keys: Tensor
+    text: Sequences
     q: Tensor | None = None
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[B, N] addresses of the noise of the token that follows each node, until the commit;
+        where nothing is left to chance any numbers will do."""
+        return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
 
 
 @dataclass
@@ -49,8 +55,9 @@ class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
     A row is done when `length >= limit`. `commit` and `write` are all that changes anything.
-    `by_round`: the noise of a position is another in every round. `first`: row 0 is the row of that
-    number in every cache and in whatever a drafter keeps a row (`window`).
+    `by_round`: the noise of a position is another in every round. `certain`: none is asked for.
+    `first`: row 0 is the row of that number in every cache and in whatever a drafter keeps a row
+    (`window`).
     """
 
     tokens: Tensor
@@ -59,6 +66,7 @@ class Sequences:
     stream: Tensor
     eos: Tensor
     by_round: bool = False
+    certain: bool = False
     first: int = 0
 
     @classmethod
@@ -137,7 +145,7 @@ class Sequences:
     def draft(self, nodes: Nodes, guesses: Tensor | None = None, q: Tensor | None = None) -> Draft:
         """A draft over `nodes` from guesses [B, N-1] (None: the root alone)."""
         tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
-        return Draft(tokens, nodes, self.keys(nodes.depth), q)
+        return Draft(tokens, nodes, self, q)
 
     def keys(self, depth: Tensor) -> Tensor:
         """[B, n] noise addresses of the tokens that follow nodes of `depth` [b, n].

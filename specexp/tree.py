@@ -168,6 +168,10 @@ class Nodes:
         children = (ranked * (arange[:, None] + 1)).sum(2) - 1
         return cls(parents, depth, children, ancestors, deepest)
 
+    @property
+    def is_chain(self) -> bool:
+        return self.children.shape[-1] <= 1
+
     def accepted(self, ok: Tensor) -> tuple[Tensor, Tensor]:
         """Follow the accepted nodes from the root as deep as they go.
 
@@ -175,6 +179,9 @@ class Nodes:
         Returns path [B, D+1] int64, the nodes from the root down, 0 beyond the end; and n [B], how
         many of them are accepted guesses (the root is none).
         """
+        if self.is_chain:
+            n = ok[:, 1:].cumprod(1).sum(1)
+            return self.depth * (self.depth <= n[:, None]), n
         root = torch.arange(ok.shape[1], device=ok.device) == 0
         reached = ((ok | root)[:, None, :] | ~self.ancestors).all(-1)
         reached_depth = torch.where(reached, self.depth, -1)
@@ -186,6 +193,11 @@ class Nodes:
         at = on_path[:, :, None] & (self.depth[:, :, None] == level)
         index = torch.arange(ok.shape[1], device=ok.device)[:, None]
         return (at * index).sum(1), n
+
+
+def line_mask(slots: Tensor, S: int) -> Tensor:
+    """visible [B, N, S] for tokens in slots [B, N] that follow each other: all up to their own."""
+    return torch.arange(S, device=slots.device) <= slots[:, :, None]
 
 
 def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:

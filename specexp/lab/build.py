@@ -95,7 +95,8 @@ def build(
     """Load and wire a pairing.
 
     gamma: draft length of a chain, and depth of a grown tree; tree: see `Tree.parse`; rule: see
-    `rules.of`, or "auto": reject for guesses that are drawn, match for those that are chosen.
+    `rules.of`, or "auto": reject for guesses that are drawn, match for those that are chosen, as
+    all are at temperature 0.
     device "auto" takes the GPU when there is one. Raises UserError with one line for bad input.
     """
     tokenizer = _tokenizer(target)
@@ -164,7 +165,7 @@ def _rule(name: str, plan: drafters.Plan, ready: drafters.Ready) -> Rule:
     """The rule named, or the one that suits the guesses; refused where it could gain nothing."""
     drawn = ready.draws and not plan.tree.width
     if name == "auto":
-        return rules.of("reject" if drawn else "match")
+        return rules.of("reject" if drawn and plan.sampling.temperature > 0 else "match")
     rule = rules.of(name)
     if rule.chains_only and not plan.tree.is_chain:
         raise UserError(f"rule {name} works on chains; use tree chain, or another rule")
