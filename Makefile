@@ -12,7 +12,7 @@ OUT  ?= data/measurements
 BENCH ?= --device cuda --dtype bfloat16 --batches 1,2,4,8,16,32,64,128,256 --out $(OUT)
 PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
 
-.PHONY: help demo test test-all gpu overhead lab ui
+.PHONY: help demo test test-all gpu overhead soak lab ui
 help:            ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
@@ -39,6 +39,9 @@ endif
 
 overhead: $(STAMP)  ## what a grid costs a point, beside plain papermill
 	$(BIN)/python tests/overhead.py
+
+soak: $(STAMP)   ## a thousand kills of runners at work, and what was lost
+	$(BIN)/python tests/soak.py
 
 lab: $(STAMP)    ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks

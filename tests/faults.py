@@ -107,9 +107,13 @@ class Warm:
         """
         return int(self._ask({"ask": "start", "job": {"do": do, "store": str(store), **job}}))
 
-    def wait(self, pid: int, seconds: float = 120) -> End:
-        """Its end; a job that takes longer is killed and this raises TimeoutError."""
-        told = self._ask({"ask": "wait", "pid": pid, "seconds": seconds})
+    def wait(self, pid: int, seconds: float = 120, kill: dict[str, Any] | None = None) -> End:
+        """Its end; a job that takes longer is killed and this raises TimeoutError.
+
+        kill: {"after": s, "phase": name, "nth": n}, SIGKILL from outside, so many seconds after the
+        n-th time that it is in the phase, or after its start where there is no phase.
+        """
+        told = self._ask({"ask": "wait", "pid": pid, "seconds": seconds, "kill": kill})
         end = End(**told | {"events": [tuple(e) for e in told["events"]]})
         if end.code == 124:
             raise TimeoutError(f"job {pid} in {end.phase} after {seconds} s:\n{end.said[-3000:]}")
@@ -457,13 +461,14 @@ PHASES = ("setup", "recover", "plan", "claim", "work", "check", "commit", "publi
 
 
 def _mark_phases(injector: Injector) -> None:
-    from specexp.lab import execute, places, report, run, store, track
+    from specexp.lab import execute, kernels, places, report, run, store, track
 
     for owner, name, phase in (
         (run.Work, "recover", "recover"), (run.Work, "plan", "plan"), (run.Work, "_take", "claim"),
         (execute, "execute", "check"), (places, "execute", "check"), (execute, "_run", "work"),
         (run, "set_aside", "aside"), (store, "commit", "commit"), (track, "publish", "publish"),
-        (report, "show", "report"),
+        (report, "show", "report"), (kernels.Slot, "_start", "kernel"),
+        (execute._Client, "execute_cell", "cell"),
     ):  # fmt: skip
         injector.mark(owner, name, phase)
 
@@ -684,6 +689,7 @@ def _upset_clock(how: str) -> None:
 
 
 def _fork(job: dict[str, Any], folder: Path) -> int:
+    (folder / "said").touch()
     pid = os.fork()
     if pid:
         return pid
@@ -707,12 +713,17 @@ def _fork(job: dict[str, Any], folder: Path) -> int:
         os._exit(code)
 
 
-def _wait(pid: int, folder: Path, begun: float, seconds: float) -> dict[str, Any]:
+def _wait(
+    pid: int, folder: Path, begun: float, seconds: float, kill: dict[str, Any] | None
+) -> dict[str, Any]:
     deadline, late = time.monotonic() + seconds, False
+    struck = _moments(folder / "trace", begun, **kill) if kill else iter(())
     while True:
         got, status, usage = os.wait4(pid, os.WNOHANG)
         if got:
             break
+        if next(struck, False):
+            os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             late = True
             os.killpg(pid, signal.SIGKILL)
@@ -734,6 +745,23 @@ def _wait(pid: int, folder: Path, begun: float, seconds: float) -> dict[str, Any
     }
     shutil.rmtree(folder)
     return told
+
+
+def _moments(
+    trace: Path, begun: float, after: float, phase: str | None = None, nth: int = 1
+) -> Iterator[bool]:
+    """At each look: has the moment come?"""
+    while phase and not trace.exists():
+        yield False
+    if phase:
+        with trace.open() as rows:
+            while nth > 0:
+                nth -= rows.read().count(f"{phase}\t\t\n")
+                yield False
+        begun = time.monotonic()
+    while time.monotonic() < begun + after:
+        yield False
+    yield True
 
 
 def _rehearse() -> None:
@@ -785,7 +813,7 @@ def serve() -> None:
                 running[answer] = folder, time.monotonic()
             else:
                 pid = question["pid"]
-                answer = _wait(pid, *running.pop(pid), question["seconds"])
+                answer = _wait(pid, *running.pop(pid), question["seconds"], question["kill"])
             answers.write(json.dumps(answer) + "\n")
         for pid in running:
             os.killpg(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Kernels of points: they start from one state, see nothing of each other, and leave nothing."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import papermill
 import psutil
 import pytest
 import torch
+from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
 from specexp.lab import kernels
@@ -148,6 +150,16 @@ def test_the_kernel_has_the_environment_and_folder_it_is_given(go, either, monke
     [said] = go(either, look, env=env, cwd=here)
     assert said.split("\n") == [f"given 2 {here} beside the notebook", "0o77 True True"]
     assert os.environ["OF_THE_RUNNER"] == "1"
+
+
+def test_a_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_path, monkeypatch):
+    (spec := tmp_path / "kernels" / "python3").mkdir(parents=True)
+    said = {"argv": ["false"], "display_name": "other", "language": "R", "env": {"OTHER": "1"}}
+    (spec / "kernel.json").write_text(json.dumps(said))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    assert KernelSpecManager().get_kernel_spec("python3").argv == ["false"]  # the control
+    look = "import os, sys; print(sys.executable, sys.prefix, 'OTHER' in os.environ)"
+    assert go(either, look) == [f"{sys.executable} {sys.prefix} False"]
 
 
 def test_one_point_sees_nothing_of_another(go, slot):
@@ -391,7 +403,15 @@ def test_only_the_user_can_speak_to_a_kernel(slot, tmp_path):
 def helpers(tmp_path, monkeypatch):
     """Modules for a zygote to import."""
     (folder := tmp_path / "helpers").mkdir()
-    (folder / "hangs.py").write_text("import time; time.sleep(600)")
+    (folder / "hangs.py").write_text(
+        f"import time; open({str(tmp_path / 'importing')!r}, 'w').close(); time.sleep(600)"
+    )
+    (folder / "stuck.py").write_text(
+        "import ctypes, subprocess; child = subprocess.Popen(['sleep', '600'])\n"
+        f"with open({str(tmp_path / 'deadlocked')!r}, 'w') as file: file.write(str(child.pid))\n"
+        "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, bytes(64)\n"
+        "lock(mutex), lock(mutex)"
+    )
     (folder / "threads.py").write_text(
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,), name='sleeper', daemon=True).start()"
@@ -456,37 +476,38 @@ import nbclient, nbformat
 from specexp.lab import kernels
 
 folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
+warm = {"target": str(folder / "loading"), "device": "cpu"} if state == "loading" else None
 with kernels.Kernels(modules.split(), state != "plain") as k, k.slot() as slot:
     print(k.zygote.pid, k.folder, flush=True)
-    with slot.kernel(dict(os.environ), folder, folder / "log", 0) as km:
+    with slot.kernel(dict(os.environ), folder, folder / "log", 0, warm) as km:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
-        print(slot.slot, flush=True)
         nbclient.NotebookClient(notebook, km=km).execute()
 """
+STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck", "loading": "slow"}
 
 
-@pytest.mark.parametrize("state", ["forked", "plain", "importing"])
-def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
-    modules = "hangs" if state == "importing" else ""
+@pytest.mark.parametrize("state", STATES)
+def test_a_runner_that_is_killed_leaves_nothing_for_five_seconds(helpers, tmp_path, state):
+    """Nor does what hangs before its first kernel."""
     cell = textwrap.dedent(CHILDREN) + "time.sleep(600)"
     runner = subprocess.Popen(
-        [sys.executable, "-c", RUNNER, str(tmp_path), modules, state, cell],
+        [sys.executable, "-c", RUNNER, str(tmp_path), STATES[state], state, cell],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     zygote, folder = runner.stdout.readline().split()
-    pids = [int(zygote)]
-    if state != "importing":
-        pids.append(int(runner.stdout.readline()))
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "pids").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        pids += [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    mark = tmp_path / (state if state in ("importing", "deadlocked", "loading") else "pids")
+    deadline = time.monotonic() + 60
+    while not mark.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(runner.pid).children(recursive=True)
+    pids = {process.pid for process in below} | {int(pid) for pid in mark.read_text().split()}
+    assert int(zygote) in pids
     assert all(map(alive, pids))
     runner.kill()
     runner.wait()
-    assert gone(pids)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 5
+    assert gone(pids, within=5)
     while Path(folder).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -346,6 +346,31 @@ def test_points_that_time_nothing_run_side_by_side_and_the_others_alone(store, p
     assert most[True] > 1
 
 
+@pytest.mark.parametrize(
+    ("gpus", "named", "seen"),
+    [
+        (0, None, [None] * 3),
+        (1, "5", [None] * 3),
+        (2, None, ["0", "1", "0"]),
+        (2, "4,7", ["4", "7", "4"]),
+        (2, "GPU-1b2c,GPU-9f", ["GPU-1b2c", "GPU-9f", "GPU-1b2c"]),
+    ],
+)
+def test_each_seat_sees_a_gpu_of_its_own(points, monkeypatch, gpus, named, seen):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    given = []
+    monkeypatch.setattr(places, "execute", lambda *args: given.append(args[-1]))
+    (point,) = points(x=[1])
+    with places.Here([point], forked=False) as here:
+        for number in range(3):
+            with here.seat(number) as seat:
+                seat.execute(point, Path(), print)
+    assert [of_seat.get("CUDA_VISIBLE_DEVICES") for of_seat in given] == seen
+
+
 def test_parallel_points_are_each_done_once(store, points):
     todo = points(x=list(range(6)))
     assert go(todo, jobs=3, together=True)[0] == 0

@@ -122,6 +122,73 @@ def test_what_somebody_has_claimed_is_not_judged(filled, how):
     assert check.problems()
 
 
+def between_looks(monkeypatch, then):
+    monkeypatch.setattr(check.time, "sleep", lambda seconds: then())
+
+
+def test_what_is_between_two_states_is_looked_at_again(filled, monkeypatch):
+    result = first(filled)
+    away = result.rename(filled / "away")
+    between_looks(monkeypatch, lambda: away.rename(result))
+    assert check.problems() == []
+
+
+def test_broken_is_what_two_looks_find(filled, monkeypatch):
+    """What lasts is told, and what was only there the first or the second time is not."""
+    lasting, passing = sorted((filled / "results").iterdir())[:2]
+    shutil.rmtree(lasting)
+    away = passing.rename(filled / "away")
+
+    def then():
+        away.rename(passing)
+        store.new_attempt("just-begun")
+
+    between_looks(monkeypatch, then)
+    [line] = check.problems()
+    assert lasting.name in line
+
+
+def test_a_database_that_is_busy_for_a_moment_hides_nothing(filled, monkeypatch):
+    shutil.rmtree(first(filled))
+    real, looks = check._shown, []
+
+    def busy():
+        looks.append(1)
+        if len(looks) == 1:
+            raise Away("another program has locked it")
+        return real()
+
+    monkeypatch.setattr(check, "_shown", busy)
+    [line] = check.problems()
+    assert "is not there" in line
+
+
+def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
+    looks = []
+
+    def away():
+        looks.append(1)
+        raise Away(f"no answer to connection {len(looks)}")
+
+    monkeypatch.setattr(check, "_shown", away)
+    assert check.problems() == ["no answer to connection 2"]
+
+
+def test_a_point_that_is_done_while_mlflow_is_read_breaks_nothing(filled, monkeypatch):
+    """It was claimed, committed, published and let go between one glance and the next."""
+    real, looks = check._shown, []
+
+    def slowly():
+        looks.append(1)
+        if len(looks) == 1:
+            track.log("mine", {"drafter": "ngram"}, METRICS)
+        return real()
+
+    monkeypatch.setattr(check, "_shown", slowly)
+    assert check.problems() == []
+    assert len(looks) == 2
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 
@@ -348,6 +415,57 @@ def test_a_rebuild_leaves_out_what_is_torn_and_says_so(filled):
     (torn / "result.json").write_text("{}")
     assert rebuild.rebuild(quiet()).torn == (torn,)
     assert len(track.runs()) == 2
+
+
+TORN = {
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "NUL bytes": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", ["tags.json", "point.json"])
+@pytest.mark.parametrize("how", TORN)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_failure_torn_by_a_power_cut_is_passed_over_and_done_again(
+    store, points, how, name, told
+):
+    todo = points(1, 13)
+    assert go(todo)[0] == 1
+    [torn] = (store / "failed").iterdir()
+    TORN[how](torn / name)
+    if not told:
+        track.client().delete_run(run_of(torn))
+        (torn / "published").unlink()
+    assert check.problems() == []
+    made = rebuild.rebuild(quiet())
+    assert (made.results, made.failures) == (1, 0)
+    assert set(made.torn) <= {torn}
+    assert check.problems() == []
+    assert [state for _, _, state, *_ in shown()] == ["FINISHED"]
+    code, said = go(todo)
+    assert code == 1
+    assert "1 of 2 points to run" in said
+    assert len(list((store / "failed").iterdir())) == 2
+    assert check.problems() == []
+    code, said = go(todo)
+    assert "0 of 2 points to run" in said
+    assert "error: planted" in said
+
+
+@pytest.mark.parametrize("how", TORN)
+def test_a_failure_is_known_whatever_became_of_the_text_for_people(store, points, how):
+    todo = points(13)
+    assert go(todo)[0] == 1
+    [kept] = (store / "failed").iterdir()
+    TORN[how](kept / "error.txt")
+    assert check.problems() == []
+    assert rebuild.rebuild(quiet()).failures == 1
+    code, said = go(todo)
+    assert code == 1
+    assert "0 of 1 points to run" in said
+    assert "error: planted" in said
 
 
 def test_an_experiment_that_was_deleted_in_the_ui_comes_back_with_its_next_point(store, points):

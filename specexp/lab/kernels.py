@@ -28,6 +28,7 @@ from typing import Any
 
 import zmq
 from jupyter_client.asynchronous import AsyncKernelClient
+from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
 from jupyter_core.utils import run_sync
@@ -39,6 +40,7 @@ from specexp.lab.zygote import words
 MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
 # No sqlite for the history; and who ends with whom is zygote.py's business.
 ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
+COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *ARGUMENTS]
 # Figures go into cells, whatever the environment says; and nobody debugs.
 ALWAYS = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -130,7 +132,7 @@ class Kernels:
         modules = () if self.why else (*MACHINERY, *self.modules)
         self.control, there = Pipe()
         with there, open(self.folder / "zygote.log", "wb") as log:
-            tied = (str(there.fileno()), str(os.getpid()), str(self.folder))
+            tied = (str(there.fileno()), str(self.folder))
             self.zygote = subprocess.Popen(
                 [sys.executable, "-m", "specexp.lab.zygote", *tied, *modules],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[there.fileno()],
@@ -183,7 +185,7 @@ class Slot:
         km.provisioner = _Provisioner(parent=km, kernel_spec=km.kernel_spec)
         km.provisioner.start = lambda command: self._start({**start, "command": command}, warm)
         try:
-            run_sync(km.start_kernel)(extra_arguments=ARGUMENTS)
+            run_sync(km.start_kernel)()
             yield km
         finally:
             km.context.destroy(linger=0)
@@ -290,6 +292,11 @@ class _Provisioner(LocalProvisioner):
 
 
 class _Manager(AsyncKernelManager):
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """Of this Python, whatever those that are installed say."""
+        return KernelSpec(argv=COMMAND, display_name="Python", language="python")
+
     def client(self, **options: Any) -> AsyncKernelClient:
         """One whose sockets close with the manager's."""
         return super().client(context=self.context, **options)

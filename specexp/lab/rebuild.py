@@ -35,7 +35,7 @@ def rebuild(console: Console) -> Rebuilt:
             track.marker(folder).unlink(missing_ok=True)
         aside = _set_aside() if track.own() else ()
         track.backend().prepare()
-        torn = [f for f in folders if f.parent.name == "results" and not store.intact(f)]
+        torn = [f for f in folders if not track.publishable(f)]
         whole = [f for f in folders if f not in torn]
         with Progress(console=console, transient=True) as progress:
             for folder in progress.track(whole, description="publishing"):
@@ -49,7 +49,7 @@ def rebuild(console: Console) -> Rebuilt:
 def show(made: Rebuilt, console: Console) -> None:
     """Say what was done, one line a thing."""
     lines = [f"{made.results} results and {made.failures} failures are in {track.where()}"]
-    lines += [f"left out, as it is not as it was committed: {path}" for path in made.torn]
+    lines += [f"left out, as it is damaged: {path}" for path in made.torn]
     if made.aside:
         names = ", ".join(path.name for path in made.aside)
         lines += [f"set aside: {names}; delete them when you miss nothing",

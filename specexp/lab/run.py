@@ -235,8 +235,7 @@ class Work:
 
     def _tell(self, kept: Path) -> None:
         """Show a failed attempt in MLflow, if enough of it is left for that."""
-        known = store.read(kept / store.TAGS) and store.read(kept / store.POINT)
-        if known and not track.published(kept):
+        if not track.published(kept) and track.publishable(kept):
             self._publish(kept)
 
     def _publish(self, folder: Path) -> bool:
@@ -280,7 +279,7 @@ class Work:
         for attempt in store.of(key, "attempts"):
             set_aside(attempt, Failure("interrupted", "the runner was killed"))
         result = store.result_of(key)
-        if result.exists() and not store.intact(result):
+        if result.exists() and not track.publishable(result):
             store.set_aside(result, "replaced")
         for kept in store.of(key, "failed"):
             self._tell(kept)
@@ -354,17 +353,18 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
 def failures_of(
     points: Sequence[Point], besides: Collection[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """run_key -> kind and message of each point's last failure, `besides` these attempts."""
+    """run_key -> kind and message of each point's last failure, `besides` these attempts. What a
+    dead machine tore says nothing."""
     keys = {p.run_key for p in points}
     kept = [
-        path / ERROR
+        path / store.TAGS
         for path in store.folder("failed").iterdir()
-        if store.key_of(path) in keys and path.name not in besides and (path / ERROR).exists()
+        if store.key_of(path) in keys and path.name not in besides and track.publishable(path)
     ]
     found = {}
-    for error in sorted(kept, key=lambda path: path.stat().st_mtime_ns):
-        kind, _, message = error.read_text(errors="replace").partition("\n")[0].partition(": ")
-        found[store.key_of(error.parent)] = kind, message
+    for file in sorted(kept, key=lambda path: path.stat().st_mtime_ns):
+        tags = store.read(file)
+        found[store.key_of(file.parent)] = tags["error.kind"], tags["error"]
     return found
 
 

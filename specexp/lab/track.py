@@ -231,6 +231,19 @@ def marker(folder: Path) -> Path:
     return folder / f"published-{store.digest(backend().uri.encode())[:8]}"
 
 
+def publishable(folder: Path) -> bool:
+    """May MLflow be told of this folder? A result as it was committed may be shown, and a failed
+    attempt of which enough is left: nobody saw to it that it reached the disk.
+
+    Raises OSError where that cannot be told now.
+    """
+    if folder.parent.name == "results":
+        return store.intact(folder)
+    tags, point = store.read(folder / store.TAGS), store.read(folder / store.POINT)
+    told = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
+    return told and {"experiment", "params"} <= point.keys()
+
+
 def publish(folder: Path) -> str:
     """Show a result or a failed attempt in MLflow, once, and remember it; returns the run's id.
     Raises Away, Damaged, or OSError where a disk is full.

@@ -18,13 +18,14 @@ import importlib
 import multiprocessing.connection
 import os
 import random
+import select
 import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NoReturn
@@ -34,29 +35,21 @@ import psutil
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(control: int, runner: int, folder: str, modules: Collection[str]) -> None:
+def main(control: int, folder: str, modules: Collection[str]) -> None:
     """Import, then fork a slot for every socket that comes down `control`, until that closes: then
     neither process nor `folder` is left. A module that cannot be imported is the notebook's affair.
     """
     if not sys.flags.safe_path:
         del sys.path[0]  # the runner's directory, which a notebook does not see
     slots: set[int] = set()
-
-    def leave() -> NoReturn:
-        clear()
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-
-    signal.signal(signal.SIGALRM, lambda *_: None if os.getppid() == runner else leave())
-    signal.setitimer(signal.ITIMER_REAL, 1, 1)
-    for name in modules:
-        with contextlib.suppress(Exception, SystemExit):
-            importlib.import_module(name)
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    with guard(control, folder):
+        for name in modules:
+            with contextlib.suppress(Exception, SystemExit):
+                importlib.import_module(name)
     if threading.active_count() > 1:
         sys.exit(f"imports started {threading.enumerate()[1].name}, which no fork would have")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a slot
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
     gc.collect()
     gc.freeze()
     line = Connection(control)
@@ -69,7 +62,33 @@ def main(control: int, runner: int, folder: str, modules: Collection[str]) -> No
                 _run(Slot(end).serve)
             slots.add(pid)
             end.close()
-    leave()
+    clear()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def guard(control: int, folder: str) -> Iterator[None]:
+    """What imports may hang where nothing reaches it: meanwhile a process beside it ends it, and
+    what is below it, when the runner goes."""
+    importing = os.getpid()
+
+    def watch() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        line = select.poll()
+        line.register(control, 0)  # hears nothing but that the other end has gone
+        if os.getppid() == importing and line.poll():
+            shutil.rmtree(folder, ignore_errors=True)
+            below = psutil.Process(importing).children(recursive=True)
+            for pid in [*(p.pid for p in below if p.pid != os.getpid()), importing]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    if (watching := os.fork()) == 0:
+        _run(watch)
+    yield
+    os.kill(watching, signal.SIGKILL)
+    os.waitpid(watching, 0)
 
 
 class Slot:
@@ -226,4 +245,4 @@ def _run(work: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
