@@ -318,8 +318,8 @@ def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then()
     assert len(plans) > 1200
     assert plans[0][0][0] == 8  # it was hoped for
     late = [plan for plan in plans[20:] if plan[0][1]]
-    assert 10 <= len(late) <= len(plans) / 40
-    assert late.count([(1, 3), (7, 0)]) > 0.8 * len(late)
+    assert 4 <= len(late) <= len(plans) / 80
+    assert late.count([(1, 3), (7, 0)]) >= len(late) / 2
 
 
 def test_what_cannot_pay_is_not_even_tried():

@@ -100,9 +100,10 @@ class Goodput:
     by the drafter included; the first round after a change does not count: rows that begin are
     charged what it has to read first, spread over `horizon` rounds. A plan is changed only for a
     gain of `margin`.
-    The table may be wrong: every `probe` rounds two go to the least known of the plans that come
-    near the current one. While nothing is drafted nothing is learned, and what was learned fades:
-    one row drafts, to see, as often, if drafting would pay at the best that acceptance may be.
+    The table may be wrong: after `probe` rounds with a plan, and at ever longer intervals of up to
+    `rarest` while it stays, two rounds go to the least known of the plans that come near it. While
+    nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
+    often, if drafting would pay at the best that acceptance may be.
     """
 
     costs: Prices
@@ -110,8 +111,9 @@ class Goodput:
     horizon: int = 32
     margin: float = 0.02
     probe: int = 64
+    rarest: int = 512
     parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    apart: float = 1.2  # how much longer than its parts a round of two shares is thought to take
+    apart: float = 1.5  # how much longer than its parts a round of two shares is thought to take
     hoped: float = 0.7  # acceptance before anything is known
     weight: float = 8.0  # guesses that what is hoped for, or known of all rows, counts as
     fade: float = 0.995
@@ -123,12 +125,14 @@ class Goodput:
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
     prices: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
     every: float = field(default=1.0, init=False)  # how far off the table has been for all rounds
-    quiet: int = field(default=0, init=False)  # rounds since something was drafted
-    busy: int = field(default=0, init=False)  # rounds since nothing was
+    held: int = field(default=0, init=False)  # rounds since the plan was changed
+    due: int = field(default=0, init=False)  # the round that tries something else
+    gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
 
     def __post_init__(self) -> None:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
+        self.due = self.gap = self.probe
 
     @property
     def widest(self) -> int:
@@ -153,13 +157,17 @@ class Goodput:
                 rates[gamma, part] = self._rate(load, tokens, gamma, part)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
-            self.current = best
+            self.current, self.held, self.gap, self.due = best, 0, self.probe, self.probe
+        self.held += 1
         gamma, part = self.current
-        self.quiet, self.busy = (0, self.busy + 1) if gamma else (self.quiet + 1, 0)
-        if self.quiet and load.streams and not self.quiet % self.probe and self._might_pay(load):
-            return _plan(b, 1, min(self.gammas[-1], 3))
-        if self.busy % self.probe >= self.probe - 2:
-            gamma, part = self._least_known(rates)
+        if self.held >= self.due:
+            if self.held == self.due + 1 or not gamma:
+                self.gap = min(2 * self.gap, self.rarest)
+                self.due = self.held + self.gap
+            if gamma:
+                gamma, part = self._least_known(rates)
+            elif load.streams and self._might_pay(load):
+                gamma, part = min(self.gammas[-1], 3), 1 / b
         return _plan(b, math.ceil(part * b), gamma)
 
     def _least_known(self, rates: dict[tuple[int, float], float]) -> tuple[int, float]:
@@ -224,13 +232,13 @@ class Goodput:
         return (seconds + TRUST * thought) / (priced + TRUST)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
-        if self.quiet:
-            self.judged = [0.999 * x for x in self.judged]
-            self.kept = [0.999 * x for x in self.kept]
+        fade = self.fade if self.current[0] else 0.999
+        self.judged = [fade * x for x in self.judged]
+        self.kept = [fade * x for x in self.kept]
         for step in steps:
             for i in range(min(step.accepted + 1, step.drafted)):
-                self.judged[i] = self.fade * self.judged[i] + 1
-                self.kept[i] = self.fade * self.kept[i] + (i < step.accepted)
+                self.judged[i] += 1
+                self.kept[i] += i < step.accepted
         self.took = {k: (self.fade * s, self.fade * p) for k, (s, p) in self.took.items()}
         kind = _kind(plan)
         if kind == self.before:
