@@ -21,6 +21,7 @@ from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
 TRUST = 0.2  # seconds of measured rounds that the cost table's word is worth
+STALL = 2.0  # a round that takes this many times what it should was held up by something else
 
 
 class Prices(Protocol):
@@ -97,9 +98,9 @@ class Goodput:
     all rows, and how much better or worse each row does than all. A draft of one length may go to
     every row, to a share of them, the best ones, or to none; costs come from the table, corrected
     by how long rounds of each draft length, and of all, have lately taken, the reading of new texts
-    by the drafter included; the first round after a change does not count: rows that begin are
-    charged what it has to read first, spread over `horizon` rounds. A plan is changed only for a
-    gain of `margin`.
+    by the drafter included, a machine's stalls not; the first round after a change does not count:
+    rows that begin are charged what it has to read first, spread over `horizon` rounds. A plan is
+    changed only for a gain of `margin`.
     The table may be wrong: after `probe` rounds with a plan, and at ever longer intervals of up to
     `rarest` while it stays, two rounds go to the least known of the plans that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
@@ -243,7 +244,9 @@ class Goodput:
         kind = _kind(plan)
         if kind == self.before:
             took, priced = self.took.get(kind, (0.0, 0.0))
-            self.took[kind] = took + seconds, priced + self._price(load, plan)
+            price = self._price(load, plan)
+            seconds = min(seconds, STALL * price * self._off(*kind))
+            self.took[kind] = took + seconds, priced + price
             took = sum(s for s, _ in self.took.values())
             self.every = (took + TRUST) / (sum(p for _, p in self.took.values()) + TRUST)
         self.before = kind
