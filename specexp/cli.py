@@ -42,7 +42,9 @@ app.add_typer(zoo_app, name="zoo")
 console = Console()
 
 GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
-TargetName = Annotated[str, typer.Option(help="Zoo name, folder or hub id.")]
+TargetName = Annotated[
+    str, typer.Option(help="Zoo name, folder or hub id; NAME+int8 has 8-bit weights.")
+]
 DrafterName = Annotated[
     str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
 ]
@@ -508,6 +510,11 @@ def models(as_json: AsJson = False) -> None:
     for method, about in drafters.described():
         methods.add_row(method, about)
     console.print(methods)
+    console.print(
+        "\nA model is named by its zoo name, a folder or a hub id, NAME; NAME+int8 is the same model "
+        "with 8-bit weights.",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
 
 
 @app.command()
