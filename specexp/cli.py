@@ -510,11 +510,8 @@ def models(as_json: AsJson = False) -> None:
     for method, about in drafters.described():
         methods.add_row(method, about)
     console.print(methods)
-    console.print(
-        "\nA model is named by its zoo name, a folder or a hub id, NAME; NAME+int8 is the same model "
-        "with 8-bit weights.",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    said = "\nA model is named by its zoo name, a folder or a hub id; NAME+int8 has 8-bit weights."
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 @app.command()

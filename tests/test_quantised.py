@@ -90,9 +90,8 @@ def test_without_torchao_the_mend_is_named(tiny_folders, monkeypatch):
 def test_float64_is_refused_before_and_at_loading(tiny_folders):
     [line] = check(tiny_folders[0], small(tiny_folders[1]), dtype="float64")
     assert "float64 cannot be +int8" in line
-    for device in DEVICES[:1]:
-        with pytest.raises(UserError, match="float64 cannot be"):
-            lm.load(small(tiny_folders[1]), "mine", "float64", device)
+    with pytest.raises(UserError, match="float64 cannot be"):
+        lm.load(small(tiny_folders[1]), "mine", "float64", "cpu")
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path):
@@ -178,12 +177,12 @@ def test_a_model_that_drafts_for_itself_is_shared_only_if_both_are_kept_alike(
     tiny_folders, target, draft
 ):
     names = tiny_folders[0], small(tiny_folders[0])
-    rig = build.build(names[target], names[draft], gamma=3)
+    rig = build.build(names[target], names[draft], gamma=3, temperature=1.0)
     modules = rig.target.module, rig.engine.drafter.lm.module
     assert [bool(quantised_layers(m)) for m in modules] == [bool(target), bool(draft)]
     assert (modules[0] is modules[1]) == (target == draft)
-    kept = rig.generate(TEXTS[:1], NEW).trace.acceptance
-    assert (kept.accepted == kept.drafted - kept.cut) == (target == draft)
+    kept = rig.generate(TEXTS, NEW).trace.acceptance
+    assert (kept.rate == 1) == (target == draft)
 
 
 def test_a_result_of_one_is_none_of_the_other(tiny_folders):

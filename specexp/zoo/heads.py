@@ -178,7 +178,7 @@ def train_heads(
     """
     if kind not in HEADS:
         raise UserError(f"heads {kind!r} are unknown: the zoo trains {', '.join(HEADS)}")
-    if split(target)[1]:
+    if split(str(target))[1]:
         raise UserError(
             f"{Path(target).name}: heads learn from weights as they are; leave out +int8"
         )
