@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,31 @@ def quantise(module: Any, device: str) -> None:
 def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """What is really in memory of these tensors: of a quantised one its parts."""
     for x in tensors:
-        if hasattr(x, "__tensor_flatten__"):
-            yield from held(getattr(x, part) for part in x.__tensor_flatten__()[0])
+        if small(x):
+            yield from held(_parts(x).values())
         else:
             yield x
+
+
+def small(x: Tensor) -> bool:
+    """Is it a quantised tensor?"""
+    return hasattr(x, "__tensor_flatten__")
+
+
+def by_rows(x: Tensor) -> bool:
+    """Does each of its rows stand for itself, whether it is quantised or plain?"""
+    return all(type(p) is Tensor and p.shape[:1] == x.shape[:1] for p in held([x.data]))
+
+
+def joined(weights: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """The rows of matrices that are quantised by rows as one; `join` does that to their parts."""
+    first: Any = weights[0]
+    made = {name: join([_parts(w)[name] for w in weights]) for name in _parts(first)}
+    size = torch.Size((sum(map(len, weights)), *first.shape[1:]))
+    _, how = first.__tensor_flatten__()
+    whole: Tensor = type(first).__tensor_unflatten__(made, how, size, first.stride())
+    return whole
+
+
+def _parts(x: Any) -> dict[str, Tensor]:
+    return {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}

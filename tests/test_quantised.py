@@ -14,6 +14,7 @@ from torch import nn
 
 from specexp import formats, lm, quantised
 from specexp.errors import UserError
+from specexp.fused import Fused
 from specexp.lab import bench, build, identity, peaks, roofline
 from specexp.lab.certify import certify
 from specexp.lab.prompts import Prompt
@@ -129,7 +130,7 @@ def test_linear_layers_are_and_the_head_and_the_embedding_are_not(tmp_path, tied
     assert shared == tied
     assert torch.equal(made.module.lm_head.weight, plain.module.lm_head.weight)
     assert (made.dtype, made.parameters) == (plain.dtype, plain.parameters)
-    assert isinstance(made.net, Unfused)
+    assert isinstance(made.net, Fused)
 
 
 def test_each_row_is_off_by_half_a_step_of_its_own_scale_at_most(tiny_folders):
@@ -155,6 +156,32 @@ def test_logits_are_those_of_the_rounded_weights(tiny_folders):
             rounded = made.get_submodule(name).weight.dequantize()
             plain.get_submodule(name).weight = nn.Parameter(rounded, requires_grad=False)
         assert torch.allclose(made(ids).logits, plain(ids).logits, atol=1e-5)
+
+
+def test_passes_with_less_work_are_the_modules_own_on_joined_weights_held_once(tiny_folders):
+    made = lm.load(small(tiny_folders[0]), "mine", "float32", "cpu")
+    attention = made.module.model.layers[1].self_attn
+    places = [
+        p.weight.qdata.untyped_storage().data_ptr() for p in (attention.q_proj, attention.v_proj)
+    ]
+    assert places[0] == places[1] == made.net.layers[1].qkv.qdata.untyped_storage().data_ptr()
+    seqs = Sequences.of([[3, 1, 2], [5]], 4, slack=3)
+    logits = []
+    for net in (made.net, Unfused(made.module)):
+        made.net = net
+        made.allocate(*seqs.tokens.shape)
+        made.prefill(seqs, 0, 2)
+        draft = seqs.draft(Tree.chain(2).nodes("cpu"), torch.tensor([[7, 8], [9, 10]]))
+        logits.append(made.verify(seqs, draft).logits)
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def test_weights_that_are_not_quantised_by_rows_are_left_to_transformers():
+    from torchao.quantization import Int8WeightOnlyConfig, PerTensor, quantize_
+
+    module = tiny_llama(0)
+    quantize_(module, Int8WeightOnlyConfig(granularity=PerTensor(), set_inductor_config=False))
+    assert isinstance(lm.LM(module).net, Unfused)
 
 
 # held apart, and reckoned
