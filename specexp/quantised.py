@@ -1,10 +1,11 @@
 """Models with 8-bit weights: `NAME+int8` wherever a model is named, for target or draft.
 
 torchao does it, weight only: of every `nn.Linear` but the LM head, each row of weights becomes
-8-bit integers and one scale, and a product turns them back. The LM head (often the embedding under
-another name), the embedding, norms, biases, and layers of other kinds stay as they are, and so do
-activations, keys and values. What a text loses is in the target's own law, or in acceptance;
-speculation is as exact with quantised models as with others.
+8-bit integers and one scale. A product makes them floats again first, so this saves memory, and
+time only where a kernel does both at once. The LM head (often the embedding under another name),
+the embedding, norms, biases, and layers of other kinds stay as they are, and so do activations,
+keys and values. A quantised draft costs acceptance at most; a quantised target is another target,
+and its texts are exactly its own.
 
 This file does not know where models come from, nor what runs them: lm.py does.
 """
