@@ -42,7 +42,9 @@ app.add_typer(zoo_app, name="zoo")
 console = Console()
 
 GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
-TargetName = Annotated[str, typer.Option(help="Zoo name, folder or hub id.")]
+TargetName = Annotated[
+    str, typer.Option(help="Zoo name, folder or hub id; NAME+int8 has 8-bit weights.")
+]
 DrafterName = Annotated[
     str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
 ]
@@ -508,6 +510,8 @@ def models(as_json: AsJson = False) -> None:
     for method, about in drafters.described():
         methods.add_row(method, about)
     console.print(methods)
+    said = "\nA model is named by its zoo name, a folder or a hub id; NAME+int8 has 8-bit weights."
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 @app.command()

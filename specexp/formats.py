@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specexp import quantised
 from specexp.errors import UserError
 
 LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
@@ -90,7 +91,10 @@ def read(source: str | Path) -> Head:
 
     Raises UserError for what is none of the known layouts.
     """
-    folder = _local(str(source))
+    bare, how = quantised.split(str(source))
+    if how:
+        raise UserError(f"{bare}: heads are read as they are; leave out {how}")
+    folder = _local(bare)
     if not (folder / "config.json").is_file():
         raise UserError(f"{source} has no config.json; point at a folder of {LAYOUTS}")
     try:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specexp import quantised
 from specexp.cache import SlotCache
 
 log = logging.getLogger("specexp")
@@ -55,6 +56,8 @@ def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
     first, size = parts[0], sum(len(p) for p in parts)
+    if quantised.small(first):
+        return quantised.joined(parts, _side_by_side)
     at = first.storage_offset()
     for p in parts:
         if p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or (
@@ -78,7 +81,7 @@ def thin(x: Tensor) -> bool:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of x [n, inputs]. A few rows on the left take a CPU two to five times as long as
     on the right, and a single one is multiplied by one core: it is made two (LOG.md)."""
-    if not thin(x):
+    if not thin(x) or quantised.small(weight):
         return F.linear(x, weight, bias)
     rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
     made = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
@@ -187,8 +190,8 @@ def _tried(module: Any) -> tuple[Fused | None, str]:
     kind = type(module).__name__
     if kind not in FAMILIES:
         return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"
-    if any(type(p.data) is not Tensor for p in module.parameters()):
-        return None, "its weights are not plain tensors"
+    if not all(map(quantised.by_rows, module.parameters())):
+        return None, "its weights are neither plain tensors nor quantised by rows"
     try:
         fused = Fused(module)
     except AttributeError as e:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from specexp import fused, memory
+from specexp import fused, memory, quantised
 from specexp.cache import SlotCache
 from specexp.errors import UserError
 from specexp.memory import PREFILL
@@ -232,11 +232,19 @@ def servable(config: Any, name: str) -> None:
 
 
 def read_config(source: str | Path) -> Any:
-    """The config of a folder or hub id, refused when it is not safe and servable as it is."""
-    return copy.deepcopy(_config(str(source), _state(source)))
+    """The config of a folder or hub id, refused when it is not safe and servable as it is. With
+    `+int8` behind (quantised.py) it says so in `quantised`, which is no field of transformers'."""
+    bare, how = quantised.split(str(source))
+    config = copy.deepcopy(_config(bare, _state(bare)))
+    if how:
+        quantised.check(config, bare)
+        config.get_text_config().quantised = how
+        if not _sizes(config)[1]:
+            raise UserError(f"{bare} has no nn.Linear to quantise: leave out +int8")
+    return config
 
 
-def _state(source: str | Path) -> Any:
+def _state(source: str) -> Any:
     """What changes when a file of a folder does; a hub id is read once a process."""
     if not os.path.isdir(source):
         return None
@@ -272,7 +280,8 @@ def _config(source: str, state: Any) -> Any:
 
 def read_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a folder or hub id: one object for as long as its files stay as they are."""
-    return _tokenizer(str(source), _state(source))
+    bare, _ = quantised.split(str(source))
+    return _tokenizer(bare, _state(bare))
 
 
 @lru_cache(maxsize=64)
@@ -285,8 +294,9 @@ def _tokenizer(source: str, state: Any) -> Any:
 
 def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
     """Weights from safetensors only, never remote code; those in use already are shared. `source`:
-    a folder or a hub id."""
+    a folder or a hub id, `+int8` behind it or not (quantised.py)."""
     config = read_config(source)
+    bare, how = quantised.split(str(source))
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -294,12 +304,14 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
     logging.disable_progress_bar()
-    weights = tuple(sorted(str(f.stat()) for f in Path(source).glob("*.safetensors")))
+    weights = tuple(sorted(str(f.stat()) for f in Path(bare).glob("*.safetensors")))
     key = (str(source), weights, dtype, device)
     if key in _LOADED:
         return LM(_LOADED[key], name, vocab)
     try:
-        need, free = weight_bytes(config, DTYPES[dtype]), free_memory(torch.device(device))
+        there = [config, read_config(bare)] if device == "cpu" else [config]  # where they are read
+        need = max(weight_bytes(c, DTYPES[dtype]) for c in there)
+        free = free_memory(torch.device(device))
         if need > free:
             raise UserError(
                 f"the weights of {name} in {dtype} take {memory.gib(need)} GiB and "
@@ -307,7 +319,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
                 f"{smaller(config, DTYPES[dtype], free)}"
             )
         module = AutoModelForCausalLM.from_pretrained(
-            str(source),
+            bare,
             config=config,
             dtype=DTYPES[dtype],
             use_safetensors=True,
@@ -315,15 +327,21 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         )
     except (OSError, ValueError, SafetensorError) as e:
         raise UserError(f"cannot load {name}: {str(e).strip().splitlines()[0]}") from e
+    if how:
+        quantised.quantise(module, device)
     _LOADED[key] = module = module.to(device)
     return LM(module, name, vocab)
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Of the model that a config describes; nothing is loaded. 0 if it is quantised: not known."""
+    """Of the model that a config describes; nothing is loaded. 0 if its files are quantised: not
+    known. Raises UserError for a dtype in which `+int8` is not to be had."""
     if getattr(config, "quantization_config", None):
         return 0
-    return _parameters(config.to_json_string(use_diff=False)) * dtype.itemsize
+    numbers, small = _sizes(config)
+    if small and dtype not in quantised.DTYPES:
+        raise UserError("weights in float64 cannot be +int8: use --dtype float32 or bfloat16")
+    return numbers * dtype.itemsize + small
 
 
 def smaller(config: Any, dtype: torch.dtype, free: int) -> str:
@@ -333,12 +351,20 @@ def smaller(config: Any, dtype: torch.dtype, free: int) -> str:
     return f"choose a model of at most {free / 2e9:.1f} billion parameters, in bfloat16"
 
 
+def _sizes(config: Any) -> tuple[int, int]:
+    """How many weights have the model's dtype, and the bytes of those that are quantised."""
+    how = getattr(config.get_text_config(), "quantised", "")
+    return _counted(config.to_json_string(use_diff=False), bool(how))
+
+
 @cache
-def _parameters(described: str) -> int:
+def _counted(described: str, small: bool) -> tuple[int, int]:
     config = AutoConfig.for_model(**json.loads(described))
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in module.parameters())
+    weights = [part.weight for part in quantised.linears(module)] if small else []
+    numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
+    return numbers, quantised.reckoned(weights)
 
 
 _LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # weights that somebody still uses

@@ -68,7 +68,8 @@ def pytest_collection_modifyitems(config, items):
     """Tests that need a GPU, the right to mount, or a package that is no part of an installation
     exist only where there is one: deselected elsewhere, never skipped."""
     there = {"cuda": torch.cuda.is_available(), "mount": _may_mount(), "postgres": _postgres()} | {
-        name: importlib.util.find_spec(name) is not None for name in ("speculators", "ray")
+        name: importlib.util.find_spec(name) is not None
+        for name in ("speculators", "ray", "torchao")
     }
     gone = [
         item

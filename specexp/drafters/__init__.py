@@ -76,8 +76,9 @@ class Plan:
     """What is known of an experiment before a weight is loaded.
 
     `argument`: what follows `METHOD:` in the drafter's name, "" if nothing. `config`: the target's.
-    `source(method, name)`: the folder or hub id of the model or heads of that name, or, without a
-    name, of the zoo's own for this method and target; raises UserError when there is none.
+    `source(method, name)`: the folder or hub id of the model or heads of that name, `+int8` behind
+    it if so named, or, without a name, of the zoo's own for this method and target; raises
+    UserError when there is none.
     """
 
     method: str

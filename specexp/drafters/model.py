@@ -60,14 +60,15 @@ class DraftModel(Drafter):
 
 
 def prepare(plan: Plan) -> Ready:
-    """`model:NAME`: a zoo name, a folder or a hub id; without a name, the zoo's draft."""
+    """`model:NAME`: a zoo name, a folder or a hub id, `+int8` behind it or not; without a name, the
+    zoo's draft."""
     source = plan.source(plan.method, plan.argument)
     config = read_config(source).get_text_config()
     same_tokens(plan.tokenizer, plan.target, read_tokenizer(source), Path(source).name)
 
     def make(target: LM) -> DraftModel:
         name = Path(source).name
-        if name == Path(plan.target).name:
+        if source == plan.source(plan.method, plan.target):
             draft = LM(target.module, f"{name} (as its own draft)", target.vocab)
         else:
             draft = load(source, name, plan.dtype, str(target.device), target.vocab)

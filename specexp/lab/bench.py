@@ -24,6 +24,7 @@ from specexp.lab.prompts import Prompt
 from specexp.lab.turns import clock
 from specexp.lm import LM
 from specexp.policy import Load
+from specexp.quantised import held
 from specexp.sequences import Sequences
 from specexp.trace import Acceptance, Trace
 from specexp.tree import Tree
@@ -229,11 +230,11 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
 
 def added_bytes(engine: Engine) -> int:
     """Bytes of weights that a drafter holds and the target does not."""
-    shared = {p.data_ptr() for p in engine.target.module.parameters()}
+    shared = {p.data_ptr() for p in held(engine.target.module.parameters())}
     own = {
         p.data_ptr(): p.numel() * p.element_size()
         for module in _modules(engine.drafter)
-        for p in module.parameters()
+        for p in held(module.parameters())
     }
     return sum(size for pointer, size in own.items() if pointer not in shared)
 

@@ -1,6 +1,7 @@
 """From names to an engine: what a notebook, a grid point or the command line asks for.
 
-A model is named by its zoo name, a folder, or a hub id. A drafter is `METHOD`, `METHOD:ARGUMENT`
+A model is named by its zoo name, a folder, or a hub id; NAME+int8 is that model with 8-bit weights
+(quantised.py). A drafter is `METHOD`, `METHOD:ARGUMENT`
 (drafters/ says which there are) or just the name of a draft model. `check` finds everything that
 is wrong with a set of parameters without loading a weight; `build` raises on the first of them.
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from specexp import drafters, lm, memory, rules
+from specexp import drafters, lm, memory, quantised, rules
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError
 from specexp.lab import prompts
@@ -152,7 +153,7 @@ def _plan(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafter
     method, argument = split(o["drafter"])
 
     def source(method: str, name: str) -> str:
-        return locate(name or shelf.default_draft(o["target"], method).name)
+        return locate(name or _default_draft(o["target"], method))
 
     return drafters.Plan(
         method=method, argument=argument, target=o["target"], config=config, vocab=vocab,
@@ -192,13 +193,20 @@ def resolve_drafter(target: str, drafter: str) -> str:
     method, argument = split(drafter)
     if method != "model":
         return drafter
-    return argument or shelf.default_draft(target, "model").name
+    return argument or _default_draft(target, "model")
+
+
+def _default_draft(target: str, method: str) -> str:
+    return shelf.default_draft(quantised.split(target)[0], method).name
 
 
 def locate(name: str) -> str:
-    """The folder of a zoo name or path, or the hub id itself."""
+    """The folder of a zoo name or path, or the hub id itself; and `+int8` if that was behind it."""
     if Path(name).is_dir():
         return str(Path(name).resolve())
+    bare, how = quantised.split(name)
+    if how:
+        return locate(bare) + how
     if name in {m.name for m in shelf.models()} or not _HUB_ID.fullmatch(name):
         return str(shelf.find(name))
     return name
@@ -313,7 +321,7 @@ def problems_of(
         found, pairings, longest = _check_models(params, texts, once, attempt)
         problems += found
         if pairings and not problems:
-            problems += _check_memory(params, pairings, longest)
+            problems += attempt(_check_memory, params, pairings, longest) or []
     return list(dict.fromkeys(problems))
 
 

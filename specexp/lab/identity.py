@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from specexp import quantised
 from specexp.lab import build, prompts
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -76,12 +77,14 @@ def device_class(device: str) -> str:
 
 
 def name_of(source: str) -> str:
-    return Path(source).name if os.path.isdir(source) else source
+    bare, how = quantised.split(source)
+    return Path(bare).name + how if os.path.isdir(bare) else source
 
 
 def model_digest(source: str) -> str:
     """Of a folder: its config, tokenizer and weights. Of a hub id: the revision in the local cache,
-    or, where there is none, the id alone."""
+    or, where there is none, the id alone. `+int8` changes nothing of that."""
+    source, _ = quantised.split(source)
     if not os.path.isdir(source):
         cached = try_to_load_from_cache(source, "config.json")
         return Path(cached).parent.name if isinstance(cached, str) else source

@@ -20,6 +20,7 @@ from specexp import memory
 from specexp.engine import Engine
 from specexp.lab.build import Rig
 from specexp.lm import LM
+from specexp.quantised import held
 
 
 class Alive(TorchDispatchMode):
@@ -71,7 +72,7 @@ def weights(modules: Sequence[Any]) -> int:
     found = {}
     for module in modules:
         if isinstance(module, nn.Module):
-            for x in (*module.parameters(), *module.buffers()):
+            for x in held([*module.parameters(), *module.buffers()]):
                 found[_address(x)] = x.untyped_storage().nbytes()
     return sum(found.values())
 

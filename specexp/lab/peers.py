@@ -29,6 +29,7 @@ from specexp.lab.build import Rig
 from specexp.lab.certify import compare
 from specexp.lab.prompts import Prompt
 from specexp.lab.turns import Turn
+from specexp.quantised import split
 from specexp.sampling import Sampling
 
 MOST = 8  # rows of the comparison under batch, if --batches has as many
@@ -137,6 +138,8 @@ def others(rig: Rig, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, 
         found["draft"] = transformers(module, new, assistant_model=draft)
     if importlib.util.find_spec("vllm") is None:
         missing["vllm"] = "vLLM is not installed"
+    elif split(rig.options["target"])[1]:
+        missing["vllm"] = f"vLLM has no {rig.target.name}"
     else:
         found["vllm"] = vllm(rig, new)
     return found, missing

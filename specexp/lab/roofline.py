@@ -18,6 +18,7 @@ from specexp import graphs
 from specexp.lab import turns
 from specexp.lab.build import Rig
 from specexp.lm import LM, free_memory
+from specexp.quantised import held
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -35,7 +36,7 @@ def weight_bytes(module: nn.Module, tokens: int) -> int:
     looked_up: dict[int, Tensor] = {}
     read: dict[int, Tensor] = {}
     for part in module.modules():
-        for weight in part.parameters(recurse=False):
+        for weight in held(part.parameters(recurse=False)):
             (looked_up if isinstance(part, nn.Embedding) else read)[weight.data_ptr()] = weight
     rows = [w[:tokens] for pointer, w in looked_up.items() if pointer not in read]
     return sum(w.numel() * w.element_size() for w in (*read.values(), *rows))

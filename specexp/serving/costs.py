@@ -31,6 +31,7 @@ from specexp import theory
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.graphs import WARM
+from specexp.quantised import held
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -273,7 +274,7 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def about(engine: Engine) -> dict[str, Any]:
     """What a table of this engine is a table of."""
     target = engine.target
-    weights = {p.data_ptr(): p for p in target.module.parameters()}.values()
+    weights = {p.data_ptr(): p for p in held(target.module.parameters())}.values()
     return {
         "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
         "temperature": engine.sampling.temperature, "parameters": target.parameters,

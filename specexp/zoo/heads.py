@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from specexp.errors import UserError
 from specexp.heads import Eagle, EagleShape, Medusa, default_taps, save
 from specexp.lm import load, read_tokenizer
+from specexp.quantised import split
 from specexp.zoo import cards
 from specexp.zoo.corpus import gather
 from specexp.zoo.recipes import HEADS, HeadRecipe
@@ -177,6 +178,10 @@ def train_heads(
     """
     if kind not in HEADS:
         raise UserError(f"heads {kind!r} are unknown: the zoo trains {', '.join(HEADS)}")
+    if split(str(target))[1]:
+        raise UserError(
+            f"{Path(target).name}: heads learn from weights as they are; leave out +int8"
+        )
     recipe = HEADS[kind].quick() if quick else HEADS[kind]
     model = load(target, Path(target).name, "float32", device)
     tokenizer = read_tokenizer(target)
