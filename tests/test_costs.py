@@ -376,7 +376,7 @@ def test_a_damaged_table_is_measured_again(rig, measured):
 
 
 def test_another_rule_or_drafter_is_another_table(rig, store):
-    others = [rig, rig.with_(rule="match"), rig.with_(drafter="ngram", rule="auto")]
+    others = [rig, rig.with_(rule="reject"), rig.with_(drafter="ngram", rule="auto")]
     assert len({maps.place(r) for r in others}) == 3
 
 
