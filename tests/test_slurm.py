@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import threading
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import submitit
 import yaml
 from test_run import TRIVIAL, go, statuses, until
 
@@ -19,6 +21,7 @@ from specexp.lab import build, grid, places, slurm, track
 from specexp.lab.execute import Failure
 from specexp.lab.slurm import OnSlurm
 
+NODE = socket.gethostname()
 SITE = {
     "sbatch": """
 if "--test-only" in sys.argv:
@@ -68,6 +71,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(build, "check", lambda params: [])
     monkeypatch.setattr(slurm, "ASK_S", 2.0)
+    submitit.SlurmJob.watcher.clear()  # every site numbers its jobs from 1
     yield folder
     started = [int(pid.read_text()) for pid in folder.glob("*.pid")]
     until(lambda: not any(map(alive, started)), 10)
@@ -103,8 +107,9 @@ def test_points_run_as_jobs_and_failures_say_why(store, points, site, tmp_path):
     assert "2 of 2 points to run, on Slurm, at most 16 jobs at once" in said
     wanted = {p.run_key: "FINISHED" if p.params["how"] == "well" else "FAILED" for p in todo}
     assert statuses() == wanted
-    frame = track.runs()
-    assert set(frame["tags.error.kind"].dropna()) == {"error"}
+    assert set(track.runs()["tags.where"]) == {NODE}
+    [error] = (store / "failed").glob("*/error.txt")
+    assert error.read_text().startswith(f"error: on {NODE}: ZeroDivisionError")
     assert {"partition=short", "reservation=mine", "time=12", "cpus-per-task=1"} <= asked(site, 1)
     assert not list((tmp_path / "home" / ".cache" / "specexp").iterdir())
 
