@@ -9,3 +9,8 @@ class UserError(Exception):
 
 class NonFiniteLogits(Exception):
     """A model produced NaN or infinite logits; no token drawn from them is ever emitted."""
+
+
+def ran_out(said: str) -> bool:
+    """Is this what torch says where a CPU's memory has run out? It raises a RuntimeError."""
+    return "not enough memory" in said or "can't allocate memory" in said

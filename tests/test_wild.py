@@ -59,7 +59,7 @@ ENDS = {
     "exits": "exit()",
     "quits": "quit()",
     "leaves at once": "import os; os._exit(0)",
-    "forgets": "get_ipython().run_line_magic('reset', '-f')",
+    "forgets": "get_ipython().run_line_magic('reset', '-f'); params",
     # ends of the kernel (R11)
     "is killed": "import os; os.kill(os.getpid(), 9)",
     "breaks": "import ctypes; ctypes.string_at(0)",
@@ -67,7 +67,7 @@ ENDS = {
     # memory (R13)
     "wants too much": MEMORY + "bytearray(2_000_000_000)",
     "wants too large an array": MEMORY + "import numpy; numpy.ones(250_000_000)",
-    "wants too large a tensor": MEMORY + "import torch; torch.ones(500_000_000)",
+    "wants too large a tensor": "import torch" + MEMORY + "torch.ones(500_000_000)",
     # no end (R14)
     "sleeps": "import time; time.sleep(600)",
     "is busy": "while True: pass",

@@ -24,6 +24,7 @@ from nbconvert import HTMLExporter
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
+from specexp.errors import ran_out
 from specexp.lab import secret, store, track
 from specexp.lab.grid import Point
 from specexp.lab.kernels import Slot
@@ -99,6 +100,8 @@ def _run(
             )  # fmt: skip
     except papermill.PapermillExecutionError as e:
         raise Failure(_kind(e.ename, e.evalue), f"{e.ename}: {e.evalue}") from e
+    except Failure:
+        raise
     except Exception as e:
         if expired.is_set():
             raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
@@ -123,7 +126,7 @@ def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
 def _kind(name: str, value: str) -> str:
     if name == "OSError" and any(f"[Errno {n}]" in value for n in store.FULL):
         return "disk"
-    return "oom" if name in ("OutOfMemoryError", "MemoryError") else "error"
+    return "oom" if name in ("OutOfMemoryError", "MemoryError") or ran_out(value) else "error"
 
 
 def _death(ended: str) -> str:
@@ -139,6 +142,13 @@ class _Client(PapermillNotebookClient):
         super().__init__(*args, **kwargs)
         self._log, self._watch = log_file, watch
         self._written: dict[int, int] = {}
+        self.on_cell_executed = self._executed
+
+    def _executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
+        """A cell that calls `exit` ends well, and with it the kernel, some time later."""
+        asked = execute_reply["content"].get("payload", ())
+        if any(part.get("source") == "ask_exit" for part in asked):
+            raise Failure("invalid-result", f"cell {cell_index + 1} ends the kernel: exit or quit")
 
     def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
         self._tell(cell_index)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from specexp.engine import Engine
-from specexp.errors import UserError
+from specexp.errors import UserError, ran_out
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -222,6 +222,6 @@ def _memory() -> Iterator[None]:
         torch.cuda.empty_cache()
         raise OutOfMemory(str(e).splitlines()[0]) from e
     except RuntimeError as e:
-        if "not enough memory" not in str(e):
+        if not ran_out(str(e)):
             raise
         raise OutOfMemory(str(e).splitlines()[0]) from e
