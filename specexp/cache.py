@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexp.sequences import Sequences, Verdict
+from specexp.tree import line_mask
 
 
 class Slots(CacheLayerMixin):
@@ -83,6 +84,14 @@ class SlotCache(Cache):
     def aim(self, rows: slice, slots: Tensor, seen: int) -> None:
         """The next pass writes at slots [b, n] of these b rows and may read the first `seen`."""
         self.rows, self.slots, self.seen = rows, slots[:, None, :, None], seen
+
+    def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """[b, 1, n, seen]: 0 where a slot is visible, else the least number. None: each token sees
+        its own slot and all before it."""
+        if visible is None:
+            visible = line_mask(self.slots[:, 0, :, 0], self.seen)
+        least = torch.finfo(dtype).min
+        return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, least)[:, None]
 
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
         """Move the accepted path's slots to the front of this round's draft (before commit)."""

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specexp import quantised
+from specexp import native, quantised
 from specexp.cache import SlotCache
+from specexp.native import Native
 
 log = logging.getLogger("specexp")
 
@@ -137,7 +138,7 @@ class Fused:
         self.group = self.layers[0].heads // self.layers[0].keys
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network`."""
@@ -145,6 +146,7 @@ class Fused:
         x = F.embedding(tokens.flatten(), self.embed)
         x = torch.cat([x, x]) if len(x) == 1 and thin(x) else x
         cos, sin = self._turn(x, positions)
+        mask = cache.mask(visible, x.dtype)
         mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
         states = {0: x} if 0 in taps else {}
         for t, (layer, slots) in enumerate(zip(self.layers, cache.layers, strict=False), 1):
@@ -171,7 +173,7 @@ class Fused:
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
-def of(module: Any, name: str) -> Fused | None:
+def of(module: Any, name: str) -> Fused | Native | None:
     """The module's passes with less work, or None, and a line that says why not."""
     if module not in _KNOWN:
         _KNOWN[module], why = _tried(module)
@@ -180,13 +182,13 @@ def of(module: Any, name: str) -> Fused | None:
     return _KNOWN[module]
 
 
-_KNOWN: WeakKeyDictionary[Any, Fused | None] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, Fused | Native | None] = WeakKeyDictionary()
 # By how much of their size rounding alone makes logits differ, through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 @torch.inference_mode()
-def _tried(module: Any) -> tuple[Fused | None, str]:
+def _tried(module: Any) -> tuple[Fused | Native | None, str]:
     kind = type(module).__name__
     if kind not in FAMILIES:
         return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"
@@ -196,16 +198,23 @@ def _tried(module: Any) -> tuple[Fused | None, str]:
         fused = Fused(module)
     except AttributeError as e:
         return None, str(e)
+    off = _off(fused, module)
+    if not off <= ROUNDING.get(module.dtype, 0.0):
+        return None, f"its logits differ by {off:.1e} of their size from those of {kind}"
+    compiled = native.of(fused)
+    if compiled and _off(compiled, module) <= ROUNDING[module.dtype]:
+        return compiled, ""
+    return fused, ""
+
+
+def _off(net: Fused | Native, module: Any) -> float:
+    """By how much of their size the logits of a probe differ from the module's."""
     config, device = module.config, module.device
     tokens = torch.arange(8, device=device)[None] * 7919 % config.vocab_size
     cache = SlotCache(config.num_hidden_layers, 1, 8)
     at = torch.arange(8, device=device)[None]
     cache.aim(slice(0, 1), at, 8)
-    mask = torch.full((8, 8), torch.finfo(module.dtype).min, dtype=module.dtype, device=device)
-    made, _ = fused(tokens, at, mask.triu(1)[None, None], cache, (), None)
+    made, _ = net(tokens, at, None, cache, (), None)
     wanted = module(input_ids=tokens, use_cache=False).logits
     assert made is not None
-    off = float((made - wanted).float().norm() / wanted.float().norm())
-    if not off <= ROUNDING.get(module.dtype, 0.0):
-        return None, f"its logits differ by {off:.1e} of their size from those of {kind}"
-    return fused, ""
+    return float((made - wanted).float().norm() / wanted.float().norm())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences
-from specexp.tree import Nodes, Tree, line_mask, tree_mask
+from specexp.tree import Nodes, Tree, tree_mask
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Level:
     parent: Tensor
     ancestors: Tensor
 
-    def placed(self, root: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Slots and positions [B, n] of the nodes, and the slots they read [B, n, S], in a cache
-        that has the root in slot `root` [B, 1]."""
+    def placed(self, root: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Slots and positions [B, n] of the nodes, and the slots they read [B, n, S] (see
+        `LM.feed`), in a cache that has the root in slot `root` [B, 1]."""
         slots = root + torch.arange(self.at.start, self.at.stop, device=root.device)
         if self.at == slice(self.depth, self.depth + 1):  # one node at every depth so far
-            return slots, slots, line_mask(slots, S)
+            return slots, slots, None
         return slots, (root + self.depth).expand_as(slots), tree_mask(root, S, self.ancestors)
 
 

@@ -28,7 +28,7 @@ from specexp.cache import SlotCache
 from specexp.errors import UserError
 from specexp.memory import PREFILL
 from specexp.sequences import Draft, Sequences, Verdict
-from specexp.tree import line_mask, tree_mask
+from specexp.tree import tree_mask
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -43,14 +43,15 @@ class Forward:
 
 class Network(Protocol):
     """What an LM drives: a pass over tokens [B, n] at positions [B, n] that writes its keys and
-    values through `cache.layers[i].update` and reads them where mask [B, 1, n, S] is 0.
+    values at the slots the cache is aimed at and reads those that are visible [B, n, S], or, where
+    that is None, each token's own and all before it (`SlotCache.mask`).
 
     Logits of the `last` places (None: of all; 0: no logits), and, of all places, the hidden states
     `taps` side by side (0: the embeddings; L: what the LM head reads).
     """
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]: ...  # fmt: skip
 
@@ -62,9 +63,10 @@ class Unfused:
     module: Any
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        mask = cache.mask(visible, self.module.dtype)
         net = self.module.base_model if last == 0 else self.module
         kept = {} if last == 0 else {"logits_to_keep": last or 0}
         out = net(
@@ -121,13 +123,14 @@ class LM:
         tokens: Tensor,
         slots: Tensor,
         depth: Tensor,
-        visible: Tensor,
+        visible: Tensor | None,
         taps: tuple[int, ...] = (),
         last: int | None = None,
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
-        depth [B, n], reading the slots where visible [B, n, S] is true. `taps`: hidden states
+        depth [B, n], reading the slots that are visible [B, n, S]; None: of a line, each token its
+        own and all before. `taps`: hidden states
         wanted, 0 = embeddings; logits of the `last` places, by default of all; `inputs`: whatever
         else the network reads."""
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
@@ -166,16 +169,15 @@ class LM:
         """Feed the last `count` tokens, the root included; logits [B, 1, V] after the root."""
         back = torch.arange(1 - count, 1, device=self.device)
         slots = (seqs.length[:, None] - 1 + back).clamp(min=0)
-        visible = line_mask(slots, seqs.tokens.shape[1])
         tokens = seqs.tokens.gather(1, slots)
-        return self.feed(seqs, tokens, slots, slots, visible, last=1).logits
+        return self.feed(seqs, tokens, slots, slots, None, last=1).logits
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
         """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
         root = seqs.length[:, None] - 1
         slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
         S, nodes = seqs.tokens.shape[1], draft.nodes
-        visible = line_mask(slots, S) if nodes.is_chain else tree_mask(root, S, nodes.ancestors)
+        visible = None if nodes.is_chain else tree_mask(root, S, nodes.ancestors)
         positions = root + nodes.depth
         return self.feed(seqs, draft.tokens.clamp(min=0), slots, positions, visible, taps)
 
@@ -187,19 +189,18 @@ class LM:
 
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass over the text at slots [B, n] that nobody wants logits of; the states tapped."""
-        visible = line_mask(slots, seqs.tokens.shape[1])
-        return self._run(seqs, seqs.tokens.gather(1, slots), slots, slots, visible, taps, 0)[1]
+        return self._run(seqs, seqs.tokens.gather(1, slots), slots, slots, None, taps, 0)[1]
 
     def _run(
-        self, seqs: Sequences, tokens: Tensor, slots: Tensor, depth: Tensor, visible: Tensor,
+        self, seqs: Sequences, tokens: Tensor, slots: Tensor, depth: Tensor, visible: Tensor | None,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         assert self.cache is not None, "allocate before the first pass"
-        self.cache.aim(seqs.rows, slots, visible.shape[-1])
-        blocked = torch.finfo(self.dtype).min
-        mask = torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, blocked)[:, None]
-        positions = depth.clamp(max=self.context - 1)  # nodes past the limit are never emitted
-        return self.net(tokens, positions, mask, self.cache, taps, last, **inputs)
+        S = seqs.tokens.shape[1]
+        self.cache.aim(seqs.rows, slots, S)
+        if self.context < S:  # nodes past the limit are never emitted
+            depth = depth.clamp(max=self.context - 1)
+        return self.net(tokens, depth, visible, self.cache, taps, last, **inputs)
 
 
 def free_memory(device: torch.device) -> int:

@@ -51,7 +51,7 @@ def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
     mask, and in the MLP the residual stream, its four wide tensors and what attention left."""
     H, K, d = _heads(config)
     group = H // K
-    mask = S * (1 + itemsize * (1 + (group if group > 1 else 0)))
+    mask = S * itemsize * group
     attention = (H + 2 * K) + (H + K) + H * (2 if group > 1 else 1) + 2
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return B * n * (mask + itemsize * (2 * config.hidden_size + 4 * wide + attention * d))

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CONTEXT = 128
 HERE = Path(__file__).parent
+TRIVIAL = HERE / "notebooks" / "trivial.ipynb"
 
 
 @functools.cache
@@ -67,7 +68,12 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_collection_modifyitems(config, items):
     """Tests that need a GPU, the right to mount, or a package that is no part of an installation
     exist only where there is one: deselected elsewhere, never skipped."""
-    there = {"cuda": torch.cuda.is_available(), "mount": _may_mount(), "postgres": _postgres()} | {
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mount": _may_mount(),
+        "postgres": _postgres(),
+        "compiler": any(map(shutil.which, ("c++", "g++", "clang++"))),
+    } | {
         name: importlib.util.find_spec(name) is not None
         for name in ("speculators", "ray", "torchao")
     }
@@ -156,6 +162,22 @@ def store(tmp_path, monkeypatch, migrated):
     shutil.copy(migrated / "mlflow.db", root / "mlflow.db")
     monkeypatch.setenv("SPECEXP_MLRUNS", str(root))
     return root
+
+
+@pytest.fixture
+def points(tmp_path):
+    """Points of a notebook of trifles, with these axes."""
+    import yaml
+
+    from specexp.lab import grid
+
+    def call(timeout_s: float = 120, **axes) -> list[grid.Point]:
+        file = tmp_path / "trivial.yaml"
+        spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": timeout_s}
+        file.write_text(yaml.safe_dump(spec | {"grid": axes}))
+        return grid.load([file])
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,8 @@ class Counted:
 
 def taped(engine: Engine) -> Engine:
     """The same engine with graphs, on whatever device."""
+    for lm in engine.models:
+        lm.net = getattr(lm.net, "fused", lm.net)  # a tape knows only torch's operations
     real = graphs.on(engine.target.device)
     engine.graphs = Graphs(Counted(real.recorder if real else Tape()))
     return engine

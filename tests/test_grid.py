@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import TRIVIAL
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from specexp.errors import UserError
 from specexp.lab import build, grid, identity, lines, notebook
 
-TRIVIAL = Path(__file__).parent / "notebooks" / "trivial.ipynb"
 ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
 GRIDS = sorted((grid.ROOT / "notebooks" / "grids").glob("*.yaml"))
 PARAMETERS = """\

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import yaml
-from test_run import TRIVIAL, go, statuses, until
+from conftest import TRIVIAL
+from test_run import go, statuses, until
 
 from specexp.errors import UserError
 from specexp.lab import build, cluster, errand, grid, places, track
@@ -29,17 +29,6 @@ ray = pytest.mark.ray
 @pytest.fixture(autouse=True)
 def no_semantics(monkeypatch):
     monkeypatch.setattr(build, "check", lambda params: [])
-
-
-@pytest.fixture
-def points(tmp_path):
-    def call(**axes) -> list[grid.Point]:
-        file = tmp_path / "trivial.yaml"
-        spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": 120}
-        file.write_text(yaml.safe_dump(spec | {"grid": axes}))
-        return grid.load([file])
-
-    return call
 
 
 @pytest.fixture(scope="session")

@@ -12,26 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
+from conftest import TRIVIAL
 from mlflow.exceptions import MlflowException
 from rich.console import Console
 
 from specexp.lab import grid, places, run, track
 from specexp.lab.execute import Failure
 from specexp.lab.store import claim, holder, intact
-
-TRIVIAL = Path(__file__).parent / "notebooks" / "trivial.ipynb"
-
-
-@pytest.fixture
-def points(tmp_path):
-    def call(timeout_s: float = 60, **axes) -> list[grid.Point]:
-        file = tmp_path / "trivial.yaml"
-        spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": timeout_s}
-        file.write_text(yaml.safe_dump(spec | {"grid": axes}))
-        return grid.load([file])
-
-    return call
 
 
 def go(points: list[grid.Point], **options) -> tuple[int, str]:

@@ -7,23 +7,20 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from rich.console import Console
 from servers import Mlflow, free_port, postgres
 
 from specexp import cli
-from specexp.lab import build, check, grid, places, rebuild, report, run, server, track, transfer
+from specexp.lab import build, check, places, rebuild, report, run, server, track, transfer
 from specexp.lab import store as disk
 from specexp.lab.backend import Backend
 
 pytestmark = pytest.mark.slow
 
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
-TRIVIAL = Path(__file__).parent / "notebooks" / "trivial.ipynb"
 FOREIGN = (
     "evil.example", "127.0.0.1.evil.example", "10.0.0.1", "192.168.1.5", "172.16.0.1", "localhost",
     "127.0.0.1", "localhost.evil.example", "0.0.0.0", "[::1]", "169.254.1.1", "evil.example:{port}",
@@ -164,7 +161,7 @@ def test_serving_refuses_what_cannot_work_in_one_line(store, become, capsys):
 
 
 @pytest.fixture
-def points(tmp_path, monkeypatch):
+def points(points, monkeypatch):
     """A grid whose points write their result without a notebook, half a second each."""
 
     def execute(point, attempt, *rest):
@@ -178,14 +175,7 @@ def points(tmp_path, monkeypatch):
 
     monkeypatch.setattr(build, "check", lambda params: [])
     monkeypatch.setattr(places, "execute", execute)
-
-    def call(*xs):
-        file = tmp_path / "planted.yaml"
-        spec = {"notebook": str(TRIVIAL), "experiment": "planted grid", "grid": {"x": list(xs)}}
-        file.write_text(yaml.safe_dump(spec))
-        return grid.load([file])
-
-    return call
+    return lambda *xs: points(x=list(xs))
 
 
 def go(points):

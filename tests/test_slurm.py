@@ -13,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import submitit
-import yaml
-from test_run import TRIVIAL, go, statuses, until
+from test_run import go, statuses, until
 
 from specexp.errors import UserError
-from specexp.lab import build, grid, places, slurm, track
+from specexp.lab import build, places, slurm, track
 from specexp.lab.execute import Failure
 from specexp.lab.slurm import OnSlurm
 
@@ -81,17 +80,6 @@ def alive(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
-
-
-@pytest.fixture
-def points(tmp_path):
-    def call(**axes) -> list[grid.Point]:
-        file = tmp_path / "trivial.yaml"
-        spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": 120}
-        file.write_text(yaml.safe_dump(spec | {"grid": axes}))
-        return grid.load([file])
-
-    return call
 
 
 def asked(site: Path, job: int) -> set[str]:

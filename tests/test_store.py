@@ -13,16 +13,14 @@ import threading
 from pathlib import Path
 
 import pytest
-import yaml
 from mlflow.entities import Dataset, DatasetInput, Metric, Param
 from rich.console import Console
 
 from specexp.errors import UserError
-from specexp.lab import build, check, grid, places, rebuild, run, store, track, transfer
+from specexp.lab import build, check, places, rebuild, run, store, track, transfer
 from specexp.lab.backend import Away, Backend, Damaged, hidden
 from specexp.lab.execute import Failure
 
-TRIVIAL = Path(__file__).parent / "notebooks" / "trivial.ipynb"
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
 SERIES = {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32: 0.9}}
 
@@ -193,7 +191,7 @@ def test_a_point_that_is_done_while_mlflow_is_read_breaks_nothing(filled, monkey
 
 
 @pytest.fixture
-def points(tmp_path, monkeypatch):
+def points(points, monkeypatch):
     """A grid whose points write their result without a notebook; x = 13 fails."""
 
     def execute(point, attempt, *rest):
@@ -207,14 +205,7 @@ def points(tmp_path, monkeypatch):
 
     monkeypatch.setattr(build, "check", lambda params: [])
     monkeypatch.setattr(places, "execute", execute)
-
-    def call(*xs):
-        file = tmp_path / "planted.yaml"
-        spec = {"notebook": str(TRIVIAL), "experiment": "planted grid", "grid": {"x": list(xs)}}
-        file.write_text(yaml.safe_dump(spec))
-        return grid.load([file])
-
-    return call
+    return lambda *xs: points(x=list(xs))
 
 
 def go(points, **options):
@@ -470,7 +461,7 @@ def test_a_failure_is_known_whatever_became_of_the_text_for_people(store, points
 
 def test_an_experiment_that_was_deleted_in_the_ui_comes_back_with_its_next_point(store, points):
     assert go(points(1))[0] == 0
-    track.client().delete_experiment(track.experiment_id("planted grid"))
+    track.client().delete_experiment(track.experiment_id("grid of trifles"))
     assert check.problems()
     assert go(points(1, 2))[0] == 0
     assert check.problems() == []

@@ -57,17 +57,13 @@ class EagleLayer(Drafter):
 
     def _feed(self, seqs: Sequences, back: int, count: int) -> Forward:
         """`count` pairs a row, from the one `back` before the root's on; logits after the last."""
-        S = seqs.tokens.shape[1]
         root = seqs.length[:, None] - 2
         slots = (root - back + torch.arange(count, device=root.device)).clamp(min=0)
         tokens = seqs.tokens.gather(1, slots + 1)
         states = self.states[seqs.rows]
         states = states.gather(1, slots[..., None].expand(-1, -1, states.shape[2]))
-        visible = torch.arange(S, device=slots.device) <= slots[:, :, None]
         features = self.net.fuse(states)
-        return self.lm.feed(
-            seqs, tokens, slots, slots, visible, taps=(0,), last=1, features=features
-        )
+        return self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=1, features=features)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         root = seqs.length[:, None] - 2

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
+from specexp import native
 from specexp.lab import store
 from specexp.lm import free_memory
 from specexp.zoo import shelf
@@ -34,6 +35,7 @@ def examine(console: Console) -> bool:
     facts.add_row("device", described(device))
     facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
     facts.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {_load()}")
+    facts.add_row("CPU passes", "compiled" if native.library() else "by single operations")
     root = store.root()
     facts.add_row(
         "store", f"{root}, {shutil.disk_usage(_existing(root)).free / 2**30:.1f} GiB free"

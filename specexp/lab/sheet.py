@@ -146,11 +146,11 @@ def read(path: Path, report: Report) -> Sheet | None:
 
 def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
     """The keys, and the values that are no parameters."""
-    for name in spec:
-        if name not in KEYS:
-            near = difflib.get_close_matches(name, KEYS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(KEYS)})"
-            wrong(f"unknown key {name!r:.60}{hint}", name)
+    strange = [name for name in spec if name not in KEYS]
+    for name in strange:
+        near = difflib.get_close_matches(name, KEYS if len(strange) <= TOLD else (), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(KEYS)})"
+        wrong(f"unknown key {name!r:.60}{hint}", name)
     title = spec.get("experiment") or "none"
     fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
     if not fits or notebook.unfit(title):
@@ -239,10 +239,12 @@ def _fitted(
 ) -> Sheet:
     """Report values that do not fit their parameters; the sheet is of use if nothing is wrong."""
     known = found.parameters
+    entries = (shaped["fixed"], shaped["grid"], *shaped["include"], *shaped["exclude"])
+    hints = len({name for entry in entries for name in entry} - known.keys()) <= TOLD
 
     def fitting(name: str, value: Any, *where: str | int) -> Any:
         """The value coerced, or as it is when its problem was reported."""
-        problem = _name_problem(known, name) or known[name].problem(value)
+        problem = _name_problem(known, name, hints) or known[name].problem(value)
         if problem:
             wrong(f"{where[0]}.{shown(name)} {problem}", *where)
         return value if problem else known[name].coerced(value)
@@ -250,7 +252,7 @@ def _fitted(
     fixed = {n: fitting(n, v, "fixed", n) for n, v in shaped["fixed"].items()}
     axes: dict[str, list[Any]] = {}
     for name, values in shaped["grid"].items():
-        if problem := _name_problem(known, name):
+        if problem := _name_problem(known, name, hints):
             wrong(f"grid.{shown(name)} {problem}", "grid", name)
         else:
             axes[name] = [fitting(name, v, "grid", name, i) for i, v in enumerate(values)]
@@ -338,13 +340,13 @@ def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> No
             wrong(f"include repeats a point of the grid on line {sheet.line}", "include", i)
 
 
-def _name_problem(known: dict[str, Parameter], name: str) -> str | None:
+def _name_problem(known: dict[str, Parameter], name: str, hints: bool) -> str | None:
     if not notebook.is_name(name):
         return "is not a parameter name"
     if secret.NAME.search(name) and name not in known:
         return "looks like a secret; parameters are stored in the open, use the environment"
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, known if hints else [], 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         return f"is not a parameter of the notebook; {hint}"
     return None

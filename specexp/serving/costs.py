@@ -279,6 +279,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
         "temperature": engine.sampling.temperature, "parameters": target.parameters,
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
+        "passes": type(target.net).__name__.lower(),
         **fingerprint(target.device, target.dtype),
     }  # fmt: skip
 

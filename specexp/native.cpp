@@ -1,0 +1,411 @@
+// One pass of a Llama-like network over a few rows, on a CPU: each weight is read once, and nothing
+// is launched between the first token and the last logit.
+//
+// Every number is made in the same order whatever stands beside it: the logits of a token do not
+// depend, not in their last bit, on how many tokens and rows share its pass.
+//
+// Weights, keys and values are `num`, float or bfloat16; all in between is float. native.py describes
+// Layer, Net and Pass to Python.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+// Lanes of a vector, and rows of x and w whose products are summed at once, in registers.
+#ifdef __AVX512F__
+constexpr int LANES = 16, TALL = 4, BROAD = 4;
+#else
+constexpr int LANES = 8, TALL = 3, BROAD = 4;
+#endif
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, int4{__VA_ARGS__})
+#endif
+
+template <typename T, int bytes> struct Laned {
+    typedef T of __attribute__((vector_size(bytes), aligned(2), may_alias));
+};
+using vec = Laned<float, 4 * LANES>::of;
+using half_vec = Laned<float, 2 * LANES>::of;
+using vec4 = Laned<float, 16>::of;
+using int4 = Laned<int32_t, 16>::of;
+using ints = Laned<int32_t, 4 * LANES>::of;
+using shorts = Laned<uint16_t, 2 * LANES>::of;
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+static inline vec load(const float *p) { return *(const vec *)p; }
+static inline vec load(const bfloat16 *p) {
+    return (vec)(__builtin_convertvector(*(const shorts *)p, ints) << 16);
+}
+static inline float wide(float x) { return x; }
+static inline float wide(bfloat16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float made;
+    memcpy(&made, &bits, sizeof made);
+    return made;
+}
+static inline void narrow(float x, float *p) { *p = x; }
+static inline void narrow(float x, bfloat16 *p) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    p->bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// What of two rows is multiplied at once, and the products onto sums.
+template <typename num> constexpr int STEP = LANES;
+static inline vec some(const float *p) { return load(p); }
+#ifdef __AVX512BF16__
+template <> constexpr int STEP<bfloat16> = 2 * LANES;
+static inline __m512bh some(const bfloat16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+static inline void add(vec &sums, __m512bh a, __m512bh b) {
+    sums = (vec)_mm512_dpbf16_ps((__m512)sums, a, b);
+}
+#else
+static inline vec some(const bfloat16 *p) { return load(p); }
+#endif
+static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
+
+template <typename num> struct Layer {
+    const num *before, *after, *q_norm, *k_norm;          // the last two or null
+    const num *qkv, *out, *up, *down;                     // [outputs, inputs]
+    const num *qkv_bias, *out_bias, *up_bias, *down_bias; // or null
+};
+
+template <typename num> struct Net {
+    int64_t layers, width, heads, keys, dim, hidden, known, vocab; // tokens that are read, written
+    float eps, scale, stretch; // of norms, of scores, of cosines and sines
+    const num *embed, *norm, *head;
+    const float *frequencies; // [dim / 2]
+    const Layer<num> *layer;
+};
+
+template <typename num> struct Pass {
+    int64_t rows, n, seen, threads;            // texts, tokens of each, slots that they may read
+    const int64_t *tokens, *positions, *slots; // [rows, n]
+    const bool *visible;                       // [rows, n, seen]; null: its own slot, all before it
+    num *const *k, *const *v;                  // of each layer
+    int64_t at, row_stride, head_stride;       // [rows, keys, seen, dim] of them, from `at` on
+    int64_t last;                              // places of each text of which logits are wanted
+    int64_t taps;
+    const int64_t *tap; // states wanted: after so many layers, 0: embeddings
+    num *states;        // [rows, n, taps, width]
+    float *logits;      // [rows, last, vocab]
+    float *room;        // `room_for` numbers
+};
+
+// --- vectors --------------------------------------------------------------------------------------
+
+static inline vec4 folded(vec v) {
+    const half_vec half = ((half_vec *)&v)[0] + ((half_vec *)&v)[1];
+    return LANES == 8 ? *(vec4 *)&half : ((vec4 *)&half)[0] + ((vec4 *)&half)[1];
+}
+
+static inline float sum(vec v) {
+    const vec4 q = folded(v);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+// Four sums, each in the order of `sum`.
+static inline vec4 sums(const vec *v) {
+    const vec4 a = folded(v[0]), b = folded(v[1]), c = folded(v[2]), d = folded(v[3]);
+    const vec4 ab = SHUFFLED(a, b, 0, 4, 1, 5) + SHUFFLED(a, b, 2, 6, 3, 7);
+    const vec4 cd = SHUFFLED(c, d, 0, 4, 1, 5) + SHUFFLED(c, d, 2, 6, 3, 7);
+    return SHUFFLED(ab, cd, 0, 1, 4, 5) + SHUFFLED(ab, cd, 2, 3, 6, 7);
+}
+
+// To 2e-7 of its size; 0 below -87. The polynomial is that of Cephes' expf.
+static inline vec exponential(vec x) {
+    const vec none = {};
+    const ints small = x < -87.0f;
+    x = small ? none : x > 88.0f ? none + 88.0f : x;
+    const ints n = __builtin_convertvector(x * 1.44269504f + (x < 0.0f ? none - 0.5f : none + 0.5f), ints);
+    const vec whole = __builtin_convertvector(n, vec);
+    x -= whole * 0.693359375f;
+    x += whole * 2.12194440e-4f;
+    vec p = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * x + 8.3334519073e-3f;
+    p = p * x + 4.1665795894e-2f;
+    p = p * x + 1.6666665459e-1f;
+    p = p * x + 5.0000001201e-1f;
+    p = (p * x * x + x + 1.0f) * (vec)((n + 127) << 23);
+    return small ? none : p;
+}
+
+// --- parts of a pass ------------------------------------------------------------------------------
+
+// f(how many, which first) for blocks of at most TALL rows; how many is a constant.
+template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f, int64_t r = 0) {
+    for (; r + M <= rows; r += M) f(std::integral_constant<int, M>(), r);
+    if constexpr (M > 1) blocks<M - 1>(rows, f, r);
+}
+
+// M rows of x and N of w, all `size` long: their products y [M, N], set or added.
+template <int M, int N, typename num>
+static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
+                        int64_t size, float *y, int64_t y_stride, bool added) {
+    vec made[M][N] = {};
+    int64_t k = 0;
+    for (; k + STEP<num> <= size; k += STEP<num>) {
+        decltype(some(x)) a[M];
+        for (int i = 0; i < M; i++) a[i] = some(x + i * x_stride + k);
+        for (int j = 0; j < N; j++) {
+            const auto b = some(w + j * size + k);
+            for (int i = 0; i < M; i++) add(made[i][j], a[i], b);
+        }
+    }
+    for (int i = 0; i < M; i++) {
+        float s[N];
+        if constexpr (N == 4) *(vec4 *)s = sums(made[i]);
+        if constexpr (N == 1) s[0] = sum(made[i][0]);
+        for (int j = 0; j < N; j++) {
+            for (int64_t t = k; t < size; t++)
+                s[j] = std::fma(wide(x[i * x_stride + t]), wide(w[j * size + t]), s[j]);
+            if (bias) s[j] += wide(bias[j]);
+            y[i * y_stride + j] = added ? y[i * y_stride + j] + s[j] : s[j];
+        }
+    }
+}
+
+// RMS norm (Zhang & Sennrich 2019).
+template <typename num, typename out>
+static void normed(const float *x, const num *weight, int64_t size, float eps, out *y) {
+    float square;
+    tile<1, 1, float>(x, size, x, nullptr, size, &square, 1, false);
+    const float off = 1.0f / std::sqrt(square / size + eps);
+    for (int64_t i = 0; i < size; i++) narrow(x[i] * off * wide(weight[i]), y + i);
+}
+
+// A thread's share of so many things, in lumps.
+struct Share {
+    int64_t from, to;
+    Share(int64_t total, int64_t lump = 1) {
+        const int64_t lumps = (total + lump - 1) / lump, T = omp_get_num_threads(),
+                      me = omp_get_thread_num();
+        from = std::min(total, lumps * me / T * lump), to = std::min(total, lumps * (me + 1) / T * lump);
+    }
+};
+
+// My outputs of rows x [rows, inputs] times w [outputs, inputs].
+template <typename num>
+static void linear(int64_t rows, const num *x, const num *w, const num *bias, int64_t inputs,
+                   float *y, int64_t outputs, bool added = false) {
+    const Share mine(outputs, LANES);
+    int64_t o = mine.from;
+    auto next = [&](auto N) {
+        blocks(rows, [&](auto M, int64_t r) {
+            tile<M, N>(x + r * inputs, inputs, w + o * inputs, bias ? bias + o : bias, inputs,
+                       y + r * outputs + o, outputs, added);
+        });
+        o += N;
+    };
+    while (o + BROAD <= mine.to) next(std::integral_constant<int, BROAD>());
+    while (o < mine.to) next(std::integral_constant<int, 1>());
+}
+
+// My outputs of silu(gate) * up.
+template <typename num>
+static void gated(int64_t rows, const float *gate, const float *up, int64_t outputs, num *y) {
+    const Share mine(outputs, LANES);
+    for (; rows; rows--, gate += outputs, up += outputs, y += outputs) {
+        int64_t i = mine.from;
+        for (; i + LANES <= mine.to; i += LANES) {
+            const vec g = load(gate + i), made = g / (1.0f + exponential(-g)) * load(up + i);
+            for (int t = 0; t < LANES; t++) narrow(made[t], y + i + t);
+        }
+        for (; i < mine.to; i++) narrow(gate[i] / (1.0f + std::exp(-gate[i])) * up[i], y + i);
+    }
+}
+
+// Turn a head x by its position: pairs are half a head apart.
+template <typename num>
+static void turned(const float *x, int64_t dim, const float *cosine, const float *sine, num *y) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        narrow(x[i] * cosine[i] - x[i + half] * sine[i], y + i);
+        narrow(x[i + half] * cosine[i] + x[i] * sine[i], y + i + half);
+    }
+}
+
+// M queries over keys and values of the slots that each of them sees: see Pass.
+template <int M, typename num>
+static void attend(const num *q, int64_t q_stride, const num *k, const num *v, int64_t dim,
+                   const int64_t *own, const bool *visible, int64_t seen, float scale,
+                   float *scores, num *y, int64_t y_stride) {
+    int64_t reach[M], slots = 0, stride = seen + LANES, j = 0;
+    for (int i = 0; i < M; i++) {
+        reach[i] = visible ? seen : own[i] + 1;
+        while (visible && reach[i] && !visible[i * seen + reach[i] - 1]) reach[i]--;
+        slots = std::max(slots, reach[i]);
+    }
+    for (; j + BROAD <= slots; j += BROAD)
+        tile<M, BROAD>(q, q_stride, k + j * dim, (const num *)nullptr, dim, scores + j, stride, false);
+    for (; j < slots; j++)
+        tile<M, 1>(q, q_stride, k + j * dim, (const num *)nullptr, dim, scores + j, stride, false);
+    for (int i = 0; i < M; i++) {
+        float *s = scores + i * stride, most = -INFINITY;
+        for (j = 0; j < reach[i]; j++) {
+            s[j] = !visible || visible[i * seen + j] ? s[j] * scale : -INFINITY;
+            most = s[j] > most ? s[j] : most;
+        }
+        for (; j < slots || j % LANES; j++) s[j] = -INFINITY;
+        vec total = {};
+        for (j = 0; j < slots; j += LANES) {
+            const vec weight = exponential(load(s + j) - most);
+            *(vec *)(s + j) = weight;
+            total += weight;
+        }
+        const float share = 1.0f / sum(total);
+        for (j = 0; j < slots; j++) s[j] *= share;
+    }
+    int64_t c = 0;
+    for (; c + LANES <= dim; c += LANES) {
+        vec made[M] = {};
+        for (j = 0; j < slots; j++)
+            for (int i = 0; i < M; i++) made[i] += scores[i * stride + j] * load(v + j * dim + c);
+        for (int i = 0; i < M; i++)
+            for (int t = 0; t < LANES; t++) narrow(made[i][t], y + i * y_stride + c + t);
+    }
+    for (; c < dim; c++)
+        for (int i = 0; i < M; i++) {
+            float s = 0;
+            for (j = 0; j < slots; j++) s = std::fma(scores[i * stride + j], wide(v[j * dim + c]), s);
+            narrow(s, y + i * y_stride + c);
+        }
+}
+
+// --- a pass ---------------------------------------------------------------------------------------
+
+// What R tokens carry along: the residual stream, what products read, what they make.
+template <typename num> struct Room {
+    float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *end;
+    num *read, *heads;
+
+    Room(const Net<num> &net, const Pass<num> &p) {
+        const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
+        const int64_t most = std::max({net.width, wide, net.hidden});
+        x = p.room;
+        qkv = x + R * net.width;
+        gate = qkv + R * (wide + 2 * net.keys * net.dim);
+        up = gate + R * net.hidden;
+        cosines = up + R * net.hidden;
+        sines = cosines + R * half;
+        scores = sines + R * half;
+        read = (num *)(scores + p.threads * TALL * (p.seen + LANES));
+        heads = read + R * most;
+        end = (float *)(heads + R * most) + 1;
+    }
+};
+
+// A thread's part of a pass. Tokens of texts are numbered through, 0 to R.
+template <typename num>
+static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room) {
+    const int64_t n = p.n, R = p.rows * n, E = net.width, d = net.dim, F = net.hidden;
+    const int64_t H = net.heads, K = net.keys, Q = (H + 2 * K) * d;
+    const int64_t parts = (n + TALL - 1) / TALL; // of a text, whose tokens attend together
+    const Share mine(R), shared(p.rows * H * parts);
+    float *x = room.x;
+    num *read = room.read, *heads = room.heads;
+
+    for (int64_t r = mine.from; r < mine.to; r++) {
+        for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(net.embed[p.tokens[r] * E + i]);
+        for (int64_t i = 0; i < d / 2; i++) {
+            const float angle = p.positions[r] * net.frequencies[i];
+            room.cosines[r * d / 2 + i] = std::cos(angle) * net.stretch;
+            room.sines[r * d / 2 + i] = std::sin(angle) * net.stretch;
+        }
+    }
+    auto norm = [&](const num *weight) {
+        for (int64_t r = mine.from; r < mine.to; r++)
+            normed(x + r * E, weight, E, net.eps, read + r * E);
+    };
+    auto tap = [&](int64_t layer, const auto *states) {
+        for (int64_t t = 0; t < p.taps; t++)
+            for (int64_t r = mine.from; p.tap[t] == layer && r < mine.to; r++)
+                for (int64_t i = 0; i < E; i++)
+                    narrow(wide(states[r * E + i]), p.states + (r * p.taps + t) * E + i);
+    };
+    for (int64_t at = 0; at < net.layers; at++) {
+        const Layer<num> &layer = net.layer[at];
+        tap(at, x);
+        norm(layer.before);
+#pragma omp barrier
+        linear(R, read, layer.qkv, layer.qkv_bias, E, room.qkv, Q);
+#pragma omp barrier
+        for (int64_t r = mine.from; r < mine.to; r++) {
+            const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
+            int64_t place = p.at + r / n * p.row_stride + p.slots[r] * d;
+            for (int64_t h = 0; h < H + K; h++) {
+                float *here = room.qkv + r * Q + h * d;
+                const num *weight = h < H ? layer.q_norm : layer.k_norm;
+                if (weight) normed(here, weight, d, net.eps, here);
+                num *to = h < H ? heads + (r * H + h) * d : p.k[at] + place + (h - H) * p.head_stride;
+                turned(here, d, cosine, sine, to);
+            }
+            for (int64_t h = 0; h < K; h++, place += p.head_stride)
+                for (int64_t i = 0; i < d; i++)
+                    narrow(room.qkv[r * Q + (H + K + h) * d + i], p.v[at] + place + i);
+        }
+#pragma omp barrier
+        for (int64_t i = shared.from; i < shared.to; i++) {
+            const int64_t b = i / parts / H, h = i / parts % H, first = i % parts * TALL;
+            const int64_t place = p.at + b * p.row_stride + h * K / H * p.head_stride;
+            float *scores = room.scores + omp_get_thread_num() * TALL * (p.seen + LANES);
+            const int64_t many = std::min<int64_t>(TALL, n - first), r = b * n + first;
+            blocks(many, [&](auto M, int64_t) {
+                attend<M>(heads + (r * H + h) * d, H * d, p.k[at] + place, p.v[at] + place, d,
+                          p.slots + r, p.visible ? p.visible + r * p.seen : nullptr, p.seen,
+                          net.scale, scores, read + (r * H + h) * d, H * d);
+            });
+        }
+#pragma omp barrier
+        linear(R, read, layer.out, layer.out_bias, H * d, x, E, true);
+#pragma omp barrier
+        norm(layer.after);
+#pragma omp barrier
+        linear(R, read, layer.up, layer.up_bias, E, room.gate, F);
+        linear(R, read, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
+        gated(R, room.gate, room.up, F, heads);
+#pragma omp barrier
+        linear(R, heads, layer.down, layer.down_bias, F, x, E, true);
+#pragma omp barrier
+    }
+    norm(net.norm);
+    tap(net.layers, read);
+    for (int64_t r = mine.from; r < mine.to; r++)
+        if (const int64_t place = r % n + p.last - n; place >= 0)
+            memcpy(heads + (r / n * p.last + place) * E, read + r * E, E * sizeof *read);
+#pragma omp barrier
+    linear<num>(p.rows * p.last, heads, net.head, nullptr, E, p.logits, net.vocab);
+}
+
+// Whether every token and slot is one that there is; only then is anything done.
+template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
+    for (int64_t r = 0; r < p.rows * p.n; r++)
+        if (p.tokens[r] < 0 || p.tokens[r] >= net.known || p.slots[r] < 0 || p.slots[r] >= p.seen)
+            return false;
+    const Room<num> room(net, p);
+#pragma omp parallel num_threads(p.threads)
+    part(net, p, room);
+    return true;
+}
+
+template <typename num> static int64_t room_for(const Net<num> &net, const Pass<num> &p) {
+    const Room<num> room(net, p);
+    return room.end - room.x;
+}
+
+extern "C" {
+int64_t room_for_float32(const Net<float> *net, const Pass<float> *p) { return room_for(*net, *p); }
+int64_t room_for_bfloat16(const Net<bfloat16> *n, const Pass<bfloat16> *p) { return room_for(*n, *p); }
+bool run_float32(const Net<float> *net, const Pass<float> *p) { return run(*net, *p); }
+bool run_bfloat16(const Net<bfloat16> *net, const Pass<bfloat16> *p) { return run(*net, *p); }
+}

@@ -1,0 +1,183 @@
+"""Passes over a few rows on a CPU as one call of compiled code (native.cpp).
+
+A small model's pass is some six hundred operations of a few microseconds each, while its weights
+could be read in a third of that time. A C++ compiler is asked once a machine; without one, or with
+SPECEXP_NATIVE=off, passes stay what they are (fused.py). A token's logits are here the same to the
+last bit whatever shares its pass: verifying a chain gives what plain decoding gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from ctypes import CDLL, POINTER, Structure, addressof, byref, c_bool, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from specexp.cache import SlotCache
+
+log = logging.getLogger("specexp")
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+MOST = 64  # tokens of a pass; products of more rows are for the libraries that torch uses
+NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
+
+
+class Layer(Structure):
+    _fields_ = [(name, c_void_p) for name in (*NORMS, *PRODUCTS, *(f"{p}_bias" for p in PRODUCTS))]
+
+
+class Net(Structure):
+    _fields_ = [
+        *((n, c_int64) for n in ("layers", "width", "heads", "keys", "dim", "hidden")),
+        *((n, c_int64) for n in ("known", "vocab")),
+        *((n, c_float) for n in ("eps", "scale", "stretch")),
+        *((n, c_void_p) for n in ("embed", "norm", "head", "frequencies")),
+        ("layer", POINTER(Layer)),
+    ]
+
+
+class Pass(Structure):
+    _fields_ = [
+        *((n, c_int64) for n in ("rows", "n", "seen", "threads")),
+        *((n, c_void_p) for n in ("tokens", "positions", "slots", "visible", "k", "v")),
+        *((n, c_int64) for n in ("at", "row_stride", "head_stride", "last", "taps")),
+        *((n, c_void_p) for n in ("tap", "states", "logits", "room")),
+    ]
+
+
+class Native:
+    """The passes of `fused`, which must be on a CPU; those of many tokens are its own."""
+
+    def __init__(self, fused: Any, library: CDLL) -> None:
+        self.fused, first = fused, fused.layers[0]
+        self.dtype: torch.dtype = fused.embed.dtype
+        name = str(self.dtype).removeprefix("torch.")
+        self.run, self.room_for = library[f"run_{name}"], library[f"room_for_{name}"]
+        self.run.restype, self.room_for.restype = c_bool, c_int64
+        self.frequencies = fused.rotary.inv_freq.float().contiguous()
+        self.layers = (Layer * len(fused.layers))(*(_layer(layer) for layer in fused.layers))
+        self.net = Net(
+            len(fused.layers), fused.embed.shape[1], first.heads, first.keys, first.head_dim,
+            first.hidden, len(fused.embed), len(fused.head), fused.norm.eps, first.scale,
+            fused.rotary.attention_scaling, _at(fused.embed), _at(fused.norm.weight),
+            _at(fused.head), _at(self.frequencies), self.layers,
+        )  # fmt: skip
+        self.tapped: dict[tuple[int, ...], Any] = {}
+        self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `lm.Network`; logits are float32."""
+        B, n = tokens.shape
+        if B * n > MOST:
+            return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
+        last, net = n if last is None else last, self.net
+        keys, values = self.buffers.get(cache) or self._found(cache)
+        if taps not in self.tapped:
+            self.tapped[taps] = (c_int64 * len(taps))(*taps)
+        given = (tokens, positions, cache.slots, visible)
+        read = [None if x is None else x.contiguous() for x in given]
+        states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype)
+        logits = torch.empty(B, last, net.vocab)
+        head = cache.size * net.dim
+        row = net.keys * head
+        asked = Pass(
+            B, n, cache.seen, torch.get_num_threads(), *map(_at, read), addressof(keys),
+            addressof(values), cache.rows.start * row, row, head, last, len(taps),
+            addressof(self.tapped[taps]), _at(states), _at(logits), None,
+        )  # fmt: skip
+        room = torch.empty(self.room_for(byref(net), byref(asked)))
+        asked.room = _at(room)
+        if not self.run(byref(net), byref(asked)):
+            raise IndexError(f"a token is not one of {net.known}, or a slot not of {cache.seen}")
+        return logits if last else None, states if taps else None
+
+    def _found(self, cache: SlotCache) -> tuple[Any, Any]:
+        """Where each layer's keys and values are."""
+        like = torch.empty(0, self.net.keys, 0, self.net.dim, dtype=self.dtype)
+        layers = cache.layers[: len(self.layers)]
+        for layer in layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(like, like)
+        kind = c_void_p * len(layers)
+        found = kind(*(_at(x.keys) for x in layers)), kind(*(_at(x.values) for x in layers))
+        return self.buffers.setdefault(cache, found)
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _layer(layer: Any) -> Layer:
+    q_norm, k_norm = layer.norms or (None, None)
+    norms = (x and x.weight for x in (layer.before, layer.after, q_norm, k_norm))
+    biases = (layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias)
+    return Layer(*map(_at, (*norms, layer.qkv, layer.out, layer.up, layer.down, *biases)))
+
+
+@cache
+def library() -> CDLL | None:
+    """The compiled code, made if need be; None, and a line that says why, where there is none."""
+    try:
+        return CDLL(str(_built()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+        said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
+        why = next((line for line in said if "error" in line), said[0] if said else repr(e))
+        log.warning("passes on a CPU are slower than they could be, not compiled: %s", why.strip())
+        return None
+
+
+def _built() -> Path:
+    """The file for this source, compiler and processor."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None:
+        raise OSError("there is no C++ compiler (install g++, or set CXX)")
+    command = [*shlex.split(compiler), *FLAGS]
+    parts = SOURCE.read_bytes(), repr(command).encode(), _processor().encode()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp"
+    file = folder / f"native-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            asked = [*command, str(SOURCE), "-o", f"{made}/native.so"]
+            subprocess.run(asked, check=True, capture_output=True, text=True, timeout=300)
+            os.replace(f"{made}/native.so", file)
+    return file
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.exists() else []
+    flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(flags)}"
+
+
+def of(fused: Any) -> Native | None:
+    """The same passes compiled, where that can be."""
+    weights = [fused.embed, fused.head, *(layer.qkv for layer in fused.layers)]
+    kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}
+    if kinds not in ({(True, "cpu", torch.float32)}, {(True, "cpu", torch.bfloat16)}):
+        return None
+    if fused.rotary.rope_type in ("dynamic", "longrope"):  # frequencies depend on the length
+        return None
+    if 2 * len(fused.rotary.inv_freq) != fused.layers[0].head_dim:
+        return None
+    if os.environ.get("SPECEXP_NATIVE") == "off" or (found := library()) is None:
+        return None
+    return Native(fused, found)

@@ -1,0 +1,283 @@
+"""Compiled passes give what transformers gives, a token the same whatever stands beside it."""
+
+import logging
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_fused import NETS, made, passed, unfused
+from tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
+
+from specexp import fused, native
+from specexp.cache import SlotCache
+from specexp.errors import NonFiniteLogits
+from specexp.fused import Fused
+from specexp.lm import LM
+from specexp.native import Native
+from specexp.sequences import Sequences
+
+pytestmark = pytest.mark.compiler
+FLOATS = [torch.float32, torch.bfloat16]
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 0.03}  # of their size
+
+
+def compiled(name: str = "llama", dtype: torch.dtype = torch.float32) -> LM:
+    lm = LM(made(name, dtype))
+    assert isinstance(lm.net, Native)
+    return lm
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """Every test tries its modules anew."""
+    fused._KNOWN.clear()
+
+
+def apart(ours, theirs) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def off(name: str, dtype: torch.dtype = torch.float32) -> float:
+    """By how much states and logits, of prompts and of a tree, differ from those of transformers
+    in float64, at most."""
+    lm, module = compiled(name, dtype), made(name, dtype).to(torch.float64)
+    taps = (0, 1, lm.config.num_hidden_layers)
+    (states, seen), (theirs, wanted) = passed(lm, taps), passed(unfused(module), taps)
+    assert states.dtype == seen.hidden.dtype == dtype
+    assert seen.logits.dtype == torch.float32
+    pairs = (states, theirs), (seen.hidden, wanted.hidden), (seen.logits, wanted.logits)
+    return max(apart(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", NETS)
+def test_compiled_passes_are_those_of_transformers(name, dtype):
+    assert off(name, dtype) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_text_is_that_of_plain_decoding_whatever_drafts(kind, tree):
+    for temperature in (0.0, 0.9):
+        made = engine(kind, tree, "match", temperature=temperature, dtype=torch.float32, seed=5)
+        assert isinstance(made.target.net, Native)
+        plain = made.plain()
+        assert made.generate(PROMPTS, NEW).tokens == plain.generate(PROMPTS, NEW).tokens
+
+
+# --- the same to the last bit --------------------------------------------------------------------
+
+
+def fed(lm: LM, rows: list[list[int]], sizes: list[int]) -> torch.Tensor:
+    """Logits of all places of these texts, fed so many at once."""
+    lm.allocate(len(rows), 40)
+    seqs = Sequences.of(rows, 40 - len(rows[0]), slack=0)
+    found, at = [], 0
+    for size in sizes:
+        slots = torch.arange(at, at + size).expand(len(rows), -1)
+        tokens = seqs.tokens.gather(1, slots)
+        found.append(lm.feed(seqs, tokens, slots, slots, None).logits)
+        at += size
+    return torch.cat(found, 1)
+
+
+def steady(name: str, dtype: torch.dtype = torch.float32) -> bool:
+    lm = compiled(name, dtype)
+    texts = torch.randint(0, 32, (5, 12), generator=torch.manual_seed(0)).tolist()
+    alone = torch.cat([fed(lm, [text], [1] * 12) for text in texts])
+    return all(
+        torch.equal(fed(lm, texts[some], sizes), alone[some])
+        for sizes in ([12], [5, 7], [1, 2, 3, 4, 2], [11, 1])
+        for some in (slice(None), slice(2, 3))
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["llama", "one key", "biased", "qwen3"])
+def test_a_token_has_the_same_logits_whatever_shares_its_pass(name, dtype):
+    assert steady(name, dtype)
+
+
+def test_and_however_many_threads_make_it():
+    lm, threads = compiled("biased"), torch.get_num_threads()
+    texts = torch.randint(0, 32, (3, 12), generator=torch.manual_seed(0)).tolist()
+    found = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            found.append(fed(lm, texts, [4, 8]))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_many_tokens_are_left_to_the_libraries(monkeypatch):
+    lm = compiled()
+    seen = passed(lm, ())[1].logits
+    monkeypatch.setattr(native, "MOST", 3)
+    monkeypatch.setattr(lm.net, "run", None)
+    assert apart(passed(lm, ())[1].logits, seen) < 1e-5
+
+
+def test_logits_of_the_last_places_are_those_of_all_of_them():
+    lm = compiled()
+    seqs = Sequences.of(PROMPTS, 4, slack=1)
+    lm.allocate(*seqs.tokens.shape)
+    slots = torch.arange(4).expand(len(PROMPTS), 4)
+    asked = (seqs, seqs.tokens[:, :4], slots, slots, None)
+    whole = lm.feed(*asked).logits
+    for last in (1, 3):
+        assert torch.equal(lm.feed(*asked, last=last).logits, whole[:, -last:])
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_row_that_is_no_number_spoils_no_other():
+    lm = compiled()
+    lm.module.model.embed_tokens.weight.data[7] = torch.nan
+    good = [[1, 2, 3, 4], [4, 3, 2, 1]]
+    logits = fed(lm, [good[0], [1, 7, 2, 3], good[1]], [4])
+    assert lm.fault.tolist() == [False, True, False]
+    assert torch.equal(logits[[0, 2]], fed(lm, good, [4]))
+    broken = engine("null", "chain", "match", dtype=torch.float32)
+    broken.target = LM(made("llama", torch.float32), "mine")
+    broken.target.module.lm_head.weight.data[3] = torch.inf
+    with pytest.raises(NonFiniteLogits, match="mine produced NaN"):
+        broken.generate(PROMPTS, NEW)
+
+
+@pytest.mark.parametrize(("token", "slot"), [(32, 0), (-1, 0), (1, 8), (1, -1)])
+def test_tokens_and_slots_that_there_are_not_are_refused_before_anything_is_written(token, slot):
+    net = compiled().net
+    cache = SlotCache(3, 1, 8)
+    tokens, slots = torch.tensor([[1, token]]), torch.tensor([[0, slot]])
+    cache.aim(slice(0, 1), slots, 8)
+    with pytest.raises(IndexError, match="not one of 32, or a slot not of 8"):
+        net(tokens, slots, None, cache, (), None)
+    assert not cache.layers[0].keys.any()
+
+
+def test_weights_that_change_in_place_change_the_passes():
+    lm = compiled()
+    before = passed(lm, ())[1].logits
+    with torch.no_grad():
+        lm.module.model.layers[1].self_attn.k_proj.weight *= 1.5
+    after = passed(lm, ())[1].logits
+    assert apart(after, before) > 1e-3
+    assert apart(after, passed(unfused(lm.module), ())[1].logits) < 1e-5
+
+
+def long(net) -> LM:
+    net.config.rope_parameters = {
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0,
+    }  # fmt: skip
+    return type(net)(net.config).eval()
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: made("llama", torch.float64),
+        lambda: long(tiny_llama(0)),
+    ],
+)
+def test_other_numbers_and_positions_that_depend_on_the_length_are_not_compiled(net):
+    assert not isinstance(LM(net()).net, Native)
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    assert isinstance(LM(made("llama", torch.float32)).net, Fused)
+
+
+# --- a compiler, or none -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """A machine on which nothing was compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    yield tmp_path / "cache" / "specexp"
+    native.library.cache_clear()
+
+
+def test_it_is_compiled_once_a_machine(anew, monkeypatch):
+    assert native.library() is not None
+    [file] = anew.iterdir()
+    written = file.stat().st_mtime_ns
+    native.library.cache_clear()
+    monkeypatch.setattr(native.subprocess, "run", None)
+    assert native.library() is not None
+    assert file.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [("", "no C++ compiler (install g++"), ("/nowhere/g++", "nowhere"), ("false", "false")],
+)
+def test_without_a_compiler_passes_are_slower_and_a_line_says_why(
+    anew, monkeypatch, caplog, compiler, said
+):
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    else:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(anew))
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert isinstance(LM(made("llama", torch.float32)).net, Fused)
+        assert isinstance(LM(made("tied", torch.float32)).net, Fused)
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line.startswith("passes on a CPU are slower than they could be, not compiled: ")
+    assert said in line
+
+
+def test_a_source_that_does_not_compile_is_told_by_its_first_error(anew, monkeypatch, caplog):
+    anew.parent.mkdir()
+    source = anew.parent / "native.cpp"
+    source.write_text(native.SOURCE.read_text() + "\nnonsense;\n")
+    monkeypatch.setattr(native, "SOURCE", source)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert native.library() is None
+    assert "error" in caplog.text
+    assert "nonsense" in caplog.text
+
+
+# --- planted bugs --------------------------------------------------------------------------------
+
+BUGS = {
+    "a token does not see itself": ("own[i] + 1", "own[i]"),
+    "a mask is not read": ("!visible || visible[i * seen + j]", "true"),
+    "keys of the first row": ("b * p.row_stride + h", "0 * p.row_stride + h"),
+    "a head reads another's keys": ("h * K / H *", "(h * K / H + 1) % K *"),
+    "turned the other way": ("cosine[i] - x", "cosine[i] + x"),
+    "up for gate": ("E, room.gate, F);", "E, room.up, F);"),
+    "norms of queries left out": ("if (weight) normed", "if (weight && h >= H) normed"),
+    "states a layer late": ("p.tap[t] == layer", "p.tap[t] == layer + 1"),
+    "logits of the first places": ("r % n + p.last - n", "r % n + p.last > n ? -1 : r % n"),
+    "sums in another order": ("(q[0] + q[2]) + (q[1] + q[3])", "q[0] + q[1] + q[2] + q[3]"),
+}
+
+
+def right() -> bool:
+    return off("qwen3") < NEAR[torch.float32] and steady("qwen3") and steady("one key")
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(anew, monkeypatch, bug):
+    good, bad = BUGS[bug]
+    text = native.SOURCE.read_text()
+    assert text.count(good) == 1
+    anew.parent.mkdir()
+    source = anew.parent / "native.cpp"
+    source.write_text(text.replace(good, bad))
+    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(native, "FLAGS", tuple(f.replace("-O3", "-O1") for f in native.FLAGS))
+    monkeypatch.setattr(fused, "_off", lambda *_: 0.0)
+    assert not right()
+
+
+def test_without_one_it_is_not(anew, monkeypatch):
+    monkeypatch.setattr(native, "FLAGS", tuple(f.replace("-O3", "-O1") for f in native.FLAGS))
+    assert right()
