@@ -159,6 +159,7 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
         for (int i = 0; i < M; i++) a[i] = some(x + i * x_stride + k);
         for (int j = 0; j < N; j++) {
             const auto b = some(w + j * size + k);
+            __builtin_prefetch(w + (j + N) * size + k); // the rows after these, a page away
             for (int i = 0; i < M; i++) add(made[i][j], a[i], b);
         }
     }
