@@ -44,6 +44,7 @@ class Tree:
             )
 
     @classmethod
+    @cache
     def chain(cls, gamma: int) -> Tree:
         """gamma guesses in a line; gamma = 0 is plain decoding."""
         if gamma < 0:

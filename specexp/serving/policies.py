@@ -11,8 +11,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
-from typing import Protocol
+from operator import itemgetter, mul
+from typing import Any, Protocol
+
+import numpy as np
 
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy, Share, Stream
@@ -20,8 +22,6 @@ from specexp.trace import Step
 from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
-TRUST = 0.2  # seconds of measured rounds that the cost table's word is worth
-STALL = 2.0  # a round that takes this many times what it should was held up by something else
 
 
 class Prices(Protocol):
@@ -89,6 +89,45 @@ class InTurn:
         pass
 
 
+class Pace:
+    """How long rounds take, as a multiple of what the table says: the machine's pace, which drifts
+    and is the same for all, times what the table has wrong about each kind of round.
+
+    A Kalman filter (Kalman 1960) over the logarithms. So a slow minute is not held against the kind
+    of round that it falls on; kinds are compared by rounds that lie side by side. A round that took
+    far longer than it should was held up by something else, and says little.
+    """
+
+    def __init__(
+        self, kinds: Sequence[Any], slower: float, machine: float, table: float, drift: float,
+        noise: float,
+    ) -> None:  # fmt: skip
+        """slower: how much longer than its parts a round of two shares is thought to take. In
+        logarithms: by how much machine and table may be off, the machine's drift a round and the
+        noise of one."""
+        self.place = {kind: i for i, kind in enumerate(kinds, 1)}
+        self.mean = np.array([0.0, *(math.log(slower) * apart for _, apart in kinds)])
+        self.spread = np.diag([machine**2, *(table**2 for _ in kinds)])
+        self.drift, self.noise = drift**2, noise**2
+
+    def see(self, kind: Any, times: float) -> None:
+        at = self.place[kind]
+        self.spread[0, 0] += self.drift
+        shared = self.spread[0] + self.spread[at]
+        variance = shared[0] + shared[at] + self.noise
+        most = 2 * math.sqrt(variance)
+        off = math.log(max(times, 1e-9)) - self.mean[0] - self.mean[at]
+        self.mean += shared * (min(max(off, -most), most) / variance)
+        self.spread -= np.outer(shared, shared) / variance
+
+    def off(self, kind: Any) -> float:
+        """How many times longer than the table says, beside other kinds of rounds."""
+        return math.exp(self.mean[self.place[kind]])
+
+    def doubt(self, kind: Any) -> float:
+        return float(self.spread[self.place[kind], self.place[kind]])
+
+
 @dataclass
 class Goodput:
     """The plan that promises most tokens a second, by measured costs and acceptance so far.
@@ -96,11 +135,10 @@ class Goodput:
     (The objective of SmartSpec: Liu et al. 2024, arXiv 2406.14066, section 4.) Expected tokens
     follow from two running estimates: how often the i-th guess is kept given those before it, over
     all rows, and how much better or worse each row does than all. A draft of one length may go to
-    every row, to a share of them, the best ones, or to none; costs come from the table, corrected
-    by how long rounds of each draft length, and of all, have lately taken, the reading of new texts
-    by the drafter included, a machine's stalls not; the first round after a change does not count:
-    rows that begin are charged what it has to read first, spread over `horizon` rounds. A plan is
-    changed only for a gain of `margin`.
+    every row, to a share of them, the best ones, or to none; costs come from the table and from how
+    rounds of each kind compare with it (`Pace`), the reading of new texts by the drafter included;
+    the first round after a change does not count: rows that begin are charged what it has to read
+    first, spread over `horizon` rounds. A plan is changed only for a gain of `margin`.
     The table may be wrong: after `probe` rounds with a plan, and at ever longer intervals of up to
     `rarest` while it stays, two rounds go to the least known of the plans that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
@@ -118,14 +156,14 @@ class Goodput:
     hoped: float = 0.7  # acceptance before anything is known
     weight: float = 8.0  # guesses that what is hoped for, or known of all rows, counts as
     fade: float = 0.995
+    doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.05, 0.15)  # see Pace
 
     judged: list[float] = field(default_factory=list, init=False)
     kept: list[float] = field(default_factory=list, init=False)
-    took: dict[tuple[int, bool], tuple[float, float]] = field(default_factory=dict, init=False)
+    pace: Pace = field(init=False)
     before: tuple[int, bool] = field(default=(-1, False), init=False)
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
     prices: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    every: float = field(default=1.0, init=False)  # how far off the table has been for all rounds
     held: int = field(default=0, init=False)  # rounds since the plan was changed
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -134,6 +172,8 @@ class Goodput:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
+        kinds = [(0, False), *((g, apart) for g in self.gammas for apart in (False, True))]
+        self.pace = Pace(kinds, self.apart, *self.doubts)
 
     @property
     def widest(self) -> int:
@@ -153,8 +193,9 @@ class Goodput:
         b = load.rows
         tokens = self._expected(load, self.conditional())
         rates = {(0, 0.0): self._rate(load, tokens, 0, 0.0)}
+        fronts = {math.ceil(part * b): part for part in (self.parts if load.streams else (1.0,))}
         for gamma in self.gammas:
-            for part in self.parts if load.streams else (1.0,):
+            for part in fronts.values():
                 rates[gamma, part] = self._rate(load, tokens, gamma, part)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
@@ -179,7 +220,7 @@ class Goodput:
             for (gamma, part), rate in rates.items()
             if part in (0.0, 1.0) and rate > 0.75 * rates[self.current]
         ]
-        return min(near, key=lambda p: self.took.get((p[0], False), (0.0, 0.0))[1])
+        return max(near, key=lambda plan: self.pace.doubt((plan[0], False)))
 
     def _might_pay(self, load: Load) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
@@ -188,7 +229,8 @@ class Goodput:
         return any(self._rate(load, tokens, g, 1.0) > plain for g in self.gammas)
 
     def _expected(self, load: Load, overall: list[float]) -> list[list[float]]:
-        """Tokens that a round brings a row, by its number of guesses; the best rows first."""
+        """Tokens that a round brings the first 0, 1, ... of all rows, the best ones first: a list
+        for each number of guesses."""
         mean = sum(self.kept) / sum(self.judged) if sum(self.judged) else self.hoped
         streams = load.streams or (Stream(),) * load.rows
         found = []
@@ -200,37 +242,29 @@ class Goodput:
             factor = own / mean if mean else 1.0
             kept = accumulate((min(1.0, a * factor) for a in overall), mul)
             found.append(list(accumulate([1.0, *kept])))
-        return sorted(found, key=lambda row: -row[-1])
+        found.sort(key=itemgetter(-1), reverse=True)
+        return [list(accumulate(column, initial=0.0)) for column in zip(*found, strict=True)]
 
     def _rate(self, load: Load, tokens: list[list[float]], gamma: int, part: float) -> float:
         """Tokens a second of a plan."""
         b = load.rows
-        front = math.ceil(part * b) if gamma else 0
-        brought = sum(row[gamma] for row in tokens[:front]) + sum(row[0] for row in tokens[front:])
-        plan = _plan(b, front, gamma)
-        seconds = self._price(load, plan) * self._off(*_kind(plan))
+        front = math.ceil(part * b)
+        brought = tokens[gamma][front] + tokens[0][b] - tokens[0][front]
+        seconds = self._price(load, front, gamma) * self.pace.off((gamma, 0 < front < b))
         drafting = math.ceil(self.current[1] * b)
         if behind := sum(s.behind for s in load.streams[drafting:front] if s):
             seconds += self.costs.catch_up_s(behind) / self.horizon
         return brought / seconds
 
-    def _price(self, load: Load, plan: Plan) -> float:
-        """What the table says, read once for every size: a server's windows are few."""
+    def _price(self, load: Load, front: int, gamma: int) -> float:
+        """What the table says of a round in which so many rows draft, read once for every size: a
+        server's windows are few."""
         seconds = 0.0
-        for share in plan:
-            asked = share.rows, len(share.tree) - 1, load.context
-            if asked not in self.prices:
+        for asked in ((front, gamma, load.context), (load.rows - front, 0, load.context)):
+            if asked[0] and asked not in self.prices:
                 self.prices[asked] = self.costs.round_s(*asked)
-            seconds += self.prices[asked]
+            seconds += self.prices[asked] if asked[0] else 0.0
         return seconds
-
-    def _off(self, gamma: int, apart: bool) -> float:
-        """How far the table has lately been off for rounds of this draft length, in one share or
-        two. What has not been seen is half as far off as all others: they are, because the table is
-        wrong about them alone or because the whole machine has slowed down."""
-        seconds, priced = self.took.get((gamma, apart), (0.0, 0.0))
-        thought = math.sqrt(self.every) * (self.apart if apart else 1.0)
-        return (seconds + TRUST * thought) / (priced + TRUST)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         fade = self.fade if self.current[0] else 0.999
@@ -240,15 +274,9 @@ class Goodput:
             for i in range(min(step.accepted + 1, step.drafted)):
                 self.judged[i] += 1
                 self.kept[i] += i < step.accepted
-        self.took = {k: (self.fade * s, self.fade * p) for k, (s, p) in self.took.items()}
         kind = _kind(plan)
         if kind == self.before:
-            took, priced = self.took.get(kind, (0.0, 0.0))
-            price = self._price(load, plan)
-            seconds = min(seconds, STALL * price * self._off(*kind))
-            self.took[kind] = took + seconds, priced + price
-            took = sum(s for s, _ in self.took.values())
-            self.every = (took + TRUST) / (sum(p for _, p in self.took.values()) + TRUST)
+            self.pace.see(kind, seconds / self._price(load, plan[0].rows, kind[0]))
         self.before = kind
 
 
