@@ -57,7 +57,7 @@ def chosen(policy, rows: int) -> int:
 def told(kept: list[int], costs: Costs, **options) -> Goodput:
     """A policy that has seen long drafts of which so many guesses were kept, and believes it to the
     letter."""
-    options = {"weight": 1e-9, "fade": 1.0, "margin": 0.0, "apart": 1.0} | options
+    options = {"weight": 1e-9, "fade": 1.0, "margin": 0.0, "apart": 1.0, "hold": 1} | options
     policy = Goodput(costs, **options)
     deepest = max(policy.gammas)
     apart = (Share(1, Tree.chain(deepest)), Share(1, Tree.chain(0)))  # tells nothing of costs

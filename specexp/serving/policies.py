@@ -110,11 +110,12 @@ class Pace:
         self.spread = np.diag([machine**2, *(table**2 for _ in kinds)])
         self.drift, self.noise = drift**2, noise**2
 
-    def see(self, kind: Any, times: float) -> None:
+    def see(self, kind: Any, times: float, rounds: int) -> None:
+        """So many rounds of a kind took so many times what the table says of them."""
         at = self.place[kind]
-        self.spread[0, 0] += self.drift
+        self.spread[0, 0] += self.drift * rounds
         shared = self.spread[0] + self.spread[at]
-        variance = shared[0] + shared[at] + self.noise
+        variance = shared[0] + shared[at] + self.noise / rounds
         most = 2 * math.sqrt(variance)
         off = math.log(max(times, 1e-9)) - self.mean[0] - self.mean[at]
         self.mean += shared * (min(max(off, -most), most) / variance)
@@ -138,9 +139,10 @@ class Goodput:
     every row, to a share of them, the best ones, or to none; costs come from the table and from how
     rounds of each kind compare with it (`Pace`), the reading of new texts by the drafter included;
     the first round after a change does not count: rows that begin are charged what it has to read
-    first, spread over `horizon` rounds. A plan is changed only for a gain of `margin`.
+    first, spread over `horizon` rounds. A plan is changed only for a gain of `margin`, and is
+    thought about every `hold` rounds, since that takes time.
     The table may be wrong: after `probe` rounds with a plan, and at ever longer intervals of up to
-    `rarest` while it stays, two rounds go to the least known of the plans that come near it. While
+    `rarest` while it stays, `hold` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
     often, if drafting would pay at the best that acceptance may be.
     """
@@ -149,6 +151,7 @@ class Goodput:
     gammas: tuple[int, ...] = GAMMAS
     horizon: int = 32
     margin: float = 0.02
+    hold: int = 2
     probe: int = 64
     rarest: int = 512
     parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
@@ -164,6 +167,9 @@ class Goodput:
     before: tuple[int, bool] = field(default=(-1, False), init=False)
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
     prices: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
+    plan: Plan = field(default=(), init=False)
+    left: int = field(default=0, init=False)  # rounds for which it is not thought about
+    seen: list[tuple[float, float]] = field(default_factory=list, init=False)  # seconds and prices
     held: int = field(default=0, init=False)  # rounds since the plan was changed
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -190,6 +196,18 @@ class Goodput:
         return found
 
     def choose(self, load: Load) -> Plan:
+        self.held += 1
+        self.left -= 1
+        if self.left < 0 or sum(share.rows for share in self.plan) != load.rows:
+            self.left = self.hold - 1
+            self.plan = self._think(load)
+        return self.plan
+
+    def _think(self, load: Load) -> Plan:
+        if self.seen:
+            took, priced = map(sum, zip(*self.seen, strict=True))
+            self.pace.see(self.before, took / priced, len(self.seen))
+            self.seen = []
         b = load.rows
         tokens = self._expected(load, self.conditional())
         rates = {(0, 0.0): self._rate(load, tokens, 0, 0.0)}
@@ -199,17 +217,16 @@ class Goodput:
                 rates[gamma, part] = self._rate(load, tokens, gamma, part)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
-            self.current, self.held, self.gap, self.due = best, 0, self.probe, self.probe
-        self.held += 1
+            self.current, self.held, self.gap, self.due = best, 1, self.probe, self.probe
         gamma, part = self.current
         if self.held >= self.due:
-            if self.held == self.due + 1 or not gamma:
-                self.gap = min(2 * self.gap, self.rarest)
-                self.due = self.held + self.gap
+            self.gap = min(2 * self.gap, self.rarest)
+            self.due = self.held + self.gap
             if gamma:
                 gamma, part = self._least_known(rates)
             elif load.streams and self._might_pay(load):
                 gamma, part = min(self.gammas[-1], 3), 1 / b
+                self.left = 0
         return _plan(b, math.ceil(part * b), gamma)
 
     def _least_known(self, rates: dict[tuple[int, float], float]) -> tuple[int, float]:
@@ -276,7 +293,7 @@ class Goodput:
                 self.kept[i] += i < step.accepted
         kind = _kind(plan)
         if kind == self.before:
-            self.pace.see(kind, seconds / self._price(load, plan[0].rows, kind[0]))
+            self.seen.append((seconds, self._price(load, plan[0].rows, kind[0])))
         self.before = kind
 
 
