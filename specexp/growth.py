@@ -61,6 +61,8 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
     nodes = tree.nodes(device)
+    if not tree.depth:
+        return Grown(seqs.draft(nodes), nodes.depth)
     keys = None if rng is None else seqs.keys(nodes.depth)
     place = torch.arange(len(tree), device=device)[None]
     tokens, rank = seqs.root, place[:, :1]
@@ -82,8 +84,6 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
             rank = parent - here.start
             tokens = picked[:, rank[0], sibling[0]]
         guesses.append(tokens)
-    if not guesses:
-        return Grown(seqs.draft(nodes), place)
     q = None
     if laws:
         B, _, V = laws[0].shape

@@ -1,7 +1,7 @@
 """What a round costs on this machine: a table of measured times, read between its points.
 
-Drafting is timed over (batch, gamma, context), a target pass and the rule over (batch, tokens a
-row, context), reading a prompt over its length. *Context* is the slots of the static buffers: a
+Drafting is timed over (batch, gamma, context), all else of a round over (batch, tokens a row,
+context), reading a prompt over its length. *Context* is the slots of the static buffers: a
 pass reads them all, however short the text. Policies, the simulator and the break-even maps ask the
 table what a round would take; it is read thousands of times a second, so the axes and the values
 are kept as plain lists.
@@ -90,7 +90,8 @@ class Costs:
     `gammas` at 0.
 
     about: target, drafter, rule, dtype, device and sizes, plain values that JSON knows.
-    verify [batch, tokens, context]: a target pass, the rule and the read that ends it.
+    verify [batch, tokens, context]: all else of a round: a target pass, the rule, the commit and
+    the read that ends it.
     draft [batch, gamma, context]: making the guesses; gamma 0 is what an idle drafter costs.
     prefill [length]: the target reads that many tokens of one row. catch_up [length]: the drafter.
 
@@ -384,14 +385,17 @@ def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
 
 @torch.inference_mode()
 def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
-    """A round that is not committed; seconds to draft, and to verify and decide."""
+    """A round that is taken back; seconds to draft, and for all else."""
+    length, limit = seqs.length.clone(), seqs.limit.clone()
     now = [_clock(engine)]
-    draft = engine.drafted(seqs, tree)
+    engine.drafted(seqs, tree)
     now.append(_clock(engine))
-    seen = engine.verified(seqs, draft)
-    engine.rule(draft, engine.sampling.law(seen.logits), engine.rng).n.tolist()
+    engine.report(seqs, tree)
     now.append(_clock(engine))
-    return now[1] - now[0], now[2] - now[1]
+    seqs.length.copy_(length)
+    seqs.limit.copy_(limit)
+    draft, whole = now[1] - now[0], now[2] - now[1]
+    return draft, max(whole - draft, 1e-9)
 
 
 def _clock(engine: Engine) -> float:

@@ -140,7 +140,7 @@ class Goodput:
     rounds of each kind compare with it (`Pace`), the reading of new texts by the drafter included;
     the first round after a change does not count: rows that begin are charged what it has to read
     first, spread over `horizon` rounds. A plan is changed only for a gain of `margin`, and is
-    thought about every `hold` rounds, since that takes time.
+    thought about now and then, since that takes time.
     The table may be wrong: after `probe` rounds with a plan, and at ever longer intervals of up to
     `rarest` while it stays, `hold` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
@@ -151,7 +151,8 @@ class Goodput:
     gammas: tuple[int, ...] = GAMMAS
     horizon: int = 32
     margin: float = 0.02
-    hold: int = 2
+    hold: int = 2  # rounds between thoughts while something is drafted
+    idle: int = 8  # and while nothing is
     probe: int = 64
     rarest: int = 512
     parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
@@ -199,7 +200,6 @@ class Goodput:
         self.held += 1
         self.left -= 1
         if self.left < 0 or sum(share.rows for share in self.plan) != load.rows:
-            self.left = self.hold - 1
             self.plan = self._think(load)
         return self.plan
 
@@ -219,14 +219,14 @@ class Goodput:
         if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
             self.current, self.held, self.gap, self.due = best, 1, self.probe, self.probe
         gamma, part = self.current
+        self.left = (self.hold if gamma else self.idle) - 1
         if self.held >= self.due:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.held + self.gap
             if gamma:
                 gamma, part = self._least_known(rates)
             elif load.streams and self._might_pay(load):
-                gamma, part = min(self.gammas[-1], 3), 1 / b
-                self.left = 0
+                gamma, part, self.left = min(self.gammas[-1], 3), 1 / b, 0
         return _plan(b, math.ceil(part * b), gamma)
 
     def _least_known(self, rates: dict[tuple[int, float], float]) -> tuple[int, float]:
