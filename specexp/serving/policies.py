@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import itemgetter, mul
 from typing import Any, Protocol
 
@@ -91,12 +91,15 @@ class InTurn:
 
 class Pace:
     """How long rounds take, as a multiple of what the table says: the machine's pace, which drifts
-    and is the same for all, times what the table has wrong about each kind of round.
+    and is the same for all, times what the table has wrong about each kind of round, which is in
+    part the same for batches of all sizes.
 
     A Kalman filter (Kalman 1960) over the logarithms. So a slow minute is not held against the kind
     of round that it falls on; kinds are compared by rounds that lie side by side. A round that took
     far longer than it should was held up by something else, and says little.
     """
+
+    SIZES = 9  # of batches, by powers of two; the last one is for all that are larger
 
     def __init__(
         self, kinds: Sequence[Any], slower: float, machine: float, table: float, drift: float,
@@ -105,14 +108,21 @@ class Pace:
         """slower: how much longer than its parts a round of two shares is thought to take. In
         logarithms: by how much machine and table may be off, the machine's drift a round and the
         noise of one."""
-        self.place = {kind: i for i, kind in enumerate(kinds, 1)}
-        self.mean = np.array([0.0, *(math.log(slower) * apart for _, apart in kinds)])
-        self.spread = np.diag([machine**2, *(table**2 for _ in kinds)])
+        self.first = {kind: 1 + i * self.SIZES for i, kind in enumerate(kinds)}
+        means = [[math.log(slower) * apart] * self.SIZES for _, apart in kinds]
+        self.mean = np.array([0.0, *chain.from_iterable(means)])
+        alike = (np.ones((self.SIZES, self.SIZES)) + np.eye(self.SIZES)) / 2
+        self.spread = np.zeros((len(self.mean), len(self.mean)))
+        self.spread[0, 0] = machine**2
+        self.spread[1:, 1:] = table**2 * np.kron(np.eye(len(kinds)), alike)
         self.drift, self.noise = drift**2, noise**2
 
-    def see(self, kind: Any, times: float, rounds: int) -> None:
+    def _place(self, kind: Any, rows: int) -> int:
+        return self.first[kind] + min(rows.bit_length(), self.SIZES) - 1
+
+    def see(self, kind: Any, rows: int, times: float, rounds: int) -> None:
         """So many rounds of a kind took so many times what the table says of them."""
-        at = self.place[kind]
+        at = self._place(kind, rows)
         self.spread[0, 0] += self.drift * rounds
         shared = self.spread[0] + self.spread[at]
         variance = shared[0] + shared[at] + self.noise / rounds
@@ -121,12 +131,13 @@ class Pace:
         self.mean += shared * (min(max(off, -most), most) / variance)
         self.spread -= np.outer(shared, shared) / variance
 
-    def off(self, kind: Any) -> float:
+    def off(self, kind: Any, rows: int) -> float:
         """How many times longer than the table says, beside other kinds of rounds."""
-        return math.exp(self.mean[self.place[kind]])
+        return math.exp(self.mean[self._place(kind, rows)])
 
-    def doubt(self, kind: Any) -> float:
-        return float(self.spread[self.place[kind], self.place[kind]])
+    def doubt(self, kind: Any, rows: int) -> float:
+        at = self._place(kind, rows)
+        return float(self.spread[at, at])
 
 
 @dataclass
@@ -141,8 +152,8 @@ class Goodput:
     the first round after a change does not count: rows that begin are charged what it has to read
     first, spread over `horizon` rounds. A plan is changed only for a gain of `margin`, and is
     thought about now and then, since that takes time.
-    The table may be wrong: after `probe` rounds with a plan, and at ever longer intervals of up to
-    `rarest` while it stays, `hold` rounds go to the least known of those that come near it. While
+    The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
+    while the plan stays, `hold` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
     often, if drafting would pay at the best that acceptance may be.
     """
@@ -165,13 +176,14 @@ class Goodput:
     judged: list[float] = field(default_factory=list, init=False)
     kept: list[float] = field(default_factory=list, init=False)
     pace: Pace = field(init=False)
-    before: tuple[int, bool] = field(default=(-1, False), init=False)
+    before: tuple[int, bool] = field(default=(-1, False), init=False)  # the round before, its kind
+    size: int = field(default=0, init=False)  # and its rows
     current: tuple[int, float] = field(default=(0, 0.0), init=False)
     prices: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
     plan: Plan = field(default=(), init=False)
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
     seen: list[tuple[float, float]] = field(default_factory=list, init=False)  # seconds and prices
-    held: int = field(default=0, init=False)  # rounds since the plan was changed
+    rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
 
@@ -197,7 +209,7 @@ class Goodput:
         return found
 
     def choose(self, load: Load) -> Plan:
-        self.held += 1
+        self.rounds += 1
         self.left -= 1
         if self.left < 0 or sum(share.rows for share in self.plan) != load.rows:
             self.plan = self._think(load)
@@ -206,7 +218,7 @@ class Goodput:
     def _think(self, load: Load) -> Plan:
         if self.seen:
             took, priced = map(sum, zip(*self.seen, strict=True))
-            self.pace.see(self.before, took / priced, len(self.seen))
+            self.pace.see(self.before, self.size, took / priced, len(self.seen))
             self.seen = []
         b = load.rows
         tokens = self._expected(load, self.conditional())
@@ -217,19 +229,20 @@ class Goodput:
                 rates[gamma, part] = self._rate(load, tokens, gamma, part)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
-            self.current, self.held, self.gap, self.due = best, 1, self.probe, self.probe
+            self.current, self.gap = best, self.probe
+            self.due = min(self.due, self.rounds + self.probe)
         gamma, part = self.current
         self.left = (self.hold if gamma else self.idle) - 1
-        if self.held >= self.due:
+        if self.rounds >= self.due:
             self.gap = min(2 * self.gap, self.rarest)
-            self.due = self.held + self.gap
+            self.due = self.rounds + self.gap
             if gamma:
-                gamma, part = self._least_known(rates)
+                gamma, part = self._least_known(rates, b)
             elif load.streams and self._might_pay(load):
                 gamma, part, self.left = min(self.gammas[-1], 3), 1 / b, 0
         return _plan(b, math.ceil(part * b), gamma)
 
-    def _least_known(self, rates: dict[tuple[int, float], float]) -> tuple[int, float]:
+    def _least_known(self, rates: dict[tuple[int, float], float], b: int) -> tuple[int, float]:
         """Of what may be nearly as good as the current plan, the one of which least has been seen:
         the table may be wrong about it."""
         near = [
@@ -237,7 +250,7 @@ class Goodput:
             for (gamma, part), rate in rates.items()
             if part in (0.0, 1.0) and rate > 0.75 * rates[self.current]
         ]
-        return max(near, key=lambda plan: self.pace.doubt((plan[0], False)))
+        return max(near, key=lambda plan: self.pace.doubt((plan[0], False), b))
 
     def _might_pay(self, load: Load) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
@@ -267,7 +280,7 @@ class Goodput:
         b = load.rows
         front = math.ceil(part * b)
         brought = tokens[gamma][front] + tokens[0][b] - tokens[0][front]
-        seconds = self._price(load, front, gamma) * self.pace.off((gamma, 0 < front < b))
+        seconds = self._price(load, front, gamma) * self.pace.off((gamma, 0 < front < b), b)
         drafting = math.ceil(self.current[1] * b)
         if behind := sum(s.behind for s in load.streams[drafting:front] if s):
             seconds += self.costs.catch_up_s(behind) / self.horizon
@@ -294,7 +307,7 @@ class Goodput:
         kind = _kind(plan)
         if kind == self.before:
             self.seen.append((seconds, self._price(load, plan[0].rows, kind[0])))
-        self.before = kind
+        self.before, self.size = kind, load.rows
 
 
 @dataclass
