@@ -278,6 +278,15 @@ def test_a_planted_bug_is_caught(anew, monkeypatch, bug):
     assert not right()
 
 
+@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3"])
+def test_processors_with_narrower_vectors_are_served_too(anew, monkeypatch, march):
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        march = "native"
+    flags = (f.replace("native", march) for f in native.FLAGS)
+    monkeypatch.setattr(native, "FLAGS", tuple(flags))
+    assert right()
+
+
 def test_without_one_it_is_not(anew, monkeypatch):
     monkeypatch.setattr(native, "FLAGS", tuple(f.replace("-O3", "-O1") for f in native.FLAGS))
     assert right()
