@@ -130,9 +130,8 @@ class LM:
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
         depth [B, n], reading the slots that are visible [B, n, S]; None: of a line, each token its
-        own and all before. `taps`: hidden states
-        wanted, 0 = embeddings; logits of the `last` places, by default of all; `inputs`: whatever
-        else the network reads."""
+        own and all before. `taps`: hidden states wanted, 0 = embeddings; logits of the `last`
+        places, by default of all; `inputs`: whatever else the network reads."""
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits[..., : self.vocab]
