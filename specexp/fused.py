@@ -198,23 +198,23 @@ def _tried(module: Any) -> tuple[Fused | Native | None, str]:
         fused = Fused(module)
     except AttributeError as e:
         return None, str(e)
-    off = _off(fused, module)
+    tokens = torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
+    wanted = module(input_ids=tokens, use_cache=False).logits
+    off = _off(fused, tokens, wanted)
     if not off <= ROUNDING.get(module.dtype, 0.0):
         return None, f"its logits differ by {off:.1e} of their size from those of {kind}"
     compiled = native.of(fused)
-    if compiled and _off(compiled, module) <= ROUNDING[module.dtype]:
+    if compiled and _off(compiled, tokens, wanted) <= ROUNDING[module.dtype]:
         return compiled, ""
     return fused, ""
 
 
-def _off(net: Fused | Native, module: Any) -> float:
-    """By how much of their size the logits of a probe differ from the module's."""
-    config, device = module.config, module.device
-    tokens = torch.arange(8, device=device)[None] * 7919 % config.vocab_size
-    cache = SlotCache(config.num_hidden_layers, 1, 8)
-    at = torch.arange(8, device=device)[None]
-    cache.aim(slice(0, 1), at, 8)
+def _off(net: Fused | Native, tokens: Tensor, wanted: Tensor) -> float:
+    """By how much of their size the logits of these tokens [1, n] differ from those wanted."""
+    n = tokens.shape[1]
+    cache = SlotCache(len(net.layers), 1, n)
+    at = torch.arange(n, device=tokens.device)[None]
+    cache.aim(slice(0, 1), at, n)
     made, _ = net(tokens, at, None, cache, (), None)
-    wanted = module(input_ids=tokens, use_cache=False).logits
     assert made is not None
     return float((made - wanted).float().norm() / wanted.float().norm())

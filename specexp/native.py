@@ -75,7 +75,6 @@ class Native:
             fused.rotary.attention_scaling, _at(fused.embed), _at(fused.norm.weight),
             _at(fused.head), _at(self.frequencies), self.layers,
         )  # fmt: skip
-        self.tapped: dict[tuple[int, ...], Any] = {}
         self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
 
     def __call__(
@@ -88,8 +87,7 @@ class Native:
             return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._found(cache)
-        if taps not in self.tapped:
-            self.tapped[taps] = (c_int64 * len(taps))(*taps)
+        tapped = (c_int64 * len(taps))(*taps)
         given = (tokens, positions, cache.slots, visible)
         read = [None if x is None else x.contiguous() for x in given]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype)
@@ -99,7 +97,7 @@ class Native:
         asked = Pass(
             B, n, cache.seen, torch.get_num_threads(), *map(_at, read), addressof(keys),
             addressof(values), cache.rows.start * row, row, head, last, len(taps),
-            addressof(self.tapped[taps]), _at(states), _at(logits), None,
+            addressof(tapped), _at(states), _at(logits), None,
         )  # fmt: skip
         room = torch.empty(self.room_for(byref(net), byref(asked)))
         asked.room = _at(room)
@@ -130,9 +128,14 @@ def _layer(layer: Any) -> Layer:
     return Layer(*map(_at, (*norms, layer.qkv, layer.out, layer.up, layer.down, *biases)))
 
 
-@cache
 def library() -> CDLL | None:
-    """The compiled code, made if need be; None, and a line that says why, where there is none."""
+    """The compiled code, made if need be; None where it is turned off, or where there is none,
+    which a line says once, and why."""
+    return None if os.environ.get("SPECEXP_NATIVE") == "off" else _loaded()
+
+
+@cache
+def _loaded() -> CDLL | None:
     try:
         return CDLL(str(_built()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
@@ -142,12 +145,15 @@ def library() -> CDLL | None:
         return None
 
 
+def compiler() -> str | None:
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
 def _built() -> Path:
     """The file for this source, compiler and processor."""
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
-    if compiler is None:
+    if (asked_of := compiler()) is None:
         raise OSError("there is no C++ compiler (install g++, or set CXX)")
-    command = [*shlex.split(compiler), *FLAGS]
+    command = [*shlex.split(asked_of), *FLAGS]
     parts = SOURCE.read_bytes(), repr(command).encode(), _processor().encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp"
     file = folder / f"native-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
@@ -178,6 +184,5 @@ def of(fused: Any) -> Native | None:
         return None
     if 2 * len(fused.rotary.inv_freq) != fused.layers[0].head_dim:
         return None
-    if os.environ.get("SPECEXP_NATIVE") == "off" or (found := library()) is None:
-        return None
-    return Native(fused, found)
+    found = library()
+    return Native(fused, found) if found else None

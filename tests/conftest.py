@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specexp import native
+
 CONTEXT = 128
 HERE = Path(__file__).parent
 TRIVIAL = HERE / "notebooks" / "trivial.ipynb"
@@ -72,7 +74,7 @@ def pytest_collection_modifyitems(config, items):
         "cuda": torch.cuda.is_available(),
         "mount": _may_mount(),
         "postgres": _postgres(),
-        "compiler": any(map(shutil.which, ("c++", "g++", "clang++"))),
+        "compiler": native.compiler() is not None,
     } | {
         name: importlib.util.find_spec(name) is not None
         for name in ("speculators", "ray", "torchao")

@@ -198,16 +198,16 @@ def test_it_can_be_turned_off(monkeypatch):
 def anew(monkeypatch, tmp_path):
     """A machine on which nothing was compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.library.cache_clear()
+    native._loaded.cache_clear()
     yield tmp_path / "cache" / "specexp"
-    native.library.cache_clear()
+    native._loaded.cache_clear()
 
 
 def test_it_is_compiled_once_a_machine(anew, monkeypatch):
     assert native.library() is not None
     [file] = anew.iterdir()
     written = file.stat().st_mtime_ns
-    native.library.cache_clear()
+    native._loaded.cache_clear()
     monkeypatch.setattr(native.subprocess, "run", None)
     assert native.library() is not None
     assert file.stat().st_mtime_ns == written
