@@ -12,8 +12,8 @@ Nothing here knows about drafts or rows; where keys and values go is the cache's
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ from specexp.cache import SlotCache
 from specexp.native import Native
 
 log = logging.getLogger("specexp")
+Net = TypeVar("Net")
 
 FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -76,7 +77,7 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
 
 def thin(x: Tensor) -> bool:
     """Are these rows so few that, in float32 on a CPU, weights should stand on the left of them?"""
-    return len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
+    return x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,7 +95,9 @@ class Layer:
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
-        self.before, self.after = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        first = getattr(layer, "input_layernorm", None)
+        self.before: Any = first and Norm(first)
+        self.after = Norm(layer.post_attention_layernorm)
         self.qkv, self.qkv_bias = joined([attn.q_proj, attn.k_proj, attn.v_proj])
         self.out, self.out_bias = attn.o_proj.weight, attn.o_proj.bias
         self.up, self.up_bias = joined([mlp.gate_proj, mlp.up_proj])
@@ -105,12 +108,15 @@ class Layer:
         self.keys = attn.k_proj.out_features // self.head_dim
         self.hidden = mlp.gate_proj.out_features
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """cos and sin [B, 1, n, d], mask [B, 1, heads / keys * n, S]; the sine of the first half of
-        the coordinates has its sign turned."""
+    def __call__(
+        self, x: Tensor, read: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any
+    ) -> Tensor:
+        """read: what attention reads in place of x normed, if anything; cos and sin [B, 1, n, d],
+        mask [B, 1, heads / keys * n, S]; the sine of the first half of the coordinates has its sign
+        turned."""
         B, _, n, d = cos.shape
         H, K = self.heads, self.keys
-        qkv = product(self.before(x), self.qkv, self.qkv_bias)[: B * n]
+        qkv = product(self.before(x) if read is None else read, self.qkv, self.qkv_bias)[: B * n]
         qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
         if self.norms:
             q, k, v = qkv.split((H, K, K), 1)
@@ -128,31 +134,38 @@ class Layer:
 
 
 class Fused:
-    """A whole network over tokens [B, n]."""
+    """A whole network over tokens [B, n], or over states in place of their embeddings."""
 
-    def __init__(self, module: Any) -> None:
-        base = module.model
-        self.embed, self.rotary = base.embed_tokens.weight, base.rotary_emb
-        self.layers = [Layer(layer) for layer in base.layers]
-        self.norm, self.head = Norm(base.norm), module.lm_head.weight
+    def __init__(
+        self, layers: Sequence[Any], rotary: Any, norm: Any, head: Tensor,
+        embed: Any = None,
+    ) -> None:  # fmt: skip
+        self.layers = [Layer(layer) for layer in layers]
+        self.embed, self.rotary = embed, rotary
+        self.norm, self.head = norm and Norm(norm), head
         self.group = self.layers[0].heads // self.layers[0].keys
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `lm.Network`."""
+        """See `lm.Network`. `inputs`, if any: x [B * n, E], what the first layer gets, and read
+        [B * n, ...], what its attention reads. Tap -1: what the last norm gets."""
         B, n = tokens.shape
-        x = F.embedding(tokens.flatten(), self.embed)
-        x = torch.cat([x, x]) if len(x) == 1 and thin(x) else x
+        x, read = inputs.get("x"), inputs.get("read")
+        x = F.embedding(tokens.flatten(), self.embed) if x is None else x
+        if len(x) == 1 and thin(x):
+            x, read = torch.cat([x, x]), None if read is None else torch.cat([read, read])
         cos, sin = self._turn(x, positions)
         mask = cache.mask(visible, x.dtype)
         mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
         states = {0: x} if 0 in taps else {}
         for t, (layer, slots) in enumerate(zip(self.layers, cache.layers, strict=False), 1):
-            x = layer(x, cos, sin, mask, slots)  # an exit has fewer layers than the cache
+            # an exit has fewer layers than the cache
+            x = layer(x, read if t == 1 else None, cos, sin, mask, slots)
             states |= {t: x} if t in taps else {}
-        states[len(self.layers)] = x = self.norm(x)[: B * n]
+        states[-1] = x
+        states[len(self.layers)] = x = self.norm(x)[: B * n] if self.norm else x[: B * n]
         wanted = [states[t][: B * n] for t in taps]
         hidden = torch.cat(wanted, -1).view(B, n, -1) if taps else None
         if last == 0:
@@ -195,26 +208,48 @@ def _tried(module: Any) -> tuple[Fused | Native | None, str]:
     if not all(map(quantised.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
     try:
-        fused = Fused(module)
+        base, head = module.model, module.lm_head.weight
+        fused = Fused(base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight)
     except AttributeError as e:
         return None, str(e)
-    tokens = torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
+    tokens = probe(module)
     wanted = module(input_ids=tokens, use_cache=False).logits
-    off = _off(fused, tokens, wanted)
-    if not off <= ROUNDING.get(module.dtype, 0.0):
-        return None, f"its logits differ by {off:.1e} of their size from those of {kind}"
-    compiled = native.of(fused)
-    if compiled and _off(compiled, tokens, wanted) <= ROUNDING[module.dtype]:
-        return compiled, ""
-    return fused, ""
+    return agreed(ways(fused), len(fused.layers), tokens, wanted)
 
 
-def _off(net: Fused | Native, tokens: Tensor, wanted: Tensor) -> float:
-    """By how much of their size the logits of these tokens [1, n] differ from those wanted."""
+def probe(module: Any) -> Tensor:
+    """Tokens [1, 8] on which ways to run a module are compared."""
+    return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
+
+
+def ways(fused: Fused) -> Iterator[Fused | Native]:
+    """From the first that must agree with its module to the fastest."""
+    yield fused
+    if compiled := native.of(fused):
+        yield compiled
+
+
+def agreed(
+    nets: Iterable[Net], layers: int, tokens: Tensor, wanted: Tensor, **inputs: Tensor
+) -> tuple[Net | None, str]:
+    """The last of these that, as all before it, makes the logits wanted of tokens [1, n]; or None,
+    and why."""
+    best, why = None, ""
+    for net in nets:
+        off = _off(net, layers, tokens, wanted, inputs)
+        if not off <= ROUNDING.get(wanted.dtype, 0.0):
+            why = f"its logits differ by {off:.1e} of their size from those of its module"
+            break
+        best = net
+    return best, "" if best else why
+
+
+def _off(net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> float:
+    """By how much of their size the logits that are numbers differ from those wanted."""
     n = tokens.shape[1]
-    cache = SlotCache(len(net.layers), 1, n)
+    cache = SlotCache(layers, 1, n)
     at = torch.arange(n, device=tokens.device)[None]
     cache.aim(slice(0, 1), at, n)
-    made, _ = net(tokens, at, None, cache, (), None)
-    assert made is not None
-    return float((made - wanted).float().norm() / wanted.float().norm())
+    made, _ = net(tokens, at, None, cache, (), None, **inputs)
+    known = wanted.isfinite()
+    return float((made - wanted)[known].float().norm() / wanted[known].float().norm())

@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import (
 
 from specexp import formats
 from specexp.errors import UserError
+from specexp.fused import product
 
 
 class ResBlock(nn.Module):
@@ -38,7 +39,7 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
+        return x + F.silu(product(x, self.linear.weight, self.linear.bias))
 
 
 class Medusa(nn.ModuleList):
@@ -61,8 +62,14 @@ class Medusa(nn.ModuleList):
         """The last matrix of each head [V, E]."""
         return [p for name, p in self.named_parameters() if "linear" not in name]
 
+    def guess(self, k: int, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of head k alone."""
+        head: Any = self[k]
+        x = head[:-1](hidden.reshape(-1, hidden.shape[-1]))
+        return product(x, head[-1].weight, None).view(*hidden.shape[:-1], -1)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.stack([head(hidden) for head in self])
+        return torch.stack([self.guess(k, hidden) for k in range(len(self))])
 
 
 @dataclass(frozen=True)

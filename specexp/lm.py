@@ -83,11 +83,15 @@ class LM:
     `fault` [B] bool: rows for which this model ever produced NaN or infinite logits.
     """
 
-    def __init__(self, module: Any, name: str = "model", vocab: int | None = None) -> None:
+    def __init__(
+        self, module: Any, name: str = "model", vocab: int | None = None,
+        net: Network | None = None,
+    ) -> None:  # fmt: skip
         self.module = module.eval().requires_grad_(False)
         self.name = name
-        theirs = isinstance(module, PreTrainedModel)
-        self.net: Network = (fused.of(module, name) if theirs else None) or Unfused(module)
+        if net is None and isinstance(module, PreTrainedModel):
+            net = fused.of(module, name)
+        self.net: Network = net or Unfused(module)
         self.config = module.config.get_text_config()
         self.vocab = vocab or self.config.vocab_size
         self.context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30

@@ -81,10 +81,11 @@ template <typename num> struct Layer {
 };
 
 template <typename num> struct Net {
-    int64_t layers, width, heads, keys, dim, hidden, known, vocab; // tokens that are read, written
+    int64_t layers, width, reads, heads, keys, dim, hidden; // reads: of the first layer's attention
+    int64_t known, vocab;      // tokens that are read, written
     float eps, scale, stretch; // of norms, of scores, of cosines and sines
-    const num *embed, *norm, *head;
-    const float *frequencies; // [dim / 2]
+    const num *embed, *norm, *head; // the first two or null
+    const float *frequencies;  // [dim / 2]
     const Layer<num> *layer;
 };
 
@@ -92,11 +93,12 @@ template <typename num> struct Pass {
     int64_t rows, n, seen, threads;            // texts, tokens of each, slots that they may read
     const int64_t *tokens, *positions, *slots; // [rows, n]
     const bool *visible;                       // [rows, n, seen]; null: its own slot, all before it
+    const num *x, *read; // [rows, n, width] and [rows, n, reads] in place of embeddings; or null
     num *const *k, *const *v;                  // of each layer
     int64_t at, row_stride, head_stride;       // [rows, keys, seen, dim] of them, from `at` on
     int64_t last;                              // places of each text of which logits are wanted
     int64_t taps;
-    const int64_t *tap; // states wanted: after so many layers, 0: embeddings
+    const int64_t *tap; // states wanted: after so many layers, 0: embeddings, -1: before the last norm
     num *states;        // [rows, n, taps, width]
     float *logits;      // [rows, last, vocab]
     float *room;        // `room_for` numbers
@@ -317,29 +319,34 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
     num *read = room.read, *heads = room.heads;
 
     for (int64_t r = mine.from; r < mine.to; r++) {
-        for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(net.embed[p.tokens[r] * E + i]);
+        const num *begins = p.x ? p.x + r * E : net.embed + p.tokens[r] * E;
+        for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(begins[i]);
         for (int64_t i = 0; i < d / 2; i++) {
             const float angle = p.positions[r] * net.frequencies[i];
             room.cosines[r * d / 2 + i] = std::cos(angle) * net.stretch;
             room.sines[r * d / 2 + i] = std::sin(angle) * net.stretch;
         }
     }
+    auto copied = [&](const auto *from, num *to) {
+        for (int64_t i = 0; i < E; i++) narrow(wide(from[i]), to + i);
+    };
     auto norm = [&](const num *weight) {
         for (int64_t r = mine.from; r < mine.to; r++)
-            normed(x + r * E, weight, E, net.eps, read + r * E);
+            if (!weight) copied(x + r * E, read + r * E);
+            else normed(x + r * E, weight, E, net.eps, read + r * E);
     };
     auto tap = [&](int64_t layer, const auto *states) {
         for (int64_t t = 0; t < p.taps; t++)
             for (int64_t r = mine.from; p.tap[t] == layer && r < mine.to; r++)
-                for (int64_t i = 0; i < E; i++)
-                    narrow(wide(states[r * E + i]), p.states + (r * p.taps + t) * E + i);
+                copied(states + r * E, p.states + (r * p.taps + t) * E);
     };
     for (int64_t at = 0; at < net.layers; at++) {
         const Layer<num> &layer = net.layer[at];
+        const bool given = p.read && !at;
         tap(at, x);
-        norm(layer.before);
+        if (!given) norm(layer.before);
 #pragma omp barrier
-        linear(R, read, layer.qkv, layer.qkv_bias, E, room.qkv, Q);
+        linear(R, given ? p.read : read, layer.qkv, layer.qkv_bias, given ? net.reads : E, room.qkv, Q);
 #pragma omp barrier
         for (int64_t r = mine.from; r < mine.to; r++) {
             const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
@@ -379,6 +386,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
         linear(R, heads, layer.down, layer.down_bias, F, x, E, true);
 #pragma omp barrier
     }
+    tap(-1, x);
     norm(net.norm);
     tap(net.layers, read);
     for (int64_t r = mine.from; r < mine.to; r++)
@@ -391,7 +399,8 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
 // Whether every token and slot is one that there is; only then is anything done.
 template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
     for (int64_t r = 0; r < p.rows * p.n; r++)
-        if (p.tokens[r] < 0 || p.tokens[r] >= net.known || p.slots[r] < 0 || p.slots[r] >= p.seen)
+        if ((!p.x && (p.tokens[r] < 0 || p.tokens[r] >= net.known)) || p.slots[r] < 0 ||
+            p.slots[r] >= p.seen)
             return false;
     const Room<num> room(net, p);
 #pragma omp parallel num_threads(p.threads)

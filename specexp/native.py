@@ -41,7 +41,7 @@ class Layer(Structure):
 
 class Net(Structure):
     _fields_ = [
-        *((n, c_int64) for n in ("layers", "width", "heads", "keys", "dim", "hidden")),
+        *((n, c_int64) for n in ("layers", "width", "reads", "heads", "keys", "dim", "hidden")),
         *((n, c_int64) for n in ("known", "vocab")),
         *((n, c_float) for n in ("eps", "scale", "stretch")),
         *((n, c_void_p) for n in ("embed", "norm", "head", "frequencies")),
@@ -52,7 +52,10 @@ class Net(Structure):
 class Pass(Structure):
     _fields_ = [
         *((n, c_int64) for n in ("rows", "n", "seen", "threads")),
-        *((n, c_void_p) for n in ("tokens", "positions", "slots", "visible", "k", "v")),
+        *(
+            (n, c_void_p)
+            for n in ("tokens", "positions", "slots", "visible", "x", "read", "k", "v")
+        ),
         *((n, c_int64) for n in ("at", "row_stride", "head_stride", "last", "taps")),
         *((n, c_void_p) for n in ("tap", "states", "logits", "room")),
     ]
@@ -63,16 +66,17 @@ class Native:
 
     def __init__(self, fused: Any, library: CDLL) -> None:
         self.fused, first = fused, fused.layers[0]
-        self.dtype: torch.dtype = fused.embed.dtype
+        self.dtype: torch.dtype = fused.head.dtype
         name = str(self.dtype).removeprefix("torch.")
         self.run, self.room_for = library[f"run_{name}"], library[f"room_for_{name}"]
         self.run.restype, self.room_for.restype = c_bool, c_int64
         self.frequencies = fused.rotary.inv_freq.float().contiguous()
         self.layers = (Layer * len(fused.layers))(*(_layer(layer) for layer in fused.layers))
+        known = 0 if fused.embed is None else len(fused.embed)
         self.net = Net(
-            len(fused.layers), fused.embed.shape[1], first.heads, first.keys, first.head_dim,
-            first.hidden, len(fused.embed), len(fused.head), fused.norm.eps, first.scale,
-            fused.rotary.attention_scaling, _at(fused.embed), _at(fused.norm.weight),
+            len(fused.layers), fused.head.shape[1], first.qkv.shape[1], first.heads, first.keys,
+            first.head_dim, first.hidden, known, len(fused.head), first.after.eps, first.scale,
+            fused.rotary.attention_scaling, _at(fused.embed), _weight(fused.norm),
             _at(fused.head), _at(self.frequencies), self.layers,
         )  # fmt: skip
         self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
@@ -81,21 +85,21 @@ class Native:
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `lm.Network`; logits are float32."""
+        """See `Fused`; logits are float32."""
         B, n = tokens.shape
         if B * n > MOST:
             return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._found(cache)
         tapped = (c_int64 * len(taps))(*taps)
-        given = (tokens, positions, cache.slots, visible)
-        read = [None if x is None else x.contiguous() for x in given]
+        given = (tokens, positions, cache.slots, visible, inputs.get("x"), inputs.get("read"))
+        held = [None if x is None else x.contiguous() for x in given]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype)
         logits = torch.empty(B, last, net.vocab)
         head = cache.size * net.dim
         row = net.keys * head
         asked = Pass(
-            B, n, cache.seen, torch.get_num_threads(), *map(_at, read), addressof(keys),
+            B, n, cache.seen, torch.get_num_threads(), *map(_at, held), addressof(keys),
             addressof(values), cache.rows.start * row, row, head, last, len(taps),
             addressof(tapped), _at(states), _at(logits), None,
         )  # fmt: skip
@@ -121,11 +125,14 @@ def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
+def _weight(norm: Any) -> int | None:
+    return norm and _at(norm.weight)
+
+
 def _layer(layer: Any) -> Layer:
-    q_norm, k_norm = layer.norms or (None, None)
-    norms = (x and x.weight for x in (layer.before, layer.after, q_norm, k_norm))
+    norms = map(_weight, (layer.before, layer.after, *(layer.norms or (None, None))))
     biases = (layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias)
-    return Layer(*map(_at, (*norms, layer.qkv, layer.out, layer.up, layer.down, *biases)))
+    return Layer(*norms, *map(_at, (layer.qkv, layer.out, layer.up, layer.down, *biases)))
 
 
 def library() -> CDLL | None:
@@ -176,7 +183,7 @@ def _processor() -> str:
 
 def of(fused: Any) -> Native | None:
     """The same passes compiled, where that can be."""
-    weights = [fused.embed, fused.head, *(layer.qkv for layer in fused.layers)]
+    weights = [fused.head, *(layer.qkv for layer in fused.layers)]
     kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}
     if kinds not in ({(True, "cpu", torch.float32)}, {(True, "cpu", torch.bfloat16)}):
         return None

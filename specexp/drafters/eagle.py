@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specexp import fused_eagle
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.formats import read
 from specexp.growth import Level, grow
@@ -26,7 +27,8 @@ class EagleLayer(Drafter):
     def __init__(self, net: Eagle, target: LM, sampling: Sampling) -> None:
         self.name = net.shape.kind
         self.net, self.sampling = net, sampling
-        self.lm = LM(net, f"{self.name} of {target.name}", target.vocab)
+        name = f"{self.name} of {target.name}"
+        self.lm = LM(net, name, target.vocab, fused_eagle.of(net, name))
         self.models: tuple[LM, ...] = (self.lm,)
         self.taps = net.shape.taps
         self.context = target.context

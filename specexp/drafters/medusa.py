@@ -46,10 +46,9 @@ class MedusaHeads(Drafter):
             self.last[seqs.rows] = torch.where(last >= 0, found, 0)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        logits = self.heads(self.last[seqs.rows])[..., : self.vocab]  # [heads, B, 1, V]
-
         def step(level: Level) -> Tensor:
-            return logits[level.depth].expand(-1, level.tokens.shape[1], -1)
+            logits = self.heads.guess(level.depth, self.last[seqs.rows])[..., : self.vocab]
+            return logits.expand(-1, level.tokens.shape[1], -1)
 
         drawn = rng if self.sampling.temperature > 0 else None
         return grow(seqs, tree, step, self.sampling, drawn).draft
