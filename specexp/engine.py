@@ -2,13 +2,15 @@
 
 There is no `if` on kinds of things here: plain decoding is the null drafter, greedy is a one-hot
 law, a chain is a tree, rolling back is a shorter length. Inside `round` nothing is read back to the
-host; the loop around it makes one small read a round to learn who is done. So a round can be one
-CUDA graph (graphs.py), over rows and caches that stay where they are from batch to batch.
+host; the loop around it makes one small read a round to learn who is done, on a GPU while the next
+round is under way. So a round can be one CUDA graph (graphs.py), over rows and caches that stay
+where they are from batch to batch.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -96,11 +98,21 @@ class Engine:
 
     # the same as graphs, where there are any
 
+    def launch(self, seqs: Sequences, tree: Tree) -> Callable[[], list[list[int]]]:
+        """Begin a round. What is returned waits for it, and is its report on the host."""
+        if self.drafter.on_host:
+            return self.round(seqs, tree).tolist
+        made = self.recorded("round", seqs, tree, lambda: self.round(seqs, tree))
+        return made.tolist if self.graphs is None else graphs.fetched(made)
+
     def report(self, seqs: Sequences, tree: Tree) -> list[list[int]]:
         """One round, and its report on the host."""
-        if self.drafter.on_host:
-            return self.round(seqs, tree).tolist()
-        return self.recorded("round", seqs, tree, lambda: self.round(seqs, tree)).tolist()
+        return self.launch(seqs, tree)()
+
+    @property
+    def ahead(self) -> int:
+        """Rounds that may be under way while the host reads the report of the one before."""
+        return int(self.graphs is not None and not self.drafter.on_host)
 
     @torch.inference_mode()
     def drafted(self, seqs: Sequences, tree: Tree) -> Draft:
@@ -232,21 +244,29 @@ class Engine:
         seqs = self.begin(seqs)
         self._synchronize()
         trace = Trace(len(prompts), time.perf_counter() - begin)
-        live = len(prompts) if max_new_tokens else 0
+        left = max_new_tokens  # of the row that is farthest from its limit
         missed = 0  # tokens a row that were written without guesses
-        while live:
-            load = Load(len(prompts), seqs.tokens.shape[1])
-            tree = self.policy.choose(load)[0].tree
-            tree = tree.cut(max(0, self.drafter.context - max(lengths)))
-            if len(tree) > 1 and missed:
-                self.drafter.catch_up(seqs, missed)
-            missed = 0 if len(tree) > 1 else missed + 1
-            report = self.report(seqs, tree)
+        begun: deque[tuple[Load, Tree, Callable[[], list[list[int]]]]] = deque()
+        while left:
+            while len(begun) <= self.ahead:
+                coming = sum(tree.depth + 1 for _, tree, _ in begun)  # tokens a row, at most
+                if begun and coming >= left:
+                    break
+                load = Load(len(prompts), seqs.tokens.shape[1])
+                tree = self.policy.choose(load)[0].tree
+                tree = tree.cut(max(0, self.drafter.context - max(lengths) - coming))
+                if len(tree) > 1 and missed:
+                    self.drafter.catch_up(seqs, missed)
+                missed = 0 if len(tree) > 1 else missed + 1
+                begun.append((load, tree, self.launch(seqs, tree)))
+            load, tree, wait = begun.popleft()
+            report = wait()
             made = self._read(report, tree, time.perf_counter() - begin)
             self.policy.learn(load, (Share(load.rows, tree),), made.steps, made.end_s - trace.end_s)
             trace.rounds.append(made)
-            live = sum(row[4] for row in report)
             lengths = [length + row[3] for length, row in zip(lengths, report, strict=True)]
+            rows = zip(prompts, lengths, report, strict=True)
+            left = max((len(p) + max_new_tokens - n) * row[4] for p, n, row in rows)
         return Generation(
             [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
         )

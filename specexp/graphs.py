@@ -150,6 +150,23 @@ def on(device: torch.device) -> Graphs | None:
     return Graphs(_cuda(device))
 
 
+def fetched(x: Tensor) -> Callable[[], Any]:
+    """Begin to bring x to the host, before anything that is launched later can overwrite it. What
+    is returned waits for that, and is x as lists."""
+    if not x.is_cuda:
+        return x.clone().tolist
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(x.device))
+
+    def wait() -> Any:
+        there.synchronize()
+        return host.tolist()
+
+    return wait
+
+
 def capture(fn: Callable[[], T], device: torch.device) -> Callable[[], T]:
     """`fn` itself on a CPU; on CUDA its replay, after a few calls: read what it returns before the
     next. `fn` must do the same in the same memory every time."""

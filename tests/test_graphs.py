@@ -99,6 +99,69 @@ def test_rounds_of_several_trees_are_a_graph_each(kind, device):
     assert len(one.graphs.recorder.recorded) >= (1 if kind == "null" else 4)
 
 
+# while the host reads
+
+
+@pytest.fixture
+def watched():
+    """An engine that notes when rounds are begun and when they are read."""
+
+    def make(*args, **kwargs):
+        made, seen = taped(engine(*args, **kwargs)), []
+        launch = made.launch
+
+        def noted(seqs, tree):
+            if tree.depth:
+                assert int(seqs.length.max()) + tree.depth <= made.drafter.context
+            seen.append(("begun", tree.depth))
+            wait = launch(seqs, tree)
+            return lambda: (seen.append(("read", tree.depth)), wait())[1]
+
+        made.launch = noted
+        return made, seen
+
+    return make
+
+
+def test_a_round_is_under_way_while_the_one_before_is_read(watched):
+    made, seen = watched("model", dtype=torch.float32)
+    rounds = made.generate(PROMPTS, LONG).trace.rounds
+    begun = [i for i, (what, _) in enumerate(seen) if what == "begun"]
+    read = [i for i, (what, _) in enumerate(seen) if what == "read"]
+    assert len(read) == len(rounds) > 8
+    assert all(begun[n + 1] < read[n] for n in range(len(rounds) - 6))
+    assert len(begun) <= len(read) + 1
+
+
+def test_no_round_is_begun_that_nobody_can_need(watched):
+    made, seen = watched("model", "chain", dtype=torch.float32)
+    made.generate(PROMPTS, 5)
+    assert seen[:2] == [("begun", 4), ("read", 4)]
+    made, seen = watched("model", "chain", dtype=torch.float32)
+    made.drafter.on_host = True  # one at a time
+    made.generate(PROMPTS, LONG)
+    assert [what for what, _ in seen] == ["begun", "read"] * (len(seen) // 2)
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3", "null"])
+def test_ends_and_contexts_hold_while_rounds_are_under_way(watched, kind):
+    eos = (3, 9, 17)
+    made, _ = watched(kind, eos=eos)
+    made.policy = Turns(3, 1, 0, 2)
+    other = engine(kind, eos=eos)
+    assert made.generate(PROMPTS, LONG).tokens == other.generate(PROMPTS, LONG).tokens
+    for rig in (made, other):
+        rig.drafter.context = 20
+    assert made.generate(PROMPTS, LONG).tokens == other.generate(PROMPTS, LONG).tokens
+
+
+def test_a_round_that_is_read_late_is_not_read_out_of_the_next(monkeypatch):
+    one, other = (taped(engine("model", dtype=torch.float32)) for _ in range(2))
+    late = told(one.generate(PROMPTS, LONG))
+    monkeypatch.setattr(Engine, "ahead", 0)
+    assert told(other.generate(PROMPTS, LONG)) == late
+
+
 # what a graph must not do
 
 
