@@ -34,13 +34,13 @@ _DAMAGE = {
     "file is not a database": "is not a database",
     "malformed": "is damaged",
     "no such table": "is empty or gone",
-    "unable to open database file": "cannot be opened",
     "out-of-date database schema": "was written by another version of MLflow",
     "Can't locate revision": "was written by another version of MLflow",
 }
 _AWAY = {
     "Connection refused": "nobody answers there",
     "timed out": "no answer in time",
+    "unable to open database file": "it cannot be opened: is it yours, are too many files open?",
     "database is locked": "another program has locked it",
     "attempt to write a readonly database": "it may not be written to",
     "NameResolutionError": "no such host",

@@ -363,7 +363,7 @@ def failures_of(
     ]
     found = {}
     for file in sorted(kept, key=lambda path: path.stat().st_mtime_ns):
-        tags = store.read(file)
+        tags = store.load(file)
         found[store.key_of(file.parent)] = tags["error.kind"], tags["error"]
     return found
 

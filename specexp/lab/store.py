@@ -243,10 +243,15 @@ def intact(result: Path) -> bool:
         raise
 
 
+def load(path: Path) -> dict[str, Any]:
+    """A JSON file of the store. Raises OSError, and ValueError or TypeError where it is torn."""
+    return dict(json.loads(path.read_text()))
+
+
 def read(path: Path) -> dict[str, Any]:
-    """A JSON file of the store; empty when there is none or it is torn."""
+    """What can be read of a JSON file of the store: nothing when there is none or it is torn."""
     try:
-        return dict(json.loads(path.read_text()))
+        return load(path)
     except (OSError, TypeError, ValueError):
         return {}
 

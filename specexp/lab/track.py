@@ -239,14 +239,21 @@ def publishable(folder: Path) -> bool:
     """
     if folder.parent.name == "results":
         return store.intact(folder)
-    tags, point = store.read(folder / store.TAGS), store.read(folder / store.POINT)
+    try:
+        tags, point = store.load(folder / store.TAGS), store.load(folder / store.POINT)
+    except (TypeError, ValueError):
+        return False
+    except OSError as e:
+        if e.errno in store.GONE:
+            return False
+        raise
     told = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
     return told and {"experiment", "params"} <= point.keys()
 
 
 def publish(folder: Path) -> str:
     """Show a result or a failed attempt in MLflow, once, and remember it; returns the run's id.
-    Raises Away, Damaged, or OSError where a disk is full.
+    Raises Away, Damaged, or OSError where a disk is full or the folder cannot be read now.
 
     The folder's tags.json holds the run's tags, `run_key`, `attempt` and `status` among them.
     """
@@ -260,9 +267,9 @@ def publish(folder: Path) -> str:
 def _publish(folder: Path) -> str:
     """The run is made, filled and marked whole; then what it replaces is deleted."""
     place = backend()
-    tags = store.read(folder / store.TAGS) | {"store": store.identity()}
+    tags = store.load(folder / store.TAGS) | {"store": store.identity()}
     status = tags.pop("status")
-    record = store.read(folder / (store.RESULT if status == "FINISHED" else store.POINT))
+    record = store.load(folder / (store.RESULT if status == "FINISHED" else store.POINT))
     experiment = experiment_id(record["experiment"])
     wanted = f"tags.run_key = '{tags['run_key']}'"
     same = [
