@@ -1,6 +1,7 @@
 """The tracking store as its users meet it: checked, damaged, made anew, moved, copied, shared."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -339,6 +340,36 @@ def test_a_database_deleted_in_mid_run_ends_the_grid_and_no_result_is_lost(
     assert go(todo)[0] == 0
     assert check.problems() == []
     assert {r[2] for r in shown()} == {"FINISHED"}
+
+
+def test_a_database_that_cannot_be_opened_now_is_not_called_damaged(filled, monkeypatch):
+    def connect(*_, **__):
+        raise sqlite3.OperationalError("unable to open database file")
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with pytest.raises(Away, match="cannot be opened: is it yours"):
+        track.backend().empty()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
+    store, points, monkeypatch, number
+):
+    real, refused = track.store.load, []
+
+    def load(path):
+        if not refused:
+            refused.append(path)
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(track.store, "load", load)
+    code, said = go(points(1, 2))
+    assert code == 1
+    assert f"cannot go on: [Errno {number}]" in said
+    assert go(points(1, 2))[0] == 0
+    assert check.problems() == []
+    assert len(shown()) == 2
 
 
 def test_a_journal_left_by_a_killed_writer_is_used(filled):
