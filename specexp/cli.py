@@ -436,6 +436,12 @@ def bench(
             "file is named by device, dtype and target."
         ),
     ] = None,
+    against: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="A file of earlier figures: compare the ratios; exit code 1 if any is worse."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Do figures made here describe the hardware or the toolkit? Everything is timed in turns.
@@ -444,7 +450,7 @@ def bench(
     round: where a round's time goes. scale: how a pass grows. memory: peaks, and what configs
     foretell. Two to four minutes for the zoo.
     """
-    from specexp.lab import build, suite_views
+    from specexp.lab import build, guard, suite_views
     from specexp.lab import prompts as questions
     from specexp.lab import suites as lab
     from specexp.serving.costs import write_whole
@@ -458,7 +464,9 @@ def bench(
     rows, texts = _numbers("batches", batches), questions.load(prompts, limit=lab.PROMPTS)
     asked = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
     lab.check(names, options | asked, texts)
-    report: dict[str, Any] = {"parameters": options | asked | {"prompts": prompts}, "suites": {}}
+    parameters = options | asked | {"prompts": prompts}
+    earlier = guard.read(against, parameters, names) if against else None
+    report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:
         out = lab.place(out, options)
         write_whole(out, json.dumps(report, indent=1))
@@ -481,6 +489,11 @@ def bench(
         print(json.dumps(report))
     elif out:
         console.print(f"kept in {_relative(out)}", highlight=False, soft_wrap=True)
+    if earlier:
+        seen = guard.changes(earlier, report)
+        if not as_json:
+            console.print(guard.table(seen, earlier, report), highlight=False, soft_wrap=True)
+        raise typer.Exit(int(any(change.worse for change in seen)))
 
 
 @app.command()

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from specexp import cli, graphs, native
 from specexp.drafters.model import DraftModel
 from specexp.errors import UserError
-from specexp.lab import build, doctor, peers, roofline, suite_views, suites, turns
+from specexp.lab import build, doctor, guard, peers, roofline, suite_views, suites, turns
 from specexp.lab.prompts import Prompt
 from specexp.lm import LM
 from specexp.rules import Match, Reject
 from specexp.sampling import Sampling
 
 CPU = torch.device("cpu")
+MEASURED = Path(__file__).parents[1] / "data" / "measurements"
 PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
 
 
@@ -556,6 +558,106 @@ def test_bad_input_is_one_line_before_a_weight_is_loaded(bench, monkeypatch, opt
     assert says in err
     assert len(err.strip().splitlines()) == 1
     assert not out
+
+
+# --- against an earlier run ----------------------------------------------------------------------
+
+
+def as_json(value: float, off: float = 0.0) -> dict[str, float]:
+    return {"value": value, "low": value - off, "high": value + off}
+
+
+def figures(**ratios: dict[str, float]) -> dict:
+    """A report of these ratios, the others as they usually are."""
+    sides = {side: {"overhead": as_json(0.16, 0.02)} for side in ("plain", "fast")}
+    sides["fast"]["overhead"] = ratios.get("overhead", sides["fast"]["overhead"])
+    peer = {"work": "plain", "batch": 1, "ratio": ratios.get("peer", as_json(3.0, 0.1))}
+    step = {"model": "m", "tokens": 4, "over_bare": as_json(0.6, 0.1),
+            "over_step": ratios.get("step", as_json(1.1, 0.02))}  # fmt: skip
+    speedup = {"measured": as_json(1.5, 0.1)}
+    return {
+        "about": {"device": "this"},
+        "suites": {
+            "peers": {"rows": [peer, peer | {"work": "draft", "ratio": None}]},
+            "roofline": {"rows": [step]},
+            "round": sides | {"speedup": speedup},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("now", "worse", "better"),
+    [
+        ({}, None, None),
+        ({"peer": as_json(2.5, 0.1)}, "plain, batch 1: specexp / theirs", None),
+        ({"peer": as_json(2.7, 0.1)}, None, None),  # apart, by less than the margin
+        ({"peer": as_json(2.5, 0.5)}, None, None),  # too uncertain
+        ({"peer": as_json(4.0, 0.1)}, None, "plain, batch 1: specexp / theirs"),
+        ({"step": as_json(1.3, 0.02)}, "m, tokens 4: pass / one token", None),
+        ({"step": as_json(1.0, 0.01)}, None, "m, tokens 4: pass / one token"),
+        ({"overhead": as_json(0.3, 0.01)}, "fast round: share outside passes", None),
+    ],
+)
+def test_a_ratio_is_worse_when_the_intervals_lie_apart_the_wrong_way_round(now, worse, better):
+    found = guard.changes(figures(), figures(**now))
+    assert len(found) == 6
+    assert [c.what for c in found if c.worse] == ([worse] if worse else [])
+    assert [c.what for c in found if c.better] == ([better] if better else [])
+
+
+def test_the_figures_that_are_kept_can_be_compared_with():
+    for file in ("bench.json", "bench_bfloat16.json"):
+        kept = json.loads((MEASURED / file).read_text())
+        again = guard.read(MEASURED / file, kept["parameters"], suites.NAMES)
+        found = guard.changes(kept, again)
+        assert len(found) == 14
+        assert not any(change.worse or change.better for change in found)
+
+
+def test_bench_ends_with_1_where_something_became_worse(bench, tmp_path):
+    out = tmp_path / "then.json"
+    assert bench("round", "--out", str(out))[0] == 0
+    kept = json.loads(out.read_text())
+    kept["about"]["device"] = "a toaster"
+    kept["suites"]["round"]["plain"]["overhead"] = as_json(1e9)  # nothing can be worse
+    kept["suites"]["round"]["speedup"]["measured"] = as_json(1e-9)
+    for overhead, code, word in ((1e-9, 1, "worse"), (1e9, 0, "better")):
+        kept["suites"]["round"]["fast"]["overhead"] = as_json(overhead)
+        out.write_text(json.dumps(kept))
+        ended, said, err = bench("round", "--against", str(out))
+        assert ended == code, err
+        assert "on another device (a toaster)" in said
+        [row] = [line for line in said.splitlines() if "fast round: share" in line]
+        assert word in row
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda file: file.unlink(), "cannot read"),
+        (lambda file: file.write_text("[]"), "is no report of specexp bench --out"),
+        (lambda file: file.write_text("{"), "is no report of specexp bench --out"),
+        (lambda file: file.write_text('{"parameters": {}, "suites": {}}'), "was made with target"),
+    ],
+)
+def test_what_cannot_be_compared_with_is_refused_beforehand(bench, tmp_path, spoil, says):
+    file = tmp_path / "then.json"
+    file.write_text("{}")
+    spoil(file)
+    code, out, err = bench("round", "--against", str(file))
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert not out
+
+
+def test_an_earlier_report_of_other_suites_is_refused(tmp_path):
+    file = tmp_path / "then.json"
+    given = dict.fromkeys(guard.ALIKE, 1)
+    file.write_text(json.dumps({"parameters": given, "suites": {"scale": {}, "peers": {}}}))
+    with pytest.raises(UserError, match="none of the suites"):
+        guard.read(file, given, ["scale", "round"])
+    assert guard.read(file, given, ["peers"])
 
 
 def test_an_unknown_suite_is_refused_by_the_package_too(tiny_folders):

@@ -168,7 +168,7 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
         (engine, "_verify", verify), (drafter, "observe", observe),
     ]  # fmt: skip
     if whole:
-        hooks += [(engine, "report", lambda _, *args: engine.round(*args).tolist())]
+        hooks += [(engine, "launch", lambda _, *args: engine.round(*args).tolist)]
     else:
         hooks += [(lm, "feed", feed) for lm in drafter.models]
     with ExitStack() as borders:
