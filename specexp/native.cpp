@@ -18,7 +18,7 @@
 
 // Lanes of a vector, and rows of x and w whose products are summed at once, in registers.
 #ifdef __AVX512F__
-constexpr int LANES = 16, TALL = 4, BROAD = 4;
+constexpr int LANES = 16, TALL = 6, BROAD = 4;
 #else
 constexpr int LANES = 8, TALL = 3, BROAD = 4;
 #endif
