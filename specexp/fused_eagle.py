@@ -28,7 +28,10 @@ class FusedEagle:
     def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
         self.eagle, self.net = eagle, net
         self.norms = eagle.shape.norms
+        self.ids: Tensor | None = None  # of the tokens it can guess, unless it is all of them
         if eagle.shape.fused:
+            every = torch.arange(eagle.shape.vocab, device=eagle.device)
+            self.ids = None if torch.equal(eagle.draft_ids, every) else eagle.draft_ids
             self.token_norm = Norm(eagle.midlayer.input_layernorm)
             self.feature_norm = Norm(eagle.midlayer.hidden_norm)
 
@@ -47,10 +50,10 @@ class FusedEagle:
         x, read = self._read(embedded, features)
         made = (1 if "norm_output" in self.norms else -1,) * len(taps)
         logits, states = self.net(tokens, positions, visible, cache, made, last, x=x, read=read)
-        if logits is None or not self.eagle.shape.fused:
+        if logits is None or self.ids is None:
             return logits, states
         everywhere = logits.new_full((*logits.shape[:-1], self.eagle.shape.vocab), -torch.inf)
-        return everywhere.index_copy_(-1, self.eagle.draft_ids, logits), states
+        return everywhere.index_copy_(-1, self.ids, logits), states
 
     def _read(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the layer adds to and what its attention reads [B * n, ...]."""

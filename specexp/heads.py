@@ -187,7 +187,8 @@ class Eagle(nn.Module):
             states = features.split(self.shape.width, -1)
             pairs = zip(self.fc_norm, states, strict=True)
             features = torch.cat([norm(state) for norm, state in pairs], -1)
-        return self.fc(features)
+        rows = features.reshape(-1, features.shape[-1])
+        return product(rows, self.fc.weight, self.fc.bias).view(*features.shape[:-1], -1)
 
     def features(
         self, tokens: Tensor, features: Tensor, position_ids: Tensor, **attention: Any
