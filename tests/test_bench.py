@@ -79,10 +79,31 @@ def test_throughput_counts_only_rounds_in_which_every_row_is_live(rig, throughpu
     assert metrics["speedup/at_largest_batch"] == series["speedup/at_batch"][4]
 
 
+def test_every_batch_size_sees_the_same_prompts_of_all_categories(rig, monkeypatch):
+    texts = [f"{kind} {i} {'and on ' * i}" for kind in ("code", "prose") for i in range(3)]
+    prompts = [Prompt(i, text.split()[0], (text,)) for i, text in enumerate(texts)]
+    ids = rig.encode(texts)
+    seen = []
+    real = bench._take_turns
+    monkeypatch.setattr(bench, "_take_turns", lambda *a: seen.append(a[1]) or real(*a))
+    samples = bench.throughput(rig, prompts, [1, 2, 4], 6, repeats=2)
+    by_size = {b: [ids.index(row) for s in seen for row in s if len(s) == b] for b in (1, 2, 4)}
+    assert by_size == {b: [0, 3, 1, 4] * 2 for b in (1, 2, 4)}
+    assert list(samples["batch"]) == [1] * 8 + [2] * 4 + [4] * 2
+    assert list(samples["context"][-2:]) == [max(len(ids[i]) for i in (0, 3, 1, 4)) + 6] * 2
+    assert not samples.duplicated(["batch", "number", "repeat"]).any()
+
+
+def test_a_batch_larger_than_there_are_prompts_repeats_them(rig):
+    samples = bench.throughput(rig, PROMPTS, [1, 4], 6, repeats=1)
+    assert list(samples["batch"]) == [1] * len(PROMPTS) + [4]
+    assert samples["emitted"].iloc[-1] == 4 * 6
+
+
 def test_an_end_of_text_does_not_empty_the_batch(rig):
     assert rig.engine.eos
     samples = bench.throughput(rig, PROMPTS, [2], 6, repeats=1)
-    assert samples["emitted"].iloc[0] == 2 * 6
+    assert (samples["emitted"] == 2 * 6).all()
     assert rig.engine.eos
 
 

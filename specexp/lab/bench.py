@@ -9,6 +9,7 @@ from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -293,28 +294,43 @@ def throughput(
     max_new_tokens: int,
     repeats: int = 2,
 ) -> pd.DataFrame:
-    """One row a batch size and repeat. EOS is ignored and only rounds with every row live count, so
-    that the batch really is that large; prompts repeat where there are fewer than rows."""
+    """One row a batch and repeat. Every batch size sees the same prompts, as many as the largest
+    holds, of every category as many as of the others; where there are fewer, they repeat. EOS is
+    ignored and only rounds with every row live count, so that the batch really is that large.
+    `context`: the slots of that batch's buffer, but for those of a draft."""
     fast, plain = rig.with_().engine, rig.engine.plain()
     fast.eos = plain.eos = ()
+    prompts = _in_turns(prompts)[: max(batches)]
+    texts = rig.encode([p.text for p in prompts])
+    starts = {batch: range(0, len(texts), batch) for batch in batches}
     rows: list[dict[str, Any]] = []
-    with tqdm(total=2 * repeats * len(batches), desc="throughput", unit="run") as bar:
+    total = 2 * repeats * sum(map(len, starts.values()))
+    with tqdm(total=total, desc="throughput", unit="run") as bar:
         for batch in batches:
-            chosen = [prompts[i % len(prompts)] for i in range(batch)]
-            ids = rig.encode([p.text for p in chosen])
-            _warm_up([plain, fast], [ids], max_new_tokens)
-            for repeat in range(repeats):
+            all_ids = [
+                [texts[(first + i) % len(texts)] for i in range(batch)] for first in starts[batch]
+            ]
+            _warm_up([plain, fast], all_ids, max_new_tokens)
+            for repeat, (number, ids) in product(range(repeats), enumerate(all_ids)):
                 arms = {"plain": plain, "fast": fast}
-                traces = _take_turns(arms, ids, max_new_tokens, repeat % 2 == 1, bar)
+                backwards = (repeat + number) % 2 == 1
+                traces = _take_turns(arms, ids, max_new_tokens, backwards, bar)
                 s, tokens = full_batch(traces["fast"])
                 plain_s, plain_tokens = full_batch(traces["plain"])
                 rows.append(
                     {"pairing": rig.drafter, "gamma": rig.options["gamma"], "batch": batch}
-                    | {"repeat": repeat, "s": s, "tokens": tokens}
+                    | {"number": number, "repeat": repeat, "s": s, "tokens": tokens}
                     | {"plain_s": plain_s, "plain_tokens": plain_tokens}
+                    | {"context": max(map(len, ids)) + max_new_tokens}
                     | _outcome(traces["fast"])
                 )
     return pd.DataFrame(rows)
+
+
+def _in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Categories take turns, so that a small batch is no single kind of text."""
+    turn = pd.Series(0, range(len(prompts))).groupby([p.category for p in prompts]).cumcount()
+    return [prompts[i] for i in turn.sort_values(kind="stable").index]
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:
