@@ -253,9 +253,9 @@ def test_measuring_gives_positive_times_for_every_setting(engine):
     )  # fmt: skip
     assert (table.batches, table.tokens, table.gammas) == ((1, 2, 4), (1, 2, 3), (0, 1, 2))
     assert table.contexts == (32, 48)
-    assert table.lengths == (1, 4, 16, 44)
+    assert table.lengths == (1, 2, 4, 8, 16, 32, 44)
     assert table.verify.shape == table.draft.shape == (3, 3, 2)
-    assert table.prefill.shape == table.catch_up.shape == (4,)
+    assert table.prefill.shape == table.catch_up.shape == (7,)
     for times in (table.verify, table.prefill, table.catch_up, table.draft[:, 1:]):
         assert np.isfinite(times).all()
         assert (times > 0).all()

@@ -1,10 +1,10 @@
 """What a round costs on this machine: a table of measured times, read between its points.
 
 Drafting is timed over (batch, gamma, context), all else of a round over (batch, tokens a row,
-context), reading a prompt over its length. *Context* is the slots of the static buffers: a
-pass reads them all, however short the text. Policies, the simulator and the break-even maps ask the
-table what a round would take; it is read thousands of times a second, so the axes and the values
-are kept as plain lists.
+context), reading a prompt over its length. *Context* is the slots of the static buffers, in which
+texts are of unequal length: some passes read all slots, compiled ones those of each text. Policies,
+the simulator and the break-even maps ask the table what a round would take; it is read thousands of
+times a second, so the axes and the values are kept as plain lists.
 
 This file does not know which shape is best, nor how many guesses will be kept.
 """
@@ -297,7 +297,8 @@ def measure(
     """Time every setting; medians over `repeats` (more of them at small batches, see FULL) after
     two warm-ups.
 
-    ids: texts, strung together and cut into rows that fill the buffers. The grid is walked
+    ids: texts, strung together and cut into rows; the longest of a batch fills its buffer, the
+    shortest half of it, as among streams that come and go. The grid is walked
     forwards, then backwards, and so are the draft lengths in every place, so that a machine that
     slows down for a while does not look like a slope. `watch` is told the places done and their
     number. Raises UserError for settings that fit no buffer.
@@ -306,11 +307,12 @@ def measure(
     _check(engine, ids, batches, gammas, contexts, repeats)
     slack = gammas[-1] + 1
     room = contexts[-1] - slack - 1
-    lengths = [*(4**i for i in range(room.bit_length()) if 4**i < room), room]
+    lengths = [*(2**i for i in range(room.bit_length()) if 2**i < room), room]
     text = list(islice(cycle(t for row in ids for t in row), contexts[-1] * batches[-1]))
 
     def rows(batch: int, length: int, context: int) -> Sequences:
-        prompts = [text[i * length : (i + 1) * length] for i in range(batch)]
+        sizes = [length - i * length // (2 * batch) for i in range(batch)]
+        prompts = [text[i * length :][:size] for i, size in enumerate(sizes)]
         new = context - slack - length
         return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
 
