@@ -274,9 +274,11 @@ def profile(
     rig = build.build(**options)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = maps.profile(rig, rows, gammas, slots, force=force)
-    files = [maps.place(rig)] + ([out] if out else [])
+    files = [maps.place(rig)]
+    if out:
+        costs.save(out)
+        files.append(out)
     for file in files:
-        costs.save(file)
         maps.cost_curves(costs).savefig(file.with_suffix(".png"), dpi=110, bbox_inches="tight")
     if as_json:
         print(files[-1].read_text())

@@ -3,8 +3,10 @@
 import itertools
 import json
 import math
+import os
 import re
 import sys
+import time
 
 import numpy as np
 import pandas as pd
@@ -352,6 +354,20 @@ def test_fewer_points_are_served_from_what_is_kept_and_more_are_measured(rig, me
     assert len(measured) == 1
     assert maps.profile(rig, **SETTINGS | {"batches": [1, 2, 3]}).batches == (1, 2, 3)
     assert len(measured) == 2
+
+
+def test_a_table_of_yesterday_is_told_of(rig, measured, caplog):
+    maps.profile(rig, **SETTINGS)
+    maps.profile(rig, **SETTINGS)
+    assert not caplog.records
+    yesterday = time.time() - 24.4 * 3600
+    os.utime(maps.place(rig), (yesterday, yesterday))
+    maps.profile(rig, **SETTINGS)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "was measured 24 hours ago" in line
+    assert str(maps.place(rig)) in line
+    maps.profile(rig, **SETTINGS, force=True)
+    assert len(caplog.records) == 1
 
 
 def test_another_device_is_another_table(rig, measured, monkeypatch):

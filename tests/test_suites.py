@@ -589,13 +589,13 @@ def figures(**ratios: dict[str, float]) -> dict:
     ("now", "worse", "better"),
     [
         ({}, None, None),
-        ({"peer": as_json(2.5, 0.1)}, "plain, batch 1: specexp / theirs", None),
+        ({"peer": as_json(2.5, 0.1)}, "peers: plain, batch 1", None),
         ({"peer": as_json(2.7, 0.1)}, None, None),  # apart, by less than the margin
         ({"peer": as_json(2.5, 0.5)}, None, None),  # too uncertain
-        ({"peer": as_json(4.0, 0.1)}, None, "plain, batch 1: specexp / theirs"),
-        ({"step": as_json(1.3, 0.02)}, "m, tokens 4: pass / one token", None),
-        ({"step": as_json(1.0, 0.01)}, None, "m, tokens 4: pass / one token"),
-        ({"overhead": as_json(0.3, 0.01)}, "fast round: share outside passes", None),
+        ({"peer": as_json(4.0, 0.1)}, None, "peers: plain, batch 1"),
+        ({"step": as_json(1.3, 0.02)}, "pass: m, 4 tokens / one", None),
+        ({"step": as_json(1.0, 0.01)}, None, "pass: m, 4 tokens / one"),
+        ({"overhead": as_json(0.3, 0.01)}, "round: fast, outside passes", None),
     ],
 )
 def test_a_ratio_is_worse_when_the_intervals_lie_apart_the_wrong_way_round(now, worse, better):
@@ -627,7 +627,7 @@ def test_bench_ends_with_1_where_something_became_worse(bench, tmp_path):
         ended, said, err = bench("round", "--against", str(out))
         assert ended == code, err
         assert "on another device (a toaster)" in said
-        [row] = [line for line in said.splitlines() if "fast round: share" in line]
+        [row] = [line for line in said.splitlines() if "round: fast" in line]
         assert word in row
 
 

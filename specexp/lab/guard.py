@@ -1,7 +1,8 @@
 """Has `specexp bench` become worse? Its ratios beside those of an earlier run, never its seconds.
 
 A ratio has become worse when the two intervals lie apart, the wrong way round and by more than
-MARGIN: two runs of the same code on the same machine hardly ever differ so.
+MARGIN. Two runs of the same code on a machine of one's own hardly ever differ so; on a shared one
+memory and cores are now faster, now slower, and a ratio that looks worse deserves a second run.
 """
 
 from __future__ import annotations
@@ -79,17 +80,17 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
     """What it is, the ratio, and whether more of it is better."""
     for row in suites.get("peers", {}).get("rows", ()):
         if row["ratio"]:
-            what = f"{WORK[row['work']]}, batch {row['batch']}: specexp / theirs"
+            what = f"peers: {WORK[row['work']]}, batch {row['batch']}"
             yield what, Interval(**row["ratio"]), True
     for row in suites.get("roofline", {}).get("rows", ()):
-        what = f"{row['model']}, tokens {row['tokens']}: pass / "
-        yield f"{what}bare products", Interval(**row["over_bare"]), False
+        what = f"pass: {row['model']}, {row['tokens']} tokens"
+        yield f"{what} / bare products", Interval(**row["over_bare"]), False
         if row["tokens"] > 1:
-            yield f"{what}one token", Interval(**row["over_step"]), False
+            yield f"{what} / one", Interval(**row["over_step"]), False
     if found := suites.get("round"):
         for side in ("plain", "fast"):
-            yield f"{side} round: share outside passes", Interval(**found[side]["overhead"]), False
-        yield "speedup", Interval(**found["speedup"]["measured"]), True
+            yield f"round: {side}, outside passes", Interval(**found[side]["overhead"]), False
+        yield "round: speedup", Interval(**found["speedup"]["measured"]), True
 
 
 def table(found: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:

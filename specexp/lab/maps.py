@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,9 +39,12 @@ from specexp.lab.stats import Interval
 from specexp.serving import costs as tables
 from specexp.serving.costs import Costs, Fit
 
+log = logging.getLogger("specexp")
+
 BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 5), (128, 256)
 ROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # speedups on a colour bar
 TICKS = sorted((*ROUND, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5))  # and on one that does not reach far
+FRESH = 6  # hours; what is foretold with an older table may be about another machine (LOG.md)
 DOUBTFUL = 0.8  # a fit that explains less of the times than this was probably disturbed
 
 # --- the table of a pairing ----------------------------------------------------------------------
@@ -64,6 +69,10 @@ def profile(
         stored = Costs.load(path)
         axes = (stored.batches, batches), (stored.gammas, gammas), (stored.contexts, contexts)
         if not force and stored.about == about(rig) and all(set(a) >= set(b) for a, b in axes):
+            hours = (time.time() - path.stat().st_mtime) / 3600
+            if hours > FRESH:
+                log.warning("%s was measured %.0f hours ago: if the machine is otherwise busy now, "
+                            "delete it and it is measured anew", path, hours)  # fmt: skip
             return stored
     ids = rig.encode([prompt.text for prompt in load("all", limit=10)])
     with tqdm(desc="costs", unit="setting", delay=1) as bar:

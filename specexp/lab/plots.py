@@ -90,7 +90,8 @@ def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
                           markersize=6 + 9 * row["draft_steps"], capsize=3, alpha=0.85,
                           label=f"{row['arm']} ({row['draft_steps']:.2f})")  # fmt: skip
         axes.set(xlabel="acceptance length (tokens a target pass)",
-                 ylabel="speedup over plain decoding", xlim=(0.9, None))  # fmt: skip
+                 ylabel="speedup over plain decoding",
+                 xlim=(0.9, table["length"].max() + 0.25))  # fmt: skip
         legend = axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
                              loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
         for handle in legend.legend_handles:
