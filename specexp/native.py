@@ -183,7 +183,8 @@ def _processor() -> str:
 
 def of(fused: Any) -> Native | None:
     """The same passes compiled, where that can be."""
-    weights = [fused.head, *(layer.qkv for layer in fused.layers)]
+    weights = [w for w in (fused.embed, fused.head) if w is not None]
+    weights += [layer.qkv for layer in fused.layers]
     kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}
     if kinds not in ({(True, "cpu", torch.float32)}, {(True, "cpu", torch.bfloat16)}):
         return None

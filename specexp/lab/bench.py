@@ -21,7 +21,7 @@ from specexp import theory
 from specexp.engine import Engine
 from specexp.lab import stats
 from specexp.lab.build import Rig
-from specexp.lab.prompts import Prompt
+from specexp.lab.prompts import Prompt, in_turns
 from specexp.lab.turns import clock
 from specexp.lm import LM
 from specexp.policy import Load
@@ -300,7 +300,7 @@ def throughput(
     `context`: the slots of that batch's buffer, but for those of a draft."""
     fast, plain = rig.with_().engine, rig.engine.plain()
     fast.eos = plain.eos = ()
-    prompts = _in_turns(prompts)[: max(batches)]
+    prompts = in_turns(prompts)[: max(batches)]
     texts = rig.encode([p.text for p in prompts])
     starts = {batch: range(0, len(texts), batch) for batch in batches}
     rows: list[dict[str, Any]] = []
@@ -325,12 +325,6 @@ def throughput(
                     | _outcome(traces["fast"])
                 )
     return pd.DataFrame(rows)
-
-
-def _in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Categories take turns, so that a small batch is no single kind of text."""
-    turn = pd.Series(0, range(len(prompts))).groupby([p.category for p in prompts]).cumcount()
-    return [prompts[i] for i in turn.sort_values(kind="stable").index]
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:

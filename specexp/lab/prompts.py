@@ -63,17 +63,22 @@ def _of(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
     return [prompt for prompt in prompts if prompt.category in categories]
 
 
-def _evenly(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """Deal one prompt to each category in turn until `limit` are dealt."""
-    if limit < 1:
-        raise UserError(f"limit must be at least 1 prompt, not {limit}")
+def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, one of each category in turn, so that a few of them are of no one kind."""
     seen: Counter[str] = Counter()
     turn = []
     for prompt in prompts:
         turn.append(seen[prompt.category])
         seen[prompt.category] += 1
-    dealt = set(sorted(range(len(prompts)), key=turn.__getitem__)[:limit])
-    return [prompt for at, prompt in enumerate(prompts) if at in dealt]
+    return [prompts[at] for at in sorted(range(len(prompts)), key=turn.__getitem__)]
+
+
+def _evenly(prompts: list[Prompt], limit: int) -> list[Prompt]:
+    """Deal one prompt to each category in turn until `limit` are dealt."""
+    if limit < 1:
+        raise UserError(f"limit must be at least 1 prompt, not {limit}")
+    dealt = {id(prompt) for prompt in in_turns(prompts)[:limit]}
+    return [prompt for prompt in prompts if id(prompt) in dealt]
 
 
 def _read(path: Path) -> list[Prompt]:
