@@ -289,6 +289,23 @@ def test_a_pair_is_replaced_only_by_force(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["twin-tiny-draft", "twin-tiny-target"]
 
 
+def test_what_a_killed_run_left_goes_with_the_next_one_and_what_another_writes_stays(tmp_path):
+    left, busy = tmp_path / ".twin-left.part", tmp_path / ".twin-busy.part"
+    for part in (left, busy):
+        part.mkdir()
+        (part / "model.safetensors").write_bytes(b"half")
+    with twins._locked(busy) as ours:
+        assert ours
+        make("Tiny", None, tmp_path, damp=0.05)
+        assert busy.exists()
+        assert not left.exists()
+    make("Tiny", None, tmp_path, damp=0.05, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "twin-tiny-draft",
+        "twin-tiny-target",
+    ]
+
+
 @pytest.mark.parametrize("after", [0, 2, 4, 7])
 def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, after):
     saved = []

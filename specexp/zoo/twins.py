@@ -23,12 +23,15 @@ This file does not know how models are found (`shelf.py`) or described (`cards.p
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -127,6 +130,10 @@ def make(
             raise UserError(
                 f"{out / folder} exists: write it anew with --force, or elsewhere with --out"
             )
+    for left in out.glob(".twin-*.part"):
+        with _locked(left) as nobodys:  # whoever made it was killed
+            if nobodys:
+                shutil.rmtree(left)
     _check_room(params, list(folders.values()), out, dtype, alpha)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -135,7 +142,8 @@ def make(
     said: dict[str, Any] = (
         {"damp": damp} if alpha is None else calibrated(shape, alpha, dtype, seed)
     )
-    with tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out) as part:
+    made = tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out)
+    with made as part, _locked(Path(part)):
         total = sum(_bytes(shape, dtype) for shape in folders.values())
         with tqdm(total=total, desc="writing", unit="B", unit_scale=True) as bar:
             for folder, cut in folders.items():
@@ -148,6 +156,21 @@ def make(
                 (out / folder).replace(Path(part) / f"old-{folder}")
             (Path(part) / folder).replace(out / folder)
     return facts
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Holds a folder's lock, which goes with its process; False where another has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    try:
+        yield free
+    finally:
+        os.close(descriptor)
 
 
 # what is refused
