@@ -83,7 +83,8 @@ class SlotCache(Cache):
 
     def aim(self, rows: slice, slots: Tensor, seen: int) -> None:
         """The next pass writes at slots [b, n] of these b rows and may read the first `seen`."""
-        self.rows, self.slots, self.seen = rows, slots[:, None, :, None], seen
+        B, n = slots.shape
+        self.rows, self.slots, self.seen = rows, slots.reshape(B, 1, n, 1), seen
 
     def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
         """[b, 1, n, seen]: 0 where a slot is visible, else the least number. None: each token sees

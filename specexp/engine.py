@@ -67,21 +67,19 @@ class Engine:
 
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
-        """One round for every row; what the host will want to know of it, [B, 5 + N] int64."""
+        """One round for every row; what the host will want to know of it (`steps`), int64."""
         certain = self.sampling.temperature == 0
         seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=certain)  # the same memory
-        live = seqs.live
         draft = self._propose(seqs, tree)  # guess
         seen = self._verify(seqs, draft)  # one pass checks every guess
         verdict = self.rule(draft, self.sampling.law(seen.logits), self.rng)  # keep what agrees
         if not tree.is_chain:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
         self.drafter.observe(seqs, tree, verdict, seen)
-        emitted = seqs.commit(draft, verdict)  # length grows: that is the roll back
-        drafted = (draft.tokens[:, 1:] >= 0).sum(1)
-        faults = torch.stack([lm.fault[seqs.rows] for lm in self.models]).T
-        counts = torch.stack([live, drafted, verdict.n, emitted, seqs.live], 1)
-        return torch.cat([counts, faults, draft.tokens[:, 1:]], 1)
+        emitted = seqs.commit(verdict)  # length grows: that is the roll back
+        faults = (lm.fault[seqs.rows] != 0 for lm in self.models)
+        counts = torch.stack([verdict.n, emitted, seqs.live, *faults], 1)
+        return torch.cat([counts, draft.tokens[:, 1:]], 1)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
         return self.drafter.propose(seqs, tree, self.rng)
@@ -264,36 +262,33 @@ class Engine:
             made = self._read(report, tree, time.perf_counter() - begin)
             self.policy.learn(load, (Share(load.rows, tree),), made.steps, made.end_s - trace.end_s)
             trace.rounds.append(made)
-            lengths = [length + row[3] for length, row in zip(lengths, report, strict=True)]
+            lengths = [length + row[1] for length, row in zip(lengths, report, strict=True)]
             rows = zip(prompts, lengths, report, strict=True)
-            left = max((len(p) + max_new_tokens - n) * row[4] for p, n, row in rows)
+            left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in rows)
         return Generation(
             [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
         )
 
     def _read(self, report: list[list[int]], tree: Tree, end_s: float) -> Round:
-        for i, row in enumerate(report):
-            if broken := self.broken(row):
+        steps = self.steps(report)
+        for step in steps:
+            if step.broken:
                 raise NonFiniteLogits(
-                    f"{broken} produced NaN or infinite logits in row {i}; nothing drawn from "
-                    "them was kept: check its weights and dtype"
+                    f"{step.broken} produced NaN or infinite logits in row {step.row}; nothing "
+                    "drawn from them was kept: check its weights and dtype"
                 )
-        return Round(end_s, len(tree), tree.depth, self.steps(report))
+        return Round(end_s, len(tree), tree.depth, tuple(steps))
 
-    def broken(self, row: list[int]) -> str | None:
-        """The model whose logits were no numbers in a live row of a report."""
-        faults = row[5 : 5 + len(self.models)]
-        names = (lm.name for lm, bad in zip(self.models, faults, strict=True) if bad and row[0])
-        return next(names, None)
-
-    def steps(self, report: list[list[int]]) -> tuple[Step, ...]:
-        """What a report says of the live rows."""
-        guesses = 5 + len(self.models)
-        return tuple(
-            Step(i, row[1], row[2], row[3], tuple(row[guesses:]))
-            for i, row in enumerate(report)
-            if row[0]
-        )
+    def steps(self, report: list[list[int]], first: int = 0) -> list[Step]:
+        """What a report says of the live rows, which are numbered from `first`."""
+        steps, names = [], [lm.name for lm in self.models]
+        for i, (accepted, emitted, live, *rest) in enumerate(report, first):
+            faults, guesses = rest[: len(names)], rest[len(names) :]
+            broken = names[faults.index(1)] if 1 in faults else None
+            made = len(guesses) - guesses.count(-1)
+            if emitted:  # a row that is done writes nothing
+                steps.append(Step(i, made, accepted, emitted, tuple(guesses), not live, broken))
+        return steps
 
     def _synchronize(self) -> None:
         if self.target.device.type == "cuda":

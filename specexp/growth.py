@@ -37,9 +37,10 @@ class Level:
     def placed(self, root: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Slots and positions [B, n] of the nodes, and the slots they read [B, n, S] (see
         `LM.feed`), in a cache that has the root in slot `root` [B, 1]."""
-        slots = root + torch.arange(self.at.start, self.at.stop, device=root.device)
         if self.at == slice(self.depth, self.depth + 1):  # one node at every depth so far
+            slots = root + self.depth
             return slots, slots, None
+        slots = root + torch.arange(self.at.start, self.at.stop, device=root.device)
         return slots, (root + self.depth).expand_as(slots), tree_mask(root, S, self.ancestors)
 
 

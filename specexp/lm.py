@@ -80,7 +80,7 @@ class Unfused:
 class LM:
     """A causal LM with one cache. `vocab` V: tokens it may emit; ids beyond it are padding.
 
-    `fault` [B] bool: rows for which this model ever produced NaN or infinite logits.
+    `fault` [B]: NaN for rows for which this model ever produced NaN or infinite logits, else 0.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LM:
         self.device, self.dtype = module.device, module.dtype
         servable(self.config, name)
         self.cache: SlotCache | None = None
-        self.fault = torch.zeros(0, dtype=torch.bool)
+        self.fault = torch.zeros(0)
 
     @property
     def parameters(self) -> int:
@@ -118,7 +118,7 @@ class LM:
                 f"{free * B // need} at most, or fewer tokens"
             )
         self.cache = SlotCache(self.config.num_hidden_layers, B, S)
-        self.fault = torch.zeros(B, dtype=torch.bool, device=self.device)
+        self.fault = torch.zeros(B, device=self.device)
 
     @torch.inference_mode()
     def feed(
@@ -139,7 +139,7 @@ class LM:
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits[..., : self.vocab]
-        self.fault[seqs.rows] |= (logits.amax(-1) * 0 != 0).any(-1)  # 0 times inf and NaN is NaN
+        self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 times inf and NaN is NaN
         return Forward(logits, hidden)
 
     @torch.inference_mode()
@@ -178,10 +178,11 @@ class LM:
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
         """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
         root = seqs.length[:, None] - 1
-        slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
-        S, nodes = seqs.tokens.shape[1], draft.nodes
-        visible = None if nodes.is_chain else tree_mask(root, S, nodes.ancestors)
-        positions = root + nodes.depth
+        nodes, visible = draft.nodes, None
+        slots = positions = root + nodes.depth
+        if not nodes.is_chain:
+            slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
+            visible = tree_mask(root, seqs.tokens.shape[1], nodes.ancestors)
         return self.feed(seqs, draft.tokens.clamp(min=0), slots, positions, visible, taps)
 
     @torch.inference_mode()
@@ -269,7 +270,7 @@ def _config(source: str, state: Any) -> Any:
             )
     try:
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"cannot read the model {source}: {str(e).strip().splitlines()[0]}") from e
     if getattr(config, "auto_map", None):
         raise UserError(

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <utility>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -21,6 +22,12 @@
 constexpr int LANES = 16, TALL = 6, BROAD = 4;
 #else
 constexpr int LANES = 8, TALL = 3, BROAD = 4;
+#endif
+constexpr int AHEAD = 1 << 14; // bytes
+#ifdef __AVX__
+#define HELD(x) asm("" : "+v"(x)) // stays in its register, and is not loaded again for every use
+#else
+#define HELD(x)
 #endif
 #ifdef __clang__
 #define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -150,22 +157,35 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
     if constexpr (M > 1) blocks<M - 1>(rows, f, r);
 }
 
-// M rows of x and N of w, all `size` long: their products y [M, N], set or added.
+// f of every number below N, each a constant, so that what it indexes can be a register.
+template <typename F, int... I> static inline void each(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, typename F> static inline void each(F f) {
+    each(f, std::make_integer_sequence<int, N>());
+}
+
+// M rows of x and N of w, all `size` long: their products y [M, N], set or added. Weights come from
+// far away: those AHEAD are asked for in time, into the second cache, for the first is for x.
 template <int M, int N, typename num>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
                         int64_t size, float *y, int64_t y_stride, bool added) {
-    vec made[M][N] = {};
+    vec made[M][N];
+    each<M>([&](auto i) { each<N>([&](auto j) { made[i][j] = vec{}; }); });
     int64_t k = 0;
     for (; k + STEP<num> <= size; k += STEP<num>) {
         decltype(some(x)) a[M];
-        for (int i = 0; i < M; i++) a[i] = some(x + i * x_stride + k);
-        for (int j = 0; j < N; j++) {
+        each<M>([&](auto i) {
+            a[i] = some(x + i * x_stride + k);
+            HELD(a[i]);
+        });
+        each<N>([&](auto j) {
             const auto b = some(w + j * size + k);
-            __builtin_prefetch(w + (j + N) * size + k); // the rows after these, a page away
-            for (int i = 0; i < M; i++) add(made[i][j], a[i], b);
-        }
+            __builtin_prefetch((const char *)(w + j * size + k) + AHEAD, 0, 2);
+            each<M>([&](auto i) { add(made[i][j], a[i], b); });
+        });
     }
-    for (int i = 0; i < M; i++) {
+    each<M>([&](auto i) {
         float s[N];
         if constexpr (N == 4) *(vec4 *)s = sums(made[i]);
         if constexpr (N == 1) s[0] = sum(made[i][0]);
@@ -175,7 +195,7 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
             if (bias) s[j] += wide(bias[j]);
             y[i * y_stride + j] = added ? y[i * y_stride + j] + s[j] : s[j];
         }
-    }
+    });
 }
 
 // RMS norm (Zhang & Sennrich 2019).

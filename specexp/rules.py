@@ -55,7 +55,7 @@ class Match:
         sample = rng.categorical(p, draft.keys, TOKEN)
         wanted = sample.gather(1, draft.nodes.parents.expand_as(sample))
         path, n = draft.nodes.accepted(draft.tokens == wanted)
-        return Verdict(path, n, sample.gather(1, path.gather(1, n[:, None]))[:, 0])
+        return Verdict(path, n, sample.gather(1, path))
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         return p
@@ -103,7 +103,8 @@ class Reject:
         path, n = nodes.accepted(ok)
         stop = path.gather(1, n[:, None])
         owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]
-        return Verdict(path, n, rng.categorical(owed, draft.keys.gather(1, stop)[:, 0], RESIDUAL))
+        bonus = rng.categorical(owed, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+        return draft.judged(path, n, bonus)
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         kept = torch.minimum(q, p / self.lenience)
@@ -127,7 +128,7 @@ class Block:
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         tokens = draft.tokens
-        B, N, _ = p.shape
+        N = p.shape[1]
         if draft.nodes.deepest != N - 1:
             raise UserError("rule block judges chains; use tree chain, or the rule reject")
         following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -1)], 1)
@@ -148,9 +149,9 @@ class Block:
         stop = n[:, None]
         last = stop[..., None].expand(-1, 1, p.shape[-1])
         law = normalised(uncovered.gather(1, last), p.gather(1, last))[:, 0]
-        path = torch.arange(N, device=p.device).expand(B, N)
-        path = torch.where(path <= stop, path, 0)
-        return Verdict(path, n, rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL))
+        path = torch.arange(N, device=p.device).clamp(max=stop)
+        bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+        return draft.judged(path, n, bonus)
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         return p
@@ -186,7 +187,8 @@ class Typical:
         path, n = draft.nodes.accepted(ok)
         stop = path.gather(1, n[:, None])
         law = p.gather(1, stop[..., None].expand(-1, 1, p.shape[-1]))[:, 0]
-        return Verdict(path, n, rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL))
+        bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+        return draft.judged(path, n, bonus)
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         kept = q * self._typical(p)

@@ -40,14 +40,22 @@ class Draft:
         where nothing is left to chance any numbers will do."""
         return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
 
+    def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
+        """The verdict that keeps n [B] guesses along a path [B, D+1] and adds a bonus [B]."""
+        guess = torch.arange(path.shape[1], device=path.device) < n[:, None]
+        line = self.tokens.gather(1, path.roll(-1, 1))
+        return Verdict(path, n, torch.where(guess, line, bonus[:, None]))
+
 
 @dataclass
 class Verdict:
-    """What the target agreed with: path [B, D+1] nodes from the root, n [B] accepted, bonus [B]."""
+    """What the target agreed with: path [B, D+1] of nodes from the root, whose last comes again
+    beyond the end; n [B] accepted guesses; new [B, D+1], the token that follows each node of the
+    path: these guesses and then the bonus."""
 
     path: Tensor
     n: Tensor
-    bonus: Tensor
+    new: Tensor
 
 
 @dataclass
@@ -158,23 +166,18 @@ class Sequences:
         root = mix(self.stream)[:, None] + self.length[:, None]
         return mix((mix(root) if self.by_round else root) + depth)
 
-    def commit(self, draft: Draft, verdict: Verdict) -> Tensor:
+    def commit(self, verdict: Verdict) -> Tensor:
         """Append the accepted path and the bonus token; emitted [B], after EOS and limit cuts.
 
-        A delivered EOS lowers the row's limit to its length. Rows already done emit 0.
+        A delivered EOS lowers the row's limit to its length. Rows already done emit 0. Tokens
+        beyond a row's length are never read, and need not be spared.
         """
-        at = torch.arange(verdict.path.shape[1], device=self.tokens.device)
-        n = verdict.n[:, None]
-        line = draft.tokens.gather(1, verdict.path)
-        new = torch.where(at < n, line.roll(-1, 1), verdict.bonus[:, None])
-        ends = torch.isin(new, self.eos) & (at <= n)
+        at = torch.arange(verdict.new.shape[1], device=self.tokens.device)
+        ends = torch.isin(verdict.new, self.eos)
         before_end = torch.where(ends, at, at.numel()).amin(1)
         room = (self.limit - self.length).clamp(min=0)
         emitted = torch.minimum(torch.minimum(verdict.n, before_end) + 1, room)
-        slots = self.length[:, None] + at
-        kept = self.tokens.gather(1, slots)
-        self.tokens.scatter_(1, slots, torch.where(at < emitted[:, None], new, kept))
+        self.tokens.scatter_(1, self.length[:, None] + at, verdict.new)
         self.length += emitted
-        ended = (ends & (at < emitted[:, None])).any(1)
-        self.limit.copy_(torch.where(ended, self.length, self.limit))
+        self.limit.copy_(torch.where(emitted > before_end, self.length, self.limit))
         return emitted

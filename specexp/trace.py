@@ -11,17 +11,20 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Step:
-    """One live row in one round. `guesses`: the drafted tokens in node order, -1 where none."""
+class Step(NamedTuple):
+    """One live row in one round. `guesses`: the drafted tokens in node order, -1 where none; done:
+    it was the row's last round; broken: the model whose logits were no numbers, if one's were."""
 
     row: int
     drafted: int
     accepted: int
     emitted: int
     guesses: tuple[int, ...] = ()
+    done: bool = False
+    broken: str | None = None
 
 
 @dataclass(frozen=True)

@@ -177,12 +177,12 @@ class Nodes:
         """Follow the accepted nodes from the root as deep as they go.
 
         ok [B, N] bool: would this node be accepted, were its parent? (The root's is ignored.)
-        Returns path [B, D+1] int64, the nodes from the root down, 0 beyond the end; and n [B], how
-        many of them are accepted guesses (the root is none).
+        Returns path [B, D+1] int64, the nodes from the root down, the last of them again beyond
+        the end; and n [B], how many of them are accepted guesses (the root is none).
         """
         if self.is_chain:
             n = ok[:, 1:].cumprod(1).sum(1)
-            return self.depth * (self.depth <= n[:, None]), n
+            return self.depth.clamp(max=n[:, None]), n
         root = torch.arange(ok.shape[1], device=ok.device) == 0
         reached = ((ok | root)[:, None, :] | ~self.ancestors).all(-1)
         reached_depth = torch.where(reached, self.depth, -1)
@@ -190,8 +190,8 @@ class Nodes:
         on_path = self.ancestors.expand(len(ok), -1, -1).gather(
             1, last[:, None, None].expand(-1, 1, ok.shape[1])
         )[:, 0]
-        level = torch.arange(self.deepest + 1, device=ok.device)
-        at = on_path[:, :, None] & (self.depth[:, :, None] == level)
+        level = torch.arange(self.deepest + 1, device=ok.device).clamp(max=n[:, None])
+        at = on_path[:, :, None] & (self.depth[:, :, None] == level[:, None])
         index = torch.arange(ok.shape[1], device=ok.device)[:, None]
         return (at * index).sum(1), n
 

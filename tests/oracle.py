@@ -146,9 +146,10 @@ class Outcome:
             self.law[c][tuple(texts)] += w
 
     def count(self, case: Tensor, r: int, report: Tensor, weight: Tensor) -> None:
-        seen = torch.stack([case, report[:, 2]], 1)[report[:, 0] == 1]
+        live = report[:, 1] > 0
+        seen = torch.stack([case, report[:, 0]], 1)[live]
         pairs, which = seen.unique(dim=0, return_inverse=True)
-        total = weight.new_zeros(len(pairs)).index_add(0, which, weight[report[:, 0] == 1])
+        total = weight.new_zeros(len(pairs)).index_add(0, which, weight[live])
         for (c, n), w in zip(pairs.tolist(), total.tolist(), strict=True):
             self.accepted[c, r, n] += w
 
@@ -197,13 +198,14 @@ def _round(
     """One real round of these worlds; their states after it, and what it reports of row 0."""
     R = state.shape[1]
     seqs = _thaw(engine, state[world].flatten(0, 1))
-    was = seqs.length.clone()
+    was, live = seqs.length.clone(), seqs.live
     engine.rng = oracle
     report = engine.round(seqs, tree)
-    live, drafted, n, emitted, still = report.T[:5]
+    n, emitted, still = report.T[:3]
+    drafted = (report[:, 3 + len(engine.models) :] >= 0).sum(1)
     assert torch.equal(emitted, seqs.length - was), "reported emitted is what the row gained"
     assert torch.equal(still.bool(), seqs.live), "reported live is live"
-    assert bool(((emitted == 0) | (live == 1)).all()), "a done row stays as it is"
+    assert torch.equal(emitted > 0, live), "live rows go on, and no others"
     assert bool((emitted <= n + 1).all() & (n <= drafted).all()), "emitted <= n + 1 <= drafted + 1"
     return _freeze(engine, seqs).unflatten(0, (-1, R)), report[::R]
 

@@ -14,7 +14,6 @@ from specexp.lm import LM
 from specexp.policy import Fixed
 from specexp.rules import Match, Reject
 from specexp.sampling import Sampling
-from specexp.sequences import Verdict
 from specexp.tree import Tree
 
 PROMPTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 1, 2, 3, 7, 8]]
@@ -50,7 +49,7 @@ class AcceptAll(Match):
     def __call__(self, draft, p, rng):
         path, n = draft.nodes.accepted(torch.ones_like(draft.tokens, dtype=torch.bool))
         last = p.gather(1, n[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
-        return Verdict(path, n, last.argmax(-1))
+        return draft.judged(path, n, last.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -144,7 +144,7 @@ def test_recycle_offers_the_targets_last_candidates_breadth_first():
             verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
             made.target.keep(seqs, verdict)
             made.drafter.observe(seqs, tree, verdict, seen)
-            seqs.commit(draft, verdict)
+            seqs.commit(verdict)
 
 
 def test_recycle_begins_with_what_followed_in_the_prompts():
@@ -171,7 +171,7 @@ def test_lookahead_solves_a_line_that_the_target_would_write():
         said = seen.logits[0].argmax(-1).tolist()
         verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
         made.drafter.observe(seqs, Tree.chain(4), verdict, seen)
-        seqs.commit(draft, verdict)
+        seqs.commit(verdict)
         n = int(verdict.n[0])
         line = (said[n + 1 :] + [said[-1]] * 4)[:4]
         assert made.drafter.propose(seqs, Tree.chain(4), made.rng).tokens[0, 1:].tolist() == line

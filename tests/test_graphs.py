@@ -277,7 +277,7 @@ def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int
         if not tree.is_chain:
             made.target.keep(seqs, verdict)
         made.drafter.observe(seqs, tree, verdict, seen)
-        seqs.commit(draft, verdict)
+        seqs.commit(verdict)
     return guessed
 
 

@@ -24,7 +24,7 @@ from specexp.lm import LM
 from specexp.policy import Fixed
 from specexp.rules import Block, Match, Reject, Typical
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Sampling, mix
-from specexp.sequences import Sequences
+from specexp.sequences import Draft, Sequences
 from specexp.trace import Acceptance
 from specexp.tree import Nodes, Tree
 
@@ -160,6 +160,7 @@ def counts() -> None:
         made = engine.generate(case, 9)
         made.trace.acceptance.check()
         assert made.trace.acceptance.emitted == sum(map(len, made.tokens))
+        assert all(len(row) <= 9 and 0 not in row[:-1] for row in made.tokens)
         if drafter == "null":
             assert made.trace.acceptance.passes == made.trace.acceptance.emitted
 
@@ -269,7 +270,7 @@ FULL = "(n == nodes.deepest)[:, None]"
 COIN = "rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)"
 DRAWN = "rng.draw(laws[-1], width, keys[:, here])"
 REST = "(left - self.lenience * drawn).clamp(min=0)"
-RETURN = "return Verdict(path, n, rng.categorical(owed"
+RETURN = "bonus = rng.categorical(owed"
 OWED = "owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]"
 GAINED = "torch.minimum(verdict.n, before_end) + 1"
 ROOM = "(self.limit - self.length).clamp(min=0)"
@@ -314,8 +315,8 @@ MUTANTS = [
     Mutant("rows laid out as the first", *verify,
            {"root = seqs.length[:, None] - 1":
             "root = seqs.length[:1, None] - 1 + 0 * seqs.length[:, None]"}, "law_on_chains"),
-    Mutant("a node's slot taken for its position", *verify, {"root + nodes.depth": "slots"},
-           "law_on_trees"),
+    Mutant("a node's slot taken for its position", *verify,
+           {"slots, positions, visible": "slots, slots, visible"}, "law_on_trees"),
     Mutant("nodes see their siblings", trees, "tree_mask",
            {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"},
            "law_on_trees"),
@@ -409,7 +410,8 @@ MUTANTS = [
     Mutant("likeliest bonus", *reject,
            last(f"torch.where({FULL}, (owed == owed.amax(1, keepdim=True)).double(), owed)"),
            "law_on_chains"),
-    Mutant("match: bonus of the root", *match, {"path.gather(1, n[:, None])": "path[:, :1]"},
+    Mutant("match: bonus of the root", *match,
+           {"sample.gather(1, path))": "draft.judged(path, n, sample[:, 0]).new)"},
            "law_of_match"),
     Mutant("batch rolled back to its shortest row and redrawn", *reject,
            {"path, n = nodes.accepted(ok)":
@@ -420,8 +422,8 @@ MUTANTS = [
     # What is written
     Mutant("correction dropped after an accepted guess", *commit,
            {GAINED: "torch.minimum(verdict.n - ((verdict.n > 0) & (verdict.n < "
-                    "draft.nodes.deepest)).long(), before_end) + 1"}, "law_on_chains"),
-    Mutant("one accepted token skipped", *commit, {"line.roll(-1, 1)": "line.roll(-2, 1)"},
+                    "verdict.new.shape[1] - 1)).long(), before_end) + 1"}, "law_on_chains"),
+    Mutant("one accepted token skipped", Draft, "judged", {"path.roll(-1, 1)": "path.roll(-2, 1)"},
            "law_on_chains"),
     Mutant("bonus thrown away", *commit,
            {GAINED: "torch.minimum((verdict.n - 1).clamp(min=0), before_end) + 1"}, "speed"),
@@ -429,7 +431,7 @@ MUTANTS = [
            {"torch.where(ends, at, at.numel()).amin(1)":
             "torch.full_like(verdict.n, at.numel())"}, "law_with_eos"),
     Mutant("an end of text does not end the row", *commit,
-           {"(ends & (at < emitted[:, None])).any(1)": "torch.zeros_like(self.live)"},
+           {"emitted > before_end": "torch.zeros_like(self.live)"},
            "law_with_eos"),
     Mutant("an end of text that is not delivered", *commit,
            {GAINED: "torch.minimum(verdict.n + 1, before_end)"}, "law_with_eos"),
@@ -438,7 +440,8 @@ MUTANTS = [
     Mutant("done rows go on", *commit, {ROOM: "(self.limit - self.length).clamp(min=1)"},
            "law_of_batches"),
     # What is remembered
-    Mutant("cache off by one", *verify, {"slots = root + torch": "slots = root + 1 + torch"},
+    Mutant("cache off by one", *verify,
+           {"slots = positions = root": "positions = root + nodes.depth\n    slots = 1 + root"},
            "law_on_chains"),
     Mutant("prefill of one token too few", Engine, "begin",
            {"known = int(seqs.length.max()) - 1": "known = max(0, int(seqs.length.max()) - 2)"},
@@ -502,7 +505,7 @@ MUTANTS = [
             "torch.stack([self.categorical(w, keys + i, TOKEN) for i in range(k)], -1)"},
            "addresses"),
     # What is reported
-    Mutant("done rows counted", Engine, "steps", {"if row[0]\n": "\n"}, "counts"),
+    Mutant("done rows counted", Engine, "steps", {"if emitted:": "if True:"}, "counts"),
     Mutant("bonus not counted", Acceptance, "of", {"s.accepted + 1": "s.accepted"}, "counts"),
     Mutant("emitted before the cut", *commit, {"return emitted": "return verdict.n + 1"}, "counts"),
 ]  # fmt: skip

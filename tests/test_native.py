@@ -139,7 +139,7 @@ def test_a_row_that_is_no_number_spoils_no_other():
     lm.module.model.embed_tokens.weight.data[7] = torch.nan
     good = [[1, 2, 3, 4], [4, 3, 2, 1]]
     logits = fed(lm, [good[0], [1, 7, 2, 3], good[1]], [4])
-    assert lm.fault.tolist() == [False, True, False]
+    assert (lm.fault != 0).tolist() == [False, True, False]
     assert torch.equal(logits[[0, 2]], fed(lm, good, [4]))
     broken = engine("null", "chain", "match", dtype=torch.float32)
     broken.target = LM(made("llama", torch.float32), "mine")

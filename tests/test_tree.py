@@ -98,4 +98,4 @@ def test_the_accepted_path_is_the_deepest_one_from_the_root(tree, data):
     path, n = tree.nodes("cpu").accepted(torch.tensor([ok]))
     assert (path[0, : n[0] + 1].tolist(), int(n[0])) == follow(tree, ok)
     assert path.shape == (1, tree.depth + 1)
-    assert (path[0, n[0] + 1 :] == 0).all()
+    assert (path[0, n[0] + 1 :] == path[0, n[0]]).all()

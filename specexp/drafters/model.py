@@ -41,10 +41,12 @@ class DraftModel(Drafter):
         self.lm.refill(seqs, missed + 1)  # and the deepest guess of the draft before
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        root = seqs.length[:, None] - 1
+
         def step(level: Level) -> Tensor:
             if level.depth == 0:
                 return self.lm.follow(seqs, 2)
-            placed = level.placed(seqs.length[:, None] - 1, seqs.tokens.shape[1])
+            placed = level.placed(root, seqs.tokens.shape[1])
             return self.lm.feed(seqs, level.tokens, *placed).logits
 
         grown = grow(seqs, tree, step, self.sampling, None if self.chosen else rng)

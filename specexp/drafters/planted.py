@@ -63,7 +63,7 @@ class Planted(Drafter):
         for _ in range(int((told.limit - told.length).max())):
             draft = told.draft(root)
             law = self.sampling.law(self.target.verify(told, draft).logits)
-            told.commit(draft, match(draft, law, self.rng))
+            told.commit(match(draft, law, self.rng))
         self.future[seqs.rows, : told.tokens.shape[1]] = told.tokens
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:

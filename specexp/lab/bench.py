@@ -281,7 +281,7 @@ def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
         if not tree.is_chain:
             engine.target.keep(seqs, verdict)
         engine.drafter.observe(seqs, tree, verdict, seen)
-        seqs.commit(draft, verdict)
+        seqs.commit(verdict)
         if not bool(seqs.live.any()):
             break
     return float(np.mean(found))

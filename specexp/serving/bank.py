@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from specexp.engine import Engine
 from specexp.errors import UserError, ran_out
 from specexp.sequences import Sequences
+from specexp.trace import Step
 from specexp.tree import Tree
 
 SLOTS = 64  # windows grow by this many slots, so that there are few shapes
@@ -31,17 +32,6 @@ def window(need: int, slots: int) -> int:
 def bucket(rows: int) -> int:
     """Rows that a recorded round covers for so many: 1, 2, 4, 8, 16, 24, 32, ..."""
     return 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
-
-
-class Turn(NamedTuple):
-    """What a round did to one row; `broken`: the model whose logits were no numbers."""
-
-    row: int
-    drafted: int
-    accepted: int
-    emitted: int
-    done: bool
-    broken: str | None
 
 
 class Timer(Protocol):
@@ -116,7 +106,7 @@ class EngineBank:
         self._hidden[row] = []
         self._taken.add(row)
         for lm in self.engine.models:
-            lm.fault[row] = False
+            lm.fault[row] = 0
 
     def read(self, row: int, start: int, stop: int) -> None:
         """The target reads the tokens start..stop-1 of a row."""
@@ -141,17 +131,13 @@ class EngineBank:
         with _memory():
             self.engine.drafter.catch_up(self._window(first, rows, longest), missed)
 
-    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Turn]:
+    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Step]:
         """One round of these rows, none of them longer than `longest`."""
         tree = tree.cut(max(0, self.engine.drafter.context - longest))
         with _memory():
             covered = self._window(first, self._covered(first, rows), longest)
             report = self.engine.report(covered, tree)
-        return [
-            Turn(first + i, row[1], row[2], row[3], not row[4], self.engine.broken(row))
-            for i, row in enumerate(report)
-            if row[0]
-        ]
+        return self.engine.steps(report, first)
 
     def _covered(self, first: int, rows: int) -> int:
         """These rows, and where rounds are graphs as many free ones as make a size that is known.
@@ -192,7 +178,7 @@ class EngineBank:
             for lm in self.engine.models:
                 assert lm.cache is not None
                 lm.cache.clear(row)
-                lm.fault[row] = False
+                lm.fault[row] = 0
             for part in self.engine.drafter.state:
                 part[row] = 0
 

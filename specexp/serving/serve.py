@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeVar
 
 from specexp.errors import UserError
 from specexp.policy import Load, Plan, Policy, Stream
-from specexp.serving.bank import OutOfMemory, Turn, window
+from specexp.serving.bank import OutOfMemory, window
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -43,7 +43,7 @@ class Bank(Protocol):
     def read(self, row: int, start: int, stop: int) -> None: ...
     def begin(self, row: int, limit: int) -> None: ...
     def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None: ...
-    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Turn]: ...
+    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Step]: ...
     def move(self, source: int, target: int, length: int) -> None: ...
     def swap(self, a: int, b: int, longest: int) -> None: ...
     def leave(self, row: int, broken: bool = False) -> None: ...
@@ -200,18 +200,18 @@ class Server:
         waiting = len(self.waiting)
         try:
             read = self._read()
-            plan, turns = self._round()
+            plan, steps = self._round()
         except OutOfMemory as e:
             self._shrink(str(e))
             return True
         self._compact()
         self.ticks.append(Tick(
-            begin, self.now, self._busy, waiting, read, live=len(turns),
+            begin, self.now, self._busy, waiting, read, live=len(steps),
             rows=sum(share.rows for share in plan),
             speculated=sum(share.rows for share in plan if len(share.tree) > 1),
-            drafted=sum(turn.drafted for turn in turns),
-            accepted=sum(turn.accepted for turn in turns),
-            emitted=sum(turn.emitted for turn in turns),
+            drafted=sum(step.drafted for step in steps),
+            accepted=sum(step.accepted for step in steps),
+            emitted=sum(step.emitted for step in steps),
         ))  # fmt: skip
         return True
 
@@ -245,7 +245,7 @@ class Server:
                 break
         return self.chunk - left
 
-    def _round(self) -> tuple[Plan, list[Turn]]:
+    def _round(self) -> tuple[Plan, list[Step]]:
         top = 1 + max(row for row, seat in enumerate(self.seats) if seat)
         if not any(seat and seat.writing for seat in self.seats):
             return (), []
@@ -257,21 +257,20 @@ class Server:
         begin = self.now
         plan = self.policy.choose(load)
         assert sum(share.rows for share in plan) == top, "the shares of a plan cover every row"
-        turns: list[Turn] = []
+        steps: list[Step] = []
         first = 0
         for share in plan:
             if len(share.tree) > 1:
                 self._catch_up(first, share.rows)
             longest = self._longest(first, share.rows)
             made = self._timed(self.bank.round, first, share.rows, longest, share.tree)
-            for turn in made:
-                self._settle(turn)
-            turns += made
+            for step in made:
+                self._settle(step)
+            steps += made
             first += share.rows
-        steps = tuple(Step(t.row, t.drafted, t.accepted, t.emitted) for t in turns)
         self.policy.learn(load, plan, steps, self.now - begin)
         self._sort(plan)
-        return plan, turns
+        return plan, steps
 
     def _longest(self, first: int, rows: int) -> int:
         return max(seat.length if seat else 1 for seat in self.seats[first : first + rows])
@@ -290,24 +289,24 @@ class Server:
         if lag:
             self._timed(self.bank.catch_up, first, rows, self._longest(first, rows), lag)
 
-    def _settle(self, turn: Turn) -> None:
-        seat = self.seats[turn.row]
+    def _settle(self, step: Step) -> None:
+        seat = self.seats[step.row]
         assert seat is not None
         answer = seat.answer
-        if turn.broken:
-            self._vacate(turn.row, "failed", f"{turn.broken} produced NaN or infinite logits")
+        if step.broken:
+            self._vacate(step.row, "failed", f"{step.broken} produced NaN or infinite logits")
             return
-        seat.length += turn.emitted
-        if turn.drafted:
+        seat.length += step.emitted
+        if step.drafted:
             seat.guided = seat.length - 1
-            seat.judged = FADE * seat.judged + min(turn.accepted + 1, turn.drafted)
-            seat.kept = FADE * seat.kept + turn.accepted
-        answer.drafted += turn.drafted
-        answer.accepted += turn.accepted
+            seat.judged = FADE * seat.judged + min(step.accepted + 1, step.drafted)
+            seat.kept = FADE * seat.kept + step.accepted
+        answer.drafted += step.drafted
+        answer.accepted += step.accepted
         answer.passes += 1
         answer.deliveries.append((self.now, seat.length - len(answer.request.prompt)))
-        if turn.done:
-            self._vacate(turn.row, "done")
+        if step.done:
+            self._vacate(step.row, "done")
 
     def _sort(self, plan: Plan) -> None:
         """If a plan treats rows apart, those that keep most belong in front: one swap a round."""

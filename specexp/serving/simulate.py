@@ -10,9 +10,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specexp.serving.bank import Turn, window
+from specexp.serving.bank import window
 from specexp.serving.costs import Costs
 from specexp.serving.serve import Request
+from specexp.trace import Step
 from specexp.tree import Tree
 
 
@@ -62,11 +63,11 @@ class SimulatedBank:
     def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None:
         self.time += self.costs.catch_up_s(rows * missed)
 
-    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Turn]:
+    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Step]:
         gamma = len(tree) - 1
         context = window(longest + self.room, self.slots)
         self.time += self.costs.round_s(rows, gamma, context) + self.overhead_s
-        turns = []
+        steps = []
         for at in range(first, first + rows):
             text = self.texts.get(at)
             if text is None or text.length >= text.limit:
@@ -78,8 +79,8 @@ class SimulatedBank:
                 accepted += 1
             emitted = min(accepted + 1, text.limit - text.length)
             text.length += emitted
-            turns.append(Turn(at, gamma, accepted, emitted, text.length >= text.limit, None))
-        return turns
+            steps.append(Step(at, gamma, accepted, emitted, done=text.length >= text.limit))
+        return steps
 
     def move(self, source: int, target: int, length: int) -> None:
         self.texts[target] = self.texts[source]
