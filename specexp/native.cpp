@@ -258,53 +258,6 @@ static void turned(const float *x, int64_t dim, const float *cosine, const float
     }
 }
 
-// M queries over keys and values of the slots that each of them sees: see Pass.
-template <int M, typename num>
-static void attend(const num *q, int64_t q_stride, const num *k, const num *v, int64_t dim,
-                   const int64_t *own, const bool *visible, int64_t seen, float scale,
-                   float *scores, num *y, int64_t y_stride) {
-    int64_t reach[M], slots = 0, stride = seen + LANES, j = 0;
-    for (int i = 0; i < M; i++) {
-        reach[i] = visible ? seen : own[i] + 1;
-        while (visible && reach[i] && !visible[i * seen + reach[i] - 1]) reach[i]--;
-        slots = std::max(slots, reach[i]);
-    }
-    for (; j + BROAD <= slots; j += BROAD)
-        tile<M, BROAD>(q, q_stride, k + j * dim, (const num *)nullptr, dim, scores + j, stride, false);
-    for (; j < slots; j++)
-        tile<M, 1>(q, q_stride, k + j * dim, (const num *)nullptr, dim, scores + j, stride, false);
-    for (int i = 0; i < M; i++) {
-        float *s = scores + i * stride, most = -INFINITY;
-        for (j = 0; j < reach[i]; j++) {
-            s[j] = !visible || visible[i * seen + j] ? s[j] * scale : -INFINITY;
-            most = s[j] > most ? s[j] : most;
-        }
-        for (; j < slots || j % LANES; j++) s[j] = -INFINITY;
-        vec total = {};
-        for (j = 0; j < slots; j += LANES) {
-            const vec weight = exponential(load(s + j) - most);
-            *(vec *)(s + j) = weight;
-            total += weight;
-        }
-        const float share = 1.0f / sum(total);
-        for (j = 0; j < slots; j++) s[j] *= share;
-    }
-    int64_t c = 0;
-    for (; c + LANES <= dim; c += LANES) {
-        vec made[M] = {};
-        for (j = 0; j < slots; j++)
-            for (int i = 0; i < M; i++) made[i] += scores[i * stride + j] * load(v + j * dim + c);
-        for (int i = 0; i < M; i++)
-            for (int t = 0; t < LANES; t++) narrow(made[i][t], y + i * y_stride + c + t);
-    }
-    for (; c < dim; c++)
-        for (int i = 0; i < M; i++) {
-            float s = 0;
-            for (j = 0; j < slots; j++) s = std::fma(scores[i * stride + j], wide(v[j * dim + c]), s);
-            narrow(s, y + i * y_stride + c);
-        }
-}
-
 // --- a pass ---------------------------------------------------------------------------------------
 
 // What R tokens carry along: the residual stream, what products read, what they make.
@@ -328,13 +281,84 @@ template <typename num> struct Room {
     }
 };
 
+// M queries of a text that read the same key, from its `first` on: those of a token follow each
+// other, and tokens too. Over the keys and values of the slots that each of them sees (Pass).
+template <int M, typename num>
+static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &room, int64_t layer,
+                   int64_t row, int64_t key, int64_t first) {
+    const int64_t d = net.dim, G = net.heads / net.keys, stride = p.seen + LANES;
+    const int64_t place = p.at + row * p.row_stride + key * p.head_stride;
+    const num *q = room.heads + ((row * net.keys + key) * p.n * G + first) * d;
+    const num *k = p.k[layer] + place, *v = p.v[layer] + place;
+    float *scores = room.scores + omp_get_thread_num() * TALL * stride;
+    int64_t reach[M], slots = 0, j = 0;
+    const bool *visible[M];
+    num *y[M];
+    for (int i = 0; i < M; i++) {
+        const int64_t token = row * p.n + (first + i) / G;
+        y[i] = room.read + (token * net.heads + key * G + (first + i) % G) * d;
+        visible[i] = p.visible ? p.visible + token * p.seen : nullptr;
+        reach[i] = p.visible ? p.seen : p.slots[token] + 1;
+        while (p.visible && reach[i] && !visible[i][reach[i] - 1]) reach[i]--;
+        slots = std::max(slots, reach[i]);
+    }
+    for (; j + BROAD <= slots; j += BROAD)
+        tile<M, BROAD>(q, d, k + j * d, (const num *)nullptr, d, scores + j, stride, false);
+    for (; j < slots; j++)
+        tile<M, 1>(q, d, k + j * d, (const num *)nullptr, d, scores + j, stride, false);
+    for (int i = 0; i < M; i++) {
+        float *s = scores + i * stride;
+        for (j = 0; visible[i] && j < reach[i]; j++) s[j] = visible[i][j] ? s[j] : -INFINITY;
+        for (j = reach[i]; j < slots || j % LANES; j++) s[j] = -INFINITY;
+        vec most = vec{} - INFINITY, total = {};
+        for (j = 0; j < slots; j += LANES) {
+            const vec score = load(s + j) * net.scale;
+            *(vec *)(s + j) = score;
+            most = score > most ? score : most;
+        }
+        for (int t = 1; t < LANES; t++) most[0] = std::max(most[0], most[t]);
+        for (j = 0; j < slots; j += LANES) {
+            const vec weight = exponential(load(s + j) - most[0]);
+            *(vec *)(s + j) = weight;
+            total += weight;
+        }
+        const float share = 1.0f / sum(total);
+        for (j = 0; j < slots; j++) s[j] *= share;
+    }
+    auto mixed = [&](auto C, int64_t c) { // C vectors of coordinates from c on
+        vec made[M][C];
+        each<M>([&](auto i) { each<C>([&](auto u) { made[i][u] = vec{}; }); });
+        for (int64_t j = 0; j < slots; j++)
+            each<C>([&](auto u) {
+                const vec value = load(v + j * d + c + u * LANES);
+                each<M>([&](auto i) { made[i][u] += scores[i * stride + j] * value; });
+            });
+        each<M>([&](auto i) {
+            each<C>([&](auto u) {
+                for (int t = 0; t < LANES; t++) narrow(made[i][u][t], y[i] + c + u * LANES + t);
+            });
+        });
+    };
+    int64_t c = 0;
+    for (; c + BROAD * LANES <= d; c += BROAD * LANES) mixed(std::integral_constant<int, BROAD>(), c);
+    for (; c + LANES <= d; c += LANES) mixed(std::integral_constant<int, 1>(), c);
+    for (; c < d; c++)
+        for (int i = 0; i < M; i++) {
+            float made = 0;
+            for (j = 0; j < slots; j++)
+                made = std::fma(scores[i * stride + j], wide(v[j * d + c]), made);
+            narrow(made, y[i] + c);
+        }
+}
+
 // A thread's part of a pass. Tokens of texts are numbered through, 0 to R.
 template <typename num>
 static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room) {
     const int64_t n = p.n, R = p.rows * n, E = net.width, d = net.dim, F = net.hidden;
     const int64_t H = net.heads, K = net.keys, Q = (H + 2 * K) * d;
-    const int64_t parts = (n + TALL - 1) / TALL; // of a text, whose tokens attend together
-    const Share mine(R), shared(p.rows * H * parts);
+    const int64_t G = H / K, lot = std::clamp<int64_t>(R * H / p.threads, 1, TALL);
+    const int64_t parts = (n * G + lot - 1) / lot; // of the queries that read the same key
+    const Share mine(R), shared(p.rows * K * parts);
     float *x = room.x;
     num *read = room.read, *heads = room.heads;
 
@@ -375,7 +399,8 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
                 float *here = room.qkv + r * Q + h * d;
                 const num *weight = h < H ? layer.q_norm : layer.k_norm;
                 if (weight) normed(here, weight, d, net.eps, here);
-                num *to = h < H ? heads + (r * H + h) * d : p.k[at] + place + (h - H) * p.head_stride;
+                num *to = p.k[at] + place + (h - H) * p.head_stride;
+                if (h < H) to = heads + (((r / n * K + h / G) * n + r % n) * G + h % G) * d;
                 turned(here, d, cosine, sine, to);
             }
             for (int64_t h = 0; h < K; h++, place += p.head_stride)
@@ -384,14 +409,9 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
         }
 #pragma omp barrier
         for (int64_t i = shared.from; i < shared.to; i++) {
-            const int64_t b = i / parts / H, h = i / parts % H, first = i % parts * TALL;
-            const int64_t place = p.at + b * p.row_stride + h * K / H * p.head_stride;
-            float *scores = room.scores + omp_get_thread_num() * TALL * (p.seen + LANES);
-            const int64_t many = std::min<int64_t>(TALL, n - first), r = b * n + first;
-            blocks(many, [&](auto M, int64_t) {
-                attend<M>(heads + (r * H + h) * d, H * d, p.k[at] + place, p.v[at] + place, d,
-                          p.slots + r, p.visible ? p.visible + r * p.seen : nullptr, p.seen,
-                          net.scale, scores, read + (r * H + h) * d, H * d);
+            const int64_t first = i % parts * lot;
+            blocks(std::min(lot, n * G - first), [&](auto M, int64_t r) {
+                attend<M>(net, p, room, at, i / parts / K, i / parts % K, first + r);
             });
         }
 #pragma omp barrier

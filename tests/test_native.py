@@ -248,10 +248,12 @@ def test_a_source_that_does_not_compile_is_told_by_its_first_error(anew, monkeyp
 # --- planted bugs --------------------------------------------------------------------------------
 
 BUGS = {
-    "a token does not see itself": ("own[i] + 1", "own[i]"),
-    "a mask is not read": ("!visible || visible[i * seen + j]", "true"),
-    "keys of the first row": ("b * p.row_stride + h", "0 * p.row_stride + h"),
-    "a head reads another's keys": ("h * K / H *", "(h * K / H + 1) % K *"),
+    "a token does not see itself": ("p.slots[token] + 1", "p.slots[token]"),
+    "a mask is not read": ("visible[i][j] ? s[j]", "true ? s[j]"),
+    "keys of the first row": ("row * p.row_stride + key", "0 * p.row_stride + key"),
+    "a head reads another's keys": ("key * p.head_stride", "(key + 1) % net.keys * p.head_stride"),
+    "heads of a key exchanged": ("(first + i) % G)", "(G - 1 - (first + i) % G))"),
+    "all tokens see what the first does": ("(first + i) / G", "first / G"),
     "turned the other way": ("cosine[i] - x", "cosine[i] + x"),
     "up for gate": ("E, room.gate, F);", "E, room.up, F);"),
     "norms of queries left out": ("if (weight) normed", "if (weight && h >= H) normed"),
