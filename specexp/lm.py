@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from specexp import fused, memory, quantised
+from specexp import fused, memory, pages, quantised
 from specexp.cache import SlotCache
 from specexp.errors import UserError
 from specexp.memory import PREFILL
@@ -335,6 +335,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     if how:
         quantised.quantise(module, device)
     _LOADED[key] = module = module.to(device)
+    pages.settle(module)
     return LM(module, name, vocab)
 
 
