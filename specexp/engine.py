@@ -26,7 +26,7 @@ from specexp.errors import NonFiniteLogits, UserError
 from specexp.lm import LM, Forward
 from specexp.policy import Fixed, Load, Policy, Share
 from specexp.rules import Match, Rule
-from specexp.sampling import Sampling
+from specexp.sampling import Certain, Sampling
 from specexp.sequences import Draft, Sequences
 from specexp.trace import Round, Step, Trace
 from specexp.tree import Tree
@@ -68,11 +68,12 @@ class Engine:
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
         """One round for every row; what the host will want to know of it (`steps`), int64."""
-        certain = self.sampling.temperature == 0
+        certain = isinstance(self.rng, Certain)
         seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=certain)  # the same memory
         draft = self._propose(seqs, tree)  # guess
         seen = self._verify(seqs, draft)  # one pass checks every guess
-        verdict = self.rule(draft, self.sampling.law(seen.logits), self.rng)  # keep what agrees
+        p = seen.logits if certain and self.rule.samples else self.sampling.law(seen.logits)
+        verdict = self.rule(draft, p, self.rng)  # keep what agrees
         if not tree.is_chain:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
         self.drafter.observe(seqs, tree, verdict, seen)

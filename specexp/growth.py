@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specexp.sampling import Rng, Sampling
+from specexp.sampling import Rng, Sampling, likeliest
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Nodes, Tree, tree_mask
 
@@ -73,7 +73,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         logits = step(Level(depth, here, tokens, rank, nodes.ancestors[:, here]))
         width = max(tree.parents.count(i) for i in range(here.start, here.stop))
         if rng is None or keys is None:
-            picked = logits.topk(width).indices if width > 1 else logits.argmax(-1, keepdim=True)
+            picked = logits.topk(width).indices if width > 1 else likeliest(logits)[..., None]
         else:
             laws.append(sampling.law(logits))
             picked = rng.draw(laws[-1], width, keys[:, here])

@@ -138,7 +138,7 @@ class LM:
         places, by default of all; `inputs`: whatever else the network reads."""
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
         assert logits is not None
-        logits = logits[..., : self.vocab]
+        logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
         self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 times inf and NaN is NaN
         return Forward(logits, hidden)
 

@@ -62,7 +62,7 @@ def law_bytes(rule: str, temperature: float) -> int:
     logit itself apart. Noise is made of 64-bit integers, which is most of it."""
     if temperature > 0:
         return 36
-    return 8 if rule == "match" else 24
+    return 0 if rule == "match" else 24
 
 
 def work_bytes(

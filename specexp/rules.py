@@ -20,13 +20,15 @@ from specexp.sequences import Draft, Verdict
 
 class Rule(Protocol):
     """`lossy`: the output's law is not the target's. `wants_q`: it keeps more of guesses that were
-    drawn from a q it is shown. `chains_only`: it cannot judge trees. `looks_ahead`: its verdict
+    drawn from a q it is shown. `samples`: it does nothing with p but draw from it, so that at
+    temperature 0 logits will do. `chains_only`: it cannot judge trees. `looks_ahead`: its verdict
     depends on guesses that it does not keep, so their noise must not be used again (`Sequences`).
     """
 
     name: str
     lossy: bool
     wants_q: bool
+    samples: bool
     chains_only: bool
     looks_ahead: bool
 
@@ -50,6 +52,7 @@ class Match:
 
     name = "match"
     lossy = wants_q = chains_only = looks_ahead = False
+    samples = True
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         sample = rng.categorical(p, draft.keys, TOKEN)
@@ -74,7 +77,7 @@ class Reject:
     """
 
     wants_q = True
-    chains_only = looks_ahead = False
+    samples = chains_only = looks_ahead = False
 
     def __init__(self, lenience: float = 1.0) -> None:
         if not 0 < lenience <= 1:
@@ -123,7 +126,7 @@ class Block:
     """
 
     name = "block"
-    lossy = False
+    lossy = samples = False
     wants_q = chains_only = looks_ahead = True
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
@@ -166,7 +169,7 @@ class Typical:
 
     name = "typical (lossy)"
     lossy = looks_ahead = True
-    wants_q = chains_only = False
+    wants_q = samples = chains_only = False
 
     def __init__(self, epsilon: float = 0.09) -> None:
         if not 0 < epsilon <= 1:

@@ -468,8 +468,8 @@ MUTANTS = [
             "    return p / p.sum(-1, keepdim=True)\n"}, "shape"),
     Mutant("temperature upside down", *law, {"/ self.temperature": "* self.temperature"}, "shape"),
     Mutant("greedy ties go to the highest token", *law,
-           {"logits.argmax(-1, keepdim=True)":
-            "logits.shape[-1] - 1 - logits.flip(-1).argmax(-1, keepdim=True)"}, "shape"),
+           {"likeliest(logits)[..., None]":
+            "logits.shape[-1] - 1 - likeliest(logits.flip(-1))[..., None]"}, "shape"),
     Mutant("minus infinity made a large number", *law,
            {"logits = logits.to(torch.promote_types(logits.dtype, torch.float32))":
             "logits = logits.nan_to_num(neginf=-4.0)"}, "law_on_chains"),
@@ -485,7 +485,7 @@ MUTANTS = [
     Mutant("a certain token lost to an endless race", Noise, "race", {".clamp(max=1 - 2**-24)": ""},
            "edges"),
     Mutant("a sum of probabilities that stops short of one", Noise, "categorical",
-           {"self.race(w, keys, purpose).argmax(-1)":
+           {"likeliest(self.race(w, keys, purpose))":
             "(w.cumsum(-1) < self.uniform(keys, purpose, torch.arange(1))).sum(-1)"}, "edges"),
     Mutant("uniforms of 24 bits", Noise, "uniform",
            {"& 0x7FFFFFFFFFFFFFFF": "& 0x7FFFFF8000000000"}, "precision"),

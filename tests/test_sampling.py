@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from specexp.errors import UserError
-from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, mix
+from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, likeliest, mix
 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda x: x / 8), min_size=1, max_size=9)
 
@@ -188,3 +188,13 @@ def test_in_a_million_draws_no_impossible_token():
     possible = w > 0
     assert possible[Noise(6).categorical(w.expand(len(keys), -1), keys, TOKEN)].all()
     assert possible[Noise(6).draw(w.expand(len(keys), -1), 2, keys)].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_likeliest_is_where_torch_finds_it(dtype):
+    w = torch.randint(-3, 3, (5, 4, 40)).to(dtype)  # with ties
+    w[0, 0, 7], w[1, 1] = torch.nan, -torch.inf
+    for x in (w, w[0, 0], w[..., 3:30], w.expand(2, -1, -1, -1), w.mT):
+        found = likeliest(x)
+        assert torch.equal(found, x.argmax(-1))
+        assert found.dtype == torch.int64

@@ -19,7 +19,7 @@ from specexp.drafters import Drafter, Plan, Ready
 from specexp.drafters.recycle import Table
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
-from specexp.sampling import Rng
+from specexp.sampling import Rng, likeliest
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
@@ -82,7 +82,7 @@ class Lookahead(Drafter):
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """The target's answers along the deepest branch: they refine the line and feed the pool."""
-        said = seen.logits[:, self.branch].argmax(-1)  # [B, d + 1]: after the root, and each guess
+        said = likeliest(seen.logits[:, self.branch])  # [B, d + 1]: after the root, and each guess
         read = self.fed[:, self.branch]
         d = said.shape[1] - 1
         ahead = verdict.n[:, None] + 1 + torch.arange(self.depth, device=said.device)
