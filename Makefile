@@ -34,7 +34,7 @@ gpu:             ## on a machine with a GPU, nothing installed: its tests, then 
 	$(HERE) -m specexp.cli bench $(BENCH)
 ifdef TWIN
 	test -d $(PAIR)-target || $(HERE) -m specexp.cli zoo twin --params $(TWIN) --alpha 0.8
-	$(HERE) -m specexp.cli bench $(BENCH) --target $(notdir $(PAIR))-target
+	$(HERE) -m specexp.cli bench $(BENCH) --target $(notdir $(PAIR))
 endif
 
 overhead: $(STAMP)  ## what a grid costs a point, beside plain papermill

@@ -78,7 +78,8 @@ class Engine:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
         self.drafter.observe(seqs, tree, verdict, seen)
         emitted = seqs.commit(verdict)  # length grows: that is the roll back
-        faults = (lm.fault[seqs.rows] != 0 for lm in self.models)
+        ran = self.models if len(tree) > 1 else (self.target,)
+        faults = (lm.fault[seqs.rows] != 0 for lm in ran)
         counts = torch.stack([verdict.n, emitted, seqs.live, *faults], 1)
         return torch.cat([counts, draft.tokens[:, 1:]], 1)
 

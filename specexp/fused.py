@@ -222,6 +222,14 @@ def probe(module: Any) -> Tensor:
     return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
 
 
+def aimed(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
+    """The positions of tokens [1, n] that are a whole text, and a cache for them."""
+    n = tokens.shape[1]
+    at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(layers, 1, n)
+    cache.aim(slice(0, 1), at, n)
+    return at, cache
+
+
 def ways(fused: Fused) -> Iterator[Fused | Native]:
     """From the first that must agree with its module to the fastest."""
     yield fused
@@ -246,10 +254,7 @@ def agreed(
 
 def _off(net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> float:
     """By how much of their size the logits that are numbers differ from those wanted."""
-    n = tokens.shape[1]
-    cache = SlotCache(layers, 1, n)
-    at = torch.arange(n, device=tokens.device)[None]
-    cache.aim(slice(0, 1), at, n)
+    at, cache = aimed(layers, tokens)
     made, _ = net(tokens, at, None, cache, (), None, **inputs)
     known = wanted.isfinite()
     return float((made - wanted)[known].float().norm() / wanted[known].float().norm())

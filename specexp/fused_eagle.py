@@ -88,9 +88,6 @@ def _tried(eagle: Eagle) -> tuple[FusedEagle | None, str]:
     tokens = fused.probe(eagle)
     features = torch.linspace(-1, 1, tokens.shape[1] * eagle.shape.width, device=eagle.device)
     features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
-    at = torch.arange(tokens.shape[1], device=eagle.device)[None]
-    cache = SlotCache(1, 1, tokens.shape[1])
-    cache.aim(slice(0, 1), at, tokens.shape[1])
-    mask = cache.mask(None, eagle.dtype)
-    wanted = eagle(tokens, at, mask, features).logits
+    at, cache = fused.aimed(1, tokens)
+    wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits
     return fused.agreed(ways(), 1, tokens, wanted, features=features)

@@ -56,7 +56,8 @@ class Policy(Protocol):
         ...
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
-        """How that went: what every row did that was being written, and how long it took."""
+        """How that went, and how long it took: what every row did that was being written, unless it
+        had guesses by a drafter that has not read its whole text yet."""
         ...
 
 

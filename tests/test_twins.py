@@ -2,9 +2,11 @@
 
 import json
 import math
+import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,6 +235,14 @@ def test_the_shelf_finds_twins_by_name(tmp_path, monkeypatch):
     assert rig.drafter == "twin-tiny-draft"
     assert rig.target.vocab == VOCABULARY
     assert len(rig.generate(["def"], 20).tokens[0]) == 20
+
+
+def test_make_gpu_names_a_twin_as_the_zoo_does():
+    asked = ["make", "--dry-run", "gpu", "TWIN=Tiny", f"PY={sys.executable}"]
+    root = Path(__file__).parents[1]
+    said = subprocess.run(asked, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert "test -d mlruns/twins/twin-tiny-target ||" in said
+    assert said.rstrip().endswith("--target twin-tiny")
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ class DraftModel(Drafter):
         self.lm.refill(seqs, missed + 1)  # and the deepest guess of the draft before
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        if not tree.depth:
+            return seqs.draft(tree.nodes(seqs.tokens.device))
         root = seqs.length[:, None] - 1
 
         def step(level: Level) -> Tensor:

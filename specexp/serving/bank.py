@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -124,6 +125,14 @@ class EngineBank:
         with _memory():
             self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
         del self._hidden[row]
+
+    @torch.inference_mode()
+    def guide(self, row: int, start: int, stop: int) -> None:
+        """The drafter reads the tokens start..stop-1 of a row."""
+        seqs = self._window(row, 1, stop + 1)
+        until = replace(seqs, length=torch.full_like(seqs.length, stop + 1))
+        with _memory():
+            self.engine.drafter.catch_up(until, stop - start)
 
     @torch.inference_mode()
     def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None:

@@ -162,7 +162,7 @@ class Goodput:
     gammas: tuple[int, ...] = GAMMAS
     horizon: int = 32
     margin: float = 0.02
-    hold: int = 2  # rounds between thoughts while something is drafted
+    hold: int = 4  # rounds between thoughts while something is drafted
     idle: int = 8  # and while nothing is
     probe: int = 64
     rarest: int = 512

@@ -1,7 +1,8 @@
 """Continuous batching: requests wait, are read in chunks, written round by round, and leave.
 
 One step admits whoever fits, reads a chunk of the prompts that are not read yet, and runs one
-round, in which each share of the rows drafts what the policy says. A row that ends is free at once;
+round, in which each share of the rows drafts what the policy says, after their drafter has read a
+chunk of what it lacks. A row that ends is free at once;
 its place goes to the next request, or the last row moves into it, so that passes cover no more rows
 than are in use. Nothing here knows what a bank is made of: an engine (bank.py) or a simulation
 (simulate.py).
@@ -42,6 +43,7 @@ class Bank(Protocol):
     def enter(self, row: int, text: Sequence[int], stream: int) -> None: ...
     def read(self, row: int, start: int, stop: int) -> None: ...
     def begin(self, row: int, limit: int) -> None: ...
+    def guide(self, row: int, start: int, stop: int) -> None: ...
     def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None: ...
     def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Step]: ...
     def move(self, source: int, target: int, length: int) -> None: ...
@@ -130,8 +132,9 @@ class Tick:
 class Server:
     """Serves requests on a bank under a policy.
 
-    chunk: prompt tokens read a step; queue: requests that may wait. Both keep the running streams
-    from stalling: a long prompt is read in pieces, and what comes beyond the queue is refused.
+    chunk: prompt tokens that are read a step, by the target, and by the drafter of rows that it is
+    to guess for; queue: requests that may wait. Both keep the running streams from stalling: a long
+    prompt is read in pieces, and what comes beyond the queue is refused.
     """
 
     def __init__(self, bank: Bank, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:
@@ -258,36 +261,42 @@ class Server:
         plan = self.policy.choose(load)
         assert sum(share.rows for share in plan) == top, "the shares of a plan cover every row"
         steps: list[Step] = []
+        judged: list[Step] = []  # all but guesses by who has not read the text yet
         first = 0
         for share in plan:
-            if len(share.tree) > 1:
-                self._catch_up(first, share.rows)
+            lacking = self._catch_up(first, share.rows) if len(share.tree) > 1 else set()
             longest = self._longest(first, share.rows)
             made = self._timed(self.bank.round, first, share.rows, longest, share.tree)
+            judged += [step for step in made if step.row not in lacking]
             for step in made:
                 self._settle(step)
             steps += made
             first += share.rows
-        self.policy.learn(load, plan, steps, self.now - begin)
+        self.policy.learn(load, plan, judged, self.now - begin)
         self._sort(plan)
         return plan, steps
 
     def _longest(self, first: int, rows: int) -> int:
         return max(seat.length if seat else 1 for seat in self.seats[first : first + rows])
 
-    def _catch_up(self, first: int, rows: int) -> None:
-        """Whoever is far behind catches up alone, then all together what little they lack."""
-        lag = 0
-        for row in range(first, first + rows):
-            seat = self.seats[row]
-            if seat is None or not seat.writing or not seat.behind:
-                continue
-            if seat.behind > NEAR:
-                self._timed(self.bank.catch_up, row, 1, seat.length, seat.behind)
-                seat.guided = seat.length - 1
-            lag = max(lag, seat.behind)
-        if lag:
+    def _catch_up(self, first: int, rows: int) -> set[int]:
+        """Whoever is far behind catches up alone, a chunk in all, and then all together what little
+        they lack. Returns the rows that still lack something."""
+        left = max(self.chunk, NEAR)  # more than a round adds
+        writing = [(row, s) for row, s in enumerate(self.seats) if s and s.writing]
+        writing = [(row, s) for row, s in writing if first <= row < first + rows]
+        for row, seat in writing:
+            if seat.behind > NEAR and left:
+                stop = seat.guided + min(seat.behind, left)
+                self._timed(self.bank.guide, row, seat.guided, stop)
+                left -= stop - seat.guided
+                seat.guided = stop
+        near = [seat for _, seat in writing if seat.behind <= NEAR]
+        if lag := max((seat.behind for seat in near), default=0):
             self._timed(self.bank.catch_up, first, rows, self._longest(first, rows), lag)
+        for seat in near:
+            seat.guided = seat.length - 1
+        return {row for row, seat in writing if seat.behind}
 
     def _settle(self, step: Step) -> None:
         seat = self.seats[step.row]
@@ -296,8 +305,9 @@ class Server:
         if step.broken:
             self._vacate(step.row, "failed", f"{step.broken} produced NaN or infinite logits")
             return
+        guided = not seat.behind
         seat.length += step.emitted
-        if step.drafted:
+        if step.drafted and guided:
             seat.guided = seat.length - 1
             seat.judged = FADE * seat.judged + min(step.accepted + 1, step.drafted)
             seat.kept = FADE * seat.kept + step.accepted

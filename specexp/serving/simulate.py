@@ -60,6 +60,9 @@ class SimulatedBank:
     def begin(self, row: int, limit: int) -> None:
         self.texts[row].limit = limit
 
+    def guide(self, row: int, start: int, stop: int) -> None:
+        self.time += self.costs.catch_up_s(stop - start)
+
     def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None:
         self.time += self.costs.catch_up_s(rows * missed)
 
