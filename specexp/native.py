@@ -31,7 +31,7 @@ log = logging.getLogger("specexp")
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
-MOST = 128  # tokens of a pass; products of more rows are for the libraries that torch uses
+MOST = 512  # tokens of a pass; products of more rows are for the libraries that torch uses
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 
 
