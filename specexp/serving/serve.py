@@ -283,8 +283,8 @@ class Server:
         """Whoever is far behind catches up alone, a chunk in all, and then all together what little
         they lack. Returns the rows that still lack something."""
         left = max(self.chunk, NEAR)  # more than a round adds
-        writing = [(row, s) for row, s in enumerate(self.seats) if s and s.writing]
-        writing = [(row, s) for row, s in writing if first <= row < first + rows]
+        seats = enumerate(self.seats[first : first + rows], first)
+        writing = [(row, seat) for row, seat in seats if seat and seat.writing]
         for row, seat in writing:
             if seat.behind > NEAR and left:
                 stop = seat.guided + min(seat.behind, left)
