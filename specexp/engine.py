@@ -24,7 +24,7 @@ from specexp.drafters import Drafter
 from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.lm import LM, Forward
-from specexp.policy import Fixed, Load, Policy, Share
+from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
 from specexp.sequences import Draft, Sequences
@@ -84,7 +84,8 @@ class Engine:
         return torch.cat([counts, draft.tokens[:, 1:]], 1)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
-        return self.drafter.propose(seqs, tree, self.rng)
+        draft = self.drafter.propose(seqs, tree, self.rng)
+        return draft if seqs.budget is None else draft.within(seqs.budget)
 
     def _verify(self, seqs: Sequences, draft: Draft) -> Forward:
         """A drafter on the host has no round that is recorded whole: then the pass is, alone."""
@@ -118,12 +119,12 @@ class Engine:
     def drafted(self, seqs: Sequences, tree: Tree) -> Draft:
         """The guesses of a round, apart."""
         if self.drafter.on_host:
-            return self.drafter.propose(seqs, tree, self.rng)
+            return self._propose(seqs, tree)
         mine = vars(self.drafter)
 
         def guess() -> tuple[Draft, dict[str, Any]]:
             before = dict(mine)
-            draft = self.drafter.propose(seqs, tree, self.rng)
+            draft = self._propose(seqs, tree)
             return draft, {k: v for k, v in mine.items() if v is not before.get(k)}
 
         draft, left = self.recorded("draft", seqs, tree, guess)
@@ -152,8 +153,9 @@ class Engine:
         place = seqs.first, *seqs.tokens.shape, seqs.tokens.data_ptr()
         caches = (lm.cache and lm.cache.mark for lm in self.models)
         parts = self.target, self.drafter, self.rule, self.sampling, self.rng
-        key = of, place, *parts, self.drafter.shaped_by, *caches
-        memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos
+        ragged = () if seqs.budget is None else (seqs.budget,)
+        key = of, place, len(ragged), *parts, self.drafter.shaped_by, *caches
+        memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, *ragged
         return self.graphs.run(kind, key, fn, *inputs, held=memory)
 
     # where the rows of a batch are
@@ -253,7 +255,7 @@ class Engine:
                 if begun and coming >= left:
                     break
                 load = Load(len(prompts), seqs.tokens.shape[1])
-                tree = self.policy.choose(load)[0].tree
+                tree = self.policy.choose(load).tree
                 tree = tree.cut(max(0, self.drafter.context - max(lengths) - coming))
                 if len(tree) > 1 and missed:
                     self.drafter.catch_up(seqs, missed)
@@ -262,7 +264,7 @@ class Engine:
             load, tree, wait = begun.popleft()
             report = wait()
             made = self._read(report, tree, time.perf_counter() - begin)
-            self.policy.learn(load, (Share(load.rows, tree),), made.steps, made.end_s - trace.end_s)
+            self.policy.learn(load, Plan(tree), made.steps, made.end_s - trace.end_s)
             trace.rounds.append(made)
             lengths = [length + row[1] for length, row in zip(lengths, report, strict=True)]
             rows = zip(prompts, lengths, report, strict=True)
@@ -281,10 +283,10 @@ class Engine:
                 )
         return Round(end_s, len(tree), tree.depth, tuple(steps))
 
-    def steps(self, report: list[list[int]], first: int = 0) -> list[Step]:
-        """What a report says of the live rows, which are numbered from `first`."""
+    def steps(self, report: list[list[int]]) -> list[Step]:
+        """What a report says of the live rows."""
         steps, names = [], [lm.name for lm in self.models]
-        for i, (accepted, emitted, live, *rest) in enumerate(report, first):
+        for i, (accepted, emitted, live, *rest) in enumerate(report):
             faults, guesses = rest[: len(names)], rest[len(names) :]
             broken = names[faults.index(1)] if 1 in faults else None
             made = len(guesses) - guesses.count(-1)

@@ -153,7 +153,7 @@ class Fused:
         [B * n, ...], what its attention reads. Tap -1: what the last norm gets."""
         B, n = tokens.shape
         x, read = inputs.get("x"), inputs.get("read")
-        x = F.embedding(tokens.flatten(), self.embed) if x is None else x
+        x = F.embedding(tokens.flatten().clamp(min=0), self.embed) if x is None else x
         if len(x) == 1 and thin(x):
             x, read = torch.cat([x, x]), None if read is None else torch.cat([read, read])
         cos, sin = self._turn(x, positions)

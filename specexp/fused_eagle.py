@@ -46,7 +46,7 @@ class FusedEagle:
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network` and `heads.Eagle`."""
         features = inputs["features"].flatten(0, 1)
-        embedded = self.eagle.borrowed[0](tokens).flatten(0, 1).to(features.dtype)
+        embedded = self.eagle.borrowed[0](tokens.clamp(min=0)).flatten(0, 1).to(features.dtype)
         x, read = self._read(embedded, features)
         made = (1 if "norm_output" in self.norms else -1,) * len(taps)
         logits, states = self.net(tokens, positions, visible, cache, made, last, x=x, read=read)

@@ -24,7 +24,8 @@ from specexp.tree import Nodes, Tree, tree_mask
 class Level:
     """Nodes of one depth, to be fed together; M places are kept for all nodes that will be fed.
 
-    `at`: their places 0..M-1, in which place 0 is the root. tokens [B, n]; parent [b, n], the rank
+    `at`: their places 0..M-1, in which place 0 is the root. tokens [B, n], -1 in rows that draft no
+    deeper; parent [b, n], the rank
     of each node's parent in the level before; ancestors [b, n, M] bool, themselves included.
     """
 
@@ -70,7 +71,8 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
     guesses: list[Tensor] = []
     laws: list[Tensor] = []
     for depth, (here, below) in enumerate(pairwise(tree.levels)):
-        logits = step(Level(depth, here, tokens, rank, nodes.ancestors[:, here]))
+        fed = seqs.drafting(tokens, depth)
+        logits = step(Level(depth, here, fed, rank, nodes.ancestors[:, here]))
         width = max(tree.parents.count(i) for i in range(here.start, here.stop))
         if rng is None or keys is None:
             picked = logits.topk(width).indices if width > 1 else likeliest(logits)[..., None]
@@ -107,7 +109,7 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
         2, torch.zeros(1, dtype=torch.int64, device=device), True
     )
     zero = torch.zeros(B, 1, dtype=torch.int64, device=device)
-    level = Level(0, slice(0, 1), seqs.root, zero, ancestors)
+    level = Level(0, slice(0, 1), seqs.drafting(seqs.root, 0), zero, ancestors)
     trust = torch.zeros(B, 1, device=device)
     name = zero  # of a candidate: 0 is the root, then 1, 2, ... as they come up
     found: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place: [B, n] each
@@ -128,7 +130,8 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
             up = chosen // K
             ancestors = level.ancestors.gather(1, up[..., None].expand(B, K, M)) | own
             at = slice(start, start + K)
-            level = Level(depth, at, tokens.gather(1, chosen), up, ancestors)
+            fed = seqs.drafting(tokens.gather(1, chosen), depth)
+            level = Level(depth, at, fed, up, ancestors)
             trust, name = confidence.gather(1, chosen), count + chosen
         found.append((tokens, confidence, parent, place))
         count += n

@@ -44,7 +44,8 @@ class Forward:
 class Network(Protocol):
     """What an LM drives: a pass over tokens [B, n] at positions [B, n] that writes its keys and
     values at the slots the cache is aimed at and reads those that are visible [B, n, S], or, where
-    that is None, each token's own and all before it (`SlotCache.mask`).
+    that is None, each token's own and all before it (`SlotCache.mask`). A token of -1 is none: its
+    slot may hold anything afterwards, and what is returned for it is some number.
 
     Logits of the `last` places (None: of all; 0: no logits), and, of all places, the hidden states
     `taps` side by side (0: the embeddings; L: what the LM head reads).
@@ -70,8 +71,9 @@ class Unfused:
         net = self.module.base_model if last == 0 else self.module
         kept = {} if last == 0 else {"logits_to_keep": last or 0}
         out = net(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache,
-            use_cache=True, output_hidden_states=bool(taps), **kept, **inputs,
+            input_ids=tokens.clamp(min=0), position_ids=positions, attention_mask=mask,
+            past_key_values=cache, use_cache=True, output_hidden_states=bool(taps),
+            **kept, **inputs,
         )  # fmt: skip
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
@@ -162,17 +164,19 @@ class LM:
 
     @torch.inference_mode()
     def refill(self, seqs: Sequences, count: int) -> None:
-        """Feed the last `count` tokens before the root again, row by row where they are."""
+        """Feed the last `count` tokens before the root again, row by row where they are, to rows
+        that may draft."""
         root = seqs.length[:, None] - 1
         back = torch.arange(-count, 0, device=self.device)
         for first in range(0, count, PREFILL):
             self._fill(seqs, (root + back[first : first + PREFILL]).clamp(min=0))
 
     def follow(self, seqs: Sequences, count: int) -> Tensor:
-        """Feed the last `count` tokens, the root included; logits [B, 1, V] after the root."""
+        """Feed the last `count` tokens, the root included, to rows that may draft; logits
+        [B, 1, V] after the root."""
         back = torch.arange(1 - count, 1, device=self.device)
         slots = (seqs.length[:, None] - 1 + back).clamp(min=0)
-        tokens = seqs.tokens.gather(1, slots)
+        tokens = seqs.drafting(seqs.tokens.gather(1, slots), 0)
         return self.feed(seqs, tokens, slots, slots, None, last=1).logits
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
@@ -183,7 +187,7 @@ class LM:
         if not nodes.is_chain:
             slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
             visible = tree_mask(root, seqs.tokens.shape[1], nodes.ancestors)
-        return self.feed(seqs, draft.tokens.clamp(min=0), slots, positions, visible, taps)
+        return self.feed(seqs, draft.tokens, slots, positions, visible, taps)
 
     @torch.inference_mode()
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
@@ -193,7 +197,8 @@ class LM:
 
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass over the text at slots [B, n] that nobody wants logits of; the states tapped."""
-        return self._run(seqs, seqs.tokens.gather(1, slots), slots, slots, None, taps, 0)[1]
+        tokens = seqs.drafting(seqs.tokens.gather(1, slots), 0)
+        return self._run(seqs, tokens, slots, slots, None, taps, 0)[1]
 
     def _run(
         self, seqs: Sequences, tokens: Tensor, slots: Tensor, depth: Tensor, visible: Tensor | None,

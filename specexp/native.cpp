@@ -13,6 +13,7 @@
 #include <cstring>
 #include <omp.h>
 #include <utility>
+#include <vector>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -98,7 +99,7 @@ template <typename num> struct Net {
 
 template <typename num> struct Pass {
     int64_t rows, n, seen, threads;            // texts, tokens of each, slots that they may read
-    const int64_t *tokens, *positions, *slots; // [rows, n]
+    const int64_t *tokens, *positions, *slots; // [rows, n]; a token of -1 has no part in the pass
     const bool *visible;                       // [rows, n, seen]; null: its own slot, all before it
     const num *x, *read; // [rows, n, width] and [rows, n, reads] in place of embeddings; or null
     num *const *k, *const *v;                  // of each layer
@@ -260,6 +261,23 @@ static void turned(const float *x, int64_t dim, const float *cosine, const float
 
 // --- a pass ---------------------------------------------------------------------------------------
 
+// Which tokens have a part: their numbers among all [rows, n], and where each text's begin. Of those
+// of which logits are wanted, which of the kept each is, and where its logits belong.
+struct Kept {
+    std::vector<int64_t> at, begins{0}, read, written;
+
+    template <typename num> explicit Kept(const Pass<num> &p) {
+        for (int64_t i = 0; i < p.rows * p.n; i++) {
+            const int64_t row = i / p.n, place = i % p.n + p.last - p.n;
+            if (p.tokens[i] != -1) {
+                if (place >= 0) read.push_back(at.size()), written.push_back(row * p.last + place);
+                at.push_back(i);
+            }
+            if (i % p.n == p.n - 1) begins.push_back(at.size());
+        }
+    }
+};
+
 // What R tokens carry along: the residual stream, what products read, what they make.
 template <typename num> struct Room {
     float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *end;
@@ -267,7 +285,7 @@ template <typename num> struct Room {
 
     Room(const Net<num> &net, const Pass<num> &p) {
         const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
-        const int64_t most = std::max({net.width, wide, net.hidden});
+        const int64_t most = std::max({net.width, wide, net.hidden, net.reads});
         x = p.room;
         qkv = x + R * net.width;
         gate = qkv + R * (wide + 2 * net.keys * net.dim);
@@ -284,19 +302,19 @@ template <typename num> struct Room {
 // M queries of a text that read the same key, from its `first` on: those of a token follow each
 // other, and tokens too. Over the keys and values of the slots that each of them sees (Pass).
 template <int M, typename num>
-static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &room, int64_t layer,
-                   int64_t row, int64_t key, int64_t first) {
+static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept,
+                   int64_t layer, int64_t row, int64_t key, int64_t first) {
     const int64_t d = net.dim, G = net.heads / net.keys, stride = p.seen + LANES;
-    const int64_t place = p.at + row * p.row_stride + key * p.head_stride;
-    const num *q = room.heads + ((row * net.keys + key) * p.n * G + first) * d;
+    const int64_t place = p.at + row * p.row_stride + key * p.head_stride, from = kept.begins[row];
+    const num *q = room.heads + ((from * net.keys + key * (kept.begins[row + 1] - from)) * G + first) * d;
     const num *k = p.k[layer] + place, *v = p.v[layer] + place;
     float *scores = room.scores + omp_get_thread_num() * TALL * stride;
     int64_t reach[M], slots = 0, j = 0;
     const bool *visible[M];
     num *y[M];
     for (int i = 0; i < M; i++) {
-        const int64_t token = row * p.n + (first + i) / G;
-        y[i] = room.read + (token * net.heads + key * G + (first + i) % G) * d;
+        const int64_t r = from + (first + i) / G, token = kept.at[r];
+        y[i] = room.read + (r * net.heads + key * G + (first + i) % G) * d;
         visible[i] = p.visible ? p.visible + token * p.seen : nullptr;
         reach[i] = p.visible ? p.seen : p.slots[token] + 1;
         while (p.visible && reach[i] && !visible[i][reach[i] - 1]) reach[i]--;
@@ -351,10 +369,10 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         }
 }
 
-// A thread's part of a pass. Tokens of texts are numbered through, 0 to R.
+// A thread's part of a pass. The tokens kept are numbered through, 0 to R.
 template <typename num>
-static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room) {
-    const int64_t n = p.n, R = p.rows * n, E = net.width, d = net.dim, F = net.hidden;
+static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept) {
+    const int64_t n = p.n, R = kept.at.size(), E = net.width, d = net.dim, F = net.hidden;
     const int64_t H = net.heads, K = net.keys, Q = (H + 2 * K) * d;
     const int64_t G = H / K, lot = std::clamp<int64_t>(R * H / p.threads, 1, TALL);
     const int64_t parts = (n * G + lot - 1) / lot; // of the queries that read the same key
@@ -363,10 +381,12 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
     num *read = room.read, *heads = room.heads;
 
     for (int64_t r = mine.from; r < mine.to; r++) {
-        const num *begins = p.x ? p.x + r * E : net.embed + p.tokens[r] * E;
+        const int64_t token = kept.at[r];
+        const num *begins = p.x ? p.x + token * E : net.embed + p.tokens[token] * E;
         for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(begins[i]);
+        if (p.read) memcpy(read + r * net.reads, p.read + token * net.reads, net.reads * sizeof *read);
         for (int64_t i = 0; i < d / 2; i++) {
-            const float angle = p.positions[r] * net.frequencies[i];
+            const float angle = p.positions[token] * net.frequencies[i];
             room.cosines[r * d / 2 + i] = std::cos(angle) * net.stretch;
             room.sines[r * d / 2 + i] = std::sin(angle) * net.stretch;
         }
@@ -382,7 +402,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
     auto tap = [&](int64_t layer, const auto *states) {
         for (int64_t t = 0; t < p.taps; t++)
             for (int64_t r = mine.from; p.tap[t] == layer && r < mine.to; r++)
-                copied(states + r * E, p.states + (r * p.taps + t) * E);
+                copied(states + r * E, p.states + (kept.at[r] * p.taps + t) * E);
     };
     for (int64_t at = 0; at < net.layers; at++) {
         const Layer<num> &layer = net.layer[at];
@@ -390,17 +410,19 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
         tap(at, x);
         if (!given) norm(layer.before);
 #pragma omp barrier
-        linear(R, given ? p.read : read, layer.qkv, layer.qkv_bias, given ? net.reads : E, room.qkv, Q);
+        linear(R, read, layer.qkv, layer.qkv_bias, given ? net.reads : E, room.qkv, Q);
 #pragma omp barrier
         for (int64_t r = mine.from; r < mine.to; r++) {
             const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
-            int64_t place = p.at + r / n * p.row_stride + p.slots[r] * d;
+            const int64_t row = kept.at[r] / n, from = kept.begins[row];
+            const int64_t tall = kept.begins[row + 1] - from; // of its text
+            int64_t place = p.at + row * p.row_stride + p.slots[kept.at[r]] * d;
             for (int64_t h = 0; h < H + K; h++) {
                 float *here = room.qkv + r * Q + h * d;
                 const num *weight = h < H ? layer.q_norm : layer.k_norm;
                 if (weight) normed(here, weight, d, net.eps, here);
                 num *to = p.k[at] + place + (h - H) * p.head_stride;
-                if (h < H) to = heads + (((r / n * K + h / G) * n + r % n) * G + h % G) * d;
+                if (h < H) to = heads + ((from * K + h / G * tall + r - from) * G + h % G) * d;
                 turned(here, d, cosine, sine, to);
             }
             for (int64_t h = 0; h < K; h++, place += p.head_stride)
@@ -409,9 +431,10 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
         }
 #pragma omp barrier
         for (int64_t i = shared.from; i < shared.to; i++) {
-            const int64_t first = i % parts * lot;
-            blocks(std::min(lot, n * G - first), [&](auto M, int64_t r) {
-                attend<M>(net, p, room, at, i / parts / K, i / parts % K, first + r);
+            const int64_t first = i % parts * lot, row = i / parts / K;
+            const int64_t queries = (kept.begins[row + 1] - kept.begins[row]) * G;
+            blocks(std::min(lot, queries - first), [&](auto M, int64_t r) {
+                attend<M>(net, p, room, kept, at, row, i / parts % K, first + r);
             });
         }
 #pragma omp barrier
@@ -429,22 +452,30 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room)
     tap(-1, x);
     norm(net.norm);
     tap(net.layers, read);
-    for (int64_t r = mine.from; r < mine.to; r++)
-        if (const int64_t place = r % n + p.last - n; place >= 0)
-            memcpy(heads + (r / n * p.last + place) * E, read + r * E, E * sizeof *read);
+    int64_t wanted = kept.read.size();
+    for (int64_t i = 0; i < wanted; i++)
+        if (const int64_t r = kept.read[i]; mine.from <= r && r < mine.to)
+            memcpy(heads + i * E, read + r * E, E * sizeof *read);
 #pragma omp barrier
-    linear<num>(p.rows * p.last, heads, net.head, nullptr, E, p.logits, net.vocab);
+    linear<num>(wanted, heads, net.head, nullptr, E, p.logits, net.vocab);
+    const Share outputs(net.vocab, LANES); // they lie side by side: to their places, from the last on
+    auto mine_of = [&](int64_t i) { return p.logits + i * net.vocab + outputs.from; };
+    const size_t bytes = (outputs.to - outputs.from) * sizeof(float);
+    for (int64_t i = p.rows * p.last - 1; i >= wanted; i--)
+        if (wanted && kept.written[wanted - 1] == i) memmove(mine_of(i), mine_of(--wanted), bytes);
+        else memset(mine_of(i), 0, bytes);
 }
 
 // Whether every token and slot is one that there is; only then is anything done.
 template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
-    for (int64_t r = 0; r < p.rows * p.n; r++)
+    const Kept kept(p);
+    for (const int64_t r : kept.at)
         if ((!p.x && (p.tokens[r] < 0 || p.tokens[r] >= net.known)) || p.slots[r] < 0 ||
             p.slots[r] >= p.seen)
             return false;
     const Room<num> room(net, p);
 #pragma omp parallel num_threads(p.threads)
-    part(net, p, room);
+    part(net, p, room, kept);
     return true;
 }
 

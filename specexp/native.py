@@ -94,7 +94,7 @@ class Native:
         tapped = (c_int64 * len(taps))(*taps)
         given = (tokens, positions, cache.slots, visible, inputs.get("x"), inputs.get("read"))
         held = [None if x is None else x.contiguous() for x in given]
-        states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype)
+        states = torch.zeros(B, n, len(taps) * net.width, dtype=self.dtype)
         logits = torch.empty(B, last, net.vocab)
         head = cache.size * net.dim
         row = net.keys * head

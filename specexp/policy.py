@@ -13,14 +13,16 @@ from specexp.trace import Step
 from specexp.tree import Tree
 
 
-class Share(NamedTuple):
-    """The next `rows` rows draft `tree`; the shares, in row order, are a round's plan."""
+class Plan(NamedTuple):
+    """What a round drafts: `tree`, and of it each row only as deep as its `budget` goes, if budgets
+    are given."""
 
-    rows: int
     tree: Tree
+    budget: tuple[int, ...] = ()
 
-
-Plan = tuple[Share, ...]
+    def depth(self, row: int) -> int:
+        """How deep that row drafts."""
+        return self.budget[row] if self.budget else self.tree.depth
 
 
 class Stream(NamedTuple):
@@ -37,7 +39,7 @@ class Stream(NamedTuple):
 class Load:
     """The moment before a round. rows: what every pass covers; context: slots that it reads;
     waiting: requests in the queue; streams: of each row in order, None where nothing is written.
-    Without `streams` rows cannot be treated apart: a plan has one share."""
+    Without `streams` rows cannot be treated apart: a plan has no budgets."""
 
     rows: int
     context: int
@@ -52,7 +54,7 @@ class Policy(Protocol):
         ...
 
     def choose(self, load: Load) -> Plan:
-        """What comes next: shares that add up to `load.rows`."""
+        """What comes next; budgets, if any, one for each of `load.rows`."""
         ...
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
@@ -72,7 +74,7 @@ class Fixed:
         return self.tree.room
 
     def choose(self, load: Load) -> Plan:
-        return (Share(load.rows, self.tree),)
+        return Plan(self.tree)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         pass

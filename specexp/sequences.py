@@ -40,6 +40,10 @@ class Draft:
         where nothing is left to chance any numbers will do."""
         return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
 
+    def within(self, budget: Tensor) -> Draft:
+        """The same without the guesses that lie deeper than their row's budget [B]."""
+        return replace(self, tokens=_until(self.tokens, self.nodes.depth, budget))
+
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
         """The verdict that keeps n [B] guesses along a path [B, D+1] and adds a bonus [B]."""
         guess = torch.arange(path.shape[1], device=path.device) < n[:, None]
@@ -65,7 +69,8 @@ class Sequences:
     A row is done when `length >= limit`. `commit` and `write` are all that changes anything.
     `by_round`: the noise of a position is another in every round. `certain`: none is asked for.
     `first`: row 0 is the row of that number in every cache and in whatever a drafter keeps a row
-    (`window`).
+    (`window`). budget [B] int64: how deep each row may draft this round, -1: it has no part in it;
+    None: as deep as the tree.
     """
 
     tokens: Tensor
@@ -76,6 +81,7 @@ class Sequences:
     by_round: bool = False
     certain: bool = False
     first: int = 0
+    budget: Tensor | None = None
 
     @classmethod
     def empty(
@@ -150,6 +156,11 @@ class Sequences:
         """[B, 1] the last committed token of each row."""
         return self.tokens.gather(1, self.length[:, None] - 1)
 
+    def drafting(self, tokens: Tensor, depth: int) -> Tensor:
+        """What a drafter reads of tokens [B, n] to guess beyond that depth: -1 in rows whose budget
+        ends there."""
+        return tokens if self.budget is None else _until(tokens, depth + 1, self.budget)
+
     def draft(self, nodes: Nodes, guesses: Tensor | None = None, q: Tensor | None = None) -> Draft:
         """A draft over `nodes` from guesses [B, N-1] (None: the root alone)."""
         tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
@@ -181,3 +192,7 @@ class Sequences:
         self.length += emitted
         self.limit.copy_(torch.where(emitted > before_end, self.length, self.limit))
         return emitted
+
+
+def _until(tokens: Tensor, depth: Tensor | int, budget: Tensor) -> Tensor:
+    return torch.where(depth <= budget[:, None], tokens, -1)

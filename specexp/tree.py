@@ -98,6 +98,8 @@ class Tree:
 
     def cut(self, depth: int) -> Tree:
         """The same tree without the nodes deeper than `depth`."""
+        if depth >= self.depth:
+            return self
         return Tree(self.parents[: sum(d <= depth for d in self.depths)], self.width)
 
     @property

@@ -30,7 +30,7 @@ from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.lm import LM
-from specexp.policy import Fixed, Share
+from specexp.policy import Fixed, Plan
 from specexp.rules import Reject
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -117,7 +117,7 @@ class Alternating:
 
     def choose(self, load):
         self.round += 1
-        return (Share(load.rows, Tree.chain(self.pattern[self.round % len(self.pattern)])),)
+        return Plan(Tree.chain(self.pattern[self.round % len(self.pattern)]))
 
     def learn(self, load, plan, steps, seconds): ...
 

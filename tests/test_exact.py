@@ -15,7 +15,7 @@ from toys import Toy, texts, toy_engine
 
 from specexp.errors import UserError
 from specexp.lm import Unfused
-from specexp.policy import Fixed, Share
+from specexp.policy import Fixed, Plan
 from specexp.rules import Block, Match, Reject, Typical
 from specexp.rules import of as rules_of
 from specexp.sampling import Sampling
@@ -179,7 +179,7 @@ class Nosy:
     def choose(self, load):
         last = int(self.seqs.root.sum() + self.seqs.length.sum())
         trees = [Tree.chain(0), Tree.chain(1), Tree.branching(2)]
-        return (Share(load.rows, trees[(last + load.rows) % 3]),)
+        return Plan(trees[(last + load.rows) % 3])
 
     def learn(self, load, plan, steps, seconds): ...
 

@@ -19,7 +19,7 @@ from specexp.errors import NonFiniteLogits
 from specexp.graphs import MOST, WARM, Graphs
 from specexp.lab.certify import certify
 from specexp.lm import LM
-from specexp.policy import Fixed, Share
+from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -58,7 +58,7 @@ class Turns:
 
     def choose(self, load):
         self.round += 1
-        return (Share(load.rows, Tree.chain(self.gammas[self.round % len(self.gammas)])),)
+        return Plan(Tree.chain(self.gammas[self.round % len(self.gammas)]))
 
     def learn(self, load, plan, steps, seconds): ...
 
@@ -410,16 +410,16 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
     ]  # fmt: skip
     made = engine("model", "chain")
     bank = EngineBank(made, rows=7, slots=64, room=5)
-    for row in (0, 1, 2, 5):
-        bank.enter(row, [1, 2, 3], row)
-    assert bank._covered(0, 3) == 3
+
+    def covered(*budget: int) -> tuple[int, list[int] | None]:
+        rows = bank._rows(budget, 9, 2)
+        return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()
+
+    assert covered(2, 2, 2) == (3, None)
+    assert covered(2, 0, -1) == (3, [2, 0, -1])
     taped(made)
-    assert [bank._covered(*at) for at in ((0, 3), (2, 1), (3, 2), (5, 1), (0, 5), (0, 6))] == [
-        4, 1, 2, 1, 5, 7,
-    ]  # fmt: skip
-    bank.move(5, 3, 3)
-    bank.leave(5)
-    assert [bank._covered(*at) for at in ((0, 3), (0, 4), (3, 1), (0, 5))] == [3, 4, 1, 7]
+    assert [covered(*[2] * n)[0] for n in (1, 3, 4, 5, 7)] == [1, 4, 4, 7, 7]
+    assert covered(2, 0, 1, 3, -1) == (7, [2, 0, 1, 3, -1, -1, -1])
 
 
 # functions by themselves

@@ -1,6 +1,8 @@
 """Policies do what their names say, and the load-aware ones find what pays without a look ahead."""
 
 import random
+from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexp.errors import UserError
-from specexp.policy import Fixed, Load, Share, Stream
+from specexp.policy import Fixed, Load, Plan, Stream
 from specexp.serving import policies
 from specexp.serving.costs import Costs
 from specexp.serving.policies import GAMMAS, Bandit, Goodput, InTurn, Table, Threshold
@@ -27,15 +29,17 @@ def seconds(
     return floor + b * (gamma + 1) * token + guess * gamma
 
 
-def table(dear: dict[int, float] | None = None, **law: float) -> Costs:
-    """`seconds` as a table; passes of a draft length in `dear` take so many times as long."""
+def table(dear: dict[int, float] | None = None, packs: bool = False, **law: float) -> Costs:
+    """`seconds` as a table; passes of a draft length in `dear` take so many times as long; packs:
+    guesses that are not made cost nothing."""
     dear = dear or {}
     guess = law.pop("guess", 5e-4)
     verify = [[[seconds(b, g, guess=0, **law) * dear.get(g, 1)] for g in CHAINS] for b in BATCHES]
     draft = [[[guess * g] for g in CHAINS] for _ in BATCHES]
     return Costs(
-        {}, BATCHES, tuple(g + 1 for g in CHAINS), (512,), np.array(verify), CHAINS,
-        np.array(draft), (1, 1000), np.array([1e-3, 1e-1]), np.array([1e-4, 1e-2]),
+        {"passes": "native" if packs else "fused"}, BATCHES, tuple(g + 1 for g in CHAINS), (512,),
+        np.array(verify), CHAINS, np.array(draft),
+        (1, 1000), np.array([1e-3, 1e-1]), np.array([1e-4, 1e-2]),
     )  # fmt: skip
 
 
@@ -43,15 +47,14 @@ def load(rows: int, *streams: Stream, waiting: int = 0) -> Load:
     return Load(rows, 512, waiting, streams or (Stream(),) * rows)
 
 
-def shape(plan) -> list[tuple[int, int]]:
-    """(rows, gamma) of each share."""
-    return [(share.rows, len(share.tree) - 1) for share in plan]
-
-
 def chosen(policy, rows: int) -> int:
-    [(covered, gamma)] = shape(policy.choose(load(rows)))
-    assert covered == rows
-    return gamma
+    plan = policy.choose(load(rows))
+    assert not plan.budget
+    return plan.tree.depth
+
+
+def depths(plan: Plan, rows: int) -> list[int]:
+    return [plan.depth(row) for row in range(rows)]
 
 
 def told(kept: list[int], costs: Costs, **options) -> Goodput:
@@ -61,14 +64,14 @@ def told(kept: list[int], costs: Costs, **options) -> Goodput:
         "weight": 1e-9,
         "fade": 1.0,
         "margin": 0.0,
-        "apart": 1.0,
         "hold": 1,
         "idle": 1,
     } | options
     policy = Goodput(costs, **options)
     deepest = max(policy.gammas)
-    apart = (Share(1, Tree.chain(deepest)), Share(1, Tree.chain(0)))  # tells nothing of costs
-    policy.learn(load(2), apart, [Step(0, deepest, k, k + 1) for k in kept], 1.0)
+    first = Plan(Tree.chain(deepest))  # tells nothing of costs
+    policy.learn(load(2), first, [Step(0, deepest, k, k + 1) for k in kept], 1.0)
+    policy.before = (-1, False)
     return policy
 
 
@@ -91,7 +94,7 @@ class Recorded:
 
     def drafts(self) -> list[int]:
         """The longest draft of every round."""
-        return [max(gamma for _, gamma in shape(plan)) for _, plan in self.choices]
+        return [plan.tree.depth for _, plan in self.choices]
 
 
 def alike(chance: float, depth: int = 5):
@@ -189,9 +192,9 @@ def test_a_threshold_drafts_up_to_its_border_and_not_past_it():
 
 def test_in_turn_drafts_for_all_rows_for_half_of_them_and_for_none():
     policy = InTurn(3)
-    chosen = [shape(policy.choose(load(5))) for _ in range(4)]
-    assert chosen == [[(5, 3)], [(2, 3), (3, 0)], [(5, 0)], [(5, 3)]]
-    assert shape(InTurn(3).choose(load(1))) == [(1, 3)]
+    chosen = [depths(policy.choose(load(5)), 5) for _ in range(4)]
+    assert chosen == [[3] * 5, [3, 3, 0, 0, 0], [0] * 5, [3] * 5]
+    assert depths(InTurn(3).choose(load(1)), 1) == [3]
 
 
 def test_a_table_holds_from_each_entry_to_the_next_and_drafts_nothing_before_the_first():
@@ -218,21 +221,25 @@ STREAMS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(NAMED, st.lists(st.lists(STREAMS, min_size=1, max_size=12), max_size=20), st.randoms())
-def test_a_plan_covers_the_rows_and_is_never_wider_than_said(name, loads, rng):
+@given(
+    NAMED, st.booleans(), st.randoms(),
+    st.lists(st.lists(STREAMS, min_size=1, max_size=12).filter(any), max_size=20),
+)  # fmt: skip
+def test_a_plan_covers_the_rows_and_is_never_wider_than_said(name, packs, rng, loads):
     """Whatever the loads and however it goes; with rows that can be treated apart and without."""
-    policy = policies.of(name, table(), deepest=5)
+    policy = policies.of(name, table(packs=packs), deepest=5)
     for streams in loads:
         known = tuple(streams) if rng.random() < 0.8 else ()
-        moment = Load(len(streams), rng.randint(1, 512), rng.randint(0, 9), known)
+        rows = len(streams)
+        moment = Load(rows, rng.randint(1, 512), rng.randint(0, 9), known)
         plan = policy.choose(moment)
-        assert sum(share.rows for share in plan) == len(streams)
-        assert all(share.rows > 0 and share.tree.room <= policy.widest for share in plan)
-        assert len(plan) == 1 or known
+        assert plan.tree.room <= policy.widest
+        assert not plan.budget or (known and len(plan.budget) == rows)
+        assert all(0 <= depth <= plan.tree.depth for depth in depths(plan, rows))
         steps = [
-            Step(row, g, k := rng.randint(0, g), k + 1)
-            for row, g in enumerate(g for rows, g in shape(plan) for _ in range(rows))
-            if streams[row]
+            Step(row, g := rng.randint(0, asked), k := rng.randint(0, g), k + 1)
+            for row, asked in enumerate(depths(plan, rows))
+            if not known or streams[row]
         ]
         policy.learn(moment, plan, steps, rng.uniform(1e-3, 1e-1))
 
@@ -253,14 +260,13 @@ LAWS = st.fixed_dictionaries({
 @given(st.lists(st.integers(0, 5), min_size=5, max_size=40), st.integers(1, 64), LAWS)
 def test_goodput_chooses_the_draft_that_brings_most_tokens_a_second(kept, rows, law):
     """Rows alike; what each length would have brought and cost is counted here anew."""
-    plan = shape(told(kept, table(**law)).choose(load(rows)))
+    gamma = chosen(told(kept, table(**law)), rows)
 
     def rate(gamma: int) -> float:
         return rows * np.mean([1 + min(k, gamma) for k in kept]) / seconds(rows, gamma, **law)
 
-    assert len(plan) == 1
     best = max(rate(g) for g in (0, *GAMMAS))
-    assert rate(plan[0][1]) == pytest.approx(best, rel=1e-6)
+    assert rate(gamma) == pytest.approx(best, rel=1e-6)
 
 
 def test_goodput_drafts_alone_and_not_in_a_crowd():
@@ -272,17 +278,45 @@ def test_goodput_drafts_alone_and_not_in_a_crowd():
     assert len(set(falling)) >= 3
 
 
-def test_rows_that_keep_much_draft_alone_where_that_beats_both_uniform_plans():
-    """Drafting for all wastes most of a steep pass, for none most of the floor."""
+def test_rows_that_keep_much_draft_alone_where_others_need_not_be_paid_for():
     law = {"floor": 5e-3, "token": 1e-3, "guess": 0.0}
-    mixed = load(8, *[GOOD] * 4, *[BAD] * 4)
-    plan = told(HALF, table(**law)).choose(mixed)
-    assert shape(plan) == [(4, 5), (4, 0)]
-    split = (4 * 6 + 4) / (seconds(4, 5, **law) + seconds(4, 0, **law))
-    uniform = [(4 * (g + 1) + 4) / seconds(8, g, **law) for g in (0, *GAMMAS)]
-    assert split > 1.15 * max(uniform)
-    dear = told(HALF, table(**law | {"floor": 5e-2})).choose(mixed)
-    assert shape(dear) == [(8, 5)]  # a floor that is not worth paying twice
+    mixed = load(8, BAD, GOOD, GOOD, BAD, BAD, BAD, GOOD, GOOD)
+    plan = told(HALF, table(packs=True, **law)).choose(mixed)
+    assert depths(plan, 8) == [0, 5, 5, 0, 0, 0, 5, 5]
+    everywhere = told(HALF, table(**law)).choose(mixed)
+    assert not everywhere.budget  # where a pass is as wide as its longest draft
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    LAWS, st.lists(st.integers(0, 5), min_size=5, max_size=40),
+    st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=2, max_size=6).filter(any),
+)  # fmt: skip
+def test_guesses_are_spent_where_no_other_spending_promises_more(law, kept, shares):
+    """Rows that keep more or less than others: no budgets at all bring more tokens a second, all
+    tried and counted here anew."""
+    costs = table(packs=True, **law)
+    rows = [None if x is None else Stream(0, 8.0, 8.0 * x) for x in shares]
+    policy = told(kept, costs, weight=4.0)
+    policy.gammas = (5,)
+    overall, mean = policy.conditional(), min(1.0, sum(policy.kept) / (sum(policy.judged) or 1))
+    plan = policy.choose(load(len(rows), *rows))
+    written = [row for row, stream in enumerate(rows) if stream]
+
+    def rate(budget: Sequence[int]) -> float:
+        tokens = sum(map(promised, written, budget))
+        took = law["floor"] + (len(written) + sum(budget)) * law["token"]
+        return tokens / (took + law["guess"] * max(budget))
+
+    def promised(row: int, depth: int) -> float:
+        own = (rows[row].kept + 4 * mean) / 12 / mean if mean else 1.0
+        return 1 + sum(np.cumprod([min(1.0, a * own) for a in overall[:depth]]))
+
+    best = max(map(rate, product(range(6), repeat=len(written))))
+    got = [plan.depth(row) for row in written]
+    if len(written) > 1:
+        assert rate(got) == pytest.approx(best, rel=1e-6)
+    assert all(depth == 0 for row, depth in enumerate(plan.budget) if row not in written)
 
 
 @pytest.mark.parametrize(("margin", "moves"), [(0.0, True), (0.09, True), (0.11, False)])
@@ -302,31 +336,34 @@ def test_to_begin_is_charged_what_the_drafter_has_not_read():
     kept, costs = [2, 3, 4], table()
     behind = load(1, Stream(behind=10_000))
     assert chosen(told(kept, costs), 1) > 0
-    assert shape(told(kept, costs, horizon=2).choose(behind)) == [(1, 0)]
-    assert shape(told(kept, costs, horizon=400).choose(behind)) != [(1, 0)]
+    assert told(kept, costs, horizon=2).choose(behind).depth(0) == 0
+    assert told(kept, costs, horizon=400).choose(behind).depth(0) > 0
     going = told(kept, costs, horizon=2)
     assert chosen(going, 1) > 0
-    assert shape(going.choose(behind)) != [(1, 0)]  # somebody new does not stop it
+    assert going.choose(behind).depth(0) > 0  # somebody new does not stop it
 
 
 def test_to_draft_for_more_rows_is_charged_too():
     law = {"floor": 5e-3, "token": 1e-3, "guess": 0.0}
     unread = Stream(10_000, 1e9, 1e9)
-    for joining, wanted in ((GOOD, [(8, 5)]), (unread, [(4, 5), (4, 0)])):
-        made = told(HALF, table(**law), horizon=1)
-        assert shape(made.choose(load(8, *[GOOD] * 4, *[BAD] * 4))) == [(4, 5), (4, 0)]
-        assert shape(made.choose(load(8, *[GOOD] * 4, *[joining] * 4))) == wanted
+    for joining, wanted in ((GOOD, 5), (unread, 0)):
+        made = told(HALF, table(packs=True, **law), horizon=1)
+        begun = made.choose(load(8, *[GOOD] * 4, *[BAD] * 4))
+        assert depths(begun, 8) == [5] * 4 + [0] * 4
+        after = made.choose(load(8, *[GOOD] * 4, *[joining] * 4))
+        assert depths(after, 8) == [5] * 4 + [wanted] * 4
 
 
-def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then():
-    policy = Recorded(Goodput(table()))
-    simulated(policy, table(), alike(0.0), streams=8, count=80)
-    plans = [shape(plan) for at, plan in policy.choices if at.rows == 8]
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then(packs):
+    policy = Recorded(Goodput(table(packs=packs)))
+    simulated(policy, table(packs=packs), alike(0.0), streams=8, count=80)
+    plans = [depths(plan, 8) for at, plan in policy.choices if at.rows == 8]
     assert len(plans) > 1200
-    assert plans[0][0][0] == 8  # it was hoped for
-    late = [plan for plan in plans[40:] if plan[0][1]]
-    assert 4 <= len(late) <= len(plans) / 80
-    assert [(1, 3), (7, 0)] in late
+    assert min(plans[0]) > 0  # it was hoped for
+    late = [plan for plan in plans[40:] if any(plan)]
+    assert 4 <= len(late) <= len(plans) / 80 * (4 if packs else 1)  # who has read goes on a while
+    assert [0] * 7 + [3] in map(sorted, late)
 
 
 def test_what_cannot_pay_is_not_even_tried():
@@ -462,9 +499,7 @@ def test_a_bandit_learns_apart_for_few_rows_and_for_many():
         found[rows].append(gamma)
         steps = [Step(row, gamma, gamma, gamma + 1) for row in range(rows)]
         lucky = steps if rows == 1 else [Step(s.row, gamma, 0, 1) for s in steps]
-        policy.learn(
-            load(rows), (Share(rows, Tree.chain(gamma)),), lucky, seconds(rows, gamma, **law)
-        )
+        policy.learn(load(rows), Plan(Tree.chain(gamma)), lucky, seconds(rows, gamma, **law))
     assert found[1][-400:].count(5) > 300
     assert found[40][-400:].count(0) > 300
 

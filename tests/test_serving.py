@@ -14,7 +14,7 @@ from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.lm import LM
-from specexp.policy import Fixed, Share
+from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
 from specexp.serving.bank import EngineBank, OutOfMemory
@@ -27,18 +27,18 @@ SHAPES = [*CHAINS, Tree.branching(2, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4)), Tree.g
 
 
 class Restless:
-    """Another plan every round: shares and trees by chance."""
+    """Another plan every round: trees and budgets by chance."""
 
     widest = ROOM
 
-    def __init__(self, seed, trees=tuple(CHAINS)):
-        self.rng, self.trees, self.learned = random.Random(seed), trees, []
+    def __init__(self, seed, trees=tuple(CHAINS), ragged=(False, True)):
+        self.rng, self.trees, self.ragged = random.Random(seed), trees, ragged
+        self.learned = []
 
     def choose(self, load):
-        cut = self.rng.randint(0, load.rows)
-        shares = (Share(cut, self.rng.choice(self.trees)),
-                  Share(load.rows - cut, self.rng.choice(self.trees)))  # fmt: skip
-        return tuple(share for share in shares if share.rows)
+        tree = self.rng.choice(self.trees)
+        budget = [self.rng.randint(0, tree.depth) for _ in range(load.rows)]
+        return Plan(tree, tuple(budget) if self.rng.choice(self.ragged) else ())
 
     def learn(self, load, plan, steps, seconds):
         assert len(steps) <= sum(stream is not None for stream in load.streams)
@@ -68,7 +68,7 @@ def served(made: Engine, policy, source, rows: int = 3, **options) -> tuple[Serv
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_request_is_answered_once_with_its_own_plain_text(kind, temperature):
-    """Chunks of three, a bank of three, shares of the rows apart, guesses now and then."""
+    """Chunks of three, a bank of three, budgets of their own, guesses now and then."""
     trees = CHAINS if kind == "medusa" else SHAPES
     made = engine(kind, "chain", "match", temperature=temperature)
     todo = requests(9)
@@ -145,7 +145,7 @@ def test_a_drafter_that_reads_late_still_accepts_everything():
 
 def test_a_drafter_reads_a_long_text_in_chunks_and_is_judged_when_it_has():
     made = engine("self", "chain", "match")
-    bank, policy = EngineBank(made, 2, SLOTS, ROOM), Restless(0, [Tree.chain(2)])
+    bank, policy = EngineBank(made, 2, SLOTS, ROOM), Restless(0, [Tree.chain(2)], [False])
     read, guide = [], bank.guide
     bank.guide = lambda row, start, stop: (read.append((start, stop)), guide(row, start, stop))
     request = Request([i * 7 % V for i in range(60)], 20)
@@ -231,7 +231,7 @@ def test_a_bank_that_does_not_fit_is_halved(monkeypatch):
         allocate(lm, B, S)
 
     monkeypatch.setattr(LM, "allocate", small)
-    assert EngineBank(made, 8, SLOTS, ROOM).rows == 2
+    assert EngineBank(made, 8, SLOTS, ROOM).rows == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

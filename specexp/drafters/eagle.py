@@ -61,7 +61,7 @@ class EagleLayer(Drafter):
         """`count` pairs a row, from the one `back` before the root's on; logits after the last."""
         root = seqs.length[:, None] - 2
         slots = (root - back + torch.arange(count, device=root.device)).clamp(min=0)
-        tokens = seqs.tokens.gather(1, slots + 1)
+        tokens = seqs.drafting(seqs.tokens.gather(1, slots + 1), 0)
         states = self.states[seqs.rows]
         states = states.gather(1, slots[..., None].expand(-1, -1, states.shape[2]))
         features = self.net.fuse(states)

@@ -371,7 +371,7 @@ def _one_round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, floa
 
 def _tree(engine: Engine) -> Tree:
     """What a lone stream drafts."""
-    return engine.policy.choose(Load(1, 0))[0].tree
+    return engine.policy.choose(Load(1, 0)).tree
 
 
 def _clock(engine: Engine) -> float:

@@ -85,9 +85,9 @@ class EngineBank:
         self.timer = timer or Wall()
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
-        self.seqs = Sequences.empty(self.rows + 1, slots, engine.eos, device)
+        self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
+        self._budget = torch.zeros_like(self.seqs.length)
         self._hidden: dict[int, list[torch.Tensor]] = {}
-        self._taken: set[int] = set()
 
     @property
     def context(self) -> int:
@@ -105,7 +105,6 @@ class EngineBank:
         """A text takes a row; nothing of it is in the target's cache."""
         self.seqs.write(row, text, len(text), stream)
         self._hidden[row] = []
-        self._taken.add(row)
         for lm in self.engine.models:
             lm.fault[row] = 0
 
@@ -135,25 +134,33 @@ class EngineBank:
             self.engine.drafter.catch_up(until, stop - start)
 
     @torch.inference_mode()
-    def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None:
-        """The drafter reads the last `missed` tokens before the root of these rows."""
+    def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
+        """The drafter reads the last `missed` tokens before the root of the rows with a budget."""
         with _memory():
-            self.engine.drafter.catch_up(self._window(first, rows, longest), missed)
+            self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
 
-    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Step]:
-        """One round of these rows, none of them longer than `longest`."""
+    @torch.inference_mode()
+    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
+        """One round of the first rows, none of them longer than `longest`: each drafts as deep as
+        its budget, -1: it is not written."""
         tree = tree.cut(max(0, self.engine.drafter.context - longest))
         with _memory():
-            covered = self._window(first, self._covered(first, rows), longest)
-            report = self.engine.report(covered, tree)
-        return self.engine.steps(report, first)
+            report = self.engine.report(self._rows(budget, longest, tree.depth), tree)
+        return self.engine.steps(report)
 
-    def _covered(self, first: int, rows: int) -> int:
-        """These rows, and where rounds are graphs as many free ones as make a size that is known.
-        Nothing is written in a free row, and whoever takes it begins it anew."""
-        most = min(bucket(rows), self.rows - first)
-        beyond = range(first + rows, first + most)
-        return rows if self.engine.graphs is None or self._taken.intersection(beyond) else most
+    def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
+        """The first rows, their budgets if some are below `depth`, and where rounds are graphs as
+        many free ones as make a size that is known: nothing is written in a free row, and whoever
+        takes it begins it anew."""
+        rows = len(budget)
+        if self.engine.graphs is not None:
+            rows = min(bucket(rows), self.rows)
+        seqs = self._window(0, rows, longest)
+        if min(budget) >= depth:
+            return seqs
+        self._budget[: len(budget)] = torch.tensor(budget)
+        self._budget[len(budget) :] = -1
+        return replace(seqs, budget=self._budget[:rows])
 
     def _window(self, first: int, rows: int, longest: int) -> Sequences:
         return self.seqs.window(first, rows, window(longest + self.room, self.slots))
@@ -171,18 +178,12 @@ class EngineBank:
             part[target] = part[source]
         if source in self._hidden:
             self._hidden[target] = self._hidden.pop(source)
-        self._taken |= {target} if source in self._taken else set()
-
-    def swap(self, a: int, b: int, longest: int) -> None:
-        for source, target in ((a, self.rows), (b, a), (self.rows, b)):
-            self.move(source, target, longest)
 
     @torch.inference_mode()
     def leave(self, row: int, broken: bool = False) -> None:
         """The row is free; if it broke, nothing that is no number stays behind."""
         self.seqs.length[row] = self.seqs.limit[row] = 1
         self._hidden.pop(row, None)
-        self._taken.discard(row)
         if broken:
             for lm in self.engine.models:
                 assert lm.cache is not None
@@ -196,11 +197,11 @@ class EngineBank:
 
 
 def _allocated(engine: Engine, rows: int, slots: int) -> int:
-    """Allocate for as many rows as fit, at most `rows`, and one to swap through; how many fit."""
+    """Allocate for as many rows as fit, at most `rows`; how many do."""
     while True:
         try:
             with _memory():
-                engine.allocate(rows + 1, slots)
+                engine.allocate(rows, slots)
             return rows
         except (UserError, OutOfMemory):
             if rows == 1:

@@ -17,7 +17,7 @@ import platform
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice, pairwise, product
 from pathlib import Path
@@ -32,7 +32,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.graphs import WARM
 from specexp.quantised import held
-from specexp.sequences import Sequences
+from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 AXES = {
@@ -143,6 +143,27 @@ class Costs:
         if gamma == 0:
             return self.step_s(batch, context)
         return self.draft_s(batch, gamma, context) + self.verify_s(batch, gamma + 1, context)
+
+    @property
+    def packs(self) -> bool:
+        """Do the target's passes leave out guesses that were not made? Else they are paid for."""
+        return self.about.get("passes") == "native"
+
+    def level_s(self, rows: float, depth: int, context: float) -> float:
+        """What it takes so many rows to guess one deeper, to `depth`."""
+        before = self.draft_s(rows, depth - 1, context) if depth > 1 else 0.0
+        return max(0.0, self.draft_s(rows, depth, context) - before)
+
+    def plan_s(self, budget: Sequence[int], context: float) -> float:
+        """A round in which each row makes so many guesses; -1: it has no part in it."""
+        deepest = max(budget)
+        rows = sum(g >= 0 for g in budget) if self.packs else len(budget)
+        if not self.packs or min(budget) == deepest:
+            return self.round_s(rows, deepest, context)
+        guesses = sum(g for g in budget if g > 0)
+        levels = ((sum(g >= d for g in budget), d) for d in range(1, deepest + 1))
+        drafting = sum(self.level_s(n, d, context) for n, d in levels)
+        return drafting + self.verify_s(rows, 1 + guesses / rows, context)
 
     def prefill_s(self, length: float) -> float:
         return _line(self.lengths, self._lists["prefill"][1], length)
@@ -305,6 +326,7 @@ def measure(
     """
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
     _check(engine, ids, batches, gammas, contexts, repeats)
+    engine = _Sure.of(engine)
     slack = gammas[-1] + 1
     room = contexts[-1] - slack - 1
     lengths = [*(2**i for i in range(room.bit_length()) if 2**i < room), room]
@@ -369,6 +391,20 @@ def _check(
         )
     if not any(ids):
         raise UserError("no text to measure costs on; give at least one token")
+
+
+class _Sure(Engine):
+    """An engine whose drafter has a guess everywhere: what is not guessed need not be paid for."""
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Sure:
+        made = cls.__new__(cls)
+        vars(made).update(vars(engine))
+        return made
+
+    def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
+        draft = super()._propose(seqs, tree)
+        return replace(draft, tokens=draft.tokens.clamp(min=0))
 
 
 @torch.inference_mode()

@@ -97,7 +97,7 @@ def pace(
     else:
         policy = policies.of("never" if name == "plain" else name, deepest=deepest)
         plans = [policy.choose(Load(b, int(context))) for b in range(1, rows + 1)]
-        chosen = [len(plan[0].tree) - 1 for plan in plans]
+        chosen = [plan.tree.depth for plan in plans]
     chosen = [chosen[0], *chosen]
     moments = [_moments(conditional, gamma) for gamma in chosen]
     return Pace(

@@ -10,25 +10,27 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from operator import itemgetter, mul
-from typing import Any, Protocol
+from itertools import product
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from specexp.errors import UserError
-from specexp.policy import Fixed, Load, Plan, Policy, Share, Stream
+from specexp.policy import Fixed, Load, Plan, Policy, Stream
 from specexp.trace import Step
 from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
+Kind = tuple[int, bool]  # of a round: how deep it drafts, and whether some rows draft less
 
 
 class Prices(Protocol):
     """What rounds cost: see `costs.Costs`."""
 
-    def step_s(self, batch: float, context: float) -> float: ...
-    def round_s(self, batch: float, gamma: float, context: float) -> float: ...
+    @property
+    def packs(self) -> bool: ...
+    def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
+    def level_s(self, rows: float, depth: int, context: float) -> float: ...
     def catch_up_s(self, length: float) -> float: ...
 
 
@@ -44,7 +46,7 @@ class Threshold:
         return Tree.chain(self.gamma).room
 
     def choose(self, load: Load) -> Plan:
-        return (Share(load.rows, Tree.chain(self.gamma if load.rows <= self.most else 0)),)
+        return Plan(Tree.chain(self.gamma if load.rows <= self.most else 0))
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         pass
@@ -62,8 +64,7 @@ class Table:
 
     def choose(self, load: Load) -> Plan:
         at = bisect_right(self.entries, (load.rows, math.inf)) - 1
-        gamma = self.entries[at][1] if at >= 0 else 0
-        return (Share(load.rows, Tree.chain(gamma)),)
+        return Plan(Tree.chain(self.entries[at][1] if at >= 0 else 0))
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         pass
@@ -83,7 +84,8 @@ class InTurn:
 
     def choose(self, load: Load) -> Plan:
         self.rounds += 1
-        return _plan(load.rows, (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3], self.gamma)
+        some = (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3]
+        return Plan(Tree.chain(self.gamma), (self.gamma,) * some + (0,) * (load.rows - some))
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         pass
@@ -102,25 +104,22 @@ class Pace:
     SIZES = 9  # of batches, by powers of two; the last one is for all that are larger
 
     def __init__(
-        self, kinds: Sequence[Any], slower: float, machine: float, table: float, drift: float,
-        noise: float,
-    ) -> None:  # fmt: skip
-        """slower: how much longer than its parts a round of two shares is thought to take. In
-        logarithms: by how much machine and table may be off, the machine's drift a round and the
-        noise of one."""
+        self, kinds: Sequence[Kind], machine: float, table: float, drift: float, noise: float
+    ) -> None:
+        """In logarithms: by how much machine and table may be off, the machine's drift a round and
+        the noise of one."""
         self.first = {kind: 1 + i * self.SIZES for i, kind in enumerate(kinds)}
-        means = [[math.log(slower) * apart] * self.SIZES for _, apart in kinds]
-        self.mean = np.array([0.0, *chain.from_iterable(means)])
+        self.mean = np.zeros(1 + len(kinds) * self.SIZES)
         alike = (np.ones((self.SIZES, self.SIZES)) + np.eye(self.SIZES)) / 2
         self.spread = np.zeros((len(self.mean), len(self.mean)))
         self.spread[0, 0] = machine**2
         self.spread[1:, 1:] = table**2 * np.kron(np.eye(len(kinds)), alike)
         self.drift, self.noise = drift**2, noise**2
 
-    def _place(self, kind: Any, rows: int) -> int:
+    def _place(self, kind: Kind, rows: int) -> int:
         return self.first[kind] + min(rows.bit_length(), self.SIZES) - 1
 
-    def see(self, kind: Any, rows: int, times: float, rounds: int) -> None:
+    def see(self, kind: Kind, rows: int, times: float, rounds: int) -> None:
         """So many rounds of a kind took so many times what the table says of them."""
         at = self._place(kind, rows)
         self.spread[0, 0] += self.drift * rounds
@@ -131,11 +130,11 @@ class Pace:
         self.mean += shared * (min(max(off, -most), most) / variance)
         self.spread -= np.outer(shared, shared) / variance
 
-    def off(self, kind: Any, rows: int) -> float:
+    def off(self, kind: Kind, rows: int) -> float:
         """How many times longer than the table says, beside other kinds of rounds."""
         return math.exp(self.mean[self._place(kind, rows)])
 
-    def doubt(self, kind: Any, rows: int) -> float:
+    def doubt(self, kind: Kind, rows: int) -> float:
         at = self._place(kind, rows)
         return float(self.spread[at, at])
 
@@ -146,14 +145,15 @@ class Goodput:
 
     (The objective of SmartSpec: Liu et al. 2024, arXiv 2406.14066, section 4.) Expected tokens
     follow from two running estimates: how often the i-th guess is kept given those before it, over
-    all rows, and how much better or worse each row does than all. A draft of one length may go to
-    every row, to a share of them, the best ones, or to none; costs come from the table and from how
-    rounds of each kind compare with it (`Pace`), the reading of new texts by the drafter included;
-    the first round after a change does not count: rows that begin are charged what it has to read
-    first, spread over `horizon` rounds. A plan is changed only for a gain of `margin`, and is
-    thought about now and then, since that takes time.
+    all rows, and how much better or worse each row does than all. Either every row drafts, one of
+    the `gammas`, or, where passes leave out what is no token (`Prices.packs`), guesses are spent
+    one by one, the likeliest first, on whichever row. Costs come from the table and from how rounds
+    of each kind compare with it (`Pace`), the reading of new texts by the drafter included; the
+    first round after a change of kind does not count; rows that begin are charged what it has to
+    read first, spread over `horizon` rounds. The form of the plan is changed only for a gain of
+    `margin`, and it is thought about now and then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
-    while the plan stays, `hold` rounds go to the least known of those that come near it. While
+    while the form stays, `hold` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
     often, if drafting would pay at the best that acceptance may be.
     """
@@ -166,33 +166,39 @@ class Goodput:
     idle: int = 8  # and while nothing is
     probe: int = 64
     rarest: int = 512
-    parts: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    apart: float = 1.5  # how much longer than its parts a round of two shares is thought to take
     hoped: float = 0.7  # acceptance before anything is known
     weight: float = 8.0  # guesses that what is hoped for, or known of all rows, counts as
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.05, 0.15)  # see Pace
 
-    judged: list[float] = field(default_factory=list, init=False)
+    judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
     kept: list[float] = field(default_factory=list, init=False)
+    asked: float = field(default=0.0, init=False)  # guesses that could have been made
+    made: float = field(default=0.0, init=False)
+    better: dict[int, float] = field(default_factory=dict, init=False)  # each row than all
     pace: Pace = field(init=False)
-    before: tuple[int, bool] = field(default=(-1, False), init=False)  # the round before, its kind
+    before: Kind = field(default=(-1, False), init=False)  # of the round before
     size: int = field(default=0, init=False)  # and its rows
-    current: tuple[int, float] = field(default=(0, 0.0), init=False)
-    prices: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
-    plan: Plan = field(default=(), init=False)
+    form: int = field(default=0, init=False)  # so many guesses for every row, or SPREAD
+    plan: Plan = field(default=Plan(Tree.chain(0)), init=False)
+    rows: int = field(default=0, init=False)  # for which it was made
+    tables: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(
+        default_factory=dict, init=False
+    )
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
     seen: list[tuple[float, float]] = field(default_factory=list, init=False)  # seconds and prices
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
 
+    SPREAD: ClassVar[int] = -1
+
     def __post_init__(self) -> None:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
-        kinds = [(0, False), *((g, apart) for g in self.gammas for apart in (False, True))]
-        self.pace = Pace(kinds, self.apart, *self.doubts)
+        kinds = [(0, False), *product(range(1, deepest + 1), (False, True))]
+        self.pace = Pace(kinds, *self.doubts)
 
     @property
     def widest(self) -> int:
@@ -203,7 +209,7 @@ class Goodput:
         `above` standard errors higher than that."""
         found, before = [], self.hoped
         for judged, kept in zip(self.judged, self.kept, strict=True):
-            before = (kept + self.weight * before) / (judged + self.weight)
+            before = min(1.0, (kept + self.weight * before) / (judged + self.weight))
             error = math.sqrt(before * (1 - before) / (judged + self.weight))
             found.append(min(1.0, before + above * error))
         return found
@@ -211,8 +217,8 @@ class Goodput:
     def choose(self, load: Load) -> Plan:
         self.rounds += 1
         self.left -= 1
-        if self.left < 0 or sum(share.rows for share in self.plan) != load.rows:
-            self.plan = self._think(load)
+        if self.left < 0 or self.rows != load.rows:
+            self.plan, self.rows = self._think(load), load.rows
         return self.plan
 
     def _think(self, load: Load) -> Plan:
@@ -220,94 +226,136 @@ class Goodput:
             took, priced = map(sum, zip(*self.seen, strict=True))
             self.pace.see(self.before, self.size, took / priced, len(self.seen))
             self.seen = []
-        b = load.rows
-        tokens = self._expected(load, self.conditional())
-        rates = {(0, 0.0): self._rate(load, tokens, 0, 0.0)}
-        fronts = {math.ceil(part * b): part for part in (self.parts if load.streams else (1.0,))}
-        for gamma in self.gammas:
-            for part in fronts.values():
-                rates[gamma, part] = self._rate(load, tokens, gamma, part)
+        rates, spread = self._rates(load, self.conditional())
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > rates.get(self.current, 0.0) * (1 + self.margin):
-            self.current, self.gap = best, self.probe
+        if rates[best] > rates.get(self.form, 0.0) * (1 + self.margin):
+            self.form, self.gap = best, self.probe
             self.due = min(self.due, self.rounds + self.probe)
-        gamma, part = self.current
-        self.left = (self.hold if gamma else self.idle) - 1
+        form = self.form
+        self.left = (self.hold if form else self.idle) - 1
         if self.rounds >= self.due:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.rounds + self.gap
-            if gamma:
-                gamma, part = self._least_known(rates, b)
+            if form:
+                form = self._least_known(rates, load.rows)
             elif load.streams and self._might_pay(load):
-                gamma, part, self.left = min(self.gammas[-1], 3), 1 / b, 0
-        return _plan(b, math.ceil(part * b), gamma)
+                self.left = self.hold - 1 if self.costs.packs else 0
+                return _one(load, min(self.gammas[-1], 3))
+        if form == self.SPREAD:
+            return Plan(Tree.chain(max(spread)), spread)
+        return Plan(Tree.chain(form))
 
-    def _least_known(self, rates: dict[tuple[int, float], float], b: int) -> tuple[int, float]:
-        """Of what may be nearly as good as the current plan, the one of which least has been seen:
+    def _least_known(self, rates: dict[int, float], b: int) -> int:
+        """Of what may be nearly as good as the current form, the one of which least has been seen:
         the table may be wrong about it."""
-        near = [
-            (gamma, part)
-            for (gamma, part), rate in rates.items()
-            if part in (0.0, 1.0) and rate > 0.75 * rates[self.current]
-        ]
-        return max(near, key=lambda plan: self.pace.doubt((plan[0], False), b))
+        near = [g for g, rate in rates.items() if g >= 0 and rate > 0.75 * rates[self.form]]
+        return max(near, key=lambda gamma: self.pace.doubt((gamma, False), b), default=self.form)
 
     def _might_pay(self, load: Load) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
-        tokens = self._expected(load, self.conditional(above=1.0))
-        plain = self._rate(load, tokens, 0, 0.0)
-        return any(self._rate(load, tokens, g, 1.0) > plain for g in self.gammas)
+        rates, _ = self._rates(load, self.conditional(above=1.0))
+        return max(rates.values()) > rates[0]
 
-    def _expected(self, load: Load, overall: list[float]) -> list[list[float]]:
-        """Tokens that a round brings the first 0, 1, ... of all rows, the best ones first: a list
-        for each number of guesses."""
-        mean = sum(self.kept) / sum(self.judged) if sum(self.judged) else self.hoped
-        streams = load.streams or (Stream(),) * load.rows
-        found = []
-        for stream in streams:
-            if stream is None:
-                found.append([0.0] * (len(overall) + 1))
-                continue
-            own = (stream.kept + self.weight * mean) / (stream.judged + self.weight)
-            factor = own / mean if mean else 1.0
-            kept = accumulate((min(1.0, a * factor) for a in overall), mul)
-            found.append(list(accumulate([1.0, *kept])))
-        found.sort(key=itemgetter(-1), reverse=True)
-        return [list(accumulate(column, initial=0.0)) for column in zip(*found, strict=True)]
+    def _rates(self, load: Load, overall: list[float]) -> tuple[dict[int, float], tuple[int, ...]]:
+        """Tokens a second of each form, and how SPREAD spreads."""
+        rows = _written(load)
+        chances = self._chances(rows, overall)
+        w, b = len(rows), self._paid(load)
+        levels, verify = self._table(load)
+        filled = (self.made + self.weight) / (self.asked + self.weight)
+        charged = self._charged(load, rows)
+        tokens = (w + chances.sum(0).cumsum()).tolist()
+        rates = {0: w / (float(verify[0]) * self.pace.off((0, False), b))}
+        for g in self.gammas:
+            seconds = float(levels[:g, b].sum() + verify[round(filled * g * b)])
+            seconds = seconds * self.pace.off((g, False), b) + sum(charged)
+            rates[g] = tokens[g - 1] / seconds
+        if not load.streams or w < 2 or not self.costs.packs:
+            return rates, ()
+        every = np.arange(len(overall))  # the depths that a draft may have, one a column
+        order = np.argsort(-chances, axis=None, kind="stable")
+        row, depth = np.divmod(order, len(every))
+        here = depth[:, None] == every
+        counts = here.cumsum(0)
+        gained = (here * chances.ravel()[order][:, None]).cumsum(0).cumsum(1)
+        made = np.rint(filled * counts.cumsum(1)).astype(int)
+        seconds = levels[every, counts].cumsum(1) + verify[made]
+        seconds *= [self.pace.off((deep + 1, True), b) for deep in every.tolist()]
+        if charged:
+            seconds += (here[:, :1] * np.array(charged)[row][:, None]).cumsum(0)
+        promised = np.where(counts > 0, (w + gained) / seconds, 0.0)
+        most, deep = divmod(int(promised.argmax()), len(every))
+        rates[self.SPREAD] = float(promised[most, deep])
+        budget = np.zeros(load.rows, int)
+        np.add.at(budget, np.array(list(rows))[row[: most + 1][depth[: most + 1] <= deep]], 1)
+        return rates, tuple(budget.tolist())
 
-    def _rate(self, load: Load, tokens: list[list[float]], gamma: int, part: float) -> float:
-        """Tokens a second of a plan."""
-        b = load.rows
-        front = math.ceil(part * b)
-        brought = tokens[gamma][front] + tokens[0][b] - tokens[0][front]
-        seconds = self._price(load, front, gamma) * self.pace.off((gamma, 0 < front < b), b)
-        drafting = math.ceil(self.current[1] * b)
-        if behind := sum(s.behind for s in load.streams[drafting:front] if s):
-            seconds += self.costs.catch_up_s(behind) / self.horizon
-        return brought / seconds
+    def _paid(self, load: Load) -> int:
+        """The rows that a pass is paid for."""
+        return len(_written(load)) if self.costs.packs else load.rows
 
-    def _price(self, load: Load, front: int, gamma: int) -> float:
-        """What the table says of a round in which so many rows draft, read once for every size: a
-        server's windows are few."""
-        seconds = 0.0
-        for asked in ((front, gamma, load.context), (load.rows - front, 0, load.context)):
-            if asked[0] and asked not in self.prices:
-                self.prices[asked] = self.costs.round_s(*asked)
-            seconds += self.prices[asked] if asked[0] else 0.0
-        return seconds
+    def _chances(self, rows: dict[int, Stream], overall: list[float]) -> np.ndarray:
+        """[rows, depth]: how likely the guess of that depth is kept, and all before it."""
+        mean = min(1.0, sum(self.kept) / sum(self.judged)) if sum(self.judged) else self.hoped
+        self.better = {
+            row: (s.kept / mean + self.weight) / (s.judged + self.weight) if mean else 1.0
+            for row, s in rows.items()
+        }
+        better = np.array(list(self.better.values()))
+        return np.minimum(1.0, better[:, None] * overall).cumprod(1)
+
+    def _charged(self, load: Load, rows: dict[int, Stream]) -> list[float]:
+        """What each row that does not draft so far is charged for its drafter's reading; nothing at
+        all if there is none."""
+        if self.form > 0:
+            return []
+        drafts = self.plan.budget if self.form and len(self.plan.budget) == load.rows else ()
+        behind = [0 if drafts and drafts[row] else s.behind for row, s in rows.items()]
+        each = [self.costs.catch_up_s(n) / self.horizon if n else 0.0 for n in behind]
+        return each if any(behind) else []
+
+    def _table(self, load: Load) -> tuple[np.ndarray, np.ndarray]:
+        """What the table says at this size, read once, for a server's windows are few: seconds of
+        the guess of a depth [depth, rows that draft so deep], and of all else of a round [guesses
+        made]."""
+        b = self._paid(load)
+        if (b, load.context) not in self.tables:
+            deepest, context = len(self.judged), load.context
+            levels = [
+                [0.0, *(self.costs.level_s(n, d, context) for n in range(1, b + 1))]
+                for d in range(1, deepest + 1)
+            ]
+            verify = [self.costs.verify_s(b, 1 + m / b, context) for m in range(deepest * b + 1)]
+            self.tables[b, load.context] = np.array(levels), np.array(verify)
+        return self.tables[b, load.context]
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
-        fade = self.fade if self.current[0] else 0.999
+        fade = self.fade if self.form else 0.999
         self.judged = [fade * x for x in self.judged]
         self.kept = [fade * x for x in self.kept]
+        self.asked, self.made = fade * self.asked, fade * self.made
         for step in steps:
-            for i in range(min(step.accepted + 1, step.drafted)):
-                self.judged[i] += 1
+            asked = plan.depth(step.row)
+            better = self.better.get(step.row, 1.0)
+            for i in range(min(step.accepted + 1, asked)):
+                self.judged[i] += better
                 self.kept[i] += i < step.accepted
+            self.asked += asked
+            self.made += step.drafted
         kind = _kind(plan)
         if kind == self.before:
-            self.seen.append((seconds, self._price(load, plan[0].rows, kind[0])))
-        self.before, self.size = kind, load.rows
+            self.seen.append((seconds, self._price(load, plan, steps)))
+        self.before, self.size = kind, self._paid(load)
+
+    def _price(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
+        """What the table says of such a round."""
+        levels, verify = self._table(load)
+        b, deepest = self._paid(load), plan.tree.depth
+        if not self.costs.packs:
+            return float(levels[:deepest, b].sum() + verify[deepest * b])
+        depths = [plan.depth(row) for row in _written(load)]
+        drafting = sum(levels[d, sum(x > d for x in depths)] for d in range(deepest))
+        return float(drafting + verify[sum(step.drafted for step in steps)])
 
 
 @dataclass
@@ -338,7 +386,7 @@ class Bandit:
         if not self.left or self.current[0] != size:
             self.current, self.left, self.sums = (size, self._best(size)), self.hold, [0.0, 0.0]
         self.left -= 1
-        return (Share(load.rows, Tree.chain(self.current[1])),)
+        return Plan(Tree.chain(self.current[1]))
 
     def _best(self, size: int) -> int:
         total = sum(self.tried.get((size, g), 0.0) for g in self.gammas)
@@ -366,17 +414,22 @@ class Bandit:
         self.mean[self.current] = mean + (reward - mean) / self.tried[self.current]
 
 
-def _plan(rows: int, front: int, gamma: int) -> Plan:
-    if not gamma or not front:
-        return (Share(rows, Tree.chain(0)),)
-    if front >= rows:
-        return (Share(rows, Tree.chain(gamma)),)
-    return Share(front, Tree.chain(gamma)), Share(rows - front, Tree.chain(0))
+def _written(load: Load) -> dict[int, Stream]:
+    """The rows that are being written; where nothing is said of rows, all are alike."""
+    streams = load.streams or (Stream(),) * load.rows
+    return {row: stream for row, stream in enumerate(streams) if stream}
 
 
-def _kind(plan: Plan) -> tuple[int, bool]:
-    """The draft length of a plan, and whether some rows have none."""
-    return len(plan[0].tree) - 1, len(plan) > 1
+def _one(load: Load, gamma: int) -> Plan:
+    """A draft for the row that has least to read for it."""
+    behind = {row: stream.behind for row, stream in _written(load).items()}
+    budget = [0] * load.rows
+    budget[min(behind, key=behind.__getitem__)] = gamma
+    return Plan(Tree.chain(gamma), tuple(budget))
+
+
+def _kind(plan: Plan) -> Kind:
+    return plan.tree.depth, bool(plan.budget)
 
 
 NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"

@@ -1,11 +1,10 @@
 """Continuous batching: requests wait, are read in chunks, written round by round, and leave.
 
 One step admits whoever fits, reads a chunk of the prompts that are not read yet, and runs one
-round, in which each share of the rows drafts what the policy says, after their drafter has read a
-chunk of what it lacks. A row that ends is free at once;
-its place goes to the next request, or the last row moves into it, so that passes cover no more rows
-than are in use. Nothing here knows what a bank is made of: an engine (bank.py) or a simulation
-(simulate.py).
+round, in which each row drafts as much as the policy says, after its drafter has read a chunk of
+what it lacks. A row that ends is free at once; its place goes to the next request, or the last row
+moves into it, so that passes cover no more rows than are in use. Nothing here knows what a bank is
+made of: an engine (bank.py) or a simulation (simulate.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 from specexp.errors import UserError
-from specexp.policy import Load, Plan, Policy, Stream
+from specexp.policy import Load, Policy, Stream
 from specexp.serving.bank import OutOfMemory, window
 from specexp.trace import Step
 from specexp.tree import Tree
@@ -44,10 +43,9 @@ class Bank(Protocol):
     def read(self, row: int, start: int, stop: int) -> None: ...
     def begin(self, row: int, limit: int) -> None: ...
     def guide(self, row: int, start: int, stop: int) -> None: ...
-    def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None: ...
-    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Step]: ...
+    def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None: ...
+    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]: ...
     def move(self, source: int, target: int, length: int) -> None: ...
-    def swap(self, a: int, b: int, longest: int) -> None: ...
     def leave(self, row: int, broken: bool = False) -> None: ...
     def text(self, row: int, start: int, stop: int) -> list[int]: ...
 
@@ -203,15 +201,14 @@ class Server:
         waiting = len(self.waiting)
         try:
             read = self._read()
-            plan, steps = self._round()
+            budget, steps = self._round()
         except OutOfMemory as e:
             self._shrink(str(e))
             return True
         self._compact()
         self.ticks.append(Tick(
             begin, self.now, self._busy, waiting, read, live=len(steps),
-            rows=sum(share.rows for share in plan),
-            speculated=sum(share.rows for share in plan if len(share.tree) > 1),
+            rows=len(budget), speculated=sum(depth > 0 for depth in budget),
             drafted=sum(step.drafted for step in steps),
             accepted=sum(step.accepted for step in steps),
             emitted=sum(step.emitted for step in steps),
@@ -248,43 +245,36 @@ class Server:
                 break
         return self.chunk - left
 
-    def _round(self) -> tuple[Plan, list[Step]]:
+    def _round(self) -> tuple[list[int], list[Step]]:
+        """One round of the rows in use; how deep each of them drafted, and what became of it."""
         top = 1 + max(row for row, seat in enumerate(self.seats) if seat)
-        if not any(seat and seat.writing for seat in self.seats):
-            return (), []
-        context = window(self._longest(0, top) + self.bank.room, self.bank.slots)
+        used = self.seats[:top]
+        if not any(seat and seat.writing for seat in used):
+            return [], []
+        longest = max(seat.length for seat in used if seat)
+        context = window(longest + self.bank.room, self.bank.slots)
         load = Load(top, context, len(self.waiting), tuple(
             Stream(seat.behind, seat.judged, seat.kept) if seat and seat.writing else None
-            for seat in self.seats[:top]
+            for seat in used
         ))  # fmt: skip
         begin = self.now
         plan = self.policy.choose(load)
-        assert sum(share.rows for share in plan) == top, "the shares of a plan cover every row"
-        steps: list[Step] = []
-        judged: list[Step] = []  # all but guesses by who has not read the text yet
-        first = 0
-        for share in plan:
-            lacking = self._catch_up(first, share.rows) if len(share.tree) > 1 else set()
-            longest = self._longest(first, share.rows)
-            made = self._timed(self.bank.round, first, share.rows, longest, share.tree)
-            judged += [step for step in made if step.row not in lacking]
-            for step in made:
-                self._settle(step)
-            steps += made
-            first += share.rows
+        budget = [-1 if s is None else plan.depth(row) for row, s in enumerate(load.streams)]
+        lacking = self._catch_up(budget, longest) if max(budget) > 0 else set()
+        tree = plan.tree.cut(max(budget))
+        steps = self._timed(self.bank.round, budget, longest, tree)
+        for step in steps:
+            self._settle(step, min(budget[step.row], tree.depth))
+        judged = [step for step in steps if step.row not in lacking]
         self.policy.learn(load, plan, judged, self.now - begin)
-        self._sort(plan)
-        return plan, steps
+        return budget, steps
 
-    def _longest(self, first: int, rows: int) -> int:
-        return max(seat.length if seat else 1 for seat in self.seats[first : first + rows])
-
-    def _catch_up(self, first: int, rows: int) -> set[int]:
-        """Whoever is far behind catches up alone, a chunk in all, and then all together what little
-        they lack. Returns the rows that still lack something."""
+    def _catch_up(self, budget: Sequence[int], longest: int) -> set[int]:
+        """Of those who draft, whoever is far behind catches up alone, a chunk in all, and then all
+        together what little they lack. Returns the rows that still lack something."""
         left = max(self.chunk, NEAR)  # more than a round adds
-        seats = enumerate(self.seats[first : first + rows], first)
-        writing = [(row, seat) for row, seat in seats if seat and seat.writing]
+        drafting = zip(self.seats, budget, strict=False)
+        writing = [(row, s) for row, (s, depth) in enumerate(drafting) if s and depth > 0]
         for row, seat in writing:
             if seat.behind > NEAR and left:
                 stop = seat.guided + min(seat.behind, left)
@@ -293,12 +283,13 @@ class Server:
                 seat.guided = stop
         near = [seat for _, seat in writing if seat.behind <= NEAR]
         if lag := max((seat.behind for seat in near), default=0):
-            self._timed(self.bank.catch_up, first, rows, self._longest(first, rows), lag)
+            self._timed(self.bank.catch_up, budget, longest, lag)
         for seat in near:
             seat.guided = seat.length - 1
         return {row for row, seat in writing if seat.behind}
 
-    def _settle(self, step: Step) -> None:
+    def _settle(self, step: Step, asked: int) -> None:
+        """asked: how many guesses the row might have had."""
         seat = self.seats[step.row]
         assert seat is not None
         answer = seat.answer
@@ -307,9 +298,9 @@ class Server:
             return
         guided = not seat.behind
         seat.length += step.emitted
-        if step.drafted and guided:
+        if asked and guided:
             seat.guided = seat.length - 1
-            seat.judged = FADE * seat.judged + min(step.accepted + 1, step.drafted)
+            seat.judged = FADE * seat.judged + min(step.accepted + 1, asked)
             seat.kept = FADE * seat.kept + step.accepted
         answer.drafted += step.drafted
         answer.accepted += step.accepted
@@ -317,24 +308,6 @@ class Server:
         answer.deliveries.append((self.now, seat.length - len(answer.request.prompt)))
         if step.done:
             self._vacate(step.row, "done")
-
-    def _sort(self, plan: Plan) -> None:
-        """If a plan treats rows apart, those that keep most belong in front: one swap a round."""
-        if len(plan) < 2:
-            return
-        border = plan[0].rows
-        rates = [
-            (seat.kept / seat.judged, row)
-            for row, seat in enumerate(self.seats)
-            if seat and seat.writing and seat.judged >= 4
-        ]
-        front = min((r for r in rates if r[1] < border), default=None)
-        back = max((r for r in rates if r[1] >= border), default=None)
-        if front and back and back[0] > front[0] + 0.1:
-            a, b = front[1], back[1]
-            seats = self.seats[a], self.seats[b]
-            self._timed(self.bank.swap, a, b, max(seat.length for seat in seats if seat))
-            self.seats[b], self.seats[a] = seats
 
     def _compact(self) -> None:
         """The last rows move into holes that nobody waits for."""

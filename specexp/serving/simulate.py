@@ -63,15 +63,16 @@ class SimulatedBank:
     def guide(self, row: int, start: int, stop: int) -> None:
         self.time += self.costs.catch_up_s(stop - start)
 
-    def catch_up(self, first: int, rows: int, longest: int, missed: int) -> None:
+    def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
+        rows = sum(g > 0 for g in budget) if self.costs.packs else len(budget)
         self.time += self.costs.catch_up_s(rows * missed)
 
-    def round(self, first: int, rows: int, longest: int, tree: Tree) -> list[Step]:
-        gamma = len(tree) - 1
+    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
         context = window(longest + self.room, self.slots)
-        self.time += self.costs.round_s(rows, gamma, context) + self.overhead_s
+        guesses = [min(g, tree.depth) for g in budget]
+        self.time += self.costs.plan_s(guesses, context) + self.overhead_s
         steps = []
-        for at in range(first, first + rows):
+        for at, gamma in enumerate(guesses):
             text = self.texts.get(at)
             if text is None or text.length >= text.limit:
                 continue
@@ -87,9 +88,6 @@ class SimulatedBank:
 
     def move(self, source: int, target: int, length: int) -> None:
         self.texts[target] = self.texts[source]
-
-    def swap(self, a: int, b: int, longest: int) -> None:
-        self.texts[a], self.texts[b] = self.texts[b], self.texts[a]
 
     def leave(self, row: int, broken: bool = False) -> None:
         self.texts.pop(row, None)
