@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from specexp import cli, theory
 from specexp.drafters.model import DraftModel
+from specexp.drafters.ngram import NGram
 from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.errors import UserError
@@ -145,6 +147,21 @@ def test_the_speedup_is_theorys_with_the_times_of_this_load(kept, gamma, batch, 
     assert table.speedup(batch, 0, kept, context) == 1
 
 
+def test_guesses_that_are_not_made_are_paid_for_only_where_passes_are_as_wide_as_the_longest():
+    """Rows of three guesses, of one and of none; the last one has no part in the round."""
+    padded = planted()
+    packed = replace(padded, about=ABOUT | {"passes": "native"})
+    law = packed.fit()
+    assert packed.plan_s([3, 1, 0, -1], 64) == pytest.approx(3 * 1e-3 + law.pass_s(7, 1, 64))
+    assert packed.plan_s([0, 0, -1], 64) == pytest.approx(law.pass_s(2, 1, 64))
+    assert padded.plan_s([3, 1, 0, -1], 64) == padded.round_s(4, 3, 64)
+    for table in (padded, packed):
+        assert table.plan_s([3, 3], 64) == table.round_s(2, 3, 64)
+    by_row = np.array([[[1e-3 * g * b] * 2 for g in GAMMAS] for b in BATCHES])
+    uneven = replace(packed, draft=by_row)
+    assert uneven.plan_s([3, 1], 64) == pytest.approx(4 * 1e-3 + law.pass_s(6, 1, 64))
+
+
 def test_free_drafts_and_flat_passes_reach_the_closed_form():
     table = planted(token=0, slot=0, draft=0)
     assert table.speedup(8, 5, [0.8] * 5, 64) == pytest.approx(theory.speedup(0.8, 5, 0))
@@ -265,6 +282,18 @@ def test_measuring_gives_positive_times_for_every_setting(engine):
     assert (table.about["target"], table.about["drafter"]) == ("target", "draft")
     assert table.about["parameters"] == engine.target.parameters
     assert json.loads(json.dumps(table.about)) == table.about
+
+
+def test_passes_are_timed_with_every_guess_made(engine, monkeypatch):
+    """A lookup that finds nothing, and a table of what finding something would cost."""
+    seen, verify = [], LM.verify
+    monkeypatch.setattr(
+        LM, "verify", lambda lm, seqs, draft, taps: (seen.append(draft), verify(lm, seqs, draft))[1]
+    )
+    engine.drafter = NGram()
+    costs.measure(engine, [list(range(20))], [2], [2], [24], repeats=1)
+    assert min(int(draft.tokens.min()) for draft in seen) >= 0
+    assert {draft.tokens.shape[1] for draft in seen} == {1, 3}
 
 
 def test_every_setting_is_timed_as_often_forwards_and_backwards(engine, monkeypatch):

@@ -310,10 +310,10 @@ def test_simulated_time_is_that_of_the_table():
         bank.begin(row, 400)
     for call in (
         lambda: bank.read(0, 9, 49),
-        lambda: bank.catch_up(0, 3, 50, 7),
-        lambda: bank.round(0, 3, 58, Tree.chain(3)),
-        lambda: bank.round(0, 3, 59, Tree.chain(3)),
-        lambda: bank.round(1, 2, 490, Tree.chain(0)),
+        lambda: bank.catch_up([3, 3, 3], 50, 7),
+        lambda: bank.round([3, 3, 3], 58, Tree.chain(3)),
+        lambda: bank.round([3, 3, 3], 59, Tree.chain(3)),
+        lambda: bank.round([0, 0], 490, Tree.chain(0)),
         lambda: bank.wait(0.0),
         lambda: bank.wait(bank.clock() + 2.5),
     ):
