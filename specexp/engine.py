@@ -77,11 +77,10 @@ class Engine:
         if not tree.is_chain:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
         self.drafter.observe(seqs, tree, verdict, seen)
-        emitted = seqs.commit(verdict)  # length grows: that is the roll back
+        counts = seqs.commit(verdict)  # length grows: that is the roll back
         ran = self.models if len(tree) > 1 else (self.target,)
-        faults = (lm.fault[seqs.rows] != 0 for lm in ran)
-        counts = torch.stack([verdict.n, emitted, seqs.live, *faults], 1)
-        return torch.cat([counts, draft.tokens[:, 1:]], 1)
+        faults = (lm.fault[seqs.rows, None] != 0 for lm in ran)
+        return torch.cat([counts, *faults, draft.tokens[:, 1:]], 1)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
         return self.drafter.propose(seqs, tree, self.rng)

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <omp.h>
 #include <utility>
+#include <vector>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -458,4 +459,68 @@ int64_t room_for_float32(const Net<float> *net, const Pass<float> *p) { return r
 int64_t room_for_bfloat16(const Net<bfloat16> *n, const Pass<bfloat16> *p) { return room_for(*n, *p); }
 bool run_float32(const Net<float> *net, const Pass<float> *p) { return run(*net, *p); }
 bool run_bfloat16(const Net<bfloat16> *net, const Pass<bfloat16> *p) { return run(*net, *p); }
+}
+
+// --- between passes -------------------------------------------------------------------------------
+
+// What rounds do besides: few numbers, but each of torch's operations is as slow as the pass before
+// has left its code cold. They are described where they are done by those (native.py says where).
+
+// The first place of the largest of so many numbers, or of one that is none.
+static int64_t largest(const float *w, int64_t size) {
+    constexpr int64_t LOT = 4 * LANES;
+    int64_t best = 0, i = 0;
+    for (; i + LOT <= size && w[best] == w[best]; i += LOT) {
+        ints more = {};
+        each<4>([&](auto k) { more |= !(load(w + i + k * LANES) <= w[best]); });
+        int any = 0;
+        for (int t = 0; t < LANES; t++) any |= more[t];
+        for (int64_t t = i; any && t < i + LOT && w[best] == w[best]; t++)
+            if (!(w[t] <= w[best])) best = t;
+    }
+    for (; i < size && w[best] == w[best]; i++)
+        if (!(w[i] <= w[best])) best = i;
+    return best;
+}
+
+extern "C" {
+void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best) {
+    for (; rows--; w += size) *best++ = largest(w, size);
+}
+
+void spoil(int64_t rows, int64_t size, const float *w, float *fault) {
+    for (; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
+}
+
+// parents [1 or rows, nodes]: those of two rows are `stride` apart.
+void follow(int64_t rows, int64_t nodes, int64_t places, int64_t stride, const int64_t *tokens,
+            const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *made) {
+    std::vector<int64_t> depth(nodes);
+    for (; rows--; tokens += nodes, sample += nodes, parents += stride, n++) {
+        int64_t last = 0;
+        for (int64_t i = 1; i < nodes; i++) {
+            const int64_t up = parents[i];
+            depth[i] = depth[up] < 0 || tokens[i] != sample[up] ? -1 : depth[up] + 1;
+            if (depth[i] > depth[last]) last = i;
+        }
+        *n = depth[last];
+        for (int64_t d = places; d--; last = d > *n ? last : parents[last])
+            path[d] = last, made[d] = sample[last];
+        path += places, made += places;
+    }
+}
+
+void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const int64_t *made,
+            const int64_t *n, const int64_t *eos, int64_t *tokens, int64_t *length, int64_t *limit,
+            int64_t *counts) {
+    for (; rows--; made += places, tokens += stride, n++, length++, limit++, counts += 3) {
+        const int64_t before_end = std::find_first_of(made, made + places, eos, eos + ends) - made;
+        const int64_t room = std::max<int64_t>(*limit - *length, 0);
+        const int64_t emitted = std::min(std::min(*n, before_end) + 1, room);
+        std::copy_n(made, emitted, tokens + *length);
+        *length += emitted;
+        if (emitted > before_end) *limit = *length;
+        counts[0] = *n, counts[1] = emitted, counts[2] = *length < *limit;
+    }
+}
 }

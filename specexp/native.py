@@ -19,13 +19,14 @@ import tempfile
 from ctypes import CDLL, POINTER, Structure, addressof, byref, c_bool, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from specexp.cache import SlotCache
+if TYPE_CHECKING:
+    from specexp.cache import SlotCache
 
 log = logging.getLogger("specexp")
 
@@ -33,6 +34,17 @@ SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 MOST = 512  # tokens of a pass; products of more rows are for the libraries that torch uses
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
+
+
+BETWEEN = {"likeliest": (2, 2), "spoil": (2, 2), "follow": (4, 6), "commit": (4, 7)}
+
+
+class At:
+    """A tensor as an argument: where it is."""
+
+    @staticmethod
+    def from_param(x: Tensor) -> c_void_p:
+        return c_void_p(x.data_ptr())
 
 
 class Layer(Structure):
@@ -144,7 +156,11 @@ def library() -> CDLL | None:
 @cache
 def _loaded() -> CDLL | None:
     try:
-        return CDLL(str(_built()))
+        found = CDLL(str(_built()))
+        for name, (numbers, tensors) in BETWEEN.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = [c_int64] * numbers + [At] * tensors, None
+        return found
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
         why = next((line for line in said if "error" in line), said[0] if said else repr(e))
@@ -179,6 +195,11 @@ def _processor() -> str:
     lines = known.read_text().splitlines() if known.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
     return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(flags)}"
+
+
+def by(x: Tensor) -> Any:
+    """What is compiled besides passes, where it can be used on x."""
+    return library() if x.is_cpu else None
 
 
 def of(fused: Any) -> Native | None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.errors import UserError
 from specexp.sampling import RESIDUAL, TOKEN, Rng
 from specexp.sequences import Draft, Verdict
@@ -56,6 +57,12 @@ class Match:
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         sample = rng.categorical(p, draft.keys, TOKEN)
+        if code := native.by(sample):
+            (B, N), parents, D = sample.shape, draft.nodes.parents, draft.nodes.deepest
+            path, n, new = (torch.empty(B, k, dtype=torch.int64) for k in (D + 1, 1, D + 1))
+            stride = N * (len(parents) > 1)
+            code.follow(B, N, D + 1, stride, draft.tokens, sample, parents, path, n, new)
+            return Verdict(path, n[:, 0], new)
         wanted = sample.gather(1, draft.nodes.parents.expand_as(sample))
         path, n = draft.nodes.accepted(draft.tokens == wanted)
         return Verdict(path, n, sample.gather(1, path))

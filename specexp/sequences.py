@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.errors import UserError
 from specexp.sampling import mix
 from specexp.tree import Nodes
@@ -172,6 +173,13 @@ class Sequences:
         A delivered EOS lowers the row's limit to its length. Rows already done emit 0. Tokens
         beyond a row's length are never read, and need not be spared.
         """
+        if code := native.by(self.tokens):
+            B, places = verdict.new.shape
+            counts = torch.empty(B, 3, dtype=torch.int64)
+            stride, text = self.tokens.stride(0), (self.tokens, self.length, self.limit)
+            ends = len(self.eos)
+            code.commit(B, places, ends, stride, verdict.new, verdict.n, self.eos, *text, counts)
+            return counts
         at = torch.arange(verdict.new.shape[1], device=self.tokens.device)
         ends = torch.isin(verdict.new, self.eos)
         before_end = torch.where(ends, at, at.numel()).amin(1)
@@ -180,4 +188,4 @@ class Sequences:
         self.tokens.scatter_(1, self.length[:, None] + at, verdict.new)
         self.length += emitted
         self.limit.copy_(torch.where(emitted > before_end, self.length, self.limit))
-        return emitted
+        return torch.stack([verdict.n, emitted, self.live], 1)
