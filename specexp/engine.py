@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specexp import graphs
+from specexp import graphs, native
 from specexp.cache import rounded
 from specexp.drafters import Drafter
 from specexp.drafters.null import Null
@@ -79,6 +79,11 @@ class Engine:
         self.drafter.observe(seqs, tree, verdict, seen)
         counts = seqs.commit(verdict)  # length grows: that is the roll back
         ran = self.models if len(tree) > 1 else (self.target,)
+        if code := native.by(counts, draft.tokens):
+            (B, N), memory = draft.tokens.shape, native.every([lm.fault for lm in ran])
+            made = torch.empty(B, 3 + len(ran) + N - 1, dtype=torch.int64)
+            code.report(B, N, len(ran), seqs.first, counts, draft.tokens, made, memory)
+            return made
         faults = (lm.fault[seqs.rows, None] != 0 for lm in ran)
         return torch.cat([counts, *faults, draft.tokens[:, 1:]], 1)
 

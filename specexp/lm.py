@@ -139,11 +139,11 @@ class LM:
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
-        fault = self.fault[seqs.rows]
-        if (code := native.by(logits)) and logits.is_contiguous() and logits.dtype == torch.float32:
-            code.spoil(len(fault), logits.shape[1] * logits.shape[2], logits, fault)
+        if code := native.by(logits):
+            B, n, V = logits.shape
+            code.spoil(B, n * V, seqs.first, logits, self.fault)
         else:
-            fault.add_(logits.amax((1, 2)), alpha=0)  # 0 times inf and NaN is NaN
+            self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 times inf and NaN is NaN
         return Forward(logits, hidden)
 
     @torch.inference_mode()

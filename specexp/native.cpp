@@ -488,15 +488,15 @@ void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best) {
     for (; rows--; w += size) *best++ = largest(w, size);
 }
 
-void spoil(int64_t rows, int64_t size, const float *w, float *fault) {
-    for (; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
+void spoil(int64_t rows, int64_t size, int64_t first, const float *w, float *fault) {
+    for (fault += first; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
 }
 
-// parents [1 or rows, nodes]: those of two rows are `stride` apart.
-void follow(int64_t rows, int64_t nodes, int64_t places, int64_t stride, const int64_t *tokens,
+// parents: of all rows, if they are shared, or of each.
+void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
             const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *made) {
     std::vector<int64_t> depth(nodes);
-    for (; rows--; tokens += nodes, sample += nodes, parents += stride, n++) {
+    for (; rows--; tokens += nodes, sample += nodes, n++) {
         int64_t last = 0;
         for (int64_t i = 1; i < nodes; i++) {
             const int64_t up = parents[i];
@@ -506,7 +506,7 @@ void follow(int64_t rows, int64_t nodes, int64_t places, int64_t stride, const i
         *n = depth[last];
         for (int64_t d = places; d--; last = d > *n ? last : parents[last])
             path[d] = last, made[d] = sample[last];
-        path += places, made += places;
+        path += places, made += places, parents += shared ? 0 : nodes;
     }
 }
 
@@ -521,6 +521,16 @@ void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const in
         *length += emitted;
         if (emitted > before_end) *limit = *length;
         counts[0] = *n, counts[1] = emitted, counts[2] = *length < *limit;
+    }
+}
+
+// The columns of `faults`, each the memory of a model, go between those of counts and guesses.
+void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const int64_t *counts,
+            const int64_t *tokens, int64_t *made, const float *const *faults) {
+    for (int64_t row = 0; row < rows; row++) {
+        made = std::copy_n(counts + row * 3, 3, made);
+        for (int64_t i = 0; i < models; i++) *made++ = faults[i][first + row] != 0;
+        made = std::copy_n(tokens + row * nodes + 1, nodes - 1, made);
     }
 }
 }

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, addressof, byref, c_bool, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -36,15 +37,18 @@ MOST = 512  # tokens of a pass; products of more rows are for the libraries that
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 
 
-BETWEEN = {"likeliest": (2, 2), "spoil": (2, 2), "follow": (4, 6), "commit": (4, 7)}
+READ = torch.float32, torch.int64
+BETWEEN = {  # numbers and tensors that each of them takes
+    "likeliest": (2, 2), "spoil": (3, 2), "follow": (4, 6), "commit": (4, 7), "report": (4, 4),
+}  # fmt: skip
 
 
 class At:
     """A tensor as an argument: where it is."""
 
     @staticmethod
-    def from_param(x: Tensor) -> c_void_p:
-        return c_void_p(x.data_ptr())
+    def from_param(x: Any) -> Any:
+        return c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x
 
 
 class Layer(Structure):
@@ -106,7 +110,7 @@ class Native:
         tapped = (c_int64 * len(taps))(*taps)
         given = (tokens, positions, cache.slots, visible, inputs.get("x"), inputs.get("read"))
         held = [None if x is None else x.contiguous() for x in given]
-        states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype)
+        states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
         logits = torch.empty(B, last, net.vocab)
         head = cache.size * net.dim
         row = net.keys * head
@@ -119,7 +123,7 @@ class Native:
         asked.room = _at(room)
         if not self.run(byref(net), byref(asked)):
             raise IndexError(f"a token is not one of {net.known}, or a slot not of {cache.seen}")
-        return logits if last else None, states if taps else None
+        return logits if last else None, states
 
     def _found(self, cache: SlotCache) -> tuple[Any, Any]:
         """Where each layer's keys and values are."""
@@ -197,9 +201,15 @@ def _processor() -> str:
     return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(flags)}"
 
 
-def by(x: Tensor) -> Any:
-    """What is compiled besides passes, where it can be used on x."""
-    return library() if x.is_cpu else None
+def by(*read: Tensor) -> Any:
+    """What is compiled besides passes, where it can read these tensors; else None."""
+    ready = all(x.is_cpu and x.is_contiguous() and x.dtype in READ for x in read)
+    return library() if ready else None
+
+
+def every(tensors: Sequence[Tensor]) -> Any:
+    """Where these are, as an argument."""
+    return (c_void_p * len(tensors))(*map(_at, tensors))
 
 
 def of(fused: Any) -> Native | None:

@@ -29,7 +29,7 @@ def _signed(x: int) -> int:
 def likeliest(w: Tensor) -> Tensor:
     """int64 [...]: where w [..., V] is largest, the first place of equals."""
     code = native.by(w)
-    if code is None or w.dtype != torch.float32 or not w.is_contiguous():
+    if code is None or w.dtype != torch.float32:
         return w.argmax(-1)
     best = torch.empty(w.shape[:-1], dtype=torch.int64)
     code.likeliest(best.numel(), w.shape[-1], w, best)

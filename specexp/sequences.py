@@ -168,17 +168,18 @@ class Sequences:
         return mix((mix(root) if self.by_round else root) + depth)
 
     def commit(self, verdict: Verdict) -> Tensor:
-        """Append the accepted path and the bonus token; emitted [B], after EOS and limit cuts.
+        """Append the accepted path and the bonus token. Returns, [B, 3], how many guesses were
+        accepted, how many tokens emitted, after EOS and limit cuts, and whether the row goes on.
 
         A delivered EOS lowers the row's limit to its length. Rows already done emit 0. Tokens
         beyond a row's length are never read, and need not be spared.
         """
-        if code := native.by(self.tokens):
-            B, places = verdict.new.shape
+        if code := native.by(verdict.new, verdict.n, self.length, self.limit, self.eos):
+            (B, places), (stride, _) = verdict.new.shape, self.tokens.stride()
             counts = torch.empty(B, 3, dtype=torch.int64)
-            stride, text = self.tokens.stride(0), (self.tokens, self.length, self.limit)
-            ends = len(self.eos)
-            code.commit(B, places, ends, stride, verdict.new, verdict.n, self.eos, *text, counts)
+            read = verdict.new, verdict.n, self.eos
+            changed = self.tokens, self.length, self.limit
+            code.commit(B, places, len(self.eos), stride, *read, *changed, counts)
             return counts
         at = torch.arange(verdict.new.shape[1], device=self.tokens.device)
         ends = torch.isin(verdict.new, self.eos)
