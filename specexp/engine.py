@@ -78,14 +78,7 @@ class Engine:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
         self.drafter.observe(seqs, tree, verdict, seen)
         counts = seqs.commit(verdict)  # length grows: that is the roll back
-        ran = self.models if len(tree) > 1 else (self.target,)
-        if code := native.by(counts, draft.tokens):
-            (B, N), memory = draft.tokens.shape, native.every([lm.fault for lm in ran])
-            made = torch.empty(B, 3 + len(ran) + N - 1, dtype=torch.int64)
-            code.report(B, N, len(ran), seqs.first, counts, draft.tokens, made, memory)
-            return made
-        faults = (lm.fault[seqs.rows, None] != 0 for lm in ran)
-        return torch.cat([counts, *faults, draft.tokens[:, 1:]], 1)
+        return self._report(seqs, draft, counts)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
         return self.drafter.propose(seqs, tree, self.rng)
@@ -95,6 +88,18 @@ class Engine:
         if self.drafter.on_host:
             return self.verified(seqs, draft)
         return self.target.verify(seqs, draft, self.drafter.taps)
+
+    def _report(self, seqs: Sequences, draft: Draft, counts: Tensor) -> Tensor:
+        """counts [B, 3], whether the logits of each model that ran were no numbers, the guesses."""
+        B, N = draft.tokens.shape
+        faults = [lm.fault for lm in (self.models if N > 1 else (self.target,))]
+        if code := native.by(counts, draft.tokens, *faults):
+            F, memory = len(faults), native.every(faults)
+            made = torch.empty(B, 3 + F + N - 1, dtype=torch.int64)
+            code.report(B, N, F, seqs.first, counts, draft.tokens, made, memory)
+            return made
+        broken = (fault[seqs.rows, None] != 0 for fault in faults)
+        return torch.cat([counts, *broken, draft.tokens[:, 1:]], 1)
 
     @property
     def models(self) -> tuple[LM, ...]:

@@ -139,7 +139,7 @@ class LM:
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
-        if code := native.by(logits):
+        if code := native.by(logits, self.fault):
             B, n, V = logits.shape
             code.spoil(B, n * V, seqs.first, logits, self.fault)
         else:

@@ -468,19 +468,22 @@ bool run_bfloat16(const Net<bfloat16> *net, const Pass<bfloat16> *p) { return ru
 
 // The first place of the largest of so many numbers, or of one that is none.
 static int64_t largest(const float *w, int64_t size) {
-    constexpr int64_t LOT = 4 * LANES;
+    vec most = vec{} - INFINITY; // of each lane, and where
+    ints place = {}, here = {}, odd = {};
     int64_t best = 0, i = 0;
-    for (; i + LOT <= size && w[best] == w[best]; i += LOT) {
-        ints more = {};
-        each<4>([&](auto k) { more |= !(load(w + i + k * LANES) <= w[best]); });
-        int any = 0;
-        for (int t = 0; t < LANES; t++) any |= more[t];
-        for (int64_t t = i; any && t < i + LOT && w[best] == w[best]; t++)
-            if (!(w[t] <= w[best])) best = t;
+    for (; i + LANES <= size; i += LANES, here += LANES) {
+        const vec x = load(w + i);
+        place = x > most ? here : place;
+        most = x > most ? x : most;
+        odd |= x != x;
     }
-    for (; i < size && w[best] == w[best]; i++)
-        if (!(w[i] <= w[best])) best = i;
-    return best;
+    auto meets = [&](int64_t at) {
+        if (w[at] > w[best] || (w[at] == w[best] && at < best)) best = at;
+    };
+    bool none = false;
+    for (int64_t t = 0; t < LANES && i; t++) meets(place[t] + t), none |= odd[t];
+    for (; i < size; i++) meets(i), none |= w[i] != w[i];
+    return none ? std::find_if(w, w + size, [](float x) { return x != x; }) - w : best;
 }
 
 extern "C" {
