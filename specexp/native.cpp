@@ -463,8 +463,9 @@ bool run_bfloat16(const Net<bfloat16> *net, const Pass<bfloat16> *p) { return ru
 
 // --- between passes -------------------------------------------------------------------------------
 
-// What rounds do besides: few numbers, but each of torch's operations is as slow as the pass before
-// has left its code cold. They are described where they are done by those (native.py says where).
+// What rounds do besides: few numbers, but each of torch's operations is slow, for the pass before
+// has left its code cold. Described where those do the same: likeliest (sampling.py), LM.feed,
+// Match, Sequences.commit, Engine._report. Numbers are contiguous, but for rows of text.
 
 // The first place of the largest of so many numbers, or of one that is none.
 static int64_t largest(const float *w, int64_t size) {
@@ -527,7 +528,7 @@ void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const in
     }
 }
 
-// The columns of `faults`, each the memory of a model, go between those of counts and guesses.
+// A column for each model's `faults` goes between those of counts [rows, 3] and guesses.
 void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const int64_t *counts,
             const int64_t *tokens, int64_t *made, const float *const *faults) {
     for (int64_t row = 0; row < rows; row++) {

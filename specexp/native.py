@@ -1,4 +1,5 @@
-"""Passes over a few rows on a CPU as one call of compiled code (native.cpp).
+"""Passes over a few rows on a CPU as one call of compiled code (native.cpp), and each step of a
+round around them (`by`).
 
 A small model's pass is some six hundred operations of a few microseconds each, while its weights
 could be read in a third of that time. A C++ compiler is asked once a machine; without one, or with
@@ -35,8 +36,6 @@ SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 MOST = 512  # tokens of a pass; products of more rows are for the libraries that torch uses
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
-
-
 READ = torch.float32, torch.int64
 BETWEEN = {  # numbers and tensors that each of them takes
     "likeliest": (2, 2), "spoil": (3, 2), "follow": (4, 6), "commit": (4, 7), "report": (4, 4),
@@ -202,7 +201,8 @@ def _processor() -> str:
 
 
 def by(*read: Tensor) -> Any:
-    """What is compiled besides passes, where it can read these tensors; else None."""
+    """What is compiled besides passes, where it can read these tensors. None where it cannot: then
+    torch's operations do the same, as they do on a GPU and in what is recorded."""
     ready = all(x.is_cpu and x.is_contiguous() and x.dtype in READ for x in read)
     return library() if ready else None
 
