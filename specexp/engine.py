@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specexp import graphs
+from specexp import graphs, native
 from specexp.cache import rounded
 from specexp.drafters import Drafter
 from specexp.drafters.null import Null
@@ -77,11 +77,8 @@ class Engine:
         if not tree.is_chain:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
         self.drafter.observe(seqs, tree, verdict, seen)
-        emitted = seqs.commit(verdict)  # length grows: that is the roll back
-        ran = self.models if len(tree) > 1 else (self.target,)
-        faults = (lm.fault[seqs.rows] != 0 for lm in ran)
-        counts = torch.stack([verdict.n, emitted, seqs.live, *faults], 1)
-        return torch.cat([counts, draft.tokens[:, 1:]], 1)
+        counts = seqs.commit(verdict)  # length grows: that is the roll back
+        return self._report(seqs, draft, counts)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
         draft = self.drafter.propose(seqs, tree, self.rng)
@@ -92,6 +89,18 @@ class Engine:
         if self.drafter.on_host:
             return self.verified(seqs, draft)
         return self.target.verify(seqs, draft, self.drafter.taps)
+
+    def _report(self, seqs: Sequences, draft: Draft, counts: Tensor) -> Tensor:
+        """counts [B, 3], whether the logits of each model that ran were no numbers, the guesses."""
+        B, N = draft.tokens.shape
+        faults = [lm.fault for lm in (self.models if N > 1 else (self.target,))]
+        if code := native.by(counts, draft.tokens, *faults):
+            F, memory = len(faults), native.every(faults)
+            made = torch.empty(B, 3 + F + N - 1, dtype=torch.int64)
+            code.report(B, N, F, seqs.first, counts, draft.tokens, made, memory)
+            return made
+        broken = (fault[seqs.rows, None] != 0 for fault in faults)
+        return torch.cat([counts, *broken, draft.tokens[:, 1:]], 1)
 
     @property
     def models(self) -> tuple[LM, ...]:

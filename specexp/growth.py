@@ -68,7 +68,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
     keys = None if rng is None else seqs.keys(nodes.depth)
     place = torch.arange(len(tree), device=device)[None]
     tokens, rank = seqs.root, place[:, :1]
-    guesses: list[Tensor] = []
+    drafted = [tokens]
     laws: list[Tensor] = []
     for depth, (here, below) in enumerate(pairwise(tree.levels)):
         fed = seqs.drafting(tokens, depth)
@@ -86,13 +86,13 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
             sibling = place[:, below] - nodes.children[0, parent[0], 0]
             rank = parent - here.start
             tokens = picked[:, rank[0], sibling[0]]
-        guesses.append(tokens)
+        drafted.append(tokens)
     q = None
     if laws:
         B, _, V = laws[0].shape
         leaves = laws[0].new_zeros(B, len(tree) - tree.levels[-1].start, V)
         q = torch.cat([*laws, leaves], 1)
-    return Grown(seqs.draft(nodes, torch.cat(guesses, 1), q), place)
+    return Grown(Draft(torch.cat(drafted, 1), nodes, seqs, q), place)
 
 
 def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from specexp import fused, memory, pages, quantised
+from specexp import fused, memory, native, pages, quantised
 from specexp.cache import SlotCache
 from specexp.errors import UserError
 from specexp.memory import PREFILL
@@ -141,7 +141,11 @@ class LM:
         logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
-        self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 times inf and NaN is NaN
+        if code := native.by(logits, self.fault):
+            B, n, V = logits.shape
+            code.spoil(B, n * V, seqs.first, logits, self.fault)
+        else:
+            self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 times inf and NaN is NaN
         return Forward(logits, hidden)
 
     @torch.inference_mode()

@@ -490,3 +490,81 @@ int64_t room_for_bfloat16(const Net<bfloat16> *n, const Pass<bfloat16> *p) { ret
 bool run_float32(const Net<float> *net, const Pass<float> *p) { return run(*net, *p); }
 bool run_bfloat16(const Net<bfloat16> *net, const Pass<bfloat16> *p) { return run(*net, *p); }
 }
+
+// --- between passes -------------------------------------------------------------------------------
+
+// What rounds do besides: few numbers, but each of torch's operations is slow, for the pass before
+// has left its code cold. Described where those do the same: likeliest (sampling.py), LM.feed,
+// Match, Sequences.commit, Engine._report. Numbers are contiguous, but for rows of text.
+
+// The first place of the largest of so many numbers, or of one that is none.
+static int64_t largest(const float *w, int64_t size) {
+    vec most = vec{} - INFINITY; // of each lane, and where
+    ints place = {}, here = {}, odd = {};
+    int64_t best = 0, i = 0;
+    for (; i + LANES <= size; i += LANES, here += LANES) {
+        const vec x = load(w + i);
+        place = x > most ? here : place;
+        most = x > most ? x : most;
+        odd |= x != x;
+    }
+    auto meets = [&](int64_t at) {
+        if (w[at] > w[best] || (w[at] == w[best] && at < best)) best = at;
+    };
+    bool none = false;
+    for (int64_t t = 0; t < LANES && i; t++) meets(place[t] + t), none |= odd[t];
+    for (; i < size; i++) meets(i), none |= w[i] != w[i];
+    return none ? std::find_if(w, w + size, [](float x) { return x != x; }) - w : best;
+}
+
+extern "C" {
+void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best) {
+    for (; rows--; w += size) *best++ = largest(w, size);
+}
+
+void spoil(int64_t rows, int64_t size, int64_t first, const float *w, float *fault) {
+    for (fault += first; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
+}
+
+// parents: of all rows, if they are shared, or of each.
+void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
+            const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *made) {
+    std::vector<int64_t> depth(nodes);
+    for (; rows--; tokens += nodes, sample += nodes, n++) {
+        int64_t last = 0;
+        for (int64_t i = 1; i < nodes; i++) {
+            const int64_t up = parents[i];
+            depth[i] = depth[up] < 0 || tokens[i] != sample[up] ? -1 : depth[up] + 1;
+            if (depth[i] > depth[last]) last = i;
+        }
+        *n = depth[last];
+        for (int64_t d = places; d--; last = d > *n ? last : parents[last])
+            path[d] = last, made[d] = sample[last];
+        path += places, made += places, parents += shared ? 0 : nodes;
+    }
+}
+
+void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const int64_t *made,
+            const int64_t *n, const int64_t *eos, int64_t *tokens, int64_t *length, int64_t *limit,
+            int64_t *counts) {
+    for (; rows--; made += places, tokens += stride, n++, length++, limit++, counts += 3) {
+        const int64_t before_end = std::find_first_of(made, made + places, eos, eos + ends) - made;
+        const int64_t room = std::max<int64_t>(*limit - *length, 0);
+        const int64_t emitted = std::min(std::min(*n, before_end) + 1, room);
+        std::copy_n(made, emitted, tokens + *length);
+        *length += emitted;
+        if (emitted > before_end) *limit = *length;
+        counts[0] = *n, counts[1] = emitted, counts[2] = *length < *limit;
+    }
+}
+
+// A column for each model's `faults` goes between those of counts [rows, 3] and guesses.
+void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const int64_t *counts,
+            const int64_t *tokens, int64_t *made, const float *const *faults) {
+    for (int64_t row = 0; row < rows; row++) {
+        made = std::copy_n(counts + row * 3, 3, made);
+        for (int64_t i = 0; i < models; i++) *made++ = faults[i][first + row] != 0;
+        made = std::copy_n(tokens + row * nodes + 1, nodes - 1, made);
+    }
+}
+}

@@ -1,4 +1,5 @@
-"""Passes over a few rows on a CPU as one call of compiled code (native.cpp).
+"""Passes over a few rows on a CPU as one call of compiled code (native.cpp), and each step of a
+round around them (`by`).
 
 A small model's pass is some six hundred operations of a few microseconds each, while its weights
 could be read in a third of that time. A C++ compiler is asked once a machine; without one, or with
@@ -16,16 +17,18 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, addressof, byref, c_bool, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from specexp.cache import SlotCache
+if TYPE_CHECKING:
+    from specexp.cache import SlotCache
 
 log = logging.getLogger("specexp")
 
@@ -33,6 +36,18 @@ SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 MOST = 512  # tokens of a pass; products of more rows are for the libraries that torch uses
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
+READ = torch.float32, torch.int64
+BETWEEN = {  # numbers and tensors that each of them takes
+    "likeliest": (2, 2), "spoil": (3, 2), "follow": (4, 6), "commit": (4, 7), "report": (4, 4),
+}  # fmt: skip
+
+
+class At:
+    """A tensor as an argument: where it is."""
+
+    @staticmethod
+    def from_param(x: Any) -> Any:
+        return c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x
 
 
 class Layer(Structure):
@@ -94,7 +109,7 @@ class Native:
         tapped = (c_int64 * len(taps))(*taps)
         given = (tokens, positions, cache.slots, visible, inputs.get("x"), inputs.get("read"))
         held = [None if x is None else x.contiguous() for x in given]
-        states = torch.zeros(B, n, len(taps) * net.width, dtype=self.dtype)
+        states = torch.zeros(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
         logits = torch.empty(B, last, net.vocab)
         head = cache.size * net.dim
         row = net.keys * head
@@ -107,7 +122,7 @@ class Native:
         asked.room = _at(room)
         if not self.run(byref(net), byref(asked)):
             raise IndexError(f"a token is not one of {net.known}, or a slot not of {cache.seen}")
-        return logits if last else None, states if taps else None
+        return logits if last else None, states
 
     def _found(self, cache: SlotCache) -> tuple[Any, Any]:
         """Where each layer's keys and values are."""
@@ -144,7 +159,11 @@ def library() -> CDLL | None:
 @cache
 def _loaded() -> CDLL | None:
     try:
-        return CDLL(str(_built()))
+        found = CDLL(str(_built()))
+        for name, (numbers, tensors) in BETWEEN.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = [c_int64] * numbers + [At] * tensors, None
+        return found
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
         why = next((line for line in said if "error" in line), said[0] if said else repr(e))
@@ -179,6 +198,18 @@ def _processor() -> str:
     lines = known.read_text().splitlines() if known.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
     return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(flags)}"
+
+
+def by(*read: Tensor) -> Any:
+    """What is compiled besides passes, where it can read these tensors. None where it cannot: then
+    torch's operations do the same, as they do on a GPU and in what is recorded."""
+    ready = all(x.is_cpu and x.is_contiguous() and x.dtype in READ for x in read)
+    return library() if ready else None
+
+
+def every(tensors: Sequence[Tensor]) -> Any:
+    """Where these are, as an argument."""
+    return (c_void_p * len(tensors))(*map(_at, tensors))
 
 
 def of(fused: Any) -> Native | None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.errors import UserError
 from specexp.sampling import RESIDUAL, TOKEN, Rng
 from specexp.sequences import Draft, Verdict
@@ -56,7 +57,14 @@ class Match:
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         sample = rng.categorical(p, draft.keys, TOKEN)
-        wanted = sample.gather(1, draft.nodes.parents.expand_as(sample))
+        parents, D = draft.nodes.parents, draft.nodes.deepest
+        if code := native.by(draft.tokens, sample, parents):
+            B, N = sample.shape
+            path, new, n = (torch.empty(B * k, dtype=torch.int64) for k in (D + 1, D + 1, 1))
+            shared = len(parents) == 1
+            code.follow(B, N, D + 1, shared, draft.tokens, sample, parents, path, n, new)
+            return Verdict(path.view(B, -1), n, new.view(B, -1))
+        wanted = sample.gather(1, parents.expand_as(sample))
         path, n = draft.nodes.accepted(draft.tokens == wanted)
         return Verdict(path, n, sample.gather(1, path))
 

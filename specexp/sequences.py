@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.errors import UserError
 from specexp.sampling import mix
 from specexp.tree import Nodes
@@ -178,11 +179,19 @@ class Sequences:
         return mix((mix(root) if self.by_round else root) + depth)
 
     def commit(self, verdict: Verdict) -> Tensor:
-        """Append the accepted path and the bonus token; emitted [B], after EOS and limit cuts.
+        """Append the accepted path and the bonus token. Returns, [B, 3], how many guesses were
+        accepted, how many tokens emitted, after EOS and limit cuts, and whether the row goes on.
 
         A delivered EOS lowers the row's limit to its length. Rows already done emit 0. Tokens
         beyond a row's length are never read, and need not be spared.
         """
+        if code := native.by(verdict.new, verdict.n, self.length, self.limit, self.eos):
+            (B, places), (stride, _) = verdict.new.shape, self.tokens.stride()
+            counts = torch.empty(B, 3, dtype=torch.int64)
+            read = verdict.new, verdict.n, self.eos
+            changed = self.tokens, self.length, self.limit
+            code.commit(B, places, len(self.eos), stride, *read, *changed, counts)
+            return counts
         at = torch.arange(verdict.new.shape[1], device=self.tokens.device)
         ends = torch.isin(verdict.new, self.eos)
         before_end = torch.where(ends, at, at.numel()).amin(1)
@@ -191,7 +200,7 @@ class Sequences:
         self.tokens.scatter_(1, self.length[:, None] + at, verdict.new)
         self.length += emitted
         self.limit.copy_(torch.where(emitted > before_end, self.length, self.limit))
-        return emitted
+        return torch.stack([verdict.n, emitted, self.live], 1)
 
 
 def _until(tokens: Tensor, depth: Tensor | int, budget: Tensor) -> Tensor:
