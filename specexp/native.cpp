@@ -567,4 +567,31 @@ void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const in
         made = std::copy_n(tokens + row * nodes + 1, nodes - 1, made);
     }
 }
+
+// What followed the best earlier ends of a text's last words, as drafters/ngram.py has it; branch:
+// for each guess which of the `ends` it follows.
+void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t stride,
+            const int64_t *branch, const int64_t *depth, const int64_t *length,
+            const int64_t *tokens, int64_t *made) {
+    struct End { int64_t agrees, at; };
+    const auto better = [](End a, End b) {
+        return a.agrees > b.agrees || (a.agrees == b.agrees && a.at > b.at);
+    };
+    for (; rows--; tokens += stride, made += nodes) {
+        const int64_t last = *length++ - 1;
+        std::vector<End> best(ends, {0, 0});
+        for (End end{0, 0}; end.at < last; end.at++) {
+            for (end.agrees = 0; end.agrees < most && end.agrees <= end.at; end.agrees++)
+                if (tokens[end.at - end.agrees] != tokens[last - end.agrees]) break;
+            if (!better(end, best.back())) continue;
+            best.back() = end;
+            std::inplace_merge(best.begin(), best.end() - 1, best.end(), better);
+        }
+        made[0] = tokens[last];
+        for (int64_t i = 1; i < nodes; i++) {
+            const End end = best[branch[i - 1]]; // past the end of the text the copy copies itself
+            made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
+        }
+    }
+}
 }

@@ -39,6 +39,7 @@ NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", 
 READ = torch.float32, torch.int64
 BETWEEN = {  # numbers and tensors that each of them takes
     "likeliest": (2, 2), "spoil": (3, 2), "follow": (4, 6), "commit": (4, 7), "report": (4, 4),
+    "lookup": (5, 5),
 }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specexp import native
 from specexp.drafters.ngram import NGram
 from specexp.errors import UserError
 from specexp.sampling import Certain
@@ -36,8 +37,14 @@ def continuation(text: list[int], end: int, count: int) -> list[int]:
 
 
 def propose(texts: list[list[int]], tree: Tree, n: int) -> torch.Tensor:
-    seqs = Sequences.of(texts, 8, slack=len(tree))
-    return NGram(n).propose(seqs, tree, Certain()).tokens
+    """Compiled, where there is a compiler, and by torch's operations."""
+    slots = max(map(len, texts)) + len(tree)
+    seqs = Sequences.of(texts, 8, slack=len(tree)).window(0, len(texts), slots)
+    made = NGram(n).propose(seqs, tree, Certain()).tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "by", lambda *read: None)
+        assert NGram(n).propose(seqs, tree, Certain()).tokens.equal(made)
+    return made
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 5), st.integers(1, 4))

@@ -64,8 +64,8 @@ def told(kept: list[int], costs: Costs, **options) -> Goodput:
         "weight": 1e-9,
         "fade": 1.0,
         "margin": 0.0,
+        "alone": 1,
         "hold": 1,
-        "idle": 1,
     } | options
     policy = Goodput(costs, **options)
     deepest = max(policy.gammas)

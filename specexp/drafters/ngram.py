@@ -13,6 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.sampling import Rng
@@ -34,6 +35,12 @@ class NGram(Drafter):
         if len(tree) == 1:
             return seqs.draft(nodes)
         leaves, branch = _first_leaf(tree, seqs.tokens.device)
+        if code := native.by(seqs.length):
+            (B, _), (stride, _) = seqs.tokens.shape, seqs.tokens.stride()
+            made = torch.empty(B, len(tree), dtype=torch.int64)
+            read = branch, nodes.depth, seqs.length, seqs.tokens
+            code.lookup(B, len(tree), self.n, leaves, stride, *read, made)
+            return Draft(made, nodes, seqs)
         ends, found = self._occurrences(seqs, leaves)  # [B, leaves]
         step = nodes.depth[:, 1:]
         end, found = ends[:, branch], found[:, branch]

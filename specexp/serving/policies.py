@@ -162,8 +162,8 @@ class Goodput:
     gammas: tuple[int, ...] = GAMMAS
     horizon: int = 32
     margin: float = 0.02
-    hold: int = 4  # rounds between thoughts while something is drafted
-    idle: int = 8  # and while nothing is
+    alone: int = 16  # rounds of one row between thoughts, of two half as many and so on,
+    hold: int = 4  # but so many at least, and twice as many while nothing is drafted
     probe: int = 64
     rarest: int = 512
     hoped: float = 0.7  # acceptance before anything is known
@@ -232,7 +232,8 @@ class Goodput:
             self.form, self.gap = best, self.probe
             self.due = min(self.due, self.rounds + self.probe)
         form = self.form
-        self.left = (self.hold if form else self.idle) - 1
+        pause = max(self.hold, self.alone // load.rows)
+        self.left = (pause if form else 2 * pause) - 1
         if self.rounds >= self.due:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.rounds + self.gap
@@ -311,8 +312,10 @@ class Goodput:
             return []
         drafts = self.plan.budget if self.form and len(self.plan.budget) == load.rows else ()
         behind = [0 if drafts and drafts[row] else s.behind for row, s in rows.items()]
-        each = [self.costs.catch_up_s(n) / self.horizon if n else 0.0 for n in behind]
-        return each if any(behind) else []
+        if not (total := sum(behind)):
+            return []
+        each = self.costs.catch_up_s(total) / (total * self.horizon)
+        return [n * each for n in behind]
 
     def _table(self, load: Load) -> tuple[np.ndarray, np.ndarray]:
         """What the table says at this size, read once, for a server's windows are few: seconds of
