@@ -26,13 +26,16 @@ class Plan(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What is known of a row being written. behind: tokens that its drafter has not read; judged
-    and kept: guesses lately judged (in each round up to and including the first refusal) and kept,
-    both fading."""
+    """What is known of a row being written. behind: tokens that its drafter has not read. Of the
+    guesses it could lately have had, all fading: asked, how many they were; made, those that were
+    made; judged, in each round those up to and including the first that was refused or not made;
+    kept."""
 
     behind: int = 0
     judged: float = 0.0
     kept: float = 0.0
+    asked: float = 0.0
+    made: float = 0.0
 
 
 @dataclass(frozen=True)

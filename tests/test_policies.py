@@ -71,7 +71,8 @@ def told(kept: list[int], costs: Costs, **options) -> Goodput:
     deepest = max(policy.gammas)
     first = Plan(Tree.chain(deepest))  # tells nothing of costs
     policy.learn(load(2), first, [Step(0, deepest, k, k + 1) for k in kept], 1.0)
-    policy.before = (-1, False)
+    policy._digest()
+    policy.before = None
     return policy
 
 
@@ -319,6 +320,18 @@ def test_guesses_are_spent_where_no_other_spending_promises_more(law, kept, shar
     assert all(depth == 0 for row, depth in enumerate(plan.budget) if row not in written)
 
 
+def test_a_row_that_is_seldom_guessed_for_costs_little_and_is_not_left_out():
+    """A guess that is made is kept as often in either row, but in one few are made; where all are
+    paid for, those are not worth it."""
+    often, seldom = Stream(0, 1e3, 700, 1e3, 1e3), Stream(0, 1e3, 70, 1e3, 100)
+    law, mixed = {"floor": 6e-3, "token": 1e-3, "guess": 0.0}, load(2, often, seldom)
+    options = {"gammas": (1,), "weight": 1.0}
+    assert depths(told(HALF, table(packs=True, **law), **options).choose(mixed), 2) == [1, 1]
+    always = seldom._replace(made=1e3)
+    plan = told(HALF, table(packs=True, **law), **options).choose(load(2, often, always))
+    assert depths(plan, 2) == [1, 0]
+
+
 @pytest.mark.parametrize(("margin", "moves"), [(0.0, True), (0.09, True), (0.11, False)])
 def test_a_plan_is_changed_only_for_a_gain_that_is_worth_it(margin, moves):
     """A guess adds half a step. 13 of 20 kept: to draft gains 10 %; 4 of 11: to stop does."""
@@ -437,7 +450,7 @@ def test_what_rows_read_when_they_begin_is_not_held_against_a_draft_length():
     server = Server(bank, policy, chunk=1 << 20)
     serve(server, Closed([Request(range(1000), 400, stream=i) for i in range(8)], 8))
     assert policy.pace.mean[0] == pytest.approx(0, abs=1e-3)
-    assert policy.pace.off((5, False), 8) == pytest.approx(1, rel=1e-3)
+    assert policy.pace.off(5, 8) == pytest.approx(1, rel=1e-3)
 
 
 # --- nothing of the future -----------------------------------------------------------------------

@@ -10,8 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from specexp.trace import Step
 from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
-Kind = tuple[int, bool]  # of a round: how deep it drafts, and whether some rows draft less
+SPREAD = -1  # in place of so many guesses for every row: as many as each deserves
 
 
 class Prices(Protocol):
@@ -104,7 +103,7 @@ class Pace:
     SIZES = 9  # of batches, by powers of two; the last one is for all that are larger
 
     def __init__(
-        self, kinds: Sequence[Kind], machine: float, table: float, drift: float, noise: float
+        self, kinds: Sequence[int], machine: float, table: float, drift: float, noise: float
     ) -> None:
         """In logarithms: by how much machine and table may be off, the machine's drift a round and
         the noise of one."""
@@ -116,10 +115,10 @@ class Pace:
         self.spread[1:, 1:] = table**2 * np.kron(np.eye(len(kinds)), alike)
         self.drift, self.noise = drift**2, noise**2
 
-    def _place(self, kind: Kind, rows: int) -> int:
+    def _place(self, kind: int, rows: int) -> int:
         return self.first[kind] + min(rows.bit_length(), self.SIZES) - 1
 
-    def see(self, kind: Kind, rows: int, times: float, rounds: int) -> None:
+    def see(self, kind: int, rows: int, times: float, rounds: int) -> None:
         """So many rounds of a kind took so many times what the table says of them."""
         at = self._place(kind, rows)
         self.spread[0, 0] += self.drift * rounds
@@ -130,11 +129,11 @@ class Pace:
         self.mean += shared * (min(max(off, -most), most) / variance)
         self.spread -= np.outer(shared, shared) / variance
 
-    def off(self, kind: Kind, rows: int) -> float:
+    def off(self, kind: int, rows: int) -> float:
         """How many times longer than the table says, beside other kinds of rounds."""
         return math.exp(self.mean[self._place(kind, rows)])
 
-    def doubt(self, kind: Kind, rows: int) -> float:
+    def doubt(self, kind: int, rows: int) -> float:
         at = self._place(kind, rows)
         return float(self.spread[at, at])
 
@@ -149,9 +148,10 @@ class Goodput:
     the `gammas`, or, where passes leave out what is no token (`Prices.packs`), guesses are spent
     one by one, the likeliest first, on whichever row. Costs come from the table and from how rounds
     of each kind compare with it (`Pace`), the reading of new texts by the drafter included; the
-    first round after a change of kind does not count; rows that begin are charged what it has to
-    read first, spread over `horizon` rounds. The form of the plan is changed only for a gain of
-    `margin`, and it is thought about now and then, since that takes time.
+    first round after a change of form does not count; rows that begin are charged what it has to
+    read first, spread over `horizon` rounds, or until the next thought where each row is judged for
+    itself. The form is changed only for a gain of `margin`, and the plan thought about now and
+    then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while the form stays, `hold` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
@@ -162,8 +162,8 @@ class Goodput:
     gammas: tuple[int, ...] = GAMMAS
     horizon: int = 32
     margin: float = 0.02
-    alone: int = 16  # rounds of one row between thoughts, of two half as many and so on,
-    hold: int = 4  # but so many at least, and twice as many while nothing is drafted
+    alone: int = 32  # rounds of one row between thoughts, of two half as many and so on,
+    hold: int = 8  # but so many at least, and four times as many while nothing is drafted
     probe: int = 64
     rarest: int = 512
     hoped: float = 0.7  # acceptance before anything is known
@@ -177,8 +177,6 @@ class Goodput:
     made: float = field(default=0.0, init=False)
     better: dict[int, float] = field(default_factory=dict, init=False)  # each row than all
     pace: Pace = field(init=False)
-    before: Kind = field(default=(-1, False), init=False)  # of the round before
-    size: int = field(default=0, init=False)  # and its rows
     form: int = field(default=0, init=False)  # so many guesses for every row, or SPREAD
     plan: Plan = field(default=Plan(Tree.chain(0)), init=False)
     rows: int = field(default=0, init=False)  # for which it was made
@@ -186,19 +184,17 @@ class Goodput:
         default_factory=dict, init=False
     )
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
-    seen: list[tuple[float, float]] = field(default_factory=list, init=False)  # seconds and prices
+    told: list[tuple[Load, Plan, Sequence[Step], float]] = field(default_factory=list, init=False)
+    before: int | None = field(default=None, init=False)  # the form of the last round told of
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
-
-    SPREAD: ClassVar[int] = -1
 
     def __post_init__(self) -> None:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
-        kinds = [(0, False), *product(range(1, deepest + 1), (False, True))]
-        self.pace = Pace(kinds, *self.doubts)
+        self.pace = Pace([0, *self.gammas, SPREAD], *self.doubts)
 
     @property
     def widest(self) -> int:
@@ -222,27 +218,24 @@ class Goodput:
         return self.plan
 
     def _think(self, load: Load) -> Plan:
-        if self.seen:
-            took, priced = map(sum, zip(*self.seen, strict=True))
-            self.pace.see(self.before, self.size, took / priced, len(self.seen))
-            self.seen = []
-        rates, spread = self._rates(load, self.conditional())
+        self._digest()
+        pause = max(self.hold, self.alone // load.rows)
+        rates, spread = self._rates(load, self.conditional(), pause)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self.form, 0.0) * (1 + self.margin):
             self.form, self.gap = best, self.probe
             self.due = min(self.due, self.rounds + self.probe)
         form = self.form
-        pause = max(self.hold, self.alone // load.rows)
-        self.left = (pause if form else 2 * pause) - 1
+        self.left = (pause if form else 4 * pause) - 1
         if self.rounds >= self.due:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.rounds + self.gap
             if form:
                 form = self._least_known(rates, load.rows)
-            elif load.streams and self._might_pay(load):
+            elif load.streams and self._might_pay(load, pause):
                 self.left = self.hold - 1 if self.costs.packs else 0
                 return _one(load, min(self.gammas[-1], 3))
-        if form == self.SPREAD:
+        if form == SPREAD:
             return Plan(Tree.chain(max(spread)), spread)
         return Plan(Tree.chain(form))
 
@@ -250,50 +243,54 @@ class Goodput:
         """Of what may be nearly as good as the current form, the one of which least has been seen:
         the table may be wrong about it."""
         near = [g for g, rate in rates.items() if g >= 0 and rate > 0.75 * rates[self.form]]
-        return max(near, key=lambda gamma: self.pace.doubt((gamma, False), b), default=self.form)
+        return max(near, key=lambda gamma: self.pace.doubt(gamma, b), default=self.form)
 
-    def _might_pay(self, load: Load) -> bool:
+    def _might_pay(self, load: Load, pause: int) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
-        rates, _ = self._rates(load, self.conditional(above=1.0))
+        rates, _ = self._rates(load, self.conditional(above=1.0), pause)
         return max(rates.values()) > rates[0]
 
-    def _rates(self, load: Load, overall: list[float]) -> tuple[dict[int, float], tuple[int, ...]]:
-        """Tokens a second of each form, and how SPREAD spreads."""
+    def _rates(
+        self, load: Load, overall: list[float], pause: int
+    ) -> tuple[dict[int, float], tuple[int, ...]]:
+        """Tokens a second of each form, and how SPREAD spreads, until after `pause` rounds."""
         rows = _written(load)
         chances = self._chances(rows, overall)
         w, b = len(rows), self._paid(load)
         levels, verify = self._table(load)
-        filled = (self.made + self.weight) / (self.asked + self.weight)
-        charged = self._charged(load, rows)
+        filled = self._filled(rows)
+        behind = self._behind(load, rows)
+        begin = self.costs.catch_up_s(sum(behind)) / self.horizon if any(behind) else 0.0
         tokens = (w + chances.sum(0).cumsum()).tolist()
-        rates = {0: w / (float(verify[0]) * self.pace.off((0, False), b))}
+        rates = {0: w / (float(verify[0]) * self.pace.off(0, b))}
         for g in self.gammas:
-            seconds = float(levels[:g, b].sum() + verify[round(filled * g * b)])
-            seconds = seconds * self.pace.off((g, False), b) + sum(charged)
-            rates[g] = tokens[g - 1] / seconds
+            seconds = float(levels[:g, b].sum() + verify[round(g * (filled.sum() + b - w))])
+            rates[g] = tokens[g - 1] / (seconds * self.pace.off(g, b) + begin)
         if not load.streams or w < 2 or not self.costs.packs:
             return rates, ()
         every = np.arange(len(overall))  # the depths that a draft may have, one a column
-        order = np.argsort(-chances, axis=None, kind="stable")
+        order = np.argsort(-chances / filled[:, None], axis=None, kind="stable")
         row, depth = np.divmod(order, len(every))
         here = depth[:, None] == every
         counts = here.cumsum(0)
         gained = (here * chances.ravel()[order][:, None]).cumsum(0).cumsum(1)
-        made = np.rint(filled * counts.cumsum(1)).astype(int)
-        seconds = levels[every, counts].cumsum(1) + verify[made]
-        seconds *= [self.pace.off((deep + 1, True), b) for deep in every.tolist()]
-        if charged:
-            seconds += (here[:, :1] * np.array(charged)[row][:, None]).cumsum(0)
+        made = (here * filled[row][:, None]).cumsum(0).cumsum(1)
+        seconds = levels[every, counts].cumsum(1) + verify[np.rint(made).astype(int)]
+        seconds *= self.pace.off(SPREAD, b)
+        if any(behind):
+            reading = np.array(behind)[row[depth == 0]].cumsum().tolist()
+            reading = [self.costs.catch_up_s(n) / pause if n else 0.0 for n in reading]
+            seconds += np.array(reading)[counts[:, :1] - 1]
         promised = np.where(counts > 0, (w + gained) / seconds, 0.0)
         most, deep = divmod(int(promised.argmax()), len(every))
-        rates[self.SPREAD] = float(promised[most, deep])
+        rates[SPREAD] = float(promised[most, deep])
         budget = np.zeros(load.rows, int)
         np.add.at(budget, np.array(list(rows))[row[: most + 1][depth[: most + 1] <= deep]], 1)
         return rates, tuple(budget.tolist())
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
-        return len(_written(load)) if self.costs.packs else load.rows
+        return load.rows - load.streams.count(None) if self.costs.packs else load.rows
 
     def _chances(self, rows: dict[int, Stream], overall: list[float]) -> np.ndarray:
         """[rows, depth]: how likely the guess of that depth is kept, and all before it."""
@@ -305,17 +302,21 @@ class Goodput:
         better = np.array(list(self.better.values()))
         return np.minimum(1.0, better[:, None] * overall).cumprod(1)
 
-    def _charged(self, load: Load, rows: dict[int, Stream]) -> list[float]:
-        """What each row that does not draft so far is charged for its drafter's reading; nothing at
-        all if there is none."""
-        if self.form > 0:
-            return []
-        drafts = self.plan.budget if self.form and len(self.plan.budget) == load.rows else ()
-        behind = [0 if drafts and drafts[row] else s.behind for row, s in rows.items()]
-        if not (total := sum(behind)):
-            return []
-        each = self.costs.catch_up_s(total) / (total * self.horizon)
-        return [n * each for n in behind]
+    def _filled(self, rows: dict[int, Stream]) -> np.ndarray:
+        """[rows]: the share of their guesses that is paid for: a drafter may not make all."""
+        if not self.costs.packs:
+            return np.ones(len(rows))
+        mean = (self.made + self.weight) / (self.asked + self.weight)
+        found = [(s.made + self.weight * mean) / (s.asked + self.weight) for s in rows.values()]
+        return np.array(found)
+
+    def _behind(self, load: Load, rows: dict[int, Stream]) -> list[int]:
+        """How much the drafter has to read of each row that does not draft so far."""
+        drafts = self.plan.budget if len(self.plan.budget) == load.rows else None
+        return [
+            s.behind if (self.form == 0 if drafts is None else not drafts[row]) else 0
+            for row, s in rows.items()
+        ]
 
     def _table(self, load: Load) -> tuple[np.ndarray, np.ndarray]:
         """What the table says at this size, read once, for a server's windows are few: seconds of
@@ -333,10 +334,28 @@ class Goodput:
         return self.tables[b, load.context]
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
-        fade = self.fade if self.form else 0.999
+        self.told.append((load, plan, steps, seconds))
+
+    def _digest(self) -> None:
+        """Learn from all rounds since the last thought, at once: each alone would be as slow as
+        code is that has just been swept from the caches."""
+        times = []
+        for load, plan, steps, seconds in self.told:
+            if plan.tree.depth:
+                self._judge(plan, steps)
+            form = SPREAD if plan.budget else plan.tree.depth
+            if form == self.before:
+                times.append(seconds / self._price(load, plan, steps))
+            self.before = form
+        if times:
+            self.pace.see(form, self._paid(load), float(np.median(times)), len(times))
+        fade = (self.fade if self.form else 0.999) ** len(self.told)
         self.judged = [fade * x for x in self.judged]
         self.kept = [fade * x for x in self.kept]
         self.asked, self.made = fade * self.asked, fade * self.made
+        self.told.clear()
+
+    def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
         for step in steps:
             asked = plan.depth(step.row)
             better = self.better.get(step.row, 1.0)
@@ -345,17 +364,15 @@ class Goodput:
                 self.kept[i] += i < step.accepted
             self.asked += asked
             self.made += step.drafted
-        kind = _kind(plan)
-        if kind == self.before:
-            self.seen.append((seconds, self._price(load, plan, steps)))
-        self.before, self.size = kind, self._paid(load)
 
     def _price(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
         """What the table says of such a round."""
         levels, verify = self._table(load)
-        b, deepest = self._paid(load), plan.tree.depth
-        if not self.costs.packs:
-            return float(levels[:deepest, b].sum() + verify[deepest * b])
+        deepest = plan.tree.depth
+        if not (plan.budget and self.costs.packs):
+            b = self._paid(load)
+            made = sum(step.drafted for step in steps) if self.costs.packs else deepest * b
+            return float(levels[:deepest, b].sum() + verify[made])
         depths = [plan.depth(row) for row in _written(load)]
         drafting = sum(levels[d, sum(x > d for x in depths)] for d in range(deepest))
         return float(drafting + verify[sum(step.drafted for step in steps)])
@@ -429,10 +446,6 @@ def _one(load: Load, gamma: int) -> Plan:
     budget = [0] * load.rows
     budget[min(behind, key=behind.__getitem__)] = gamma
     return Plan(Tree.chain(gamma), tuple(budget))
-
-
-def _kind(plan: Plan) -> Kind:
-    return plan.tree.depth, bool(plan.budget)
 
 
 NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"

@@ -97,6 +97,8 @@ class Seat:
     guided: int = 0
     judged: float = 0.0
     kept: float = 0.0
+    asked: float = 0.0
+    made: float = 0.0
 
     @property
     def writing(self) -> bool:
@@ -254,8 +256,8 @@ class Server:
         longest = max(seat.length for seat in used if seat)
         context = window(longest + self.bank.room, self.bank.slots)
         load = Load(top, context, len(self.waiting), tuple(
-            Stream(seat.behind, seat.judged, seat.kept) if seat and seat.writing else None
-            for seat in used
+            Stream(s.behind, s.judged, s.kept, s.asked, s.made) if s and s.writing else None
+            for s in used
         ))  # fmt: skip
         begin = self.now
         plan = self.policy.choose(load)
@@ -302,6 +304,8 @@ class Server:
             seat.guided = seat.length - 1
             seat.judged = FADE * seat.judged + min(step.accepted + 1, asked)
             seat.kept = FADE * seat.kept + step.accepted
+            seat.asked = FADE * seat.asked + asked
+            seat.made = FADE * seat.made + step.drafted
         answer.drafted += step.drafted
         answer.accepted += step.accepted
         answer.passes += 1
