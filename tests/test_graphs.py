@@ -24,6 +24,7 @@ from specexp.rules import Match
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
 from specexp.serving.bank import EngineBank, bucket
+from specexp.serving.policies import InTurn
 from specexp.serving.serve import Closed, Request, Server, serve
 from specexp.tree import Tree
 
@@ -387,16 +388,17 @@ def test_nothing_that_is_no_number_stays_in_the_seats(culprit):
 
 
 @on_every_device
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("kind", MIXED)
-def test_served_texts_are_the_texts(kind, device):
-    """Rounds cover free rows, too; texts join, leave and move."""
+def test_served_texts_are_the_texts(kind, ragged, device):
+    """Rounds cover free rows, too; texts join, leave and move; rows draft alike or by budgets."""
     asked = {"temperature": 0.9, "dtype": torch.float32, "device": device}
     plain = engine("null", "empty", "match", **asked)
     wanted = untaped(plain).generate(PROMPTS * 2, NEW, streams=range(10)).tokens
     made = taped(engine(kind, "chain", "match", **asked))
     bank = EngineBank(made, rows=6, slots=64, room=5)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
-    server = Server(bank, Turns(3, 0, 2), chunk=8)
+    server = Server(bank, InTurn(3) if ragged else Turns(3, 0, 2), chunk=8)
     answers = serve(server, Closed(requests, 5))
     texts = {a.request.stream: a.tokens for a in answers}
     off = sum(texts[i] != wanted[i] for i in range(10))

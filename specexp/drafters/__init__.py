@@ -65,7 +65,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        """Guess the nodes of `tree`."""
+        """Guess the nodes of `tree`; of guesses deeper than their row's `seqs.budget` nothing is
+        kept."""
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """The verdict on the last draft, before it is committed."""
