@@ -319,9 +319,10 @@ def measure(
     two warm-ups.
 
     ids: texts, strung together and cut into rows; the longest of a batch fills its buffer, the
-    shortest half of it, as among streams that come and go. The grid is walked
-    forwards, then backwards, and so are the draft lengths in every place, so that a machine that
-    slows down for a while does not look like a slope. `watch` is told the places done and their
+    shortest half of it, as among streams that come and go. Rounds of a kind follow each other, as
+    they do in use: a plain step that follows a draft finds less of its weights in the caches. The
+    grid is walked forwards, then backwards, so that a machine that slows down for a while does not
+    look like a slope. `watch` is told the places done and their
     number. Raises UserError for settings that fit no buffer.
     """
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
@@ -348,8 +349,8 @@ def measure(
         for at, (batch, context) in enumerate(places[::way], 1):
             seqs = rows(batch, room + context - contexts[-1], context)
             _prefill(engine, seqs)
-            for repeat in range(lead + times * max(1, FULL // batch)):
-                for gamma in gammas[:: way * (-1) ** repeat]:
+            for gamma in gammas[::way]:
+                for repeat in range(lead + times * max(1, FULL // batch)):
                     took = _round(engine, seqs, Tree.chain(gamma))
                     rounds[batch, gamma, context] += [took] if repeat >= lead else []
             if watch:
