@@ -278,6 +278,8 @@ class Engine:
             lengths = [length + row[1] for length, row in zip(lengths, report, strict=True)]
             rows = zip(prompts, lengths, report, strict=True)
             left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in rows)
+            if self.graphs is None and any(step.done for step in made.steps):
+                seqs = replace(seqs, budget=torch.where(seqs.live, self.policy.widest, -1))
         return Generation(
             [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
         )

@@ -146,6 +146,24 @@ def test_the_text_ends_at_the_first_end_of_text(kind, at):
     assert record.emitted == len(cut)
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rows_that_are_done_have_no_part_in_later_passes(kind, monkeypatch):
+    """Texts end one after another; whoever has ended is fed no token any more."""
+    made = engine(kind, "chain")
+    made.eos = tuple({text[3 * i] for i, text in enumerate(expected("llama"))})
+    verify, seen = made._verify, []
+
+    def spy(seqs, draft):
+        seen.append((seqs.live.tolist(), (draft.tokens >= 0).any(1).tolist()))
+        return verify(seqs, draft)
+
+    monkeypatch.setattr(made, "_verify", spy)
+    texts = made.generate(PROMPTS, NEW).tokens
+    assert len({len(text) for text in texts}) > 1
+    assert kind == "self" or any(not all(live) for live, _ in seen)  # its texts are too short
+    assert all(live == fed for live, fed in seen)
+
+
 def test_an_end_of_text_in_the_prompt_does_not_stop_the_row():
     eos = 7
     plain = expected("llama")[2]
