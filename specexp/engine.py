@@ -81,6 +81,10 @@ class Engine:
         return self._report(seqs, draft, counts)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
+        return self._guesses(seqs, tree)
+
+    def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
+        """What the drafter guesses, as deep as each row's budget goes."""
         draft = self.drafter.propose(seqs, tree, self.rng)
         return draft if seqs.budget is None else draft.within(seqs.budget)
 
@@ -128,12 +132,12 @@ class Engine:
     def drafted(self, seqs: Sequences, tree: Tree) -> Draft:
         """The guesses of a round, apart."""
         if self.drafter.on_host:
-            return self._propose(seqs, tree)
+            return self._guesses(seqs, tree)
         mine = vars(self.drafter)
 
         def guess() -> tuple[Draft, dict[str, Any]]:
             before = dict(mine)
-            draft = self._propose(seqs, tree)
+            draft = self._guesses(seqs, tree)
             return draft, {k: v for k, v in mine.items() if v is not before.get(k)}
 
         draft, left = self.recorded("draft", seqs, tree, guess)

@@ -290,8 +290,8 @@ def test_passes_are_timed_with_every_guess_made(engine, monkeypatch):
     monkeypatch.setattr(
         LM, "verify", lambda lm, seqs, draft, taps: (seen.append(draft), verify(lm, seqs, draft))[1]
     )
-    engine.drafter = NGram()
-    costs.measure(engine, [list(range(20))], [2], [2], [24], repeats=1)
+    lookup = Engine(engine.target, NGram(), engine.policy)
+    costs.measure(lookup, [list(range(20))], [2], [2], [24], repeats=1)
     assert min(int(draft.tokens.min()) for draft in seen) >= 0
     assert {draft.tokens.shape[1] for draft in seen} == {1, 3}
 

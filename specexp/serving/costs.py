@@ -403,8 +403,8 @@ class _Sure(Engine):
         vars(made).update(vars(engine))
         return made
 
-    def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
-        draft = super()._propose(seqs, tree)
+    def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
+        draft = super()._guesses(seqs, tree)
         return replace(draft, tokens=draft.tokens.clamp(min=0))
 
 
