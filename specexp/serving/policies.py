@@ -153,7 +153,7 @@ class Goodput:
     itself. The form is changed only for a gain of `margin`, and the plan thought about now and
     then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
-    while the form stays, `hold` rounds go to the least known of those that come near it. While
+    while the form stays, `trial` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
     often, if drafting would pay at the best that acceptance may be.
     """
@@ -164,6 +164,7 @@ class Goodput:
     margin: float = 0.02
     alone: int = 32  # rounds of one row between thoughts, of two half as many and so on,
     hold: int = 8  # but so many at least, and four times as many while nothing is drafted
+    trial: int = 4
     probe: int = 64
     rarest: int = 512
     hoped: float = 0.7  # acceptance before anything is known
@@ -231,9 +232,9 @@ class Goodput:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.rounds + self.gap
             if form:
-                form = self._least_known(rates, load.rows)
+                form, self.left = self._least_known(rates, load.rows), self.trial - 1
             elif load.streams and self._might_pay(load, pause):
-                self.left = self.hold - 1 if self.costs.packs else 0
+                self.left = self.trial - 1 if self.costs.packs else 0
                 return _one(load, min(self.gammas[-1], 3))
         if form == SPREAD:
             return Plan(Tree.chain(max(spread)), spread)
