@@ -326,6 +326,12 @@ def test_simulated_time_is_that_of_the_table():
     ])  # fmt: skip
 
 
+def test_what_servers_spend_on_their_own_is_the_mean_of_their_steps():
+    one, two = SimpleNamespace(ticks=[tick(1, 2, 0.9), tick(2, 4, 1.6)]), [tick(0, 1, 0.9)]
+    runs = {"plain": one, "never": SimpleNamespace(ticks=two)}
+    assert load.overhead_s(runs) == pytest.approx(0.2)
+
+
 def test_a_simulated_answer_takes_its_reading_and_its_rounds():
     server, [made] = simulated(0, count=1, rows=1, overhead_s=1e-3)
     assert len(made.deliveries) == 300

@@ -398,6 +398,12 @@ def certify_served(rig: Rig, asked: Sequence[Request], concurrency: int) -> Exac
     return compare(rig.engine, prompts, texts, max(r.new for r in asked), streams)
 
 
+def overhead_s(runs: dict[str, Run]) -> float:
+    """Seconds a step that servers spend on their own, passes apart."""
+    ticks = [tick for run in runs.values() for tick in run.ticks]
+    return sum(t.end_s - t.begin_s - t.busy_s for t in ticks) / len(ticks)
+
+
 def foretold(
     costs: Costs,
     accepted: pd.DataFrame,
