@@ -29,13 +29,14 @@ class Stream(NamedTuple):
     """What is known of a row being written. behind: tokens that its drafter has not read. Of the
     guesses it could lately have had, all fading: asked, how many they were; made, those that were
     made; judged, in each round those up to and including the first that was refused or not made;
-    kept."""
+    kept. rounds: those that it has had."""
 
     behind: int = 0
     judged: float = 0.0
     kept: float = 0.0
     asked: float = 0.0
     made: float = 0.0
+    rounds: int = 0
 
 
 @dataclass(frozen=True)

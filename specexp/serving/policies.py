@@ -147,11 +147,11 @@ class Goodput:
     all rows, and how much better or worse each row does than all. Either every row drafts, one of
     the `gammas`, or, where passes leave out what is no token (`Prices.packs`), guesses are spent
     one by one, the likeliest first, on whichever row. Costs come from the table and from how rounds
-    of each kind compare with it (`Pace`), the reading of new texts by the drafter included; the
-    first round after a change of form does not count; rows that begin are charged what it has to
-    read first, spread over `horizon` rounds, or until the next thought where each row is judged for
-    itself. The form is changed only for a gain of `margin`, and the plan thought about now and
-    then, since that takes time.
+    of each kind compare with it (`Pace`); the first round after a change of form does not count.
+    Whoever drafts pays for the drafter's reading, of texts as they come and, spread over `horizon`
+    rounds, or until the next thought where each row is judged for itself, of what it lacks of those
+    that are there. The form is changed only for a gain of `margin`, and the plan is thought about
+    now and then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while the form stays, `trial` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
@@ -176,6 +176,9 @@ class Goodput:
     kept: list[float] = field(default_factory=list, init=False)
     asked: float = field(default=0.0, init=False)  # guesses that could have been made
     made: float = field(default=0.0, init=False)
+    begun: float = field(default=0.0, init=False)  # texts that came, tokens of them, rounds
+    length: float = field(default=0.0, init=False)
+    lasted: float = field(default=0.0, init=False)
     better: dict[int, float] = field(default_factory=dict, init=False)  # each row than all
     pace: Pace = field(init=False)
     form: int = field(default=0, init=False)  # so many guesses for every row, or SPREAD
@@ -262,11 +265,12 @@ class Goodput:
         filled = self._filled(rows)
         behind = self._behind(load, rows)
         begin = self.costs.catch_up_s(sum(behind)) / self.horizon if any(behind) else 0.0
+        coming = self._coming()
         tokens = (w + chances.sum(0).cumsum()).tolist()
         rates = {0: w / (float(verify[0]) * self.pace.off(0, b))}
         for g in self.gammas:
             seconds = float(levels[:g, b].sum() + verify[round(g * (filled.sum() + b - w))])
-            rates[g] = tokens[g - 1] / (seconds * self.pace.off(g, b) + begin)
+            rates[g] = tokens[g - 1] / (seconds * self.pace.off(g, b) + begin + coming)
         if not load.streams or w < 2 or not self.costs.packs:
             return rates, ()
         every = np.arange(len(overall))  # the depths that a draft may have, one a column
@@ -277,7 +281,7 @@ class Goodput:
         gained = (here * chances.ravel()[order][:, None]).cumsum(0).cumsum(1)
         made = (here * filled[row][:, None]).cumsum(0).cumsum(1)
         seconds = levels[every, counts].cumsum(1) + verify[np.rint(made).astype(int)]
-        seconds *= self.pace.off(SPREAD, b)
+        seconds = seconds * self.pace.off(SPREAD, b) + counts[:, :1] * (coming / w)
         if any(behind):
             reading = np.array(behind)[row[depth == 0]].cumsum().tolist()
             reading = [self.costs.catch_up_s(n) / pause if n else 0.0 for n in reading]
@@ -310,6 +314,12 @@ class Goodput:
         mean = (self.made + self.weight) / (self.asked + self.weight)
         found = [(s.made + self.weight * mean) / (s.asked + self.weight) for s in rows.values()]
         return np.array(found)
+
+    def _coming(self) -> float:
+        """Seconds a round for which a drafter reads the texts that come."""
+        if not self.begun:
+            return 0.0
+        return self.begun / self.lasted * self.costs.catch_up_s(self.length / self.begun)
 
     def _behind(self, load: Load, rows: dict[int, Stream]) -> list[int]:
         """How much the drafter has to read of each row that does not draft so far."""
@@ -344,6 +354,9 @@ class Goodput:
         for load, plan, steps, seconds in self.told:
             if plan.tree.depth:
                 self._judge(plan, steps)
+            new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
+            self.begun, self.length = self.begun + len(new), self.length + sum(new)
+            self.lasted += 1
             form = SPREAD if plan.budget else plan.tree.depth
             if form == self.before:
                 times.append(seconds / self._price(load, plan, steps))
@@ -354,6 +367,8 @@ class Goodput:
         self.judged = [fade * x for x in self.judged]
         self.kept = [fade * x for x in self.kept]
         self.asked, self.made = fade * self.asked, fade * self.made
+        self.begun, self.length = fade * self.begun, fade * self.length
+        self.lasted *= fade
         self.told.clear()
 
     def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
@@ -367,16 +382,18 @@ class Goodput:
             self.made += step.drafted
 
     def _price(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
-        """What the table says of such a round."""
+        """What the table says of such a round, and of what the drafter read before it."""
         levels, verify = self._table(load)
-        deepest = plan.tree.depth
-        if not (plan.budget and self.costs.packs):
-            b = self._paid(load)
-            made = sum(step.drafted for step in steps) if self.costs.packs else deepest * b
-            return float(levels[:deepest, b].sum() + verify[made])
-        depths = [plan.depth(row) for row in _written(load)]
-        drafting = sum(levels[d, sum(x > d for x in depths)] for d in range(deepest))
-        return float(drafting + verify[sum(step.drafted for step in steps)])
+        if not (deepest := plan.tree.depth):
+            return float(verify[0])
+        depths = {row: plan.depth(row) for row in _written(load)}
+        behind = sum(s.behind for row, s in _written(load).items() if depths[row])
+        seconds = self.costs.catch_up_s(behind) if behind else 0.0
+        if not self.costs.packs:
+            return seconds + float(levels[:deepest, load.rows].sum() + verify[deepest * load.rows])
+        for d in range(deepest):
+            seconds += levels[d, sum(x > d for x in depths.values())]
+        return float(seconds + verify[sum(step.drafted for step in steps)])
 
 
 @dataclass

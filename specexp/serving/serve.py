@@ -256,7 +256,8 @@ class Server:
         longest = max(seat.length for seat in used if seat)
         context = window(longest + self.bank.room, self.bank.slots)
         load = Load(top, context, len(self.waiting), tuple(
-            Stream(s.behind, s.judged, s.kept, s.asked, s.made) if s and s.writing else None
+            Stream(s.behind, s.judged, s.kept, s.asked, s.made, s.answer.passes)
+            if s and s.writing else None
             for s in used
         ))  # fmt: skip
         begin = self.now
