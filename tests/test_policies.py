@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -451,6 +452,17 @@ def test_what_rows_read_when_they_begin_is_not_held_against_a_draft_length():
     serve(server, Closed([Request(range(1000), 400, stream=i) for i in range(8)], 8))
     assert policy.pace.mean[0] == pytest.approx(0, abs=1e-3)
     assert policy.pace.off(5, 8) == pytest.approx(1, rel=1e-3)
+
+
+def test_what_the_drafter_reads_of_texts_as_they_come_is_paid_for_by_drafting():
+    """A text is read in half a second and written, without drafts, in less; drafts of texts that
+    are there, which are charged nothing here, would halve that."""
+    slow = replace(table(packs=True), lengths=(1, 20), catch_up=np.array([1e-4, 0.5]))
+    for costs, least, most in ((table(packs=True), 0.9, 1.0), (slow, 0.0, 0.2)):
+        policy = Recorded(Goodput(costs, horizon=1 << 40))
+        simulated(policy, costs, alike(0.9), streams=4, count=120, new=40)
+        late = policy.drafts()[len(policy.drafts()) // 3 :]
+        assert least <= sum(gamma > 0 for gamma in late) / len(late) <= most
 
 
 # --- nothing of the future -----------------------------------------------------------------------
