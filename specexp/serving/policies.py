@@ -386,13 +386,14 @@ class Goodput:
         levels, verify = self._table(load)
         if not (deepest := plan.tree.depth):
             return float(verify[0])
-        depths = {row: plan.depth(row) for row in _written(load)}
-        behind = sum(s.behind for row, s in _written(load).items() if depths[row])
+        written = _written(load)
+        depths = [plan.depth(row) for row in written]
+        behind = sum(s.behind for s, d in zip(written.values(), depths, strict=True) if d)
         seconds = self.costs.catch_up_s(behind) if behind else 0.0
         if not self.costs.packs:
             return seconds + float(levels[:deepest, load.rows].sum() + verify[deepest * load.rows])
         for d in range(deepest):
-            seconds += levels[d, sum(x > d for x in depths.values())]
+            seconds += levels[d, sum(x > d for x in depths)]
         return float(seconds + verify[sum(step.drafted for step in steps)])
 
 
