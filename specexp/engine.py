@@ -81,6 +81,7 @@ class Engine:
         return self._report(seqs, draft, counts)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
+        """A round's guesses; `drafted` are the same, apart, and who times rounds puts them here."""
         return self._guesses(seqs, tree)
 
     def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:

@@ -25,8 +25,8 @@ class Level:
     """Nodes of one depth, to be fed together; M places are kept for all nodes that will be fed.
 
     `at`: their places 0..M-1, in which place 0 is the root. tokens [B, n], -1 in rows that draft no
-    deeper; parent [b, n], the rank
-    of each node's parent in the level before; ancestors [b, n, M] bool, themselves included.
+    deeper; parent [b, n], the rank of each node's parent in the level before; ancestors [b, n, M]
+    bool, themselves included.
     """
 
     depth: int

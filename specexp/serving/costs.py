@@ -322,8 +322,8 @@ def measure(
     shortest half of it, as among streams that come and go. Rounds of a kind follow each other, as
     they do in use: a plain step that follows a draft finds less of its weights in the caches. The
     grid is walked forwards, then backwards, so that a machine that slows down for a while does not
-    look like a slope. `watch` is told the places done and their
-    number. Raises UserError for settings that fit no buffer.
+    look like a slope. `watch` is told the places done and their number. Raises UserError for
+    settings that fit no buffer.
     """
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
     _check(engine, ids, batches, gammas, contexts, repeats)
