@@ -4,7 +4,7 @@ There is no `if` on kinds of things here: plain decoding is the null drafter, gr
 law, a chain is a tree, rolling back is a shorter length. Inside `round` nothing is read back to the
 host; the loop around it makes one small read a round to learn who is done, on a GPU while the next
 round is under way. So a round can be one CUDA graph (graphs.py), over rows and caches that stay
-where they are from batch to batch.
+where they are from batch to batch, and on a CPU one call (replays.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specexp import graphs, native
+from specexp import graphs, native, replays
 from specexp.cache import rounded
 from specexp.drafters import Drafter
 from specexp.drafters.null import Null
@@ -56,7 +56,7 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
         self.rng = sampling.rng(seed)
-        self.graphs = graphs.on(target.device)
+        self.graphs, self.replays = graphs.on(target.device), replays.on(target.device)
         self.seats: Sequences | None = None  # rows that stay, and the caches they go with
         self.seated: tuple[object, ...] = ()
 
@@ -118,7 +118,7 @@ class Engine:
         if self.drafter.on_host:
             return self.round(seqs, tree).tolist
         made = self.recorded("round", seqs, tree, lambda: self.round(seqs, tree))
-        return made.tolist if self.graphs is None else graphs.fetched(made)
+        return graphs.fetched(made)
 
     def report(self, seqs: Sequences, tree: Tree) -> list[list[int]]:
         """One round, and its report on the host."""
@@ -128,6 +128,12 @@ class Engine:
     def ahead(self) -> int:
         """Rounds that may be under way while the host reads the report of the one before."""
         return int(self.graphs is not None and not self.drafter.on_host)
+
+    @property
+    def warm(self) -> int:
+        """Rounds of a kind before one is recorded."""
+        known = self.graphs or self.replays
+        return known.recorder.warm if known else 0
 
     @torch.inference_mode()
     def drafted(self, seqs: Sequences, tree: Tree) -> Draft:
@@ -162,23 +168,24 @@ class Engine:
     ) -> T:
         """fn(*inputs), replayed where that is possible. It is about these rows and depends, besides
         them and the engine, on `of` alone; what it returns is good until the next of its kind."""
-        if self.graphs is None:
+        known = self.graphs or self.replays
+        if known is None:
             return fn(*inputs)
-        place = seqs.first, *seqs.tokens.shape, seqs.tokens.data_ptr()
-        caches = (lm.cache and lm.cache.mark for lm in self.models)
+        place = seqs.first, *seqs.tokens.shape, seqs.tokens.data_ptr(), torch.get_num_threads()
+        models = ((lm.net, lm.cache and lm.cache.mark) for lm in self.models)
         parts = self.target, self.drafter, self.rule, self.sampling, self.rng
         ragged = () if seqs.budget is None else (seqs.budget,)
-        key = of, place, len(ragged), *parts, self.drafter.shaped_by, *caches
+        key = of, place, len(ragged), *parts, self.drafter.shaped_by, *models
         memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, *ragged
-        return self.graphs.run(kind, key, fn, *inputs, held=memory)
+        return known.run(kind, key, fn, *inputs, held=memory)
 
     # where the rows of a batch are
 
     @torch.inference_mode()
     def allocate(self, B: int, S: int) -> None:
         """Room for B rows of S slots, in every cache. Raises UserError when there is too little."""
-        if self.graphs:
-            self.graphs.clear()
+        if known := self.graphs or self.replays:
+            known.clear()
         self.target.allocate(B, S)
         self.drafter.allocate(B, S)
 
@@ -284,7 +291,9 @@ class Engine:
             rows = zip(prompts, lengths, report, strict=True)
             left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in rows)
             if self.graphs is None and any(step.done for step in made.steps):
-                seqs = replace(seqs, budget=torch.where(seqs.live, self.policy.widest, -1))
+                if (budget := seqs.budget) is None:
+                    budget = torch.full_like(seqs.length, self.policy.widest)
+                seqs = replace(seqs, budget=budget.masked_fill_(~seqs.live, -1))
         return Generation(
             [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
         )
@@ -301,13 +310,15 @@ class Engine:
 
     def steps(self, report: list[list[int]]) -> list[Step]:
         """What a report says of the live rows."""
-        steps, names = [], [lm.name for lm in self.models]
-        for i, (accepted, emitted, live, *rest) in enumerate(report):
-            faults, guesses = rest[: len(names)], rest[len(names) :]
-            broken = names[faults.index(1)] if 1 in faults else None
-            made = len(guesses) - guesses.count(-1)
+        steps, models = [], self.models
+        first = 3 + len(models)
+        for i, row in enumerate(report):
+            accepted, emitted, live = row[:3]
             if emitted:  # a row that is done writes nothing
-                steps.append(Step(i, made, accepted, emitted, tuple(guesses), not live, broken))
+                faults, guesses = row[3:first], tuple(row[first:])
+                broken = models[faults.index(1)].name if 1 in faults else None
+                made = len(guesses) - guesses.count(-1)
+                steps.append(Step(i, made, accepted, emitted, guesses, not live, broken))
         return steps
 
     def _synchronize(self) -> None:

@@ -4,7 +4,7 @@ What is recorded reads and changes nothing but memory that stays where it is: no
 host, every shape is given beforehand, what lasts is changed in place. It needs no random generator:
 noise is a function of rows and lengths (sampling.py), which lie in that memory too. The first calls
 of a function are real ones, launched one operation at a time, so that libraries have what they need
-before anything is recorded. On a CPU functions stay what they are.
+before anything is recorded. On a CPU functions stay what they are, but for rounds (replays.py).
 """
 
 from __future__ import annotations
@@ -21,23 +21,32 @@ from torch import Tensor
 log = logging.getLogger("specexp")
 T = TypeVar("T")
 
-WARM = 3  # calls before the one that is recorded
 MOST = 64  # graphs that are kept; the one not used for longest goes first
 
 
+class Refused(Exception):
+    """Something cannot be recorded, and was not done; why, in a line."""
+
+
 class Recorder(Protocol):
-    """How a function is run so that it can be recorded afterwards, and how it is recorded."""
+    """How a function is run so that it can be recorded afterwards, and how it is recorded. `warm`:
+    calls before the one that is recorded."""
+
+    warm: int
 
     def run(self, fn: Callable[[], T]) -> T: ...
 
-    def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any], T]:
-        """Run `fn` once; how to run it again, and what it returned, which every run overwrites, as
-        may that of others of its `kind` (None: of none)."""
+    def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
+        """Run `fn` once; how to run it again (None: not but as it is), and what it returned, which
+        every run overwrites, as may that of others of its `kind` (None: of none). Raises Refused
+        where nothing can be recorded."""
         ...
 
 
 class Cuda:
     """Graphs of one device, recorded on a stream of their own; those of a kind share memory."""
+
+    warm = 3
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,11 +69,14 @@ class Cuda:
                 pool = self.pools.setdefault(kind, pool)
             graph = torch.cuda.CUDAGraph()
             # a recording that fails leaves its own stream in place: the outer one puts ours back
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(graph, pool=pool, stream=self.stream),
-            ):
-                made = fn()
+            try:
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(graph, pool=pool, stream=self.stream),
+                ):
+                    made = fn()
+            except RuntimeError as e:
+                raise Refused(str(e.__context__ or e).strip().splitlines()[0]) from e
             graph.replay()
         return graph.replay, made
 
@@ -76,6 +88,7 @@ class Replay:
     def __init__(self) -> None:
         self.calls = 0
         self.again: Callable[[], Any] | None = None
+        self.refused = False
         self.inputs: tuple[Tensor, ...] = ()
         self.held: tuple[Tensor, ...] = ()
         self.made: Any = None
@@ -86,7 +99,8 @@ class Graphs:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.kept: dict[Hashable, Replay] = {}
+        self.kept: dict[tuple[Hashable, Hashable], Replay] = {}
+        self.latest: tuple[Any, Replay] = None, Replay()
         self.refused = False  # something could not be recorded: nothing more is tried
 
     def run(
@@ -102,40 +116,47 @@ class Graphs:
         Equal keys stand for functions that do the same in the same memory, given `inputs` of the
         same shapes. `held`: memory of theirs that has to outlive the caller.
         """
-        found = self.kept.pop((kind, key), None) or Replay()
-        self.kept[kind, key] = found  # the last used comes last
-        if len(self.kept) > MOST:
-            del self.kept[next(iter(self.kept))]
+        found = self._found((kind, key))
         if found.again is not None:
             for place, x in zip(found.inputs, inputs, strict=True):
                 place.copy_(x)
             found.again()
-        elif self.refused:
+            made: T = found.made
+            return made
+        if self.refused or found.refused:
             return fn(*inputs)
-        elif found.calls < WARM:
-            found.calls += 1
+        found.calls += 1
+        if found.calls <= self.recorder.warm:
             return self.recorder.run(lambda: fn(*inputs))
-        elif not self._record(found, kind, fn, inputs):
+        found.inputs, found.held = tuple(x.clone() for x in inputs), held
+        try:
+            found.again, made = self.recorder.record(lambda: fn(*found.inputs), kind)
+        except Refused as e:
+            self.refused = True
+            log.warning("launched one operation at a time, not as a CUDA graph: %s", e)
             return fn(*inputs)
-        found.held = held
-        made: T = found.made
+        found.refused = found.again is None
+        found.made = None if found.refused else made
         return made
 
-    def _record(
-        self, found: Replay, kind: Hashable, fn: Callable[..., Any], inputs: tuple[Tensor, ...]
-    ) -> bool:
-        found.inputs = tuple(x.clone() for x in inputs)
-        try:
-            found.again, found.made = self.recorder.record(lambda: fn(*found.inputs), kind)
-        except RuntimeError as e:
-            self.refused = True
-            why = str(e.__context__ or e).strip().splitlines()[0]
-            log.warning("launched one operation at a time, not as a CUDA graph: %s", why)
-        return found.again is not None
+    def _found(self, name: tuple[Hashable, Hashable]) -> Replay:
+        """The last used comes last; it is asked for again the most, and comparing is quick."""
+        if name != self.latest[0]:
+            found = self.kept.pop(name, None) or Replay()
+            self.kept[name] = found
+            self.latest = name, found
+            if len(self.kept) > MOST:
+                del self.kept[next(iter(self.kept))]
+        return self.latest[1]
+
+    def replays(self, kind: Hashable) -> bool:
+        """Is anything of that kind replayed?"""
+        return any(found.again for (what, _), found in self.kept.items() if what == kind)
 
     def clear(self) -> None:
         """Forget all: memory that they knew is gone."""
         self.kept.clear()
+        self.latest = None, Replay()
 
 
 @cache
@@ -154,14 +175,15 @@ def fetched(x: Tensor) -> Callable[[], Any]:
     """Begin to bring x to the host, before anything that is launched later can overwrite it. What
     is returned waits for that, and is x as lists."""
     if not x.is_cuda:
-        return x.clone().tolist
+        there = x.tolist()
+        return lambda: there
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(x.device))
+    brought = torch.cuda.Event()
+    brought.record(torch.cuda.current_stream(x.device))
 
     def wait() -> Any:
-        there.synchronize()
+        brought.synchronize()
         return host.tolist()
 
     return wait

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specexp.sampling import Rng, Sampling, likeliest
-from specexp.sequences import Draft, Sequences
+from specexp.sequences import Draft, Sequences, columns
 from specexp.tree import Nodes, Tree, tree_mask
 
 
@@ -35,14 +35,17 @@ class Level:
     parent: Tensor
     ancestors: Tensor
 
-    def placed(self, root: Tensor, S: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def placed(self, text: Sequences, back: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
         """Slots and positions [B, n] of the nodes, and the slots they read [B, n, S] (see
-        `LM.feed`), in a cache that has the root in slot `root` [B, 1]."""
+        `LM.feed`), in a cache that has the root `back` slots before its own."""
+        device = text.tokens.device
+        first, beyond = self.at.start - back, self.at.stop - back
+        slots = text.places(torch.arange(first, beyond, device=device)[None])
         if self.at == slice(self.depth, self.depth + 1):  # one node at every depth so far
-            slots = root + self.depth
             return slots, slots, None
-        slots = root + torch.arange(self.at.start, self.at.stop, device=root.device)
-        return slots, (root + self.depth).expand_as(slots), tree_mask(root, S, self.ancestors)
+        root = text.length[:, None] - 1 - back
+        positions = (root + self.depth).expand_as(slots)
+        return slots, positions, tree_mask(root, text.tokens.shape[1], self.ancestors)
 
 
 Step = Callable[[Level], Tensor]  # logits [B, n, V] of what follows each node
@@ -92,7 +95,8 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         B, _, V = laws[0].shape
         leaves = laws[0].new_zeros(B, len(tree) - tree.levels[-1].start, V)
         q = torch.cat([*laws, leaves], 1)
-    return Grown(Draft(torch.cat(drafted, 1), nodes, seqs, q), place)
+    made = columns(drafted) if tree.is_chain else torch.cat(drafted, 1)
+    return Grown(Draft(made, nodes, seqs, q), place)
 
 
 def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:

@@ -170,27 +170,24 @@ class LM:
     def refill(self, seqs: Sequences, count: int) -> None:
         """Feed the last `count` tokens before the root again, row by row where they are, to rows
         that may draft."""
-        root = seqs.length[:, None] - 1
-        back = torch.arange(-count, 0, device=self.device)
-        for first in range(0, count, PREFILL):
-            self._fill(seqs, (root + back[first : first + PREFILL]).clamp(min=0))
+        for first in range(-count, 0, PREFILL):
+            back = torch.arange(first, min(first + PREFILL, 0), device=self.device)
+            self._fill(seqs, seqs.places(back[None]))
 
     def follow(self, seqs: Sequences, count: int) -> Tensor:
         """Feed the last `count` tokens, the root included, to rows that may draft; logits
         [B, 1, V] after the root."""
-        back = torch.arange(1 - count, 1, device=self.device)
-        slots = (seqs.length[:, None] - 1 + back).clamp(min=0)
-        tokens = seqs.drafting(seqs.tokens.gather(1, slots), 0)
+        slots = seqs.places(torch.arange(1 - count, 1, device=self.device)[None])
+        tokens = seqs.drafting(seqs.read(slots), 0)
         return self.feed(seqs, tokens, slots, slots, None, last=1).logits
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
         """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
-        root = seqs.length[:, None] - 1
         nodes, visible = draft.nodes, None
-        slots = positions = root + nodes.depth
+        slots = positions = seqs.places(nodes.depth)
         if not nodes.is_chain:
-            slots = root + torch.arange(draft.tokens.shape[1], device=root.device)
-            visible = tree_mask(root, seqs.tokens.shape[1], nodes.ancestors)
+            slots = seqs.places(torch.arange(draft.tokens.shape[1], device=self.device)[None])
+            visible = tree_mask(slots[:, :1], seqs.tokens.shape[1], nodes.ancestors)
         return self.feed(seqs, draft.tokens, slots, positions, visible, taps)
 
     @torch.inference_mode()
@@ -201,7 +198,7 @@ class LM:
 
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass over the text at slots [B, n] that nobody wants logits of; the states tapped."""
-        tokens = seqs.drafting(seqs.tokens.gather(1, slots), 0)
+        tokens = seqs.drafting(seqs.read(slots), 0)
         return self._run(seqs, tokens, slots, slots, None, taps, 0)[1]
 
     def _run(

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <type_traits>
 #include <utility>
 #include <vector>
 #ifdef __AVX512BF16__
@@ -487,8 +488,6 @@ template <typename num> static int64_t room_for(const Net<num> &net, const Pass<
 extern "C" {
 int64_t room_for_float32(const Net<float> *net, const Pass<float> *p) { return room_for(*net, *p); }
 int64_t room_for_bfloat16(const Net<bfloat16> *n, const Pass<bfloat16> *p) { return room_for(*n, *p); }
-bool run_float32(const Net<float> *net, const Pass<float> *p) { return run(*net, *p); }
-bool run_bfloat16(const Net<bfloat16> *net, const Pass<bfloat16> *p) { return run(*net, *p); }
 }
 
 // --- between passes -------------------------------------------------------------------------------
@@ -517,17 +516,16 @@ static int64_t largest(const float *w, int64_t size) {
     return none ? std::find_if(w, w + size, [](float x) { return x != x; }) - w : best;
 }
 
-extern "C" {
-void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best) {
+static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best) {
     for (; rows--; w += size) *best++ = largest(w, size);
 }
 
-void spoil(int64_t rows, int64_t size, int64_t first, const float *w, float *fault) {
+static void spoil(int64_t rows, int64_t size, int64_t first, const float *w, float *fault) {
     for (fault += first; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
 }
 
 // parents: of all rows, if they are shared, or of each.
-void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
+static void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
             const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *made) {
     std::vector<int64_t> depth(nodes);
     for (; rows--; tokens += nodes, sample += nodes, n++) {
@@ -544,7 +542,7 @@ void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const i
     }
 }
 
-void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const int64_t *made,
+static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const int64_t *made,
             const int64_t *n, const int64_t *eos, int64_t *tokens, int64_t *length, int64_t *limit,
             int64_t *counts) {
     for (; rows--; made += places, tokens += stride, n++, length++, limit++, counts += 3) {
@@ -559,7 +557,7 @@ void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const in
 }
 
 // A column for each model's `faults` goes between those of counts [rows, 3] and guesses.
-void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const int64_t *counts,
+static void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const int64_t *counts,
             const int64_t *tokens, int64_t *made, const float *const *faults) {
     for (int64_t row = 0; row < rows; row++) {
         made = std::copy_n(counts + row * 3, 3, made);
@@ -570,7 +568,7 @@ void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const in
 
 // What followed the best earlier ends of a text's last words, as drafters/ngram.py has it; branch:
 // for each guess which of the `ends` it follows.
-void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t stride,
+static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t stride,
             const int64_t *branch, const int64_t *depth, const int64_t *length,
             const int64_t *tokens, int64_t *made) {
     struct End { int64_t agrees, at; };
@@ -593,5 +591,78 @@ void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t str
             made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
         }
     }
+}
+
+// Slots or positions at these depths below the last token of each row; none is less than 0.
+static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *length,
+                   const int64_t *depth, int64_t *made) {
+    for (; rows--; length++, depth += shared ? 0 : n)
+        for (int64_t i = 0; i < n; i++) *made++ = std::max<int64_t>(*length - 1 + depth[i], 0);
+}
+
+static void read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
+                 const int64_t *slots, int64_t *made) {
+    for (; rows--; tokens += stride)
+        for (int64_t i = 0; i < n; i++) *made++ = tokens[*slots++];
+}
+
+// Strides of depth, from row to row and from token to token.
+static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const int64_t *tokens,
+                  const int64_t *depth, const int64_t *budget, int64_t *made) {
+    for (; rows--; depth += down, budget++)
+        for (int64_t i = 0; i < n; i++, tokens++)
+            *made++ = depth[i * right] <= *budget ? *tokens : -1;
+}
+
+static void columns(int64_t rows, int64_t n, int64_t *made, const int64_t *const *parts) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < n; i++) *made++ = parts[i][row];
+}
+
+static void at_least(int64_t size, int64_t least, const int64_t *x, int64_t *made) {
+    for (; size--; x++) *made++ = std::max(*x, least);
+}
+
+// --- what Python calls ----------------------------------------------------------------------------
+
+// Numbers and addresses of any function above, as they lie in an array.
+template <typename R, typename... A, size_t... i>
+static bool spread(R (*f)(A...), const int64_t *given, std::index_sequence<i...>) {
+    if constexpr (std::is_void_v<R>) return f((A)given[i]...), true;
+    else return f((A)given[i]...);
+}
+
+template <typename R, typename... A> static bool spread(R (*f)(A...), const int64_t *given) {
+    return spread(f, given, std::index_sequence_for<A...>());
+}
+
+struct Call {
+    bool (*function)(const int64_t *given);
+    const int64_t *given;
+};
+
+template <typename num> static bool pass(const Net<num> *net, const Pass<num> *p) {
+    return run(*net, *p);
+}
+
+extern "C" {
+bool call_float32(const int64_t *given) { return spread(pass<float>, given); }
+bool call_bfloat16(const int64_t *given) { return spread(pass<bfloat16>, given); }
+bool call_likeliest(const int64_t *given) { return spread(likeliest, given); }
+bool call_spoil(const int64_t *given) { return spread(spoil, given); }
+bool call_follow(const int64_t *given) { return spread(follow, given); }
+bool call_commit(const int64_t *given) { return spread(commit, given); }
+bool call_report(const int64_t *given) { return spread(report, given); }
+bool call_lookup(const int64_t *given) { return spread(lookup, given); }
+bool call_places(const int64_t *given) { return spread(places, given); }
+bool call_read(const int64_t *given) { return spread(read, given); }
+bool call_until(const int64_t *given) { return spread(until, given); }
+bool call_columns(const int64_t *given) { return spread(columns, given); }
+bool call_at_least(const int64_t *given) { return spread(at_least, given); }
+
+// One after another, as long as they succeed.
+bool replay(int64_t count, const Call *calls) {
+    for (; count && calls->function(calls->given); count--) calls++;
+    return !count;
 }
 }

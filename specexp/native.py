@@ -17,11 +17,25 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
-from ctypes import CDLL, POINTER, Structure, addressof, byref, c_bool, c_float, c_int64, c_void_p
+from ctypes import (
+    CDLL,
+    POINTER,
+    Array,
+    Structure,
+    addressof,
+    byref,
+    c_bool,
+    c_float,
+    c_int64,
+    c_void_p,
+    cast,
+)  # fmt: skip
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,18 +51,49 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp",
 MOST = 512  # tokens of a pass; products of more rows are for the libraries that torch uses
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 READ = torch.float32, torch.int64
-BETWEEN = {  # numbers and tensors that each of them takes
-    "likeliest": (2, 2), "spoil": (3, 2), "follow": (4, 6), "commit": (4, 7), "report": (4, 4),
-    "lookup": (5, 5),
-}  # fmt: skip
+BETWEEN = (
+    "likeliest", "spoil", "follow", "commit", "report", "lookup", "places", "read", "until",
+    "columns", "at_least",
+)  # fmt: skip
 
 
-class At:
-    """A tensor as an argument: where it is."""
+class Here(threading.local):
+    """`calls`: where calls of compiled functions are noted in this thread, if anywhere."""
 
-    @staticmethod
-    def from_param(x: Any) -> Any:
-        return c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x
+    calls: list[Call] | None = None
+
+
+here = Here()
+
+
+class Call(NamedTuple):
+    """Of a compiled function: where it is, and what it was given, as numbers and as they were."""
+
+    function: int
+    places: Array[c_int64]
+    given: tuple[Any, ...]
+
+
+class Function:
+    """A compiled function of numbers, tensors and what ctypes makes; False: it refused."""
+
+    def __init__(self, library: CDLL, name: str) -> None:
+        self.code = library[f"call_{name}"]
+        self.code.restype = c_bool
+        self.address: int = cast(self.code, c_void_p).value or 0
+
+    def __call__(self, *given: Any) -> bool:
+        places = (c_int64 * len(given))(*map(_number, given))
+        if here.calls is not None:
+            here.calls.append(Call(self.address, places, given))
+        done: bool = self.code(places)
+        return done
+
+
+def _number(x: Any) -> int:
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return x if isinstance(x, int) else addressof(x)
 
 
 class Layer(Structure):
@@ -84,8 +129,8 @@ class Native:
         self.fused, first = fused, fused.layers[0]
         self.dtype: torch.dtype = fused.head.dtype
         name = str(self.dtype).removeprefix("torch.")
-        self.run, self.room_for = library[f"run_{name}"], library[f"room_for_{name}"]
-        self.run.restype, self.room_for.restype = c_bool, c_int64
+        self.run, self.room_for = Function(library, name), library[f"room_for_{name}"]
+        self.room_for.restype = c_int64
         self.frequencies = fused.rotary.inv_freq.float().contiguous()
         self.layers = (Layer * len(fused.layers))(*(_layer(layer) for layer in fused.layers))
         known = 0 if fused.embed is None else len(fused.embed)
@@ -121,7 +166,8 @@ class Native:
         )  # fmt: skip
         room = torch.empty(self.room_for(byref(net), byref(asked)))
         asked.room = _at(room)
-        if not self.run(byref(net), byref(asked)):
+        asked.holds = held, keys, values, tapped, states, logits, room
+        if not self.run(net, asked):
             raise IndexError(f"a token is not one of {net.known}, or a slot not of {cache.seen}")
         return logits if last else None, states
 
@@ -160,11 +206,7 @@ def library() -> CDLL | None:
 @cache
 def _loaded() -> CDLL | None:
     try:
-        found = CDLL(str(_built()))
-        for name, (numbers, tensors) in BETWEEN.items():
-            function = getattr(found, name)
-            function.argtypes, function.restype = [c_int64] * numbers + [At] * tensors, None
-        return found
+        return CDLL(str(_built()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
         why = next((line for line in said if "error" in line), said[0] if said else repr(e))
@@ -205,7 +247,20 @@ def by(*read: Tensor) -> Any:
     """What is compiled besides passes, where it can read these tensors. None where it cannot: then
     torch's operations do the same, as they do on a GPU and in what is recorded."""
     ready = all(x.is_cpu and x.is_contiguous() and x.dtype in READ for x in read)
-    return library() if ready else None
+    return (found := library()) and _between(found) if ready else None
+
+
+@cache
+def _between(found: CDLL) -> SimpleNamespace:
+    return SimpleNamespace(**{name: Function(found, name) for name in BETWEEN})
+
+
+def replay() -> Any:
+    """The compiled function that makes so many calls, listed at an address; False: one refused."""
+    found = library()
+    assert found is not None
+    found.replay.restype, found.replay.argtypes = c_bool, (c_int64, c_void_p)
+    return found.replay
 
 
 def every(tensors: Sequence[Tensor]) -> Any:

@@ -39,8 +39,7 @@ class Stream(NamedTuple):
     rounds: int = 0
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """The moment before a round. rows: what every pass covers; context: slots that it reads;
     waiting: requests in the queue; streams: of each row in order, None where nothing is written.
     Without `streams` rows cannot be treated apart: a plan has no budgets."""

@@ -155,12 +155,33 @@ class Sequences:
     @property
     def root(self) -> Tensor:
         """[B, 1] the last committed token of each row."""
-        return self.tokens.gather(1, self.length[:, None] - 1)
+        first = torch.arange(1, device=self.tokens.device)[None]
+        return self.read(self.places(first))
+
+    def places(self, depth: Tensor) -> Tensor:
+        """[B, n] slots, or positions, `depth` [b, n] below the root; none is less than 0."""
+        if code := native.by(self.length, depth):
+            (b, n), B = depth.shape, len(self.length)
+            made = torch.empty(B, n, dtype=torch.int64)
+            code.places(B, n, b == 1, self.length, depth, made)
+            return made
+        return (self.length[:, None] - 1 + depth).clamp(min=0)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """The tokens [B, n] in these slots [B, n]."""
+        if code := native.by(slots):
+            made = torch.empty(slots.shape, dtype=torch.int64)
+            code.read(*slots.shape, self.tokens.stride(0), self.tokens, slots, made)
+            return made
+        return self.tokens.gather(1, slots)
 
     def drafting(self, tokens: Tensor, depth: int) -> Tensor:
         """What a drafter reads of tokens [B, n] to guess beyond that depth: -1 in rows whose budget
         ends there."""
-        return tokens if self.budget is None else _until(tokens, depth + 1, self.budget)
+        if self.budget is None:
+            return tokens
+        beyond = torch.arange(depth + 1, depth + 2, device=tokens.device)[None]
+        return _until(tokens, beyond, self.budget)
 
     def draft(self, nodes: Nodes, guesses: Tensor | None = None, q: Tensor | None = None) -> Draft:
         """A draft over `nodes` from guesses [B, N-1] (None: the root alone)."""
@@ -203,5 +224,21 @@ class Sequences:
         return torch.stack([verdict.n, emitted, self.live], 1)
 
 
-def _until(tokens: Tensor, depth: Tensor | int, budget: Tensor) -> Tensor:
+def columns(parts: Sequence[Tensor]) -> Tensor:
+    """Side by side: [B, n] of n [B, 1]."""
+    if code := native.by(*parts):
+        B, n = len(parts[0]), len(parts)
+        made = torch.empty(B, n, dtype=torch.int64)
+        code.columns(B, n, made, native.every(parts))
+        return made
+    return torch.cat(list(parts), 1)
+
+
+def _until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
+    """tokens [B, n], and -1 where the depth [b, n] or [1, 1] exceeds the row's budget [B]."""
+    if code := native.by(tokens, depth, budget):
+        (B, n), (b, wide) = tokens.shape, depth.shape
+        made = torch.empty(B, n, dtype=torch.int64)
+        code.until(B, n, wide if b > 1 else 0, wide > 1, tokens, depth, budget, made)
+        return made
     return torch.where(depth <= budget[:, None], tokens, -1)

@@ -27,8 +27,7 @@ class Step(NamedTuple):
     broken: str | None = None
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """`end_s`: seconds from the start of the generation to the round's results on the host."""
 
     end_s: float

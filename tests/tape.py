@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from specexp import graphs, native
 from specexp.engine import Engine
-from specexp.graphs import Graphs
+from specexp.graphs import Graphs, Refused
 
 
 class Operations(TorchDispatchMode):
@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if reaches_host(func, args):
-            raise RuntimeError(f"{func} is not permitted in a recording\nand more about that")
+            raise Refused(f"{func} is not permitted in a recording")
         made = func(*args, **(kwargs or {}))
         self.seen.append((func, args, kwargs or {}, made))
         return made
@@ -56,6 +56,8 @@ class Operations(TorchDispatchMode):
 class Tape:
     """A recorder for `graphs.Graphs`."""
 
+    warm = 3
+
     def run(self, fn):
         return fn()
 
@@ -69,7 +71,7 @@ class Counted:
     """A recorder that tells the kinds of what it recorded, and how often something was replayed."""
 
     def __init__(self, inner):
-        self.inner = inner
+        self.inner, self.warm = inner, inner.warm
         self.recorded, self.replays = [], 0
 
     def run(self, fn):

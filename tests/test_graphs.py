@@ -16,7 +16,7 @@ from specexp.drafters.model import DraftModel
 from specexp.drafters.recycle import Recycle
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits
-from specexp.graphs import MOST, WARM, Graphs
+from specexp.graphs import MOST, Cuda, Graphs
 from specexp.lab.certify import certify
 from specexp.lm import LM
 from specexp.policy import Fixed, Plan
@@ -325,7 +325,7 @@ def test_engines_that_share_a_target_settle_in_one_memory():
 def test_nothing_is_replayed_in_memory_that_is_gone():
     made = taped(engine("null", "empty"))
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
-    for _ in range(WARM + 3):
+    for _ in range(Cuda.warm + 3):
         made.report(seqs, TREES["empty"])
     assert made.graphs.recorder.replays == 2
     made.plain().allocate(len(PROMPTS), 99)  # the target is theirs, too
@@ -438,7 +438,7 @@ def test_the_first_calls_are_real_and_the_one_used_least_lately_goes():
     for i in range(1, 9):
         made = kept.run("add", 0, add, torch.full((3,), float(i)))
         assert made.tolist() == [i * (i + 1) / 2] * 3
-    assert len(called) == WARM + 1
+    assert len(called) == Cuda.warm + 1
     for key in range(1, MOST + 1):
         kept.run("add", key, add, torch.zeros(3))
     for _ in range(2):
@@ -472,4 +472,4 @@ def test_captured_is_replayed_on_a_gpu():
 
     run = graphs.capture(fn, x.device)
     assert [float(run()) for _ in range(9)] == [4.0 * i for i in range(1, 10)]
-    assert len(called) == WARM + 1
+    assert len(called) == Cuda.warm + 1

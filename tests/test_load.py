@@ -452,6 +452,14 @@ def test_a_bake_off_has_every_load_and_policy_with_its_turns(rig):
     assert (missed["regret"].groupby(missed["load"]).min() <= 0).all()
 
 
+def test_the_first_texts_of_a_closed_loop_end_apart(rig):
+    asked = load.requests(rig, PROMPTS, 9, 8)
+    made = load.staggered(asked, 5)
+    assert [r.new for r in made] == [1, 3, 4, 6, 8, 8, 8, 8, 8]
+    assert [r.prompt for r in made] == [r.prompt for r in asked]
+    assert [r.new for r in load.staggered(asked, 9)] == [1, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
 # --- figures -------------------------------------------------------------------------------------
 
 

@@ -315,8 +315,9 @@ MUTANTS = [
     Mutant("first row verifies all", *round_,
            {"(seen.logits)": "(seen.logits[:, :1].expand_as(seen.logits))"}, "law_on_chains"),
     Mutant("rows laid out as the first", *verify,
-           {"root = seqs.length[:, None] - 1":
-            "root = seqs.length[:1, None] - 1 + 0 * seqs.length[:, None]"}, "law_on_chains"),
+           {"seqs.places(nodes.depth)":
+            "seqs.window(0, 1).places(nodes.depth).expand(len(draft.tokens), -1)"},
+           "law_on_chains"),
     Mutant("a node's slot taken for its position", *verify,
            {"slots, positions, visible": "slots, slots, visible"}, "law_on_trees"),
     Mutant("nodes see their siblings", trees, "tree_mask",
@@ -443,7 +444,8 @@ MUTANTS = [
            "law_of_batches"),
     # What is remembered
     Mutant("cache off by one", *verify,
-           {"slots = positions = root": "positions = root + nodes.depth\n    slots = 1 + root"},
+           {"slots = positions = seqs.places(nodes.depth)":
+            "positions = seqs.places(nodes.depth)\n    slots = 1 + positions"},
            "law_on_chains"),
     Mutant("prefill of one token too few", Engine, "begin",
            {"known = int(seqs.length.max()) - 1": "known = max(0, int(seqs.length.max()) - 2)"},

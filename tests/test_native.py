@@ -23,7 +23,7 @@ from specexp.native import Native
 from specexp.policy import Fixed
 from specexp.rules import Match
 from specexp.sampling import Certain, likeliest
-from specexp.sequences import Sequences
+from specexp.sequences import Sequences, columns
 from specexp.tree import Nodes, Tree
 
 pytestmark = pytest.mark.compiler
@@ -206,9 +206,24 @@ def rounded_off(seed: int) -> list[torch.Tensor]:
     seen = target.verify(seqs, draft)
     verdict = Match()(draft, seen.logits, Certain())
     counts = seqs.commit(verdict)
+    some = draft.within(torch.randint(-1, 3, (B,))).tokens
+    seqs.budget = torch.randint(-1, 3, (B,))
+    placed = seqs.places(nodes.depth - 2), seqs.drafting(draft.tokens, 1), some
+    known = (
+        seqs.read(seqs.places(-nodes.depth)),
+        columns(list(draft.tokens.contiguous().split(1, 1))),
+    )
     text = bank.tokens.masked_fill(torch.arange(20) >= bank.length[:, None], -1)
     told = likeliest(logits), verdict.path, verdict.n, verdict.new, counts, target.fault.isnan()
-    return [*told, text, bank.length, bank.limit, made._report(seqs, draft, counts)]
+    return [
+        *told,
+        *placed,
+        *known,
+        text,
+        bank.length,
+        bank.limit,
+        made._report(seqs, draft, counts),
+    ]
 
 
 def ends_alike(seed: int) -> bool:
@@ -370,6 +385,11 @@ BUGS = {
     "an end of text does not end the row": ("if (emitted > before_end)", "if (!emitted)"),
     "done rows go back": ("*limit - *length, 0)", "*limit - *length, -1)"),
     "the first row's fault": ("faults[i][first + row]", "faults[i][row]"),
+    "a slot before the first": ("1 + depth[i], 0)", "1 + depth[i], -1)"),
+    "slots of the first text": ("*made++ = tokens[*slots++]", "*made++ = tokens[slots[i]]"),
+    "a budget that ends a guess early": ("right] <= *budget", "right] < *budget"),
+    "the depths of the first row": ("depth += down, budget++", "budget++"),
+    "rows for columns": ("*made++ = parts[i][row]", "*made++ = parts[i][0]"),
     "sums in another order": ("(q[0] + q[2]) + (q[1] + q[3])", "q[0] + q[1] + q[2] + q[3]"),
 }
 

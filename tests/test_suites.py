@@ -186,6 +186,7 @@ def test_a_copy_counts_what_is_read_and_what_is_written():
 @pytest.fixture
 def costly(monkeypatch, now):
     """Proposing takes 3 s, a pass 1, a target pass 5 besides, the rule 2 and observing 1."""
+    monkeypatch.setenv("SPECEXP_GRAPHS", "off")  # what is replayed is not called
 
     def slow(owner, name, cost):
         call = getattr(owner, name)
@@ -229,15 +230,19 @@ def test_measured_speedup_is_of_delivered_tokens(rig, costly):
     assert found["speedup"]["measured"]["value"] == pytest.approx(12 * 8 / (rounds * 15))
 
 
-def test_watching_changes_nothing_and_leaves_nothing(rig):
-    engine, ids = rig.engine, rig.encode([PROMPTS[0].text])
+@pytest.mark.parametrize("graphs", ["off", pytest.param("on", marks=pytest.mark.compiler)])
+def test_watching_changes_nothing_and_leaves_nothing(rig, monkeypatch, graphs):
+    monkeypatch.setenv("SPECEXP_GRAPHS", graphs)
+    engine, ids = rig.with_().engine, rig.encode([PROMPTS[0].text])
     clean = engine.generate(ids, 12)
     before = {id(x): set(vars(x)) for x in (engine, engine.drafter, *engine.models)}
     with suites.watched(engine) as spent:
         watched = engine.generate(ids, 12)
     assert watched.tokens == clean.tokens
     assert spent["rounds"] == len(clean.trace.rounds)
-    assert 0 < spent["passes"] <= spent["draft"]
+    assert spent["draft"] > 0
+    assert 0 <= spent["passes"] <= spent["draft"]
+    assert (spent["passes"] == 0) == (graphs == "on")
     with pytest.raises(ZeroDivisionError), suites.watched(engine):
         raise ZeroDivisionError
     for x in (engine, engine.drafter, *engine.models):

@@ -112,7 +112,6 @@ class Crossed(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         text = self._listen(seqs)
         self.most = max(self.most, tree.depth + 1)
-        root, S = text.length[:, None] - 1, text.tokens.shape[1]
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
@@ -120,7 +119,7 @@ class Crossed(Drafter):
                 logits = self.lm.follow(text, self.spelling.shape[1] + 1)
             else:
                 tokens = self.common[level.tokens].clamp(min=0)
-                logits = self.lm.feed(text, tokens, *level.placed(root, S)).logits
+                logits = self.lm.feed(text, tokens, *level.placed(text)).logits
             here = logits[..., self.common.clamp(min=0)]
             return here.masked_fill(self.common < 0, -torch.inf)
 

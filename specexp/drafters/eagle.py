@@ -59,16 +59,15 @@ class EagleLayer(Drafter):
 
     def _feed(self, seqs: Sequences, back: int, count: int) -> Forward:
         """`count` pairs a row, from the one `back` before the root's on; logits after the last."""
-        root = seqs.length[:, None] - 2
-        slots = (root - back + torch.arange(count, device=root.device)).clamp(min=0)
-        tokens = seqs.drafting(seqs.tokens.gather(1, slots + 1), 0)
+        places = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
+        slots = seqs.places(places)
+        tokens = seqs.drafting(seqs.read(slots + 1), 0)
         states = self.states[seqs.rows]
         states = states.gather(1, slots[..., None].expand(-1, -1, states.shape[2]))
         features = self.net.fuse(states)
         return self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=1, features=features)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        root = seqs.length[:, None] - 2
         self.deepest = max(self.deepest, tree.depth)
         features: list[Tensor] = []  # of the level before [B, n, E]
 
@@ -81,7 +80,7 @@ class EagleLayer(Drafter):
                 before = features.pop()
                 parent = level.parent.expand(len(before), -1)[..., None]
                 inherited = before.gather(1, parent.expand(-1, -1, before.shape[2]))
-                placed = level.placed(root, seqs.tokens.shape[1])
+                placed = level.placed(seqs, back=1)
                 fed = self.lm.feed(seqs, level.tokens, *placed, taps=(0,), features=inherited)
                 assert fed.hidden is not None
                 logits, made = fed.logits, fed.hidden
@@ -95,7 +94,7 @@ class EagleLayer(Drafter):
         assert seen.hidden is not None
         wide = seen.hidden.shape[2]
         made = seen.hidden.gather(1, verdict.path[..., None].expand(-1, -1, wide))
-        slots = seqs.length[:, None] - 1 + torch.arange(made.shape[1], device=made.device)
+        slots = seqs.places(torch.arange(made.shape[1], device=made.device)[None])
         self.states[seqs.rows].scatter_(1, slots[..., None].expand(-1, -1, wide), made)
 
 

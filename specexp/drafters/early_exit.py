@@ -38,11 +38,8 @@ class EarlyExit(Drafter):
         self.lm.fault = torch.zeros_like(self.target.fault)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        root = seqs.length[:, None] - 1
-
         def step(level: Level) -> Tensor:
-            placed = level.placed(root, seqs.tokens.shape[1])
-            return self.lm.feed(seqs, level.tokens, *placed).logits
+            return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
         drawn = rng if self.sampling.temperature > 0 else None
         return grow(seqs, tree, step, self.sampling, drawn).draft

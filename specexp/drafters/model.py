@@ -43,13 +43,11 @@ class DraftModel(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         if not tree.depth:
             return seqs.draft(tree.nodes(seqs.tokens.device))
-        root = seqs.length[:, None] - 1
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
                 return self.lm.follow(seqs, 2)
-            placed = level.placed(root, seqs.tokens.shape[1])
-            return self.lm.feed(seqs, level.tokens, *placed).logits
+            return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
         grown = grow(seqs, tree, step, self.sampling, None if self.chosen else rng)
         self.place = grown.place

@@ -83,6 +83,13 @@ def requests(rig: Rig, prompts: Sequence[Prompt], count: int, max_new_tokens: in
     ]
 
 
+def staggered(asked: Sequence[Request], count: int) -> list[Request]:
+    """The same, but the first `count` are of as many lengths: begun together, they end apart, and
+    those that follow are not all read at once."""
+    first = [replace(r, new=max(1, r.new * (i + 1) // count)) for i, r in enumerate(asked[:count])]
+    return [*first, *asked[count:]]
+
+
 @dataclass(frozen=True)
 class Traffic:
     """Requests, and how they come: in a closed loop of `concurrency` streams, or, where that is
@@ -268,7 +275,7 @@ def bake_off(
         for c in concurrency:
             tokens = 64 + 24 * c
             count = 2 * c + -(-turns * tokens // max_new_tokens)
-            asked = requests(rig, prompts, count, max_new_tokens)
+            asked = staggered(requests(rig, prompts, count, max_new_tokens), c)
             part, _ = race(rig, names, costs, asked, c, tokens)
             parts.append(part.assign(load=c))
             bar.update()

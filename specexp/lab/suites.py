@@ -110,14 +110,15 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     draft: `propose`; verify: the target's pass; accept: law and rule; commit: from the verdict to
     the report (observe, commit; chains have nothing to move); host: all between two rounds, which
     is reading the report and what Python makes of it. `passes`: the part of `draft` inside the
-    drafter's models; `rounds`: how many.
+    drafter's models, 0 where that is replayed; `rounds`: how many.
 
-    Rounds that are a CUDA graph are taken apart: draft and verify are a graph each, the rest is
+    Rounds that are replayed whole are taken apart: draft and verify are replayed, the rest is
     launched one operation at a time.
     """
     spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
     drafter, device = engine.drafter, engine.target.device
-    whole = engine.graphs is not None and not drafter.on_host
+    replayed = engine.replays is not None and engine.replays.replays("round")
+    whole = replayed or (engine.graphs is not None and not drafter.on_host)
     last, drafting = turns.clock(device), False
 
     def border(phase: str | None) -> None:

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from torch import Tensor
 
-from specexp import theory
+from specexp import native, theory
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.graphs import WARM
 from specexp.quantised import held
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -339,7 +339,7 @@ def measure(
         new = context - slack - length
         return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
 
-    lead = 1 + (WARM if engine.graphs else 0)
+    lead = 1 + engine.warm
     places = list(product(batches, contexts))
     rounds: dict[Any, list[tuple[float, float]]] = {
         p: [] for p in product(batches, gammas, contexts)
@@ -405,7 +405,15 @@ class _Sure(Engine):
 
     def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
         draft = super()._guesses(seqs, tree)
-        return replace(draft, tokens=draft.tokens.clamp(min=0))
+        return replace(draft, tokens=_at_least(0, draft.tokens))
+
+
+def _at_least(least: int, x: Tensor) -> Tensor:
+    if code := native.by(x):
+        made = torch.empty(x.shape, dtype=torch.int64)
+        code.at_least(x.numel(), least, x, made)
+        return made
+    return x.clamp(min=least)
 
 
 @torch.inference_mode()

@@ -162,8 +162,8 @@ class Goodput:
     gammas: tuple[int, ...] = GAMMAS
     horizon: int = 32
     margin: float = 0.02
-    alone: int = 32  # rounds of one row between thoughts, of two half as many and so on,
-    hold: int = 8  # but so many at least, and four times as many while nothing is drafted
+    alone: int = 64  # rounds of one row between thoughts, of two half as many and so on,
+    hold: int = 16  # but so many at least, and four times as many while nothing is drafted
     trial: int = 4
     probe: int = 64
     rarest: int = 512

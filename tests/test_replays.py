@@ -1,0 +1,233 @@
+"""Rounds on a CPU that are called again say what rounds say that are run."""
+
+import threading
+
+import pytest
+import torch
+from test_graphs import Counts, Turns, told
+from tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
+
+from specexp import native, replays
+from specexp.engine import Engine
+from specexp.graphs import Graphs
+from specexp.lm import LM
+from specexp.sequences import Sequences
+from specexp.serving.bank import EngineBank
+from specexp.serving.policies import InTurn
+from specexp.serving.serve import Closed, Request, Server, serve
+from specexp.tree import Tree
+
+pytestmark = pytest.mark.compiler
+LONG = 40
+GREEDY = ["null", "ngram", "model", "chosen", "self", "early_exit"]  # compiled from end to end
+
+
+def fast(*args, **asked) -> Engine:
+    return engine(*args, **{"rule": "match", "dtype": torch.float32} | asked)
+
+
+def slow(*args, **asked) -> Engine:
+    made = fast(*args, **asked)
+    made.replays = None
+    return made
+
+
+@pytest.mark.parametrize("tree", ["empty", "chain", "branching", "grown"])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_replayed_rounds_are_the_rounds(kind, tree):
+    """Guess for guess, whatever could be replayed, in batches one after the other, of rows that end
+    one after the other."""
+    one, other = (make(kind, tree, eos=(3, 17)) for make in (fast, slow))
+    for prompts in (PROMPTS, PROMPTS[2:4], PROMPTS[:1]):
+        assert told(one.generate(prompts, LONG)) == told(other.generate(prompts, LONG))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_policies_may_change_trees(temperature):
+    found = []
+    for make in (fast, slow):
+        made = make("model", temperature=temperature)
+        made.policy = Turns(3, 1, 0, 2)
+        found.append(told(made.generate(PROMPTS, 60)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", GREEDY)
+def test_greedy_chains_are_replayed(kind):
+    made = fast(kind, "empty" if kind == "null" else "chain")
+    made.generate(PROMPTS[:1], LONG)
+    [(_, found)] = made.replays.kept.items()
+    assert found.again is not None
+    assert made.replays.replays("round")
+    assert not made.replays.replays("verify")
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_rows_with_budgets_are_replayed(kind):
+    made, budget = fast(kind), torch.tensor([4, 0, -1, 2, 4])
+    other = slow(kind)
+    found = []
+    for rig in (made, other):
+        seqs = rig.begin(Sequences.of(PROMPTS, LONG, slack=5))
+        seqs.budget = budget.clone()
+        reports = []
+        for turn in range(12):
+            seqs.budget.copy_(budget.roll(turn))  # in the same memory
+            reports.append(rig.report(seqs, TREES["chain"]))
+        found.append((reports, seqs.tokens.tolist()))
+    assert found[0] == found[1]
+    assert made.replays.replays("round")
+
+
+def test_a_draft_on_the_host_has_its_target_replayed():
+    one, other = fast("suffix"), slow("suffix")
+    one.drafter.on_host = other.drafter.on_host = True
+    assert told(one.generate(PROMPTS, LONG)) == told(other.generate(PROMPTS, LONG))
+    assert one.replays.replays("verify")
+    assert not one.replays.replays("round")
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram", "null"])
+def test_served_texts_are_the_texts(kind):
+    """Rows join, move and leave, their prompts are read in chunks, and they draft by budgets."""
+    wanted = slow("null", "empty").generate(PROMPTS * 2, NEW, streams=range(10)).tokens
+    made = fast(kind)
+    server = Server(EngineBank(made, rows=4, slots=64, room=5), InTurn(3), chunk=8)
+    requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
+    answers = serve(server, Closed(requests, 4))
+    assert {a.request.stream: a.tokens for a in answers} == dict(enumerate(wanted))
+    assert made.replays.replays("round")
+
+
+# what is not replayed
+
+
+@torch.inference_mode()
+def tried(fn) -> bool:
+    """Whether a function is replayed, tried three times."""
+    known = Graphs(replays.Calls())
+    for _ in range(3):
+        known.run("this", 0, fn)
+    return known.replays("this")
+
+
+def test_only_what_is_compiled_is_replayed():
+    length = torch.tensor([3, 5])
+    seqs = Sequences.of([[1, 2, 3], [1, 2, 3, 4, 5]], 4, slack=1)
+    first = torch.arange(1)[None]
+    assert tried(lambda: seqs.root)
+    assert tried(lambda: seqs.read(seqs.places(first))[..., 0][:, None])
+    for spoilt in (
+        lambda: seqs.root + 1,  # torch reckons
+        lambda: seqs.root.add_(0),
+        lambda: seqs.places(length.clone()[:, None]),
+        lambda: seqs.places(torch.zeros(1, 1, dtype=torch.int64)),  # made anew every time
+        lambda: seqs.places(torch.tensor([[0]])),  # from the host
+        lambda: seqs.root.tolist(),
+        lambda: seqs.root if int(seqs.length.max()) else None,
+        lambda: seqs.places(torch.arange(4).reshape(2, 2).t().reshape(1, 4)),  # a copy
+        lambda: length[:, None],  # nothing at all
+    ):
+        assert not tried(spoilt)
+
+
+def test_what_takes_much_room_is_not_kept(monkeypatch):
+    made = fast("model", "chain")
+    monkeypatch.setattr(replays, "MOST", 1000)
+    made.generate(PROMPTS, LONG)
+    assert not made.replays.replays("round")
+
+
+def test_a_drafter_that_counts_on_the_host_by_operations_of_torch_keeps_counting():
+    found = []
+    for make in (fast, slow):
+        made = make("null", "chain")
+        made.drafter = Counts()
+        found.append(told(made.generate(PROMPTS, 60)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("on", ["on", "off"])
+def test_replays_can_be_turned_off(monkeypatch, on):
+    monkeypatch.setenv("SPECEXP_GRAPHS", on)
+    assert (engine().replays is None) == (on == "off")
+    monkeypatch.setenv("SPECEXP_GRAPHS", "on")
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    assert engine().replays is None
+
+
+# what a replay depends on
+
+
+def test_other_numbers_of_threads_are_other_replays(monkeypatch):
+    made, threads = fast("null", "empty"), torch.get_num_threads()
+    seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for _ in range(3):
+                made.report(seqs, TREES["empty"])
+            assert len(made.replays.kept) == count
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_pass_in_another_thread_is_not_noted():
+    made, other = fast("null", "empty"), fast("null", "empty")
+    seqs, theirs = (e.begin(Sequences.of(PROMPTS, LONG, slack=1)) for e in (made, other))
+
+    def round_beside():
+        worker = threading.Thread(target=other.round, args=(theirs, TREES["empty"]))
+        worker.start()
+        worker.join()
+        return made.round(seqs, TREES["empty"])
+
+    with torch.inference_mode(), replays._Noted() as noted:
+        round_beside()
+    count = len(noted.calls)
+    with torch.inference_mode(), replays._Noted() as noted:
+        made.round(seqs, TREES["empty"])
+    assert len(noted.calls) == count
+    assert native.here.calls is None
+
+
+def test_a_token_that_there_is_not_is_refused_in_a_replay_too():
+    made = fast("null", "empty")
+    seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
+    for _ in range(4):
+        made.report(seqs, TREES["empty"])
+    seqs.tokens[0, seqs.length[0] - 1] = 99
+    with pytest.raises(IndexError, match="a token or a slot that there is not"):
+        made.report(seqs, TREES["empty"])
+
+
+def test_nothing_is_replayed_in_memory_that_is_gone():
+    made = fast("model")
+    seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=5))
+    for _ in range(4):
+        made.report(seqs, TREES["chain"])
+    assert made.replays.replays("round")
+    made.plain().allocate(len(PROMPTS), 99)  # the target is theirs, too
+    latest = made.replays.latest
+    made.report(seqs, TREES["chain"])
+    assert made.replays.latest is not latest
+
+
+def test_a_network_that_changes_is_another_replay():
+    made, lm = fast("null", "empty"), LM(engine(dtype=torch.float32).target.module)
+    seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
+    for _ in range(4):
+        made.report(seqs, TREES["empty"])
+    run, called = lm.net, []
+    made.target.net = lambda *asked, **more: (called.append(1), run(*asked, **more))[1]
+    made.report(seqs, TREES["empty"])
+    assert called
+
+
+def test_the_deepest_draft_is_cut_where_the_drafter_ends():
+    found = []
+    for make in (fast, slow):
+        made = make("model", Tree.chain(4))
+        made.drafter.context = 20
+        found.append(told(made.generate(PROMPTS, LONG)))
+    assert found[0] == found[1]
