@@ -101,6 +101,7 @@ class Graphs:
         self.recorder = recorder
         self.kept: dict[tuple[Hashable, Hashable], Replay] = {}
         self.latest: tuple[Any, Replay] = None, Replay()
+        self.kinds: set[Hashable] = set()  # of what was recorded
         self.refused = False  # something could not be recorded: nothing more is tried
 
     def run(
@@ -136,7 +137,9 @@ class Graphs:
             log.warning("launched one operation at a time, not as a CUDA graph: %s", e)
             return fn(*inputs)
         found.refused = found.again is None
-        found.made = None if found.refused else made
+        if found.again is not None:
+            found.made = made
+            self.kinds.add(kind)
         return made
 
     def _found(self, name: tuple[Hashable, Hashable]) -> Replay:
@@ -148,10 +151,6 @@ class Graphs:
             if len(self.kept) > MOST:
                 del self.kept[next(iter(self.kept))]
         return self.latest[1]
-
-    def replays(self, kind: Hashable) -> bool:
-        """Is anything of that kind replayed?"""
-        return any(found.again for (what, _), found in self.kept.items() if what == kind)
 
     def clear(self) -> None:
         """Forget all: memory that they knew is gone."""

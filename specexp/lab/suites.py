@@ -117,7 +117,8 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     """
     spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
     drafter, device = engine.drafter, engine.target.device
-    replayed = engine.replays is not None and engine.replays.replays("round")
+    replays = engine.replays
+    replayed = replays is not None and "round" in replays.kinds
     whole = replayed or (engine.graphs is not None and not drafter.on_host)
     last, drafting = turns.clock(device), False
 
@@ -173,6 +174,9 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
     else:
         hooks += [(lm, "feed", feed) for lm in drafter.models]
     with ExitStack() as borders:
+        if not whole:
+            engine.replays = None
+            borders.callback(setattr, engine, "replays", replays)
         for owner, name, noted in hooks:
             setattr(owner, name, partial(noted, getattr(owner, name)))  # hides the class's own
             borders.callback(delattr, owner, name)
