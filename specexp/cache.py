@@ -121,5 +121,5 @@ class SlotCache(Cache):
 
 def rounded(slots: int) -> int:
     """As many slots or up to an eighth more, at least 64: few sizes, so that shapes come again."""
-    step = max(64, 1 << slots.bit_length() - 4)
+    step = max(64, 1 << max(0, slots.bit_length() - 4))
     return -(-slots // step) * step

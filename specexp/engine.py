@@ -56,9 +56,10 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
         self.rng = sampling.rng(seed)
-        self.graphs, self.replays = graphs.on(target.device), replays.on(target.device)
+        self.graphs, self.replays = graphs.on(target.device), replays.of(target)
         self.seats: Sequences | None = None  # rows that stay, and the caches they go with
         self.seated: tuple[object, ...] = ()
+        self.budget: Tensor  # of those rows, once some are done
 
     def plain(self) -> Engine:
         """Ordinary decoding with the same target, law and noise: the baseline."""
@@ -117,8 +118,8 @@ class Engine:
         """Begin a round. What is returned waits for it, and is its report on the host."""
         if self.drafter.on_host:
             return self.round(seqs, tree).tolist
-        made = self.recorded("round", seqs, tree, lambda: self.round(seqs, tree))
-        return graphs.fetched(made)
+        told = self.recorded("round", seqs, tree, lambda: graphs.Told(self.round(seqs, tree)))
+        return told.fetch()
 
     def report(self, seqs: Sequences, tree: Tree) -> list[list[int]]:
         """One round, and its report on the host."""
@@ -132,8 +133,11 @@ class Engine:
     @property
     def warm(self) -> int:
         """Rounds of a kind before one is recorded."""
-        known = self.graphs or self.replays
-        return known.recorder.warm if known else 0
+        return self.recordings.recorder.warm if self.recordings else 0
+
+    @property
+    def recordings(self) -> graphs.Graphs | None:
+        return self.graphs or self.replays
 
     @torch.inference_mode()
     def drafted(self, seqs: Sequences, tree: Tree) -> Draft:
@@ -168,23 +172,22 @@ class Engine:
     ) -> T:
         """fn(*inputs), replayed where that is possible. It is about these rows and depends, besides
         them and the engine, on `of` alone; what it returns is good until the next of its kind."""
-        known = self.graphs or self.replays
+        known = self.recordings
         if known is None:
             return fn(*inputs)
-        place = seqs.first, *seqs.tokens.shape, seqs.tokens.data_ptr(), torch.get_num_threads()
         models = ((lm.net, lm.cache and lm.cache.mark) for lm in self.models)
         parts = self.target, self.drafter, self.rule, self.sampling, self.rng
+        key = of, seqs.place, torch.get_num_threads(), *parts, self.drafter.shaped_by, *models
+        memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos
         ragged = () if seqs.budget is None else (seqs.budget,)
-        key = of, place, len(ragged), *parts, self.drafter.shaped_by, *models
-        memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, *ragged
-        return known.run(kind, key, fn, *inputs, held=memory)
+        return known.run(kind, key, fn, *inputs, held=memory + ragged)
 
     # where the rows of a batch are
 
     @torch.inference_mode()
     def allocate(self, B: int, S: int) -> None:
         """Room for B rows of S slots, in every cache. Raises UserError when there is too little."""
-        if known := self.graphs or self.replays:
+        if known := self.recordings:
             known.clear()
         self.target.allocate(B, S)
         self.drafter.allocate(B, S)
@@ -192,11 +195,12 @@ class Engine:
     @torch.inference_mode()
     def begin(self, seqs: Sequences) -> Sequences:
         """Make room for a new batch and read its prompts. Returns the rows as rounds want them:
-        these, or, where there are graphs, the same texts in memory that stays."""
-        if self.graphs is None:
-            self.allocate(*seqs.tokens.shape)
+        these, or, where rounds are recorded, the same texts in memory that stays."""
+        if recordings := self.recordings:
+            seqs = self._seat(seqs, recordings)
         else:
-            seqs = self._seat(seqs, self.graphs)
+            self.allocate(*seqs.tokens.shape)
+            self.budget = torch.empty_like(seqs.length)
         known = int(seqs.length.max()) - 1
         self.drafter.prefill(seqs, self.target.prefill(seqs, 0, known, self.drafter.taps))
         self.drafter.catch_up(seqs, known)
@@ -218,6 +222,7 @@ class Engine:
         if self.seats is None or self.seated != wanted:
             known.clear()
             self.seats = Sequences.empty(held.batch, held.size, wanted[2], self.target.device)
+            self.budget = torch.empty_like(self.seats.length)
             self.seated = wanted
         rows = self.seats.window(0, B, S)
         rows.tokens[:, :slots] = seqs.tokens
@@ -267,6 +272,7 @@ class Engine:
         seqs = self.begin(seqs)
         self._synchronize()
         trace = Trace(len(prompts), time.perf_counter() - begin)
+        slots = seqs.tokens.shape[1]
         left = max_new_tokens  # of the row that is farthest from its limit
         missed = 0  # tokens a row that were written without guesses
         begun: deque[tuple[Load, Tree, Callable[[], list[list[int]]]]] = deque()
@@ -275,7 +281,7 @@ class Engine:
                 coming = sum(tree.depth + 1 for _, tree, _ in begun)  # tokens a row, at most
                 if begun and coming >= left:
                     break
-                load = Load(len(prompts), seqs.tokens.shape[1])
+                load = Load(len(prompts), slots)
                 tree = self.policy.choose(load).tree
                 tree = tree.cut(max(0, self.drafter.context - max(lengths) - coming))
                 if len(tree) > 1 and missed:
@@ -291,9 +297,8 @@ class Engine:
             rows = zip(prompts, lengths, report, strict=True)
             left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in rows)
             if self.graphs is None and any(step.done for step in made.steps):
-                if (budget := seqs.budget) is None:
-                    budget = torch.full_like(seqs.length, self.policy.widest)
-                seqs = replace(seqs, budget=budget.masked_fill_(~seqs.live, -1))
+                depths = self.budget[: len(prompts)].fill_(self.policy.widest)
+                seqs = replace(seqs, budget=depths.masked_fill_(~seqs.live, -1))
         return Generation(
             [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
         )

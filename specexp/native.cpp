@@ -8,6 +8,8 @@
 // Layer, Net and Pass to Python.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -467,6 +469,8 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         else memset(mine_of(i), 0, bytes);
 }
 
+static std::atomic<int64_t> spent{0}; // nanoseconds, in all passes
+
 // Whether every token and slot is one that there is; only then is anything done.
 template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
     const Kept kept(p);
@@ -475,8 +479,10 @@ template <typename num> static bool run(const Net<num> &net, const Pass<num> &p)
             p.slots[r] >= p.seen)
             return false;
     const Room<num> room(net, p);
+    const auto begin = std::chrono::steady_clock::now();
 #pragma omp parallel num_threads(p.threads)
     part(net, p, room, kept);
+    spent += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
     return true;
 }
 
@@ -659,6 +665,8 @@ bool call_read(const int64_t *given) { return spread(read, given); }
 bool call_until(const int64_t *given) { return spread(until, given); }
 bool call_columns(const int64_t *given) { return spread(columns, given); }
 bool call_at_least(const int64_t *given) { return spread(at_least, given); }
+
+int64_t spent_ns() { return spent; }
 
 // One after another, as long as they succeed.
 bool replay(int64_t count, const Call *calls) {

@@ -255,6 +255,14 @@ def _between(found: CDLL) -> SimpleNamespace:
     return SimpleNamespace(**{name: Function(found, name) for name in BETWEEN})
 
 
+def passes_s() -> float:
+    """Seconds spent in compiled passes so far, whoever asked for them."""
+    if (found := library()) is None:
+        return 0.0
+    found.spent_ns.restype = c_int64
+    return float(found.spent_ns()) / 1e9
+
+
 def replay() -> Any:
     """The compiled function that makes so many calls, listed at an address; False: one refused."""
     found = library()

@@ -14,13 +14,13 @@ from collections.abc import Callable, Hashable
 from ctypes import Structure, addressof, c_void_p
 from typing import Any, Self, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specexp import native
 from specexp.graphs import Graphs
+from specexp.lm import LM
 
 T = TypeVar("T")
 
@@ -81,10 +81,10 @@ class _Again:
             raise IndexError("a pass was to read a token or a slot that there is not")
 
 
-def on(device: torch.device) -> Graphs | None:
-    """Where there is compiled code, an owner's own replays; None if SPECEXP_GRAPHS is off."""
-    off = device.type != "cpu" or os.environ.get("SPECEXP_GRAPHS") == "off"
-    return None if off or native.library() is None else Graphs(Calls())
+def of(target: LM) -> Graphs | None:
+    """An owner's own, where the target's passes are compiled; None if SPECEXP_GRAPHS is off."""
+    off = os.environ.get("SPECEXP_GRAPHS") == "off"
+    return None if off or not isinstance(target.net, native.Native) else Graphs(Calls())
 
 
 class Calls:

@@ -142,6 +142,12 @@ class Sequences:
         self.tokens[row, : len(text)] = torch.tensor(text, device=self.tokens.device)
         self.length[row], self.limit[row], self.stream[row] = len(text), limit, stream
 
+    @cached_property
+    def place(self) -> tuple[int, ...]:
+        """Where they are: what is recorded of a round is good for no other place."""
+        ragged = () if self.budget is None else (self.budget.data_ptr(),)
+        return self.first, *self.tokens.shape, self.tokens.data_ptr(), *ragged
+
     @property
     def rows(self) -> slice:
         """Where these rows are in tensors that hold a whole bank of them."""

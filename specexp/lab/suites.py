@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from specexp import graphs
+from specexp import graphs, native
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.lab import bench, build, doctor, peers, stats, turns
@@ -31,8 +31,9 @@ from specexp.lab.peaks import peaks
 from specexp.lab.prompts import Prompt
 from specexp.lab.roofline import PASSES, a_pass, causal, roofline, weight_bytes
 from specexp.lm import DTYPES, LM, load
+from specexp.sequences import Sequences
 from specexp.serving.costs import Fit, fingerprint
-from specexp.trace import Acceptance
+from specexp.trace import Acceptance, Trace
 from specexp.zoo import shelf
 
 NAMES = ("peers", "roofline", "round", "scale", "memory")
@@ -196,14 +197,19 @@ def a_round(
     fast.eos = ()
     plain = fast.plain()
 
+    def clean(engine: Engine, ids: list[int]) -> tuple[Trace, float]:
+        with passing(engine) as spent:
+            trace = engine.generate([ids], max_new_tokens).trace
+        return trace, spent()
+
     def replay(engine: Engine, ids: list[int]) -> dict[str, float]:
         with watched(engine) as spent:
             engine.generate([ids], max_new_tokens)
         return spent
 
     arms: dict[Any, Callable[[list[int]], Any]] = {
-        ("plain", "clean"): lambda ids: plain.generate([ids], max_new_tokens).trace,
-        ("fast", "clean"): lambda ids: fast.generate([ids], max_new_tokens).trace,
+        ("plain", "clean"): lambda ids: clean(plain, ids),
+        ("fast", "clean"): lambda ids: clean(fast, ids),
         ("plain", "replay"): lambda ids: replay(plain, ids),
         ("fast", "replay"): lambda ids: replay(fast, ids),
     }
@@ -211,7 +217,8 @@ def a_round(
     seen = turns.take(arms, items, rig.target.device, "round")
     made = {arm: [turn.made for turn in found] for arm, found in seen.items()}
     sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
-    record = Acceptance.pooled(trace.acceptance for trace in made["fast", "clean"])
+    traces = {side: [trace for trace, _ in made[side, "clean"]] for side in ("plain", "fast")}
+    record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
     gamma = rig.options["gamma"]
     passes = pd.DataFrame(
@@ -221,8 +228,8 @@ def a_round(
             "verify_s": [sides[side]["phases"]["verify"]["ms"] / 1e3 for side in sides],
         }
     )[["gamma", "draft_s", "verify_s", "rest_s"]]  # fmt: skip
-    times = [[t.decode_s for t in made[side, "clean"]] for side in ("plain", "fast")]
-    tokens = [[t.emitted for t in made[side, "clean"]] for side in ("plain", "fast")]
+    times = [[t.decode_s for t in of] for of in traces.values()]
+    tokens = [[t.emitted for t in of] for of in traces.values()]
     measured = stats.speedup(times[0], tokens[0], times[1], tokens[1])
     foretold = bench.predicted(passes, record).set_index("gamma")["speedup"][gamma]
     return {
@@ -234,18 +241,41 @@ def a_round(
     }  # fmt: skip
 
 
-def _side(traces: Sequence[Any], replays: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Rounds of one engine: `traces` of clean loops, and the same ones phase by phase."""
+@contextmanager
+def passing(engine: Engine) -> Iterator[Callable[[], float]]:
+    """Seconds that the rounds of a generation spend in passes, where rounds are replayed: by a clock
+    in compiled passes. Elsewhere, or where some are not compiled, 0: phases tell."""
+    nets = [lm.net for lm in engine.models]
+    clocked = engine.replays is not None and all(isinstance(net, native.Native) for net in nets)
+    begin, begun = engine.begin, 0.0
+
+    def noted(seqs: Sequences) -> Sequences:
+        nonlocal begun
+        made = begin(seqs)
+        begun = native.passes_s()
+        return made
+
+    vars(engine)["begin"] = noted
+    try:
+        yield lambda: native.passes_s() - begun if clocked else 0.0
+    finally:
+        del vars(engine)["begin"]
+
+
+def _side(
+    clean_loops: Sequence[tuple[Trace, float]], replays: Sequence[dict[str, float]]
+) -> dict[str, Any]:  # fmt: skip
+    """Rounds of one engine: clean loops with the seconds that they spent in passes, where those
+    have a clock, and the same rounds phase by phase."""
     rounds = np.array([spent["rounds"] for spent in replays])
-    clean = np.array([trace.decode_s / len(trace.rounds) for trace in traces])
+    clean = np.array([trace.decode_s / len(trace.rounds) for trace, _ in clean_loops])
+    timed = np.array([spent / len(trace.rounds) for trace, spent in clean_loops])
     each = {phase: np.array([s[phase] for s in replays]) / rounds for phase in (*PHASES, "passes")}
     models = each["passes"].any()
     passes = each["passes"] if models else each["draft"]  # no model: drafting is all there is
     total = np.sum([each[phase] for phase in PHASES], 0)
-    overhead = stats.interval(
-        lambda r, d, v: (r.sum(-1) - d.sum(-1) - v.sum(-1)) / r.sum(-1),
-        clean, passes, each["verify"],
-    )  # fmt: skip
+    inside = timed if timed.any() else passes + each["verify"]
+    overhead = stats.interval(lambda r, p: 1 - p.sum(-1) / r.sum(-1), clean, inside)
     return {
         "round_ms": 1e3 * float(clean.mean()),
         "phases": {
