@@ -112,7 +112,7 @@ class Engine:
     def models(self) -> tuple[LM, ...]:
         return (self.target, *self.drafter.models)
 
-    # the same as graphs, where there are any
+    # the same, recorded where it can be
 
     def launch(self, seqs: Sequences, tree: Tree) -> Callable[[], list[list[int]]]:
         """Begin a round. What is returned waits for it, and is its report on the host."""
@@ -137,6 +137,7 @@ class Engine:
 
     @property
     def recordings(self) -> graphs.Graphs | None:
+        """Of rounds: CUDA graphs, or what is replayed on a CPU; None where there is neither."""
         return self.graphs or self.replays
 
     @torch.inference_mode()

@@ -1,10 +1,10 @@
 """Rounds on a CPU as one call: what is compiled in them is noted once, and then called again.
 
 A round of a small model is some twenty calls of compiled code (native.py), and what Python does
-between them takes as long as a fifth of its passes. Where torch did nothing in a round but make
-room and look at it in another shape, those calls in their order are the round. They read and write
-the memory that they did, so what graphs.py says of a graph holds for them, too; but no number is
-kept from the host, so a drafter that reads some says so (`Drafter.on_host`).
+between them takes a fifth as long as its passes. Where torch did nothing in a round but make room
+and look at it in another shape, those calls in their order are the round: the memory that they read
+and write stays where it is, as graphs.py has it. A round in which torch reckons, or a number
+reaches the host, is run as it is.
 """
 
 from __future__ import annotations

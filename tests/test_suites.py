@@ -249,6 +249,23 @@ def test_watching_changes_nothing_and_leaves_nothing(rig, monkeypatch, graphs):
         assert set(vars(x)) - before[id(x)] <= {"place"}
 
 
+@pytest.mark.compiler
+def test_a_clock_in_compiled_passes_tells_what_rounds_spend_in_them(rig, monkeypatch):
+    seconds = iter([3.0, 8.0])
+    engine, ids = rig.with_().engine, rig.encode([PROMPTS[0].text])
+    with suites.passing(engine) as spent:
+        trace = engine.generate(ids, 12).trace
+        assert 0 < spent() < trace.decode_s
+    with suites.passing(engine) as spent:
+        monkeypatch.setattr(native, "passes_s", lambda: next(seconds))
+        engine.generate(ids, 12)
+        assert spent() == 5  # from when the prompt had been read
+    assert "begin" not in vars(engine)
+    engine.replays = None
+    with suites.passing(engine) as spent:
+        assert spent() == 0
+
+
 def test_watched_rounds_are_taken_apart_where_they_are_graphs(rig):
     engine, ids = taped(rig.with_(gamma=1).engine), rig.encode([PROMPTS[0].text])
     clean = engine.generate(ids, 30)

@@ -243,8 +243,8 @@ def a_round(
 
 @contextmanager
 def passing(engine: Engine) -> Iterator[Callable[[], float]]:
-    """Seconds that the rounds of a generation spend in passes, where rounds are replayed: by a clock
-    in compiled passes. Elsewhere, or where some are not compiled, 0: phases tell."""
+    """Seconds that the rounds of a generation spend in passes, where rounds are replayed: by a
+    clock in compiled passes. Elsewhere, or where some are not compiled, 0: phases tell."""
     nets = [lm.net for lm in engine.models]
     clocked = engine.replays is not None and all(isinstance(net, native.Native) for net in nets)
     begin, begun = engine.begin, 0.0

@@ -149,14 +149,14 @@ class EngineBank:
         return self.engine.steps(report)
 
     def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
-        """The first rows, their budgets if some are below `depth`, and where rounds are graphs as
-        many free ones as make a size that is known: nothing is written in a free row, and whoever
-        takes it begins it anew."""
-        rows = len(budget)
+        """The first rows, and their budgets if some are below `depth`. Where rounds are graphs, as
+        many free rows besides as make a size that is known, and rows that are not written draft
+        with the others: nothing is kept of that, and whoever takes a row begins it anew."""
+        rows, least = len(budget), min(budget)
         if self.engine.graphs is not None:
-            rows = min(bucket(rows), self.rows)
+            rows, least = min(bucket(rows), self.rows), min(b for b in budget if b >= 0)
         seqs = self._window(0, rows, longest)
-        if min(budget) >= depth:
+        if least >= depth:
             return seqs
         self._budget[: len(budget)] = torch.tensor(budget)
         self._budget[len(budget) :] = -1

@@ -163,11 +163,13 @@ class Goodput:
     horizon: int = 32
     margin: float = 0.02
     alone: int = 64  # rounds of one row between thoughts, of two half as many and so on,
-    hold: int = 16  # but so many at least, and four times as many while nothing is drafted
+    hold: int = (
+        16  # but so many at least, four times as many while nothing is drafted, and few at first
+    )
     trial: int = 4
     probe: int = 64
     rarest: int = 512
-    hoped: float = 0.7  # acceptance before anything is known
+    hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
     weight: float = 8.0  # guesses that what is hoped for, or known of all rows, counts as
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.05, 0.15)  # see Pace
@@ -198,6 +200,7 @@ class Goodput:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
+        self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
         self.pace = Pace([0, *self.gammas, SPREAD], *self.doubts)
 
     @property
@@ -223,7 +226,7 @@ class Goodput:
 
     def _think(self, load: Load) -> Plan:
         self._digest()
-        pause = max(self.hold, self.alone // load.rows)
+        pause = min(max(self.hold, self.alone // load.rows), max(self.trial, self.rounds))
         rates, spread = self._rates(load, self.conditional(), pause)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self.form, 0.0) * (1 + self.margin):
