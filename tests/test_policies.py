@@ -62,6 +62,7 @@ def told(kept: list[int], costs: Costs, **options) -> Goodput:
     """A policy that has seen long drafts of which so many guesses were kept, and believes it to the
     letter."""
     options = {
+        "hopes": 1e-9,
         "weight": 1e-9,
         "fade": 1.0,
         "margin": 0.0,

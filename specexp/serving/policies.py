@@ -170,7 +170,8 @@ class Goodput:
     probe: int = 64
     rarest: int = 512
     hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
-    weight: float = 8.0  # guesses that what is hoped for, or known of all rows, counts as
+    hopes: float = 16.0  # guesses that this counts as
+    weight: float = 8.0  # and what is known of all rows, beside what is known of one
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.05, 0.15)  # see Pace
 
@@ -212,8 +213,8 @@ class Goodput:
         `above` standard errors higher than that."""
         found, before = [], self.hoped
         for judged, kept in zip(self.judged, self.kept, strict=True):
-            before = min(1.0, (kept + self.weight * before) / (judged + self.weight))
-            error = math.sqrt(before * (1 - before) / (judged + self.weight))
+            before = min(1.0, (kept + self.hopes * before) / (judged + self.hopes))
+            error = math.sqrt(before * (1 - before) / (judged + self.hopes))
             found.append(min(1.0, before + above * error))
         return found
 
