@@ -41,9 +41,6 @@ class DraftModel(Drafter):
         self.lm.refill(seqs, missed + 1)  # and the deepest guess of the draft before
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        if not tree.depth:
-            return seqs.draft(tree.nodes(seqs.tokens.device))
-
         def step(level: Level) -> Tensor:
             if level.depth == 0:
                 return self.lm.follow(seqs, 2)

@@ -183,7 +183,7 @@ def race(
     for turn in itertools.count():
         begun = {name: len(run.ticks) for name, run in runs.items()}
         for piece in range(1, PIECES + 1):
-            for name in list(runs)[:: -1 if piece % 2 else 1]:
+            for name in in_turn(runs, turn * PIECES + piece):
                 run, watch = runs[name], watches[name]
                 watch.start()
                 while run.arriving.left and (
@@ -197,6 +197,14 @@ def race(
             break
     whole = rows[: -len(runs)] or rows  # somebody's last turn was cut short
     return pd.DataFrame(whole), runs
+
+
+def in_turn(names: Iterable[str], number: int) -> list[str]:
+    """All of them, beginning with another one every time. None ever follows itself, for whoever
+    does finds its own weights and texts in the caches."""
+    names = list(names)
+    first = number % len(names)
+    return names[first:] + names[:first]
 
 
 def full(run: Run, concurrency: int) -> bool:

@@ -302,6 +302,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "temperature": engine.sampling.temperature, "parameters": target.parameters,
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
         "passes": type(target.net).__name__.lower(),
+        "rounds": "replayed" if engine.recordings else "run",
         **fingerprint(target.device, target.dtype),
     }  # fmt: skip
 
@@ -316,7 +317,7 @@ def measure(
     watch: Callable[[int, int], None] | None = None,
 ) -> Costs:
     """Time every setting; medians over `repeats` (more of them at small batches, see FULL) after
-    two warm-ups.
+    a warm-up, and whatever is recorded.
 
     ids: texts, strung together and cut into rows; the longest of a batch fills its buffer, the
     shortest half of it, as among streams that come and go. Rounds of a kind follow each other, as

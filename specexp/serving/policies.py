@@ -163,9 +163,7 @@ class Goodput:
     horizon: int = 32
     margin: float = 0.02
     alone: int = 64  # rounds of one row between thoughts, of two half as many and so on,
-    hold: int = (
-        16  # but so many at least, four times as many while nothing is drafted, and few at first
-    )
+    hold: int = 16  # but so many at least; few at first, four times as many while none drafts
     trial: int = 4
     probe: int = 64
     rarest: int = 512
