@@ -1,5 +1,6 @@
 """Serving figures agree with what is counted by hand; servers that race do the same work."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -450,6 +451,13 @@ def test_a_bake_off_has_every_load_and_policy_with_its_turns(rig):
     rated, missed = load.rates(table), load.regrets(table)
     assert len(rated) == len(missed) == 6
     assert (missed["regret"].groupby(missed["load"]).min() <= 0).all()
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcdef"])
+def test_of_those_who_race_none_follows_itself(names):
+    run = [name for number in range(60) for name in load.in_turn(names, number)]
+    assert all(a != b for a, b in itertools.pairwise(run))
+    assert {run.count(name) for name in names} == {60}
 
 
 def test_the_first_texts_of_a_closed_loop_end_apart(rig):

@@ -200,10 +200,10 @@ def race(
 
 
 def in_turn(names: Iterable[str], number: int) -> list[str]:
-    """All of them, beginning with another one every time. None ever follows itself, for whoever
-    does finds its own weights and texts in the caches."""
+    """All of them, three or more beginning with another one every time. None ever follows itself,
+    for whoever does finds its own weights and texts in the caches."""
     names = list(names)
-    first = number % len(names)
+    first = number % len(names) if len(names) > 2 else 0
     return names[first:] + names[:first]
 
 
