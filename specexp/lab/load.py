@@ -9,8 +9,9 @@ every interval.
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,12 +200,10 @@ def race(
     return pd.DataFrame(whole), runs
 
 
-def in_turn(names: Iterable[str], number: int) -> list[str]:
-    """All of them, three or more beginning with another one every time. None ever follows itself,
-    for whoever does finds its own weights and texts in the caches."""
-    names = list(names)
-    first = number % len(names) if len(names) > 2 else 0
-    return names[first:] + names[:first]
+def in_turn(names: Collection[str], number: int) -> list[str]:
+    """All of them, in another order every time and by chance, for whoever follows one that drafts
+    finds fewer of the target's weights in the caches than who follows one that does not."""
+    return random.Random(number).sample(list(names), len(names))
 
 
 def full(run: Run, concurrency: int) -> bool:

@@ -290,7 +290,7 @@ class Goodput:
             seconds += np.array(reading)[counts[:, :1] - 1]
         promised = np.where(counts > 0, (w + gained) / seconds, 0.0)
         most, deep = divmod(int(promised.argmax()), len(every))
-        rates[SPREAD] = float(promised[most, deep])
+        rates[SPREAD] = float(promised[most, deep]) / (1 + 2 * self.margin)  # the luckiest of many
         budget = np.zeros(load.rows, int)
         np.add.at(budget, np.array(list(rows))[row[: most + 1][depth[: most + 1] <= deep]], 1)
         return rates, tuple(budget.tolist())
