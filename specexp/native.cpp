@@ -606,10 +606,14 @@ static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *lengt
         for (int64_t i = 0; i < n; i++) *made++ = std::max<int64_t>(*length - 1 + depth[i], 0);
 }
 
-static void read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
+static bool read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
                  const int64_t *slots, int64_t *made) {
     for (; rows--; tokens += stride)
-        for (int64_t i = 0; i < n; i++) *made++ = tokens[*slots++];
+        for (int64_t i = 0; i < n; i++, slots++) {
+            if (*slots < 0 || *slots >= stride) return false;
+            *made++ = tokens[*slots];
+        }
+    return true;
 }
 
 // Strides of depth, from row to row and from token to token.

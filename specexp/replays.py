@@ -78,7 +78,7 @@ class _Again:
 
     def __call__(self) -> None:
         if not self.code(self.count, self.first):
-            raise IndexError("a pass was to read a token or a slot that there is not")
+            raise IndexError("a token or a slot was to be read that there is not")
 
 
 def of(target: LM) -> Graphs | None:

@@ -177,7 +177,8 @@ class Sequences:
         """The tokens [B, n] in these slots [B, n]."""
         if code := native.by(slots):
             made = torch.empty(slots.shape, dtype=torch.int64)
-            code.read(*slots.shape, self.tokens.stride(0), self.tokens, slots, made)
+            if not code.read(*slots.shape, self.tokens.stride(0), self.tokens, slots, made):
+                raise IndexError(f"a slot is not one of {self.tokens.stride(0)}")
             return made
         return self.tokens.gather(1, slots)
 

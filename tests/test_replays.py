@@ -191,6 +191,13 @@ def test_a_pass_in_another_thread_is_not_noted():
     assert native.here.calls is None
 
 
+@pytest.mark.parametrize("slot", [-1, 99])
+def test_a_slot_that_there_is_not_is_not_read(slot):
+    seqs = Sequences.of(PROMPTS, LONG, slack=1)
+    with pytest.raises(IndexError, match="not one of 49"):
+        seqs.read(torch.full((5, 2), slot))
+
+
 @torch.inference_mode()
 def test_a_token_that_there_is_not_is_refused_in_a_replay_too():
     made = fast("null", "empty")
@@ -198,7 +205,7 @@ def test_a_token_that_there_is_not_is_refused_in_a_replay_too():
     for _ in range(4):
         made.report(seqs, TREES["empty"])
     seqs.tokens[0, seqs.length[0] - 1] = 99
-    with pytest.raises(IndexError, match="a token or a slot that there is not"):
+    with pytest.raises(IndexError, match="a token or a slot was to be read"):
         made.report(seqs, TREES["empty"])
 
 
