@@ -129,16 +129,16 @@ class Graphs:
         found.calls += 1
         if found.calls <= self.recorder.warm:
             return self.recorder.run(lambda: fn(*inputs))
-        found.inputs, found.held = tuple(x.clone() for x in inputs), held
+        places = tuple(x.clone() for x in inputs)
         try:
-            found.again, made = self.recorder.record(lambda: fn(*found.inputs), kind)
+            found.again, made = self.recorder.record(lambda: fn(*places), kind)
         except Refused as e:
             self.refused = True
             log.warning("launched one operation at a time, not as a CUDA graph: %s", e)
             return fn(*inputs)
         found.refused = found.again is None
         if found.again is not None:
-            found.made = made
+            found.inputs, found.held, found.made = places, held, made
             self.kinds.add(kind)
         return made
 

@@ -31,7 +31,7 @@ from ctypes import (
     c_int64,
     c_void_p,
     cast,
-)  # fmt: skip
+)
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,7 +206,10 @@ def library() -> CDLL | None:
 @cache
 def _loaded() -> CDLL | None:
     try:
-        return CDLL(str(_built()))
+        found = CDLL(str(_built()))
+        found.spent_ns.restype = c_int64
+        found.replay.restype, found.replay.argtypes = c_bool, (c_int64, c_void_p)
+        return found
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
         why = next((line for line in said if "error" in line), said[0] if said else repr(e))
@@ -257,17 +260,14 @@ def _between(found: CDLL) -> SimpleNamespace:
 
 def passes_s() -> float:
     """Seconds spent in compiled passes so far, whoever asked for them."""
-    if (found := library()) is None:
-        return 0.0
-    found.spent_ns.restype = c_int64
-    return float(found.spent_ns()) / 1e9
+    found = library()
+    return float(found.spent_ns()) / 1e9 if found else 0.0
 
 
 def replay() -> Any:
     """The compiled function that makes so many calls, listed at an address; False: one refused."""
     found = library()
     assert found is not None
-    found.replay.restype, found.replay.argtypes = c_bool, (c_int64, c_void_p)
     return found.replay
 
 
