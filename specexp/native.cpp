@@ -110,7 +110,7 @@ template <typename num> struct Pass {
     int64_t last;                              // places of each text of which logits are wanted
     int64_t taps;
     const int64_t *tap; // states wanted: after so many layers, 0: embeddings, -1: before the last norm
-    num *states;        // [rows, n, taps, width]
+    num *states;        // [rows, n, taps, width]; 0 of tokens that have no part
     float *logits;      // [rows, last, vocab]
     float *room;        // `room_for` numbers
 };
@@ -478,6 +478,9 @@ template <typename num> static bool run(const Net<num> &net, const Pass<num> &p)
         if ((!p.x && (p.tokens[r] < 0 || p.tokens[r] >= net.known)) || p.slots[r] < 0 ||
             p.slots[r] >= p.seen)
             return false;
+    const int64_t tapped = p.taps * net.width;
+    for (int64_t i = 0; i < p.rows * p.n && tapped; i++)
+        if (p.tokens[i] == -1) memset(p.states + i * tapped, 0, tapped * sizeof *p.states);
     const Room<num> room(net, p);
     const auto begin = std::chrono::steady_clock::now();
 #pragma omp parallel num_threads(p.threads)

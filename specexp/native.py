@@ -60,7 +60,7 @@ BETWEEN = (
 class Here(threading.local):
     """`calls`: where calls of compiled functions are noted in this thread, if anywhere."""
 
-    calls: list[Call] | None = None
+    calls: list[Any] | None = None
 
 
 here = Here()
@@ -155,7 +155,7 @@ class Native:
         tapped = (c_int64 * len(taps))(*taps)
         given = (tokens, positions, cache.slots, visible, inputs.get("x"), inputs.get("read"))
         held = [None if x is None else x.contiguous() for x in given]
-        states = torch.zeros(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
+        states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
         logits = torch.empty(B, last, net.vocab)
         head = cache.size * net.dim
         row = net.keys * head

@@ -1,19 +1,22 @@
-"""Rounds on a CPU as one call: what is compiled in them is noted once, and then called again.
+"""Rounds on a CPU without Python: what is done in them is noted once, and then done again.
 
-A round of a small model is some twenty calls of compiled code (native.py), and what Python does
-between them takes a fifth as long as its passes. Where torch did nothing in a round but make room
-and look at it in another shape, those calls in their order are the round: the memory that they read
-and write stays where it is, as graphs.py has it. A round in which torch reckons, or a number
-reaches the host, is run as it is.
+A round of a small model is some hundred operations of a few microseconds, and what Python does
+between them takes as long as they do. As in a CUDA graph they run again in their order, in memory
+that stays where it is: compiled code (native.py) in one call as far as it follows itself, torch's
+operations one by one, but for those that can only find what they found before. A round in which a
+number reaches the host, or decides about a shape, is run as it is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import Structure, addressof, c_void_p
-from typing import Any, Self, TypeVar
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,61 +27,197 @@ from specexp.lm import LM
 
 T = TypeVar("T")
 
-ROOMS = {"empty", "arange"}
-VIEWS = {
-    "alias", "detach", "expand", "reshape", "select", "slice", "squeeze", "t", "transpose",
-    "unsqueeze", "view", "_unsafe_view",
-}  # fmt: skip
-MOST = 8 << 20  # bytes that are kept for a replay; beside larger passes Python is nothing
+DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg"}
+MOST = 32 << 20  # bytes that are kept for a replay; beside larger rounds Python is nothing
+
+
+def reaches_host(func: Any, given: Sequence[Any]) -> bool:
+    """Is this an operation by which a value or a shape that depends on one reaches the host, or
+    data of the host a device? (`resolve_neg`: `tolist` and `numpy`; `lift_fresh`: `torch.tensor`
+    and an index that is a list; an index of truth values.)"""
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_"):
+        return any(x is not None and x.dtype == torch.bool for x in given[1])
+    return bool(DEPENDS & set(func.tags)) or name in TOLD
+
+
+class Operation(NamedTuple):
+    """One of torch's, as it was called, and what it returned."""
+
+    func: Any
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    made: Any
+
+    @property
+    def reads(self) -> set[int]:
+        return _memory((self.given, self.named))
+
+    @property
+    def writes(self) -> set[int]:
+        """What it changes of what was there before."""
+        given = dict(zip((a.name for a in self.func._schema.arguments), self.given, strict=False))
+        into = [
+            a.name for a in self.func._schema.arguments if a.alias_info and a.alias_info.is_write
+        ]
+        return _memory([(given | self.named).get(name) for name in into])
+
+    @property
+    def looks(self) -> bool:
+        """Whether it does nothing but look at what there is, in another shape."""
+        return not self.writes and _memory(self.made) <= self.reads
+
+    @property
+    def room(self) -> bool:
+        """Whether nothing is in what it made."""
+        return self.func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
+
+    def again(self) -> Callable[[], Any]:
+        """The same, into what it made."""
+        func, given, named, made = self.func, self.given, self.named, tree_leaves(self.made)
+        if self.writes:
+            return partial(func, *given, **named)
+        plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in _tensors((given, named)))
+        if plain and (known := _into(func)):
+            out, wanted, places = known
+            asked = {k: v for k, v in named.items() if k in wanted}
+            return partial(out, *given, **asked, **dict(zip(places, made, strict=True)))
+
+        def copied() -> None:
+            for place, x in zip(made, tree_leaves(func(*given, **named)), strict=True):
+                place.copy_(x)
+
+        return copied
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor))
+
+
+def _memory(x: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(x)}
+
+
+@cache
+def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
+    """The overload that does the same into tensors that it is given: it, what else it is asked, and
+    the names of those. They know already of what type they are, and where."""
+    options = {"dtype", "layout", "device", "pin_memory"}
+    asked = {(a.name, str(a.type)) for a in func._schema.arguments}
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        places = [a.name for a in other._schema.arguments if a.is_out]
+        wanted = {(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out}
+        spare = {a for a, _ in asked - wanted}
+        if wanted <= asked and spare <= options and len(places) == len(func._schema.returns):
+            return other, {a for a, _ in wanted}, places
+    return None
+
+
+Step: TypeAlias = native.Call | Operation
+
+
+class Noted(TorchDispatchMode):
+    """Notes what is done, and whether it can be done again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.whole, self.memory = True, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reaches_host(func, args) or torch.Tag.inplace_view in func.tags:
+            self.spoilt(func)
+        with self:  # what it consists of is noted, where it has a name for other operations
+            made = func.decompose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+        made = func(*args, **kwargs)
+        step = Operation(func, args, kwargs, made)
+        if self.whole and not step.looks:
+            self.steps.append(step)
+            self.memory += sum(x.nbytes for x in _tensors(made))
+            if self.memory > MOST:
+                self.spoilt(func)
+        return made
+
+    def spoilt(self, func: Any) -> None:
+        """It cannot be done again, because of this."""
+        self.whole = False
+
+
+@contextmanager
+def noting() -> Iterator[Noted]:
+    """What is done meanwhile in this thread, compiled or not."""
+    noted = Noted()
+    before, native.here.calls = native.here.calls, noted.steps
+    try:
+        with noted:
+            yield noted
+    finally:
+        native.here.calls = before
 
 
 class _Call(Structure):
     _fields_ = [("function", c_void_p), ("places", c_void_p)]
 
 
-class _Noted(TorchDispatchMode):
-    """Notes the compiled calls, and whether they were all that was done."""
+class _Compiled:
+    """Compiled calls once more. What they were given lasts as long as this does."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, call: native.Call) -> None:
         self.calls: list[native.Call] = []
-        self.whole, self.room = True, 0
-
-    def __enter__(self) -> Self:
-        self.before, native.here.calls = native.here.calls, self.calls
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        native.here.calls = self.before
-        super().__exit__(*raised)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if self.whole:
-            self.whole = self._known(func.overloadpacket.__name__, args, made)
-        return made
-
-    def _known(self, name: str, args: Any, made: Any) -> bool:
-        if name in VIEWS:
-            return made.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
-        if name not in ROOMS or any(isinstance(x, Tensor) for x in tree_leaves(args)):
-            return False
-        self.room += made.nbytes
-        return self.room <= MOST
-
-
-class _Again:
-    """All calls once more. What they were given lasts as long as this does."""
-
-    def __init__(self, calls: list[native.Call]) -> None:
-        self.calls = calls
-        self.list = (_Call * len(calls))(*(_Call(c.function, addressof(c.places)) for c in calls))
-        self.count, self.first = len(calls), addressof(self.list)
         self.code = native.replay()
+        self.add(call)
+
+    def add(self, call: native.Call) -> None:
+        self.calls.append(call)
+        each = (_Call(call.function, addressof(call.places)) for call in self.calls)
+        self.list = (_Call * len(self.calls))(*each)
+        self.count, self.first = len(self.calls), addressof(self.list)
 
     def __call__(self) -> None:
         if not self.code(self.count, self.first):
             raise IndexError("a token or a slot was to be read that there is not")
+
+
+def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
+    """All of it once more."""
+    todo: list[Callable[[], Any]] = []
+    for step in changing(steps):
+        if isinstance(step, Operation):
+            todo.append(step.again())
+        elif todo and isinstance(todo[-1], _Compiled):
+            todo[-1].add(step)
+        else:
+            todo.append(_Compiled(step))
+    if len(todo) == 1 and isinstance(todo[0], _Compiled):
+        return todo[0]
+
+    @torch.inference_mode()
+    def run() -> None:
+        for do in todo:
+            do()
+
+    return run if todo else None
+
+
+def changing(steps: Sequence[Step]) -> Iterator[Step]:
+    """Without what is there already: what was made of nothing, or of what was, and stays as it is.
+    Compiled code writes into rooms alone, and into what outlasts a round."""
+    written = set[int]().union(*(step.writes for step in steps if isinstance(step, Operation)))
+    there: set[int] = set()
+    for step in steps:
+        if isinstance(step, native.Call):
+            yield step
+        elif not step.room:
+            made, chance = _memory(step.made), torch.Tag.nondeterministic_seeded in step.func.tags
+            if step.reads <= there and not made & written and not chance:
+                there |= made
+            else:
+                yield step
 
 
 def of(target: LM) -> Graphs | None:
@@ -96,6 +235,6 @@ class Calls:
         return fn()
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        with _Noted() as noted:
+        with noting() as noted:
             made = fn()
-        return _Again(noted.calls) if noted.whole and noted.calls else None, made
+        return again(noted.steps) if noted.whole else None, made

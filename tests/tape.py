@@ -1,56 +1,39 @@
 """What a CUDA graph does, on a CPU: operations are recorded with the memory they read and write,
 and run again on that memory. Python runs while they are recorded and never again."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-from tiny import reaches_host
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specexp import graphs, native
 from specexp.engine import Engine
 from specexp.graphs import Graphs, Refused
+from specexp.replays import Noted, again
 
 
-class Operations(TorchDispatchMode):
-    """Notes what is run. Like a stream that is captured it refuses what reaches the host. Nothing
-    else is compiled meanwhile: only torch's operations can be noted."""
+class Operations(Noted):
+    """Notes what is run. Like a stream that is captured it refuses what reaches the host."""
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-        self.uncompiled = pytest.MonkeyPatch()
-
-    def __enter__(self):
-        self.uncompiled.setattr(native, "by", lambda *read: None)
-        return super().__enter__()
-
-    def __exit__(self, *raised):
-        self.uncompiled.undo()
-        return super().__exit__(*raised)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if reaches_host(func, args):
-            raise Refused(f"{func} is not permitted in a recording")
-        made = func(*args, **(kwargs or {}))
-        self.seen.append((func, args, kwargs or {}, made))
-        return made
-
-    @torch.inference_mode()
-    def again(self):
-        for func, args, kwargs, made in self.seen:
-            news = tree_leaves(func(*args, **kwargs))
-            for old, new in zip(tree_leaves(made), news, strict=True):
-                if torch.is_tensor(old) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+    def spoilt(self, func):
+        raise Refused(f"{func} is not permitted in a recording")
 
     @property
     def shapes(self):
         """Names and shapes of all operations, which must not depend on what is in the tensors."""
         return [
-            (str(func), [tuple(x.shape) for x in tree_leaves((args, made)) if torch.is_tensor(x)])
-            for func, args, _, made in self.seen
+            (str(step.func), [tuple(x.shape) for x in tree_leaves(step) if torch.is_tensor(x)])
+            for step in self.steps
         ]
+
+
+@contextmanager
+def operations():
+    """Nothing is compiled meanwhile: a stream knows only operations."""
+    with pytest.MonkeyPatch.context() as uncompiled, Operations() as noted:
+        uncompiled.setattr(native, "by", lambda *read: None)
+        yield noted
 
 
 class Tape:
@@ -62,9 +45,9 @@ class Tape:
         return fn()
 
     def record(self, fn, kind):
-        with Operations() as operations:
+        with operations() as noted:
             made = fn()
-        return operations.again, made
+        return again(noted.steps), made
 
 
 class Counted:

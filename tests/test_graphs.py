@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from tape import Operations, Tape, taped, untaped
+from tape import Tape, operations, taped, untaped
 from tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, module
 
 from specexp import graphs
@@ -182,10 +182,10 @@ def test_what_lasts_stays_where_it_is_and_shapes_do_not_depend_on_what_it_holds(
     made.round(seqs, TREES[tree])
     before, seen = places(made, seqs), []
     for _ in range(3):
-        with Operations() as operations:
+        with operations() as noted:
             made.round(seqs, TREES[tree])
         assert places(made, seqs) == before
-        seen.append(operations.shapes)
+        seen.append(noted.shapes)
     assert seen[0] == seen[1] == seen[2]
 
 

@@ -33,6 +33,7 @@ from specexp.engine import Engine
 from specexp.heads import Eagle, EagleShape, Medusa
 from specexp.lm import LM
 from specexp.policy import Fixed
+from specexp.replays import reaches_host
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import Sampling
 from specexp.tree import Tree
@@ -188,22 +189,6 @@ def slowly(net, prompt: list[int], count: int) -> list[int]:
 @functools.cache
 def expected(family: str, count: int = NEW) -> list[list[int]]:
     return [slowly(module(family), p, count) for p in PROMPTS]
-
-
-HOST = {
-    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "resolve_conj", "resolve_neg",
-    "nonzero", "masked_select", "unique", "_unique2", "unique_dim", "lift_fresh", "bincount",
-}  # fmt: skip
-
-
-def reaches_host(func, args) -> bool:
-    """Is this an operation by which a value or a shape that depends on one reaches the host, or
-    data of the host a device? (`resolve_neg`: `tolist` and `numpy`; `lift_fresh`: `torch.tensor`
-    and an index that is a list; an index of truth values.)"""
-    name = func.overloadpacket.__name__
-    if name in ("index", "index_put", "index_put_"):
-        return any(x is not None and x.dtype == torch.bool for x in args[1])
-    return name in HOST
 
 
 class NoHostReads(TorchDispatchMode):
