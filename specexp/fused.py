@@ -116,7 +116,8 @@ class Layer:
         turned."""
         B, _, n, d = cos.shape
         H, K = self.heads, self.keys
-        qkv = product(self.before(x) if read is None else read, self.qkv, self.qkv_bias)[: B * n]
+        read = (self.before(x) if self.before else x) if read is None else read
+        qkv = product(read, self.qkv, self.qkv_bias)[: B * n]
         qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
         if self.norms:
             q, k, v = qkv.split((H, K, K), 1)
@@ -134,26 +135,31 @@ class Layer:
 
 
 class Fused:
-    """A whole network over tokens [B, n], or over states in place of their embeddings."""
+    """A whole network over tokens [B, n], over states in place of their embeddings, or over both:
+    with the norms of tokens and of states `beside` each other they are what the first attention
+    reads, and the layer adds to the states, normed or not. `ids` [V']: the tokens that the head
+    tells apart, of `vocab`; None: all."""
 
     def __init__(
-        self, layers: Sequence[Any], rotary: Any, norm: Any, head: Tensor,
-        embed: Any = None,
+        self, layers: Sequence[Any], rotary: Any, norm: Any, head: Tensor, embed: Any = None,
+        beside: tuple[Any, Any] | None = None, adds: bool = False, ids: Tensor | None = None,
+        vocab: int = 0,
     ) -> None:  # fmt: skip
         self.layers = [Layer(layer) for layer in layers]
         self.embed, self.rotary = embed, rotary
         self.norm, self.head = norm and Norm(norm), head
+        self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
+        self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
         self.group = self.layers[0].heads // self.layers[0].keys
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `lm.Network`. `inputs`, if any: x [B * n, E], what the first layer gets, and read
-        [B * n, ...], what its attention reads. Tap -1: what the last norm gets."""
+        """See `lm.Network`. `inputs`, if any: the states x [B * n, E]. Tap -1: what the last norm
+        gets."""
         B, n = tokens.shape
-        x, read = inputs.get("x"), inputs.get("read")
-        x = F.embedding(tokens.flatten().clamp(min=0), self.embed) if x is None else x
+        x, read = self._begin(tokens.flatten(), **inputs)
         if len(x) == 1 and thin(x):
             x, read = torch.cat([x, x]), None if read is None else torch.cat([read, read])
         cos, sin = self._turn(x, positions)
@@ -171,7 +177,21 @@ class Fused:
         if last == 0:
             return None, hidden
         x = x if last is None else x.view(B, n, -1)[:, -last:].flatten(0, 1)
-        return product(x, self.head, None).reshape(B, last or n, -1), hidden
+        logits = product(x, self.head, None).reshape(B, last or n, -1)
+        if self.ids is None:
+            return logits, hidden
+        everywhere = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
+        return everywhere.index_copy_(-1, self.ids, logits), hidden
+
+    def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """What the first layer adds to, and what its attention reads, unless that is it normed."""
+        if x is None:
+            return F.embedding(tokens.clamp(min=0), self.embed), None
+        if self.beside is None:
+            return x, None
+        embedded = F.embedding(tokens.clamp(min=0), self.embed).to(x.dtype)
+        normed = self.beside[1](x)
+        return normed if self.adds else x, torch.cat([self.beside[0](embedded), normed], -1)
 
     def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, 1, n, d] of rotary positions; see `Layer`."""

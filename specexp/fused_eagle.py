@@ -1,8 +1,7 @@
 """The passes of an EAGLE layer with less work: what fused.py and native.cpp do for whole networks.
 
-What the layer reads is put together here; the layer itself, the norm and the head are a network of
-one layer over given states. Of another kind than that, or at odds with the module on a probe, it is
-run as it is.
+The layer, the norm and the head are a network of one layer over the target's states, with tokens
+beside them. Of another kind than that, or at odds with the module on a probe, it is run as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from specexp import fused
 from specexp.cache import SlotCache
-from specexp.fused import Fused, Norm, product
+from specexp.fused import Fused, product
 from specexp.heads import Eagle
 from specexp.native import Native
 
@@ -27,13 +26,7 @@ class FusedEagle:
 
     def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
         self.eagle, self.net = eagle, net
-        self.norms = eagle.shape.norms
-        self.ids: Tensor | None = None  # of the tokens it can guess, unless it is all of them
-        if eagle.shape.fused:
-            every = torch.arange(eagle.shape.vocab, device=eagle.device)
-            self.ids = None if torch.equal(eagle.draft_ids, every) else eagle.draft_ids
-            self.token_norm = Norm(eagle.midlayer.input_layernorm)
-            self.feature_norm = Norm(eagle.midlayer.hidden_norm)
+        self.tap = 1 if "norm_output" in eagle.shape.norms else -1
 
     @property
     def fused(self) -> FusedEagle:
@@ -45,25 +38,12 @@ class FusedEagle:
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network` and `heads.Eagle`."""
-        features = inputs["features"].flatten(0, 1)
-        embedded = self.eagle.borrowed[0](tokens.clamp(min=0)).flatten(0, 1).to(features.dtype)
-        x, read = self._read(embedded, features)
-        made = (1 if "norm_output" in self.norms else -1,) * len(taps)
-        logits, states = self.net(tokens, positions, visible, cache, made, last, x=x, read=read)
-        if logits is None or self.ids is None:
-            return logits, states
-        everywhere = logits.new_full((*logits.shape[:-1], self.eagle.shape.vocab), -torch.inf)
-        return everywhere.index_copy_(-1, self.ids, logits), states
-
-    def _read(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer adds to and what its attention reads [B * n, ...]."""
+        x = inputs["features"].flatten(0, 1)
         if not self.eagle.shape.fused:
-            mixed = torch.cat([embedded, features], -1)
-            mixed = product(mixed, self.eagle.fc.weight, self.eagle.fc.bias)
-            return mixed, mixed
-        normed = self.feature_norm(features)
-        read = torch.cat([self.token_norm(embedded), normed], -1)
-        return normed if "norm_before_residual" in self.norms else features, read
+            embedded = self.eagle.borrowed[0](tokens.clamp(min=0)).flatten(0, 1).to(x.dtype)
+            mixed = torch.cat([embedded, x], -1)
+            x = product(mixed, self.eagle.fc.weight, self.eagle.fc.bias)
+        return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
 
 
 def of(eagle: Eagle, name: str) -> FusedEagle | None:
@@ -76,11 +56,9 @@ def of(eagle: Eagle, name: str) -> FusedEagle | None:
 
 @torch.inference_mode()
 def _tried(eagle: Eagle) -> tuple[FusedEagle | None, str]:
-    lm_head = eagle.lm_head if eagle.shape.fused else eagle.borrowed[1]
-    layer, norm = (eagle.midlayer, eagle.norm) if eagle.shape.fused else (eagle.layers[0], None)
-    if getattr(lm_head, "bias", None) is not None:
+    if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
-    net = Fused([layer], eagle.rotary, norm, lm_head.weight)
+    net = _three(eagle) if eagle.shape.fused else _one(eagle)
 
     def ways() -> Iterator[FusedEagle]:
         return (FusedEagle(eagle, way) for way in fused.ways(net))
@@ -91,3 +69,18 @@ def _tried(eagle: Eagle) -> tuple[FusedEagle | None, str]:
     at, cache = fused.aimed(1, tokens)
     wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits
     return fused.agreed(ways(), 1, tokens, wanted, features=features)
+
+
+def _one(eagle: Eagle) -> Fused:
+    return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight)
+
+
+def _three(eagle: Eagle) -> Fused:
+    layer, ids = eagle.midlayer, eagle.draft_ids
+    every = torch.equal(ids, torch.arange(eagle.shape.vocab, device=eagle.device))
+    return Fused(
+        [layer], eagle.rotary, eagle.norm, eagle.lm_head.weight, eagle.borrowed[0].weight,
+        beside=(layer.input_layernorm, layer.hidden_norm),
+        adds="norm_before_residual" in eagle.shape.norms,
+        ids=None if every else ids.contiguous(), vocab=eagle.shape.vocab,
+    )  # fmt: skip

@@ -93,9 +93,12 @@ template <typename num> struct Layer {
 
 template <typename num> struct Net {
     int64_t layers, width, reads, heads, keys, dim, hidden; // reads: of the first layer's attention
-    int64_t known, vocab;      // tokens that are read, written
+    int64_t known, vocab, all; // tokens that are read, that are told apart, and columns of logits
+    int64_t adds;              // whether the first layer adds to the state beside the token, normed
     float eps, scale, stretch; // of norms, of scores, of cosines and sines
     const num *embed, *norm, *head; // the first two or null
+    const num *token_norm, *state_norm; // attention begins with both side by side; or null
+    const int64_t *ids;        // [vocab] columns of logits, the others being -inf; null: all
     const float *frequencies;  // [dim / 2]
     const Layer<num> *layer;
 };
@@ -104,14 +107,14 @@ template <typename num> struct Pass {
     int64_t rows, n, seen, threads;            // texts, tokens of each, slots that they may read
     const int64_t *tokens, *positions, *slots; // [rows, n]; a token of -1 has no part in the pass
     const bool *visible;                       // [rows, n, seen]; null: its own slot, all before it
-    const num *x, *read; // [rows, n, width] and [rows, n, reads] in place of embeddings; or null
+    const num *x; // [rows, n, width] in place of embeddings, or beside them; or null
     num *const *k, *const *v;                  // of each layer
     int64_t at, row_stride, head_stride;       // [rows, keys, seen, dim] of them, from `at` on
     int64_t last;                              // places of each text of which logits are wanted
     int64_t taps;
     const int64_t *tap; // states wanted: after so many layers, 0: embeddings, -1: before the last norm
     num *states;        // [rows, n, taps, width]; 0 of tokens that have no part
-    float *logits;      // [rows, last, vocab]
+    float *logits;      // [rows, last, all]
     float *room;        // `room_for` numbers
 };
 
@@ -283,7 +286,7 @@ struct Kept {
 
 // What R tokens carry along: the residual stream, what products read, what they make.
 template <typename num> struct Room {
-    float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *end;
+    float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *some, *end;
     num *read, *heads;
 
     Room(const Net<num> &net, const Pass<num> &p) {
@@ -296,7 +299,8 @@ template <typename num> struct Room {
         cosines = up + R * net.hidden;
         sines = cosines + R * half;
         scores = sines + R * half;
-        read = (num *)(scores + p.threads * TALL * (p.seen + LANES));
+        some = scores + p.threads * TALL * (p.seen + LANES);
+        read = (num *)(some + (net.ids ? p.rows * p.last * net.vocab : 0));
         heads = read + R * most;
         end = (float *)(heads + R * most) + 1;
     }
@@ -385,9 +389,15 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
 
     for (int64_t r = mine.from; r < mine.to; r++) {
         const int64_t token = kept.at[r];
-        const num *begins = p.x ? p.x + token * E : net.embed + p.tokens[token] * E;
-        for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(begins[i]);
-        if (p.read) memcpy(read + r * net.reads, p.read + token * net.reads, net.reads * sizeof *read);
+        const num *embedded = net.embed + p.tokens[token] * E;
+        num *both = read + r * net.reads;
+        auto begins = [&](const num *state) {
+            for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(state[i]);
+        };
+        if (net.token_norm) begins(embedded), normed(x + r * E, net.token_norm, E, net.eps, both);
+        begins(p.x ? p.x + token * E : embedded);
+        if (net.token_norm) normed(x + r * E, net.state_norm, E, net.eps, both + E);
+        if (net.adds) begins(both + E);
         for (int64_t i = 0; i < d / 2; i++) {
             const float angle = p.positions[token] * net.frequencies[i];
             room.cosines[r * d / 2 + i] = std::cos(angle) * net.stretch;
@@ -409,7 +419,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
     };
     for (int64_t at = 0; at < net.layers; at++) {
         const Layer<num> &layer = net.layer[at];
-        const bool given = p.read && !at;
+        const bool given = net.token_norm && !at;
         tap(at, x);
         if (!given) norm(layer.before);
 #pragma omp barrier
@@ -460,7 +470,19 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         if (const int64_t r = kept.read[i]; mine.from <= r && r < mine.to)
             memcpy(heads + i * E, read + r * E, E * sizeof *read);
 #pragma omp barrier
-    linear<num>(wanted, heads, net.head, nullptr, E, p.logits, net.vocab);
+    linear<num>(wanted, heads, net.head, nullptr, E, net.ids ? room.some : p.logits, net.vocab);
+    if (net.ids) {
+#pragma omp barrier
+        const Share places(p.rows * p.last);
+        std::fill(p.logits + places.from * net.all, p.logits + places.to * net.all, 0.0f);
+        for (int64_t i = 0; i < wanted; i++) {
+            if (kept.written[i] < places.from || kept.written[i] >= places.to) continue;
+            float *made = p.logits + kept.written[i] * net.all;
+            std::fill_n(made, net.all, -INFINITY);
+            for (int64_t o = 0; o < net.vocab; o++) made[net.ids[o]] = room.some[i * net.vocab + o];
+        }
+        return;
+    }
     const Share outputs(net.vocab, LANES); // they lie side by side: to their places, from the last on
     auto mine_of = [&](int64_t i) { return p.logits + i * net.vocab + outputs.from; };
     const size_t bytes = (outputs.to - outputs.from) * sizeof(float);
@@ -475,7 +497,7 @@ static std::atomic<int64_t> spent{0}; // nanoseconds, in all passes
 template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
     const Kept kept(p);
     for (const int64_t r : kept.at)
-        if ((!p.x && (p.tokens[r] < 0 || p.tokens[r] >= net.known)) || p.slots[r] < 0 ||
+        if (((!p.x || net.token_norm) && (p.tokens[r] < 0 || p.tokens[r] >= net.known)) || p.slots[r] < 0 ||
             p.slots[r] >= p.seen)
             return false;
     const int64_t tapped = p.taps * net.width;

@@ -103,9 +103,10 @@ class Layer(Structure):
 class Net(Structure):
     _fields_ = [
         *((n, c_int64) for n in ("layers", "width", "reads", "heads", "keys", "dim", "hidden")),
-        *((n, c_int64) for n in ("known", "vocab")),
+        *((n, c_int64) for n in ("known", "vocab", "all", "adds")),
         *((n, c_float) for n in ("eps", "scale", "stretch")),
-        *((n, c_void_p) for n in ("embed", "norm", "head", "frequencies")),
+        *((n, c_void_p) for n in ("embed", "norm", "head", "token_norm", "state_norm", "ids")),
+        ("frequencies", c_void_p),
         ("layer", POINTER(Layer)),
     ]
 
@@ -113,10 +114,7 @@ class Net(Structure):
 class Pass(Structure):
     _fields_ = [
         *((n, c_int64) for n in ("rows", "n", "seen", "threads")),
-        *(
-            (n, c_void_p)
-            for n in ("tokens", "positions", "slots", "visible", "x", "read", "k", "v")
-        ),
+        *((n, c_void_p) for n in ("tokens", "positions", "slots", "visible", "x", "k", "v")),
         *((n, c_int64) for n in ("at", "row_stride", "head_stride", "last", "taps")),
         *((n, c_void_p) for n in ("tap", "states", "logits", "room")),
     ]
@@ -136,9 +134,10 @@ class Native:
         known = 0 if fused.embed is None else len(fused.embed)
         self.net = Net(
             len(fused.layers), fused.head.shape[1], first.qkv.shape[1], first.heads, first.keys,
-            first.head_dim, first.hidden, known, len(fused.head), first.after.eps, first.scale,
-            fused.rotary.attention_scaling, _at(fused.embed), _weight(fused.norm),
-            _at(fused.head), _at(self.frequencies), self.layers,
+            first.head_dim, first.hidden, known, len(fused.head), fused.vocab, fused.adds,
+            first.after.eps, first.scale, fused.rotary.attention_scaling, _at(fused.embed),
+            _weight(fused.norm), _at(fused.head), *map(_weight, fused.beside or (None, None)),
+            _at(fused.ids), _at(self.frequencies), self.layers,
         )  # fmt: skip
         self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
 
@@ -153,10 +152,10 @@ class Native:
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._found(cache)
         tapped = (c_int64 * len(taps))(*taps)
-        given = (tokens, positions, cache.slots, visible, inputs.get("x"), inputs.get("read"))
+        given = (tokens, positions, cache.slots, visible, inputs.get("x"))
         held = [None if x is None else x.contiguous() for x in given]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
-        logits = torch.empty(B, last, net.vocab)
+        logits = torch.empty(B, last, net.all)
         head = cache.size * net.dim
         row = net.keys * head
         asked = Pass(

@@ -2,9 +2,9 @@
 
 (Li et al. 2024, EAGLE; 2024, EAGLE-2, whose trees are `Tree.grown`; 2025, EAGLE-3.) The layer sees
 pairs: the feature of one place beside the token of the next. Pair t sits in slot t of the layer's
-cache, so the root's pair is in slot length-2. The target's states are kept, a slot each; a round
-first feeds as many of the last pairs as the longest draft so far can have left open, over what
-drafting wrote there; then the layer goes on with features of its own.
+cache, so the root's pair is in slot length-2. The features of the target's states are kept, a slot
+each; a round first feeds as many of the last pairs as the longest draft so far can have left open,
+over what drafting wrote there; then the layer goes on with features of its own.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ class EagleLayer(Drafter):
 
     def allocate(self, B: int, S: int) -> None:
         self.lm.allocate(B, S)
-        width = len(self.taps) * self.net.shape.width
-        self.states = torch.zeros(B, S, width, dtype=self.lm.dtype, device=self.lm.device)
+        width = self.net.shape.width
+        self.features = torch.zeros(B, S, width, dtype=self.lm.dtype, device=self.lm.device)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        return (self.states,)
+        return (self.features,)
 
     @property
     def shaped_by(self) -> tuple[int, ...]:
         return (self.deepest,)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        self.states[seqs.rows, 0] = 0  # of a prompt of one token: its root's pair has no feature
-        if hidden is not None:
-            self.states[seqs.rows, : hidden.shape[1]] = hidden
+        if hidden is None:  # of a prompt of one token: its root's pair has no state
+            B, width = len(seqs.tokens), len(self.taps) * self.net.shape.width
+            hidden = torch.zeros(B, 1, width, dtype=self.lm.dtype, device=self.lm.device)
+        self.features[seqs.rows, : hidden.shape[1]] = self.net.fuse(hidden)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
         open_ = missed + self.deepest
@@ -62,9 +63,8 @@ class EagleLayer(Drafter):
         places = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
         slots = seqs.places(places)
         tokens = seqs.drafting(seqs.read(slots + 1), 0)
-        states = self.states[seqs.rows]
-        states = states.gather(1, slots[..., None].expand(-1, -1, states.shape[2]))
-        features = self.net.fuse(states)
+        features = self.features[seqs.rows]
+        features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))
         return self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=1, features=features)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -92,10 +92,11 @@ class EagleLayer(Drafter):
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
-        wide = seen.hidden.shape[2]
-        made = seen.hidden.gather(1, verdict.path[..., None].expand(-1, -1, wide))
+        made = self.net.fuse(seen.hidden)
+        made = made.gather(1, verdict.path[..., None].expand(-1, -1, made.shape[2]))
         slots = seqs.places(torch.arange(made.shape[1], device=made.device)[None])
-        self.states[seqs.rows].scatter_(1, slots[..., None].expand(-1, -1, wide), made)
+        at = slots[..., None].expand(-1, -1, made.shape[2])
+        self.features[seqs.rows].scatter_(1, at, made)
 
 
 def prepare(plan: Plan) -> Ready:
