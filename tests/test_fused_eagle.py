@@ -75,6 +75,26 @@ def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
     return float(torch.stack(apart).max())  # NaN if either is
 
 
+def tells_apart(eagle: Eagle) -> bool:
+    """Whether tokens that the head does not know are impossible, and nothing is said of none."""
+    lm = LM(eagle, net=fused_eagle.of(eagle, "it"))
+    lm.allocate(2, 4)
+    tokens = torch.tensor([[5, -1, 7], [-1, 3, -1]])
+    at = torch.arange(3).expand(2, -1)
+    dirt = [torch.full((64,), float("nan")) for _ in range(64)]  # rooms are not empty
+    del dirt
+    features = torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32)
+    seqs = Sequences.of([[1], [1]], 1, slack=2)
+    seen = lm.feed(seqs, tokens, at, at, None, (0,), features=features)
+    known = torch.zeros(eagle.shape.vocab, dtype=torch.bool).index_fill(0, eagle.draft_ids, True)
+    part = tokens >= 0
+    told = seen.logits[part]
+    nothing = seen.logits[~part].any() or seen.hidden[~part].any()
+    return bool(
+        told[:, known].isfinite().all() and (told[:, ~known] == -torch.inf).all() and not nothing
+    )
+
+
 @pytest.fixture
 def plain(monkeypatch):
     """No pass is compiled."""
@@ -96,6 +116,11 @@ def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):
 def test_so_do_compiled_ones(kind, dtype):
     assert isinstance(fused_eagle.of(made(kind, dtype), "it").net, Native)
     assert off(kind, dtype) < NEAR[dtype]
+
+
+@pytest.mark.compiler
+def test_tokens_that_the_head_does_not_know_are_impossible():
+    assert tells_apart(made("eagle3", torch.float32))
 
 
 def test_a_token_alone_whose_logits_nobody_wants():

@@ -372,7 +372,12 @@ BUGS = {
     "logits of the first places": ("% p.n + p.last - p.n", "% p.n < p.last ? i % p.n : -1"),
     "logits stay where they were made": ("if (wanted && kept", "if (false && kept"),
     "shorter texts lie as far apart": ("h / G * tall", "h / G * n"),
-    "what is read is what is added to": ("given = p.read && !at", "given = false"),
+    "what is read is what is added to": ("given = net.token_norm && !at", "given = false"),
+    "what is added to is never normed": ("if (net.adds) begins", "if (false) begins"),
+    "columns of their own": ("made[net.ids[o]]", "made[o]"),
+    "no token is impossible": ("made, net.all, -INFINITY", "made, net.all, 0.0f"),
+    "what has no part is impossible": ("* net.all, 0.0f)", "* net.all, -INFINITY)"),
+    "states of what has no part": ("if (p.tokens[i] == -1) memset", "if (false) memset"),
     "features as the norm got them last": ("tap(-1, x)", "tap(-1, read)"),
     "the last of equals": ("w[at] == w[best] && at < best", "w[at] == w[best] && at > best"),
     "the last lane's largest": ("place = x > most ? here", "place = x >= most ? here"),
@@ -395,8 +400,11 @@ BUGS = {
 
 
 def right() -> bool:
-    apart = off("qwen3"), test_fused_eagle.off("eagle3", torch.float32)
-    near = all(x < NEAR[torch.float32] for x in apart)
+    eagles = (
+        test_fused_eagle.off(kind, torch.float32) for kind in ("eagle3", "norm_before_residual")
+    )
+    near = all(x < NEAR[torch.float32] for x in (off("qwen3"), *eagles))
+    near = near and test_fused_eagle.tells_apart(test_fused_eagle.made("eagle3", torch.float32))
     same = steady("qwen3") and steady("one key") and sparing("qwen3")
     return near and same and all(map(ends_alike, range(100)))
 
