@@ -255,7 +255,7 @@ def open_race(
     with tqdm(total=len(asked) * len(names), desc="serving", unit="request", delay=1) as bar:
         while going:
             turn += 1
-            for name in going[:: -1 if turn % 2 else 1]:
+            for name in in_turn(going, turn):
                 run, watch = runs[name], watches[name]
                 watch.start()
                 while run.server.now < turn * slice_s:
