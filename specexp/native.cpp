@@ -749,6 +749,13 @@ static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int6
     }
 }
 
+// Rows of tokens, so far apart, and of others where there is none.
+static void either(int64_t rows, int64_t n, int64_t down, int64_t others_down, const int64_t *tokens,
+                   const int64_t *others, int64_t *made) {
+    for (; rows--; tokens += down, others += others_down)
+        for (int64_t i = 0; i < n; i++) *made++ = tokens[i] >= 0 ? tokens[i] : others[i];
+}
+
 // Slots or positions at these depths below the last token of each row; none is less than 0.
 static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *length,
                    const int64_t *depth, int64_t *made) {
@@ -820,6 +827,7 @@ bool call_vote(const int64_t *given) { return spread(vote, given); }
 bool call_recall(const int64_t *given) { return spread(recall, given); }
 bool call_note(const int64_t *given) { return spread(note, given); }
 bool call_learn(const int64_t *given) { return spread(learn, given); }
+bool call_either(const int64_t *given) { return spread(either, given); }
 bool call_places(const int64_t *given) { return spread(places, given); }
 bool call_read(const int64_t *given) { return spread(read, given); }
 bool call_until(const int64_t *given) { return spread(until, given); }

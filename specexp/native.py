@@ -53,7 +53,7 @@ NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", 
 READ = torch.float32, torch.int64
 BETWEEN = (
     "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
-    "note", "learn", "places", "read", "until", "columns", "at_least",
+    "note", "learn", "either", "places", "read", "until", "columns", "at_least",
 )  # fmt: skip
 
 

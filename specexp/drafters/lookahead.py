@@ -31,7 +31,8 @@ class Lookahead(Drafter):
     name = "lookahead"
 
     def __init__(self, target: LM, n: int, depth: int) -> None:
-        self.vocab, self.device, self.n, self.depth = target.vocab, target.device, n, depth
+        self.vocab, self.device, self.n = target.vocab, target.device, n
+        self.depth = max(depth, n - 1)  # of a line
 
     def allocate(self, B: int, S: int) -> None:
         self.pool = Table(B, self.vocab, (POOL, self.n - 1), self.device)
@@ -58,7 +59,7 @@ class Lookahead(Drafter):
         tokens = [seqs.root]
         found = self._grams(seqs, tokens[0])
         latest, none = found[:, 0], found[:, 0, :0]
-        head = torch.where(latest[:, -1:] >= 0, latest, old[:, : self.n - 1])
+        head = _either(latest, old[:, : self.n - 1])
         line = [*head.split(1, 1), *old[:, self.n - 1 :].split(1, 1)]
         tails = [none]  # of a node: what is left of its n-gram
         for parent in range(len(tree)):
@@ -109,6 +110,16 @@ class Lookahead(Drafter):
         self.pool.write(seqs.rows, keys, torch.where(known, old, shifted))
 
 
+def _either(tokens: Tensor, others: Tensor) -> Tensor:
+    """Rows of tokens [B, n], and of others where there is none."""
+    if code := native.by(tokens[:1], others[:1]):
+        made = torch.empty(tokens.shape, dtype=torch.int64)
+        strides = tokens.stride(0), others.stride(0)
+        code.either(*tokens.shape, *strides, tokens, others, made)
+        return made
+    return torch.where(tokens >= 0, tokens, others)
+
+
 @cache  # for good: graphs read them where they lie
 def _deepest_branch(tree: Tree, device: torch.device) -> tuple[frozenset[int], Tensor]:
     """The root and the way to the first of the deepest nodes: as a set, and in order."""
@@ -126,4 +137,4 @@ def prepare(plan: Plan) -> Ready:
             f"drafter lookahead:{n} needs drafts of {n - 1} or more: use gamma {n - 1} or more, or "
             f"lookahead:{plan.tree.depth + 1}"
         )
-    return Ready(lambda target: Lookahead(target, n, max(1, plan.tree.depth)))
+    return Ready(lambda target: Lookahead(target, n, plan.tree.depth))
