@@ -707,6 +707,7 @@ static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_
         }
 }
 
+// Of twins the last counts.
 static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const int64_t *tokens,
                  const int64_t *news, int64_t *owner, int64_t *notes) {
     for (; rows--; owner += places + 1, notes += (places + 1) * size)
@@ -726,23 +727,19 @@ static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int6
                   const int64_t *said, const int64_t *n, int64_t *lines, int64_t *owner,
                   int64_t *notes) {
     const int64_t grams = std::max<int64_t>(steps - size, 0), wide = pool * size;
-    std::vector<int64_t> keys(grams), news(grams * wide);
+    std::vector<int64_t> keys(grams), news(grams * wide), gram(size);
     for (; rows--; fed += nodes, said += nodes, n++) {
         for (int64_t i = 0; i < line; i++) *lines++ = said[branch[std::min(*n + 1 + i, steps - 1)]];
         for (int64_t g = 0; g < grams; g++) {
             int64_t *kept = news.data() + g * wide, *end = kept + wide;
             keys[g] = fed[branch[g]];
             recall(1, 1, places, wide, 0, 0, &keys[g], owner, notes, kept);
-            const auto known = [&](const int64_t *gram) {
-                for (int64_t i = 0; i < size; i++)
-                    if (gram[i] != said[branch[g + i]]) return false;
-                return true;
-            };
+            for (int64_t i = 0; i < size; i++) gram[i] = said[branch[g + i]];
             const int64_t *found = kept;
-            while (found < end && !known(found)) found += size;
+            while (found < end && !std::equal(gram.begin(), gram.end(), found)) found += size;
             if (found < end) continue;
             std::copy_backward(kept, end - size, end);
-            for (int64_t i = 0; i < size; i++) kept[i] = said[branch[g + i]];
+            std::copy(gram.begin(), gram.end(), kept);
         }
         note(1, grams, places, wide, keys.data(), news.data(), owner, notes);
         owner += places + 1, notes += (places + 1) * wide;
