@@ -469,8 +469,8 @@ BUGS = {
     "an n-gram is put in twice": ("if (found < end) continue;", ""),
     "one n-gram a token": ("std::copy_backward(kept, end - size, end);", ""),
     "an n-gram of its first token": (
-        "gram[i] != said[branch[g + i]]",
-        "gram[i] != said[branch[g]]",
+        "gram[i] = said[branch[g + i]]",
+        "gram[i] = said[branch[g]]",
     ),
     "no token for token 0": ("tokens[i] >= 0 ? tokens[i]", "tokens[i] > 0 ? tokens[i]"),
     "the first for the largest": (
