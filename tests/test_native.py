@@ -468,10 +468,7 @@ BUGS = {
     "a line that begins with what is accepted": ("*n + 1 + i,", "*n + i,"),
     "an n-gram is put in twice": ("if (found < end) continue;", ""),
     "one n-gram a token": ("std::copy_backward(kept, end - size, end);", ""),
-    "an n-gram of its first token": (
-        "gram[i] = said[branch[g + i]]",
-        "gram[i] = said[branch[g]]",
-    ),
+    "an n-gram of its first token": ("gram[i] = said[branch[g + i]]", "gram[i] = said[branch[g]]"),
     "no token for token 0": ("tokens[i] >= 0 ? tokens[i]", "tokens[i] > 0 ? tokens[i]"),
     "the first for the largest": (
         "if (kept == most && !(w[i] > w[best[most - 1]]))",
