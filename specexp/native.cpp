@@ -551,6 +551,17 @@ static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best)
     for (; rows--; w += size) *best++ = largest(w, size);
 }
 
+// Places of the `most` largest, the largest first, of equals the first.
+static void ranked(int64_t rows, int64_t size, int64_t most, const float *w, int64_t *best) {
+    for (; rows--; w += size, best += most)
+        for (int64_t i = 0, kept = 0; i < size; i++) {
+            if (kept == most && !(w[i] > w[best[most - 1]])) continue;
+            int64_t at = kept < most ? kept++ : most - 1;
+            for (; at && w[i] > w[best[at - 1]]; at--) best[at] = best[at - 1];
+            best[at] = i;
+        }
+}
+
 static void spoil(int64_t rows, int64_t size, int64_t first, const float *w, float *fault) {
     for (fault += first; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
 }
@@ -597,6 +608,13 @@ static void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, c
     }
 }
 
+// How many tokens up to `end` are those up to `last`, of so many.
+static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t most) {
+    int64_t n = 0;
+    while (n < most && n <= end && tokens[end - n] == tokens[last - n]) n++;
+    return n;
+}
+
 // What followed the best earlier ends of a text's last words, as drafters/ngram.py has it; branch:
 // for each guess which of the `ends` it follows.
 static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t stride,
@@ -610,8 +628,7 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
         const int64_t last = *length++ - 1;
         std::vector<End> best(ends, {0, 0});
         for (End end{0, 0}; end.at < last; end.at++) {
-            for (end.agrees = 0; end.agrees < most && end.agrees <= end.at; end.agrees++)
-                if (tokens[end.at - end.agrees] != tokens[last - end.agrees]) break;
+            end.agrees = agreed(tokens, last, end.at, most);
             if (!better(end, best.back())) continue;
             best.back() = end;
             std::inplace_merge(best.begin(), best.end() - 1, best.end(), better);
@@ -622,6 +639,118 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
             made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
         }
     }
+}
+
+// What most often followed the ends that agree for longest with a text's last words, as
+// drafters/suffix.py has it. An end votes for what followed it, until something else is guessed:
+// those that agree with a node lie side by side, and fall to its children.
+static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab, int64_t stride,
+                 const float *least, const float *stretch, const int64_t *parents,
+                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *made) {
+    struct Voter { int64_t says, end; };
+    struct Party { int64_t from, to; float trust; };
+    for (; rows--; tokens += stride, made += nodes) {
+        const int64_t last = *length++ - 1;
+        int64_t most = 1;
+        std::vector<Voter> voters;
+        for (int64_t end = 0; end < last; end++) {
+            const int64_t agrees = agreed(tokens, last, end, longest);
+            if (agrees > most) voters.clear(), most = agrees;
+            if (agrees == most) voters.push_back({0, end});
+        }
+        const auto bigger = [&](const Party &a, const Party &b) { // or, of equals, later
+            const int64_t more = (a.to - a.from) - (b.to - b.from);
+            return more > 0 || (!more && voters[a.to - 1].end > voters[b.to - 1].end);
+        };
+        std::vector<Party> of(nodes);
+        of[0] = {0, (int64_t)voters.size(), 1.0f};
+        made[0] = tokens[last];
+        for (int64_t parent = 0, i = 1; i < nodes; parent++) {
+            const Party all = of[parent];
+            for (int64_t v = all.from; v < all.to; v++) {
+                const int64_t at = voters[v].end + 1 + depth[parent];
+                int64_t node = parent; // what is guessed is text, too
+                while (at > last && depth[node] > at - last) node = parents[node];
+                voters[v].says = at > last ? made[node] : tokens[at];
+            }
+            std::sort(voters.begin() + all.from, voters.begin() + all.to, [](Voter a, Voter b) {
+                return a.says < b.says || (a.says == b.says && a.end < b.end);
+            });
+            std::vector<Party> parties;
+            for (int64_t v = all.from, from = v; v < all.to; from = v) {
+                const int64_t says = voters[v].says;
+                while (v < all.to && voters[v].says == says) v++;
+                const float share = (float)(v - from) / (all.to - all.from);
+                if (says >= 0 && says < vocab) parties.push_back({from, v, all.trust * share});
+            }
+            std::sort(parties.begin(), parties.end(), bigger);
+            for (auto next = parties.begin(); i < nodes && parents[i] == parent; i++) {
+                made[i] = -1;
+                if (next == parties.end()) continue;
+                if (next->trust >= *least && depth[i] <= *stretch * most)
+                    of[i] = *next, made[i] = voters[next->from].says;
+                next++;
+            }
+        }
+    }
+}
+
+// What is noted of tokens, which lie so far apart down and to the right; -1 where nothing is. The
+// last place of each row is for torch's operations (drafters/recycle.py).
+static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_t down, int64_t right,
+                   const int64_t *tokens, const int64_t *owner, const int64_t *notes, int64_t *made) {
+    for (; rows--; tokens += down, owner += places + 1, notes += (places + 1) * size)
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t token = tokens[i * right], place = token % places;
+            const bool known = token >= 0 && owner[place] == token;
+            made = known ? std::copy_n(notes + place * size, size, made) : std::fill_n(made, size, -1);
+        }
+}
+
+// Of twins the last counts.
+static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const int64_t *tokens,
+                 const int64_t *news, int64_t *owner, int64_t *notes) {
+    for (; rows--; owner += places + 1, notes += (places + 1) * size)
+        for (int64_t i = 0; i < n; i++, tokens++, news += size) {
+            if (*tokens < 0) continue;
+            const int64_t place = *tokens % places;
+            owner[place] = *tokens;
+            std::copy_n(news, size, notes + place * size);
+        }
+}
+
+// What the target said along a branch of so many `steps`, as drafters/lookahead.py learns of it: a
+// line of what comes after the n accepted, and `size` tokens in a row for the `pool` of the token
+// before them.
+static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int64_t places,
+                  int64_t pool, int64_t size, const int64_t *branch, const int64_t *fed,
+                  const int64_t *said, const int64_t *n, int64_t *lines, int64_t *owner,
+                  int64_t *notes) {
+    const int64_t grams = std::max<int64_t>(steps - size, 0), wide = pool * size;
+    std::vector<int64_t> keys(grams), news(grams * wide), gram(size);
+    for (; rows--; fed += nodes, said += nodes, n++) {
+        for (int64_t i = 0; i < line; i++) *lines++ = said[branch[std::min(*n + 1 + i, steps - 1)]];
+        for (int64_t g = 0; g < grams; g++) {
+            int64_t *kept = news.data() + g * wide, *end = kept + wide;
+            keys[g] = fed[branch[g]];
+            recall(1, 1, places, wide, 0, 0, &keys[g], owner, notes, kept);
+            for (int64_t i = 0; i < size; i++) gram[i] = said[branch[g + i]];
+            const int64_t *found = kept;
+            while (found < end && !std::equal(gram.begin(), gram.end(), found)) found += size;
+            if (found < end) continue;
+            std::copy_backward(kept, end - size, end);
+            std::copy(gram.begin(), gram.end(), kept);
+        }
+        note(1, grams, places, wide, keys.data(), news.data(), owner, notes);
+        owner += places + 1, notes += (places + 1) * wide;
+    }
+}
+
+// Rows of tokens, so far apart, and of others where there is none.
+static void either(int64_t rows, int64_t n, int64_t down, int64_t others_down, const int64_t *tokens,
+                   const int64_t *others, int64_t *made) {
+    for (; rows--; tokens += down, others += others_down)
+        for (int64_t i = 0; i < n; i++) *made++ = tokens[i] >= 0 ? tokens[i] : others[i];
 }
 
 // Slots or positions at these depths below the last token of each row; none is less than 0.
@@ -649,9 +778,10 @@ static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const in
             *made++ = depth[i * right] <= *budget ? *tokens : -1;
 }
 
-static void columns(int64_t rows, int64_t n, int64_t *made, const int64_t *const *parts) {
+static void columns(int64_t rows, int64_t n, int64_t *made, const int64_t *const *parts,
+                    const int64_t *strides) {
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < n; i++) *made++ = parts[i][row];
+        for (int64_t i = 0; i < n; i++) *made++ = parts[i][row * strides[i]];
 }
 
 static void at_least(int64_t size, int64_t least, const int64_t *x, int64_t *made) {
@@ -684,11 +814,17 @@ extern "C" {
 bool call_float32(const int64_t *given) { return spread(pass<float>, given); }
 bool call_bfloat16(const int64_t *given) { return spread(pass<bfloat16>, given); }
 bool call_likeliest(const int64_t *given) { return spread(likeliest, given); }
+bool call_ranked(const int64_t *given) { return spread(ranked, given); }
 bool call_spoil(const int64_t *given) { return spread(spoil, given); }
 bool call_follow(const int64_t *given) { return spread(follow, given); }
 bool call_commit(const int64_t *given) { return spread(commit, given); }
 bool call_report(const int64_t *given) { return spread(report, given); }
 bool call_lookup(const int64_t *given) { return spread(lookup, given); }
+bool call_vote(const int64_t *given) { return spread(vote, given); }
+bool call_recall(const int64_t *given) { return spread(recall, given); }
+bool call_note(const int64_t *given) { return spread(note, given); }
+bool call_learn(const int64_t *given) { return spread(learn, given); }
+bool call_either(const int64_t *given) { return spread(either, given); }
 bool call_places(const int64_t *given) { return spread(places, given); }
 bool call_read(const int64_t *given) { return spread(read, given); }
 bool call_until(const int64_t *given) { return spread(until, given); }

@@ -52,8 +52,8 @@ MOST = 512  # tokens of a pass; products of more rows are for the libraries that
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 READ = torch.float32, torch.int64
 BETWEEN = (
-    "likeliest", "spoil", "follow", "commit", "report", "lookup", "places", "read", "until",
-    "columns", "at_least",
+    "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
+    "note", "learn", "either", "places", "read", "until", "columns", "at_least",
 )  # fmt: skip
 
 

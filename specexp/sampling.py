@@ -36,6 +36,16 @@ def likeliest(w: Tensor) -> Tensor:
     return best
 
 
+def ranked(w: Tensor, k: int) -> Tensor:
+    """int64 [..., k]: where w [..., V] is largest, the largest first."""
+    code = native.by(w)
+    if code is None or w.dtype != torch.float32:
+        return w.topk(k).indices
+    best = torch.empty(*w.shape[:-1], k, dtype=torch.int64)
+    code.ranked(w.shape[:-1].numel(), w.shape[-1], k, w, best)
+    return best
+
+
 _M1, _M2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 

@@ -10,6 +10,7 @@ is no first round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int64
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -232,11 +233,12 @@ class Sequences:
 
 
 def columns(parts: Sequence[Tensor]) -> Tensor:
-    """Side by side: [B, n] of n [B, 1]."""
-    if code := native.by(*parts):
+    """Side by side: [B, n] of n [B, 1], which may be columns themselves."""
+    if code := native.by(*(x[:1] for x in parts)):
         B, n = len(parts[0]), len(parts)
         made = torch.empty(B, n, dtype=torch.int64)
-        code.columns(B, n, made, native.every(parts))
+        strides = (c_int64 * n)(*(x.stride(0) for x in parts))
+        code.columns(B, n, made, native.every(parts), strides)
         return made
     return torch.cat(list(parts), 1)
 

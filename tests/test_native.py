@@ -2,6 +2,8 @@
 
 import logging
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import test_fused_eagle
@@ -14,16 +16,19 @@ from tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
 
 from specexp import fused, native
 from specexp.cache import SlotCache
+from specexp.drafters.lookahead import POOL, Lookahead
 from specexp.drafters.null import Null
+from specexp.drafters.recycle import Recycle, Table
+from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits
 from specexp.fused import Fused
-from specexp.lm import LM
+from specexp.lm import LM, Forward
 from specexp.native import Native
 from specexp.policy import Fixed
 from specexp.rules import Match
-from specexp.sampling import Certain, likeliest
-from specexp.sequences import Sequences, columns
+from specexp.sampling import Certain, likeliest, ranked
+from specexp.sequences import Sequences, Verdict, columns
 from specexp.tree import Nodes, Tree
 
 pytestmark = pytest.mark.compiler
@@ -226,20 +231,72 @@ def rounded_off(seed: int) -> list[torch.Tensor]:
     ]
 
 
-def ends_alike(seed: int) -> bool:
-    """Whether compiled code and torch's operations end a round alike."""
+def guessed(seed: int) -> list[torch.Tensor]:
+    """What drafters without weights guess in some rounds, and what they know then, of some rows of
+    a bank: prompts hold ids beyond the vocabulary, tokens share places, some know nothing yet."""
+    torch.manual_seed(seed)
+    dice = random.Random(seed)
+    B, first, V, n = dice.randint(1, 4), dice.randint(0, 2), dice.choice([3, 6, 12]), 3
+    trees = Tree.branching(2, 2), Tree.branching(3, 1, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4))
+    tree = dice.choice([*trees, *map(Tree.chain, range(6))])
+    bank = Sequences.empty(first + B, 64)
+    bank.tokens.copy_(torch.randint(0, dice.choice([2, V, V + 2]), bank.tokens.shape))
+    bank.length.copy_(torch.randint(1, 30, (first + B,)))
+    bank.limit.fill_(50)
+    seqs = bank.window(first, B, 60)
+    target = SimpleNamespace(vocab=V, device=torch.device("cpu"))
+    share, stretch = dice.choice([0.1, 0.2, 0.5]), dice.choice([0.5, 1.0, 3.0])
+    suffix = Suffix(V, dice.randint(1, 4), share, stretch)
+    recycle, lookahead = Recycle(target, 4), Lookahead(target, n, tree.depth)
+    drafters = suffix, recycle, lookahead
+    for drafter in drafters:
+        drafter.allocate(*bank.tokens.shape)
+    places = dice.choice([2, V])
+    recycle.table = Table(first + B, V, (recycle.k,), target.device, places)
+    lookahead.pool = Table(first + B, V, (POOL, n - 1), target.device, places)
+    for drafter in drafters:
+        drafter.prefill(seqs, None)
+    guesses, some = [], torch.arange(-1, V + 2).expand(B, -1)
+    for _ in range(4):
+        guesses += [drafter.propose(seqs, tree, Certain()).tokens for drafter in drafters]
+        logits = torch.rand(B, len(tree), V).argsort(-1).float()  # none are equal
+        line = torch.randint(0, V, (B, tree.depth + 1))
+        verdict = Verdict(line, torch.randint(0, tree.depth + 1, (B,)), line)
+        for drafter in drafters:
+            drafter.observe(seqs, tree, verdict, Forward(logits, None))
+        seqs.commit(verdict)
+    known = (table.read(seqs.rows, some) for table in (recycle.table, lookahead.pool))
+    return [*guesses, *known, lookahead.lines]
+
+
+def alike(seed: int, told: Callable[[int], list[torch.Tensor]] = rounded_off) -> bool:
+    """Whether compiled code and torch's operations tell the same, of the end of a round or else."""
     assert native.by(torch.zeros(0)) is not None
-    ours = rounded_off(seed)
+    ours = told(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "by", lambda *read: None)
-        theirs = rounded_off(seed)
+        theirs = told(seed)
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @given(st.integers(0, 1 << 32))
 @settings(deadline=None, max_examples=300)
 def test_a_round_ends_as_it_does_by_single_operations(seed):
-    assert ends_alike(seed)
+    assert alike(seed)
+
+
+@given(st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=300)
+def test_guesses_are_those_of_single_operations(seed):
+    assert alike(seed, guessed)
+
+
+@pytest.mark.parametrize("size", [3, 16, 1000])
+def test_of_equals_the_first_is_ranked_first(size):
+    w = torch.randint(0, 5, (2, 4, size)).float()
+    wanted = w.sort(descending=True, stable=True).indices
+    for k in (1, 3):
+        assert torch.equal(ranked(w, k), wanted[..., :k])
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
@@ -394,7 +451,30 @@ BUGS = {
     "slots of the first text": ("*made++ = tokens[*slots];", "*made++ = tokens[slots[-i]];"),
     "a budget that ends a guess early": ("right] <= *budget", "right] < *budget"),
     "the depths of the first row": ("depth += down, budget++", "budget++"),
-    "rows for columns": ("*made++ = parts[i][row]", "*made++ = parts[i][0]"),
+    "rows for columns": ("parts[i][row * strides[i]]", "parts[i][0]"),
+    "columns of nothing else": ("parts[i][row * strides[i]]", "parts[i][row]"),
+    "all that agree have a vote": ("voters.clear(), most = agrees", "most = agrees"),
+    "the fewest votes": ("more > 0 ||", "more < 0 ||"),
+    "ties go to the earliest": ("end > voters[b.to - 1].end", "end < voters[b.to - 1].end"),
+    "a guess is trusted for itself": ("all.trust * share}", "share}"),
+    "votes alone are the share": ("(float)(v - from) / (all.to - all.from)", "(float)(v - from)"),
+    "a stretch too far": ("depth[i] <= *stretch * most", "depth[i] <= *stretch * most + 1"),
+    "ids beyond the vocabulary are guessed": ("says >= 0 && says < vocab", "says >= 0"),
+    "a guess is no text": ("says = at > last ? made[node]", "says = false ? made[node]"),
+    "the root's guess for all": ("depth[node] > at - last", "depth[node] > 1"),
+    "what is noted of another": ("&& owner[place] == token", "&& owner[place] >= 0"),
+    "notes of the first row": ("tokens += down, owner += places + 1", "tokens += down, owner += 0"),
+    "the place for the token": ("owner[place] = *tokens", "owner[place] = place"),
+    "a line that begins with what is accepted": ("*n + 1 + i,", "*n + i,"),
+    "an n-gram is put in twice": ("if (found < end) continue;", ""),
+    "one n-gram a token": ("std::copy_backward(kept, end - size, end);", ""),
+    "an n-gram of its first token": ("gram[i] = said[branch[g + i]]", "gram[i] = said[branch[g]]"),
+    "no token for token 0": ("tokens[i] >= 0 ? tokens[i]", "tokens[i] > 0 ? tokens[i]"),
+    "the first for the largest": (
+        "if (kept == most && !(w[i] > w[best[most - 1]]))",
+        "if (kept == most)",
+    ),
+    "ranked as they come": ("at && w[i] > w[best[at - 1]]", "false"),
     "sums in another order": ("(q[0] + q[2]) + (q[1] + q[3])", "q[0] + q[1] + q[2] + q[3]"),
 }
 
@@ -406,7 +486,8 @@ def right() -> bool:
     near = all(x < NEAR[torch.float32] for x in (off("qwen3"), *eagles))
     near = near and test_fused_eagle.tells_apart(test_fused_eagle.made("eagle3", torch.float32))
     same = steady("qwen3") and steady("one key") and sparing("qwen3")
-    return near and same and all(map(ends_alike, range(100)))
+    ended = all(map(alike, range(100)))
+    return near and same and ended and all(alike(seed, guessed) for seed in range(60))
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -15,12 +15,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
-from specexp.drafters.recycle import Table
+from specexp.drafters.recycle import Table, ours
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
 from specexp.sampling import Rng, likeliest
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences, Verdict, columns
 from specexp.tree import Tree
 
 POOL = 8  # n-grams kept for each first token, the latest first
@@ -30,7 +31,8 @@ class Lookahead(Drafter):
     name = "lookahead"
 
     def __init__(self, target: LM, n: int, depth: int) -> None:
-        self.vocab, self.device, self.n, self.depth = target.vocab, target.device, n, depth
+        self.vocab, self.device, self.n = target.vocab, target.device, n
+        self.depth = max(depth, n - 1)  # of a line
 
     def allocate(self, B: int, S: int) -> None:
         self.pool = Table(B, self.vocab, (POOL, self.n - 1), self.device)
@@ -46,43 +48,50 @@ class Lookahead(Drafter):
         self.lines[seqs.rows] = seqs.root.clamp(max=self.vocab - 1)
         place = torch.arange(seqs.tokens.shape[1], device=self.device)
         known = place + self.n <= seqs.length[:, None]
-        grams = torch.stack([seqs.tokens.roll(-i, 1) for i in range(1, self.n)], -1)
+        said = ours(seqs.tokens, self.vocab)
+        grams = torch.stack([said.roll(-i, 1) for i in range(1, self.n)], -1)
         self._learn(seqs, torch.where(known, seqs.tokens, -1), grams)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         nodes = tree.nodes(seqs.tokens.device)
         on_line, self.branch = _deepest_branch(tree, seqs.tokens.device)
         old = self.lines[seqs.rows]
-        latest = self._grams(seqs, seqs.root)[:, 0]
-        head = torch.where(latest[:, -1:] >= 0, latest, old[:, : self.n - 1])
-        line = torch.cat([head, old[:, self.n - 1 :]], 1)
         tokens = [seqs.root]
-        tails: list[Tensor] = [latest[:, :0]]  # of a node: what is left of its n-gram
+        found = self._grams(seqs, tokens[0])
+        latest, none = found[:, 0], found[:, 0, :0]
+        head = _either(latest, old[:, : self.n - 1])
+        line = [*head.split(1, 1), *old[:, self.n - 1 :].split(1, 1)]
+        tails = [none]  # of a node: what is left of its n-gram
         for parent in range(len(tree)):
-            found, tail = self._grams(seqs, tokens[parent]), tails[parent]
+            tail = tails[parent]
             used = int(parent == 0)  # the root's latest is at the head of the line
             for _ in range(tree.parents.count(parent)):
                 if len(tokens) in on_line:
-                    rest = line[:, tree.depths[parent] :]
+                    rest = line[tree.depths[parent]]
                 elif tail.shape[1]:
-                    rest = tail
-                    tail = tail[:, :0]
+                    rest, tail = tail, none
                 else:
+                    found = found if used else self._grams(seqs, tokens[parent])
                     rest = found[:, min(used, POOL - 1)]
                     used += 1
                 tokens.append(rest[:, :1])
-                tails.append(rest[:, 1:] if len(tokens) - 1 not in on_line else rest[:, :0])
-        self.fed = torch.cat(tokens, 1)
-        return seqs.draft(nodes, self.fed[:, 1:])
+                tails.append(rest[:, 1:])
+        self.fed = columns(tokens)
+        return Draft(self.fed, nodes, seqs)
 
     def _grams(self, seqs: Sequences, token: Tensor) -> Tensor:
         """[B, POOL, n - 1]: what followed token [B, 1], the latest first; -1 where nothing did."""
-        found = self.pool.read(seqs.rows, token)[:, 0]
-        return torch.where(found < self.vocab, found, -1)
+        return self.pool.read(seqs.rows, token)[:, 0]
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """The target's answers along the deepest branch: they refine the line and feed the pool."""
-        said = likeliest(seen.logits[:, self.branch])  # [B, d + 1]: after the root, and each guess
+        said = likeliest(seen.logits)
+        if code := native.by(said, self.fed, verdict.n, *self.state):
+            shape = *said.shape, len(self.branch), self.depth, self.pool.places, POOL, self.n - 1
+            changed = (x[seqs.rows] for x in (self.lines, *self.pool.state))
+            code.learn(*shape, self.branch, self.fed, said, verdict.n, *changed)
+            return
+        said = said[:, self.branch]  # [B, d + 1]: after the root, and each guess
         read = self.fed[:, self.branch]
         d = said.shape[1] - 1
         ahead = verdict.n[:, None] + 1 + torch.arange(self.depth, device=said.device)
@@ -99,6 +108,16 @@ class Lookahead(Drafter):
         known = (old == news).all(-1).any(-1)[..., None, None]
         shifted = torch.cat([news, old[:, :, :-1]], 2)
         self.pool.write(seqs.rows, keys, torch.where(known, old, shifted))
+
+
+def _either(tokens: Tensor, others: Tensor) -> Tensor:
+    """Rows of tokens [B, n], and of others where there is none."""
+    if code := native.by(tokens[:1], others[:1]):
+        made = torch.empty(tokens.shape, dtype=torch.int64)
+        strides = tokens.stride(0), others.stride(0)
+        code.either(*tokens.shape, *strides, tokens, others, made)
+        return made
+    return torch.where(tokens >= 0, tokens, others)
 
 
 @cache  # for good: graphs read them where they lie
@@ -118,4 +137,4 @@ def prepare(plan: Plan) -> Ready:
             f"drafter lookahead:{n} needs drafts of {n - 1} or more: use gamma {n - 1} or more, or "
             f"lookahead:{plan.tree.depth + 1}"
         )
-    return Ready(lambda target: Lookahead(target, n, max(1, plan.tree.depth)))
+    return Ready(lambda target: Lookahead(target, n, plan.tree.depth))

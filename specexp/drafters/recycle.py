@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
-from specexp.sampling import Rng
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sampling import Rng, ranked
+from specexp.sequences import Draft, Sequences, Verdict, columns
 from specexp.tree import Tree
 
 
@@ -44,6 +45,12 @@ class Table:
 
     def read(self, rows: slice, tokens: Tensor) -> Tensor:
         """What is noted of tokens [b, n]: [b, n, *shape], -1 where nothing is."""
+        if code := native.by(*self.state):
+            size = self.notes.stride(1)
+            made = torch.empty(*tokens.shape, *self.notes.shape[2:], dtype=torch.int64)
+            read = tokens, self.owner[rows], self.notes[rows]
+            code.recall(*tokens.shape, self.places, size, *tokens.stride(), *read, made)
+            return made
         place = self._place(tokens)
         known = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
         found = _gather(self.notes[rows], place)
@@ -51,6 +58,11 @@ class Table:
 
     def write(self, rows: slice, tokens: Tensor, notes: Tensor) -> None:
         """Note [b, n, *shape] of tokens [b, n], -1 being none; of twins the last counts."""
+        if code := native.by(tokens, notes, *self.state):
+            size = self.notes.stride(1)
+            changed = self.owner[rows], self.notes[rows]
+            code.note(*tokens.shape, self.places, size, tokens, notes, *changed)
+            return
         place = self._place(tokens)
         order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = torch.zeros_like(self.owner[rows]).scatter_reduce(1, place, order, "amax")
@@ -72,6 +84,11 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, _as(index, x).expand(*index.shape, *x.shape[2:]))
 
 
+def ours(tokens: Tensor, vocab: int) -> Tensor:
+    """-1 in place of what the target has no word for, though a prompt may hold it."""
+    return torch.where(tokens < vocab, tokens, -1)
+
+
 class Recycle(Drafter):
     name = "recycle"
 
@@ -89,7 +106,7 @@ class Recycle(Drafter):
         self.table.clear(seqs.rows)
         place = torch.arange(1, seqs.tokens.shape[1], device=self.device)
         followed = torch.full((*seqs.tokens[:, 1:].shape, self.k), -1, device=self.device)
-        followed[..., 0] = seqs.tokens[:, 1:]
+        followed[..., 0] = ours(seqs.tokens[:, 1:], self.vocab)
         tokens = torch.where(place < seqs.length[:, None], seqs.tokens[:, :-1], -1)
         self.table.write(seqs.rows, tokens, followed)
 
@@ -97,13 +114,13 @@ class Recycle(Drafter):
         tokens = [seqs.root]
         for parent in range(len(tree)):
             if children := tree.parents.count(parent):
-                found = self.table.read(seqs.rows, tokens[parent])[:, 0, :children]
-                tokens += torch.where(found < self.vocab, found, -1).split(1, dim=1)
-        self.fed = torch.cat(tokens, 1)
-        return seqs.draft(tree.nodes(seqs.tokens.device), self.fed[:, 1:])
+                found = self.table.read(seqs.rows, tokens[parent])
+                tokens += found[:, 0, :children].split(1, dim=1)
+        self.fed = columns(tokens)
+        return Draft(self.fed, tree.nodes(seqs.tokens.device), seqs)
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        self.table.write(seqs.rows, self.fed, seen.logits.topk(self.k).indices)
+        self.table.write(seqs.rows, self.fed, ranked(seen.logits, self.k))
 
 
 def prepare(plan: Plan) -> Ready:

@@ -9,9 +9,12 @@ comparing the whole context at once keeps the search on the device.
 
 from __future__ import annotations
 
+from ctypes import c_float
+
 import torch
 from torch import Tensor
 
+from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
@@ -32,6 +35,13 @@ class Suffix(Drafter):
         if len(tree) == 1:
             return seqs.draft(nodes)
         B, S = seqs.tokens.shape
+        if code := native.by(seqs.length):
+            made = torch.empty(B, len(tree), dtype=torch.int64)
+            limits = c_float(self.least), c_float(self.stretch)
+            read = nodes.parents, nodes.depth, seqs.length, seqs.tokens
+            shape = B, len(tree), self.longest, self.vocab, seqs.tokens.stride(0)
+            code.vote(*shape, *limits, *read, made)
+            return Draft(made, nodes, seqs)
         place = torch.arange(S, device=seqs.tokens.device)
         agreed = self._agreed(seqs)
         most = agreed.amax(1, keepdim=True)
