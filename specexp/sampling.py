@@ -71,15 +71,25 @@ class Noise:
 
     seed: int
 
+    def salt(self, purpose: int) -> int:
+        """What sets the addresses of a purpose apart."""
+        return _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64))
+
     def uniform(self, keys: Tensor, purpose: int, lanes: Tensor) -> Tensor:
         """float32 in (0, 1], fine-grained near 0: keys [...] and lanes [L] give [..., L]."""
-        at = mix(keys + _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64)))
+        at = mix(keys + self.salt(purpose))
         bits = mix(at[..., None] + lanes * _GOLDEN) & 0x7FFFFFFFFFFFFFFF
         return (bits.float() + 0.5) * 2.0**-63
 
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """w over exponential arrival times: the largest is a draw from w, the k largest k draws."""
-        lanes = torch.arange(w.shape[-1], device=w.device)
+        V = w.shape[-1]
+        if w.dtype == torch.float32 and (code := native.by(w)):
+            made, at = torch.empty(w.shape), keys.contiguous()
+            threads = torch.get_num_threads()
+            code.race(at.numel(), V, threads, self.salt(purpose), at, w, made)
+            return made
+        lanes = torch.arange(V, device=w.device)
         u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # every arrival is finite
         return w / -torch.log1p(-u)
 
@@ -91,6 +101,8 @@ class Noise:
         return likeliest(self.race(w, keys, purpose))
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
+        if k == 1:
+            return self.categorical(w, keys, TOKEN)[..., None]
         return self.race(w, keys, TOKEN).topk(k).indices
 
 
@@ -132,6 +144,11 @@ class Sampling:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
+        V, shape = logits.shape[-1], (self.top_k, float(self.temperature), float(self.top_p))
+        if logits.dtype == torch.float32 and (code := native.by(given := logits.contiguous())):
+            p = torch.empty(given.shape)
+            code.law(p.numel() // V, V, torch.get_num_threads(), *shape, given, p)
+            return p
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]
