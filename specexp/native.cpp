@@ -733,14 +733,14 @@ static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, floa
     }
 }
 
-static void race(int64_t rows, int64_t size, int64_t threads, uint64_t salt, const int64_t *keys,
-                 const float *w, float *made) {
+// keys [rows / n, n], so far from row to row.
+static void race(int64_t rows, int64_t n, int64_t down, int64_t size, int64_t threads,
+                 uint64_t salt, const int64_t *keys, const float *w, float *made) {
     const int64_t lumps = (size + LUMP - 1) / LUMP;
 #pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
     for (int64_t i = 0; i < rows * lumps; i++) {
-        const int64_t row = i / lumps, from = i % lumps * LUMP;
-        run_race(from, std::min(from + LUMP, size), mixed(keys[row] + salt), w + row * size,
-                 made + row * size);
+        const int64_t row = i / lumps, from = i % lumps * LUMP, key = keys[row / n * down + row % n];
+        run_race(from, std::min(from + LUMP, size), mixed(key + salt), w + row * size, made + row * size);
     }
 }
 
@@ -767,18 +767,18 @@ struct Judged {
     const float *q_at(int64_t node) const { return q ? q + node * size : nullptr; }
     float coin(int64_t node, int64_t lane) const { return uniform(mixed(keys[node] + accept), lane); }
 
-    // The law that x was drawn from: q, or a certain one.
+    // The law that x was drawn from: q, or a certain one; of no guess, nothing.
     const float *drawn(const float *q, int64_t x) const {
-        if (q && q[x] > 0) return q;
+        if (q && x >= 0 && q[x] > 0) return q;
         std::fill_n(room, size, 0);
-        room[x] = 1;
+        if (x >= 0) room[x] = 1;
         return room;
     }
 
-    // What is left of a law, of which so much is owed, beside the one drawn from, or null.
-    void uncovered(float owed, const float *left, const float *drawn, float *rest) const {
+    // What one drawn from leaves of a law of which so much is owed.
+    void uncovered(float owed, const float *law, const float *drawn, float *rest) const {
         for (int64_t i = 0; i < size; i++)
-            rest[i] = std::max(owed * left[i] - (drawn ? lenience * drawn[i] : 0), 0.0f);
+            rest[i] = std::max(owed * law[i] - lenience * drawn[i], 0.0f);
     }
 
     void keep(int64_t count, int64_t node) const { path[count] = node, made[count - 1] = tokens[node]; }
@@ -791,52 +791,51 @@ struct Judged {
     }
 };
 
-static void reject(const Judged &row) {
-    const int64_t size = row.size;
+// The child of a node that is kept, 0: none, and the law that those before it left.
+static int64_t taken(const Judged &row, int64_t node, const float *&left) {
+    const int64_t size = row.size, *children = row.children + node * row.width;
     float *rest = row.room + size, *spare = rest + size, *others = spare + size;
+    const float *q = row.q_at(node);
+    left = row.p_at(node);
+    for (int64_t rank = 0; rank < row.width; rank++) {
+        const int64_t child = children[rank], x = child < 0 ? -1 : row.tokens[child];
+        if (x < 0) continue;
+        const float chance = q && q[x] > 0 ? q[x] : 1;
+        if (row.coin(node, rank) <= left[x] / (row.lenience * chance)) return child;
+        const float *drawn = row.drawn(q, x);
+        row.uncovered(1, left, drawn, spare);
+        if (scaled(size, spare) > 0) left = spare, std::swap(rest, spare);
+        if (!q || rank + 1 == row.width) continue;
+        q = std::copy_n(drawn, size, others) - size;
+        others[x] = 0;
+        if (!(scaled(size, others) > 0)) others[x] = chance;
+    }
+    return 0;
+}
+
+static void reject(const Judged &row) {
     const float *left;
     int64_t count = row.path[0] = 0;
-    for (bool going = true; going;) {
-        const int64_t node = row.path[count], *children = row.children + node * row.width;
-        const float *q = row.q_at(node);
-        left = row.p_at(node), going = false;
-        for (int64_t rank = 0; rank < row.width && !going; rank++) {
-            const int64_t x = children[rank] < 0 ? -1 : row.tokens[children[rank]];
-            if (x < 0) continue;
-            const float chance = q && q[x] > 0 ? q[x] : 1;
-            if ((going = row.coin(node, rank) <= left[x] / (row.lenience * chance))) {
-                row.keep(++count, children[rank]);
-                continue;
-            }
-            const float *drawn = row.drawn(q, x);
-            row.uncovered(1, left, drawn, spare);
-            if (scaled(size, spare) > 0) left = spare, std::swap(rest, spare);
-            if (!q || rank + 1 == row.width) continue;
-            q = std::copy_n(drawn, size, others) - size;
-            others[x] = 0;
-            if (!(scaled(size, others) > 0)) others[x] = chance;
-        }
-    }
+    while (const int64_t child = taken(row, row.path[count], left)) row.keep(++count, child);
     row.end(count, left);
 }
 
 static void block(const Judged &row) {
     float *rest = row.room + row.size, *spare = rest + row.size, owed = 1;
-    const float *law = nullptr;
-    int64_t count = 0, x = 0;
-    for (int64_t i = 0; x >= 0; i++) {
+    const float *law = row.p;
+    int64_t count = row.path[0] = 0;
+    for (int64_t i = 0, x = 0; x >= 0; i++) {
         const float *p = row.p_at(i);
         x = i + 1 < row.nodes ? row.tokens[i + 1] : -1;
-        const float *drawn = x < 0 ? nullptr : row.drawn(row.q_at(i), x);
+        const float *drawn = row.drawn(row.q_at(i), x);
         row.uncovered(owed, p, drawn, spare);
-        const float mass = scaled(row.size, spare), sure = mass + 1 - owed;
-        if (!i || row.coin(i - 1, 0) <= (sure > 0 ? mass / sure : 1)) {
-            law = mass > 0 ? spare : p, count = i;
+        const float mass = scaled(row.size, spare), all = mass + 1 - owed;
+        if (!i || row.coin(i - 1, 0) <= (all > 0 ? mass / all : 1)) {
+            count = i, law = mass > 0 ? spare : p;
             std::swap(rest, spare);
         }
         if (x >= 0) owed = std::min(owed * (p[x] / drawn[x]), 1.0f);
     }
-    row.path[0] = 0;
     for (int64_t i = 1; i <= count; i++) row.keep(i, i);
     row.end(count, law);
 }

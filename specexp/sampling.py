@@ -84,10 +84,11 @@ class Noise:
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """w over exponential arrival times: the largest is a draw from w, the k largest k draws."""
         V = w.shape[-1]
-        if w.dtype == torch.float32 and (code := native.by(w)):
-            made, at = torch.empty(w.shape), keys.contiguous()
-            threads = torch.get_num_threads()
-            code.race(at.numel(), V, threads, self.salt(purpose), at, w, made)
+        plain = w.dtype == torch.float32 and keys.dim() < 3 and keys.stride(-1) == 1
+        if plain and (code := native.by(w)):
+            made, asked = torch.empty(w.shape), (keys.shape[-1], keys.stride(0), V)
+            salt, threads = self.salt(purpose), torch.get_num_threads()
+            code.race(keys.numel(), *asked, threads, salt, keys, w, made)
             return made
         lanes = torch.arange(V, device=w.device)
         u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # every arrival is finite
