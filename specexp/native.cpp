@@ -808,7 +808,7 @@ static int64_t taken(const Judged &row, int64_t node, const float *&left) {
         if (!q || rank + 1 == row.width) continue;
         q = std::copy_n(drawn, size, others) - size;
         others[x] = 0;
-        if (!(scaled(size, others) > 0)) others[x] = chance;
+        scaled(size, others);
     }
     return 0;
 }

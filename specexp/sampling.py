@@ -147,9 +147,9 @@ class Sampling:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
         V, shape = logits.shape[-1], (self.top_k, float(self.temperature), float(self.top_p))
         if logits.dtype == torch.float32 and (code := native.by(given := logits.contiguous())):
-            p = torch.empty(given.shape)
-            code.law(p.numel() // V, V, torch.get_num_threads(), *shape, given, p)
-            return p
+            made = torch.empty(given.shape)
+            code.law(made.numel() // V, V, torch.get_num_threads(), *shape, given, made)
+            return made
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]

@@ -200,7 +200,7 @@ def edges() -> None:
     assert Edge(0).bernoulli(torch.ones(3), keys, 0).all()
     assert not Edge(0).bernoulli(torch.zeros(3), keys, 0).any()
     for mass in (1.0, 1e-30):
-        w = torch.tensor([[0.0, 0.0, mass, 0.0]]).expand(3, 4)
+        w = torch.tensor([[0.0, 0.0, mass, 0.0]]).expand(3, 4)  # not compiled
         assert Edge(0).categorical(w, keys, TOKEN).tolist() == [2, 2, 2]
         assert Edge(0).draw(w, 2, keys)[:, 0].tolist() == [2, 2, 2]
     for extreme in (0, -1, (1 << 63) - 1, -(1 << 63)):
