@@ -93,8 +93,9 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
     q = None
     if laws:
         B, _, V = laws[0].shape
-        leaves = laws[0].new_zeros(B, len(tree) - tree.levels[-1].start, V)
-        q = torch.cat([*laws, leaves], 1)
+        leaves = len(tree) - tree.levels[-1].start
+        none = torch.zeros(B, leaves, V, dtype=laws[0].dtype, device=device)
+        q = torch.cat([*laws, none], 1)
     made = columns(drafted) if tree.is_chain else torch.cat(drafted, 1)
     return Grown(Draft(made, nodes, seqs, q), place)
 

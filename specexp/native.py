@@ -27,6 +27,7 @@ from ctypes import (
     addressof,
     byref,
     c_bool,
+    c_double,
     c_float,
     c_int64,
     c_void_p,
@@ -53,7 +54,8 @@ NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", 
 READ = torch.float32, torch.int64
 BETWEEN = (
     "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
-    "note", "learn", "either", "places", "read", "until", "columns", "at_least",
+    "note", "learn", "either", "places", "read", "until", "columns", "at_least", "law", "race",
+    "addresses", "reject", "block",
 )  # fmt: skip
 
 
@@ -93,6 +95,8 @@ class Function:
 def _number(x: Any) -> int:
     if isinstance(x, Tensor):
         return x.data_ptr()
+    if isinstance(x, float):
+        return c_int64.from_buffer(c_double(x)).value  # its bits
     return x if isinstance(x, int) else addressof(x)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specexp import native
 from specexp.errors import UserError
-from specexp.sampling import RESIDUAL, TOKEN, Rng
+from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Rng
 from specexp.sequences import Draft, Verdict
 
 
@@ -94,6 +94,8 @@ class Reject:
         self.name = f"lenient {lenience:g} (lossy)" if self.lossy else "reject"
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
+        if judged := _compiled("reject", draft, p, rng, self.lenience):
+            return judged
         nodes, tokens = draft.nodes, draft.tokens
         left, q = p, draft.q  # the law still owed, and the law siblings are still drawn from
         open_ = torch.ones_like(tokens, dtype=torch.bool)  # [B, N]: no child accepted yet
@@ -142,6 +144,8 @@ class Block:
         N = p.shape[1]
         if draft.nodes.deepest != N - 1:
             raise UserError("rule block judges chains; use tree chain, or the rule reject")
+        if judged := _compiled("block", draft, p, rng, 1.0):
+            return judged
         following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -1)], 1)
         x = following.clamp(min=0)[..., None]
         made = (following >= 0).cumprod(1).bool()  # [B, N]: a guess follows node i, and all before
@@ -228,6 +232,25 @@ def of(name: str) -> Rule:
     near = difflib.get_close_matches(kind, [*plain, "lenient"], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UserError(f"rule {name!r} is unknown{hint} (there are {', '.join(NAMES)})")
+
+
+def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> Verdict | None:
+    """The verdict of a rule that weighs p against q, where it is compiled."""
+    if not isinstance(rng, Noise):
+        return None
+    children, q = draft.nodes.children, draft.q
+    laws = (p,) if q is None else (p, q)
+    if not (code := native.by(draft.tokens, children, draft.keys, *laws)):
+        return None
+    B, N, V = p.shape
+    D, (b, _, K) = draft.nodes.deepest, children.shape
+    path, new, n = (torch.empty(B * k, dtype=torch.int64) for k in (D + 1, D + 1, 1))
+    shape = B, N, V, D + 1, K, b == 1, torch.get_num_threads()
+    chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
+    read = draft.tokens, children, draft.keys, p, 0 if q is None else q
+    if not getattr(code, rule)(*shape, *chance, *read, torch.empty(B, 4, V), path, n, new):
+        raise IndexError(f"a guess is not one of {V} tokens")
+    return Verdict(path.view(B, -1), n, new.view(B, -1))
 
 
 def _drawn(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:

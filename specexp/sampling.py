@@ -81,15 +81,26 @@ class Noise:
 
     seed: int
 
+    def salt(self, purpose: int) -> int:
+        """What sets the addresses of a purpose apart."""
+        return _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64))
+
     def uniform(self, keys: Tensor, purpose: int, lanes: Tensor) -> Tensor:
         """float32 in (0, 1], fine-grained near 0: keys [...] and lanes [L] give [..., L]."""
-        at = mix(keys + _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64)))
+        at = mix(keys + self.salt(purpose))
         bits = mix(at[..., None] + lanes * _GOLDEN) & 0x7FFFFFFFFFFFFFFF
         return (bits.float() + 0.5) * 2.0**-63
 
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """w over exponential arrival times: the largest is a draw from w, the k largest k draws."""
-        lanes = torch.arange(w.shape[-1], device=w.device)
+        V = w.shape[-1]
+        plain = w.dtype == torch.float32 and keys.dim() < 3 and keys.stride(-1) == 1
+        if plain and (code := native.by(w)):
+            made, asked = torch.empty(w.shape), (keys.shape[-1], keys.stride(0), V)
+            salt, threads = self.salt(purpose), torch.get_num_threads()
+            code.race(keys.numel(), *asked, threads, salt, keys, w, made)
+            return made
+        lanes = torch.arange(V, device=w.device)
         u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # every arrival is finite
         return w / -torch.log1p(-u)
 
@@ -101,6 +112,8 @@ class Noise:
         return likeliest(self.race(w, keys, purpose))
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
+        if k == 1:
+            return self.categorical(w, keys, TOKEN)[..., None]
         return self.race(w, keys, TOKEN).topk(k).indices
 
 
@@ -142,6 +155,11 @@ class Sampling:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
+        V, shape = logits.shape[-1], (self.top_k, float(self.temperature), float(self.top_p))
+        if logits.dtype == torch.float32 and (code := native.by(given := logits.contiguous())):
+            made = torch.empty(given.shape)
+            code.law(made.numel() // V, V, torch.get_num_threads(), *shape, given, made)
+            return made
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]

@@ -204,6 +204,12 @@ class Sequences:
         when it decides, the noise of positions it then does not write: under such a rule the
         address is `by_round`, a hash of the root's position and the distance from it.
         """
+        if code := native.by(self.stream, self.length, depth):
+            (b, n), B = depth.shape, len(self.length)
+            made = torch.empty(B, n, dtype=torch.int64)
+            shape = B, n, b == 1, self.by_round
+            code.addresses(*shape, self.stream, self.length, depth, made)
+            return made
         root = mix(self.stream)[:, None] + self.length[:, None]
         return mix((mix(root) if self.by_round else root) + depth)
 

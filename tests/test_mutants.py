@@ -200,7 +200,7 @@ def edges() -> None:
     assert Edge(0).bernoulli(torch.ones(3), keys, 0).all()
     assert not Edge(0).bernoulli(torch.zeros(3), keys, 0).any()
     for mass in (1.0, 1e-30):
-        w = torch.tensor([[0.0, 0.0, mass, 0.0]]).expand(3, 4)
+        w = torch.tensor([[0.0, 0.0, mass, 0.0]]).expand(3, 4)  # not compiled
         assert Edge(0).categorical(w, keys, TOKEN).tolist() == [2, 2, 2]
         assert Edge(0).draw(w, 2, keys)[:, 0].tolist() == [2, 2, 2]
     for extreme in (0, -1, (1 << 63) - 1, -(1 << 63)):
@@ -499,8 +499,8 @@ MUTANTS = [
            {"mix(self.stream)": "mix(0 * self.stream)"}, "addresses"),
     Mutant("noise by node, not by position", Sequences, "keys",
            {"+ self.length[:, None]": "+ 0 * self.length[:, None]"}, "addresses"),
-    Mutant("purposes share their noise", Noise, "uniform", {"* 8 + purpose": "* 8"}, "addresses"),
-    Mutant("seeds share their noise", Noise, "uniform", {"self.seed * 8": "8"}, "addresses"),
+    Mutant("purposes share their noise", Noise, "salt", {"* 8 + purpose": "* 8"}, "addresses"),
+    Mutant("seeds share their noise", Noise, "salt", {"self.seed * 8": "8"}, "addresses"),
     Mutant("lanes share their noise", Noise, "uniform", {"lanes * _GOLDEN": "lanes * 0"},
            "addresses"),
     Mutant("coins on the guess's noise", Noise, "bernoulli", {"ACCEPT": "TOKEN"}, "addresses"),

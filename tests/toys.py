@@ -39,10 +39,13 @@ class Toy:
     of the same kind and salt are the same network. `dirty`: it ever read a poisoned slot.
     """
 
-    dtype, device = torch.float64, torch.device("cpu")
+    device = torch.device("cpu")
 
-    def __init__(self, V: int, kind: str = "dense", salt: int = 0, blind: bool = False) -> None:
-        self.V, self.kind, self.salt, self.blind = V, kind, salt, blind
+    def __init__(
+        self, V: int, kind: str = "dense", salt: int = 0, blind: bool = False,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:  # fmt: skip
+        self.V, self.kind, self.salt, self.blind, self.dtype = V, kind, salt, blind, dtype
         self.dirty = False
         self.config = SimpleNamespace(
             vocab_size=V, num_hidden_layers=1, num_attention_heads=1, hidden_size=1,
@@ -71,7 +74,8 @@ class Toy:
         visible = attention_mask[:, 0] == 0
         self.dirty |= bool((visible & (tokens == POISON)[:, None]).any())
         read = (self.pair(positions, tokens)[:, None] * visible).sum(-1)
-        return SimpleNamespace(logits=self.weights(read, position_ids, input_ids).log())
+        weights = self.weights(read, position_ids, input_ids)
+        return SimpleNamespace(logits=weights.log().to(self.dtype))
 
     @staticmethod
     def pair(positions: Tensor, tokens: Tensor) -> Tensor:
@@ -131,9 +135,10 @@ def toy_engine(
     sampling: Sampling = Sampling(temperature=1.0),
     eos: Sequence[int] = (),
     seed: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> Engine:
     """A toy of kind p as the target, and one of kind q, or the target's twin, as the drafter."""
-    drafting = LM(Toy(V, q, salt=1 if twin else 2, blind=blind), "draft")
+    drafting = LM(Toy(V, q, 1 if twin else 2, blind, dtype), "draft")
     made: dict[str, Drafter] = {
         "null": Null(),
         "ngram": NGram(2),
@@ -141,7 +146,7 @@ def toy_engine(
         "drawn": DraftModel(drafting, sampling),
         "chosen": DraftModel(drafting, sampling, chosen=True),
     }
-    target = LM(Toy(V, p, salt=1, blind=blind), "target")
+    target = LM(Toy(V, p, 1, blind, dtype), "target")
     return Engine(target, made[drafter], Fixed(Tree.chain(0)), sampling, rule, seed, eos)
 
 
