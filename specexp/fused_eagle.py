@@ -1,4 +1,4 @@
-"""The passes of an EAGLE layer with less work: what fused.py and native.cpp do for whole networks.
+"""The passes of an EAGLE layer with less work: what fused.py and native/ do for whole networks.
 
 The layer, the norm and the head are a network of one layer over the target's states, with tokens
 beside them. Of another kind than that, or at odds with the module on a probe, it is run as it is.

@@ -2,7 +2,7 @@
 
 A round of a small model is some hundred operations of a few microseconds, and what Python does
 between them takes as long as they do. As in a CUDA graph they run again in their order, in memory
-that stays where it is: compiled code (native.py) in one call as far as it follows itself, torch's
+that stays where it is: compiled code (native/) in one call as far as it follows itself, torch's
 operations one by one, but for those that can only find what they found before. A round in which a
 number reaches the host, or decides about a shape, is run as it is.
 """

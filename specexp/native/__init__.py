@@ -1,5 +1,5 @@
-"""Passes over a few rows on a CPU as one call of compiled code (native.cpp), and each step of a
-round around them (`by`).
+"""Passes over a few rows on a CPU as one call of compiled code (passes.cpp), and each step of a
+round around them (`by`; rounds.cpp, chance.cpp).
 
 A small model's pass is some six hundred operations of a few microseconds each, while its weights
 could be read in a third of that time. A C++ compiler is asked once a machine; without one, or with
@@ -47,16 +47,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("specexp")
 
-SOURCE = Path(__file__).with_name("native.cpp")
+FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 MOST = 512  # tokens of a pass; products of more rows are for the libraries that torch uses
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 READ = torch.float32, torch.int64
-BETWEEN = (
-    "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
-    "note", "learn", "either", "places", "read", "until", "columns", "at_least", "law", "race",
-    "addresses", "reject", "block",
-)  # fmt: skip
+BETWEEN = {
+    "rounds": (
+        "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
+        "note", "learn", "either", "places", "read", "until", "columns", "at_least",
+    ),
+    "chance": ("law", "race", "addresses", "reject", "block"),
+}  # fmt: skip
 
 
 class Here(threading.local):
@@ -79,8 +81,8 @@ class Call(NamedTuple):
 class Function:
     """A compiled function of numbers, tensors and what ctypes makes; False: it refused."""
 
-    def __init__(self, library: CDLL, name: str) -> None:
-        self.code = library[f"call_{name}"]
+    def __init__(self, code: CDLL, name: str) -> None:
+        self.code = code[f"call_{name}"]
         self.code.restype = c_bool
         self.address: int = cast(self.code, c_void_p).value or 0
 
@@ -127,11 +129,11 @@ class Pass(Structure):
 class Native:
     """The passes of `fused`, which must be on a CPU; those of many tokens are its own."""
 
-    def __init__(self, fused: Any, library: CDLL) -> None:
+    def __init__(self, fused: Any, code: CDLL) -> None:
         self.fused, first = fused, fused.layers[0]
         self.dtype: torch.dtype = fused.head.dtype
         name = str(self.dtype).removeprefix("torch.")
-        self.run, self.room_for = Function(library, name), library[f"room_for_{name}"]
+        self.run, self.room_for = Function(code, name), code[f"room_for_{name}"]
         self.room_for.restype = c_int64
         self.frequencies = fused.rotary.inv_freq.float().contiguous()
         self.layers = (Layer * len(fused.layers))(*(_layer(layer) for layer in fused.layers))
@@ -200,18 +202,24 @@ def _layer(layer: Any) -> Layer:
     return Layer(*norms, *map(_at, (layer.qkv, layer.out, layer.up, layer.down, *biases)))
 
 
-def library() -> CDLL | None:
+class Library(NamedTuple):
+    passes: CDLL
+    rounds: CDLL
+    chance: CDLL
+
+
+def library() -> Library | None:
     """The compiled code, made if need be; None where it is turned off, or where there is none,
     which a line says once, and why."""
     return None if os.environ.get("SPECEXP_NATIVE") == "off" else _loaded()
 
 
 @cache
-def _loaded() -> CDLL | None:
+def _loaded() -> Library | None:
     try:
-        found = CDLL(str(_built()))
-        found.spent_ns.restype = c_int64
-        found.replay.restype, found.replay.argtypes = c_bool, (c_int64, c_void_p)
+        found = Library(*(CDLL(str(_built(FOLDER / f"{name}.cpp"))) for name in Library._fields))
+        found.passes.spent_ns.restype = c_int64
+        found.rounds.replay.restype, found.rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
         return found
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
@@ -224,20 +232,21 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
-def _built() -> Path:
+def _built(source: Path) -> Path:
     """The file for this source, compiler and processor."""
     if (asked_of := compiler()) is None:
         raise OSError("there is no C++ compiler (install g++, or set CXX)")
     command = [*shlex.split(asked_of), *FLAGS]
-    parts = SOURCE.read_bytes(), repr(command).encode(), _processor().encode()
+    texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
+    parts = *texts, repr(command).encode(), _processor().encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp"
-    file = folder / f"native-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
+    file = folder / f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
-            asked = [*command, str(SOURCE), "-o", f"{made}/native.so"]
+            asked = [*command, str(source), "-o", f"{made}/made.so"]
             subprocess.run(asked, check=True, capture_output=True, text=True, timeout=300)
-            os.replace(f"{made}/native.so", file)
+            os.replace(f"{made}/made.so", file)
     return file
 
 
@@ -257,21 +266,22 @@ def by(*read: Tensor) -> Any:
 
 
 @cache
-def _between(found: CDLL) -> SimpleNamespace:
-    return SimpleNamespace(**{name: Function(found, name) for name in BETWEEN})
+def _between(found: Library) -> SimpleNamespace:
+    names = ((getattr(found, part), name) for part, names in BETWEEN.items() for name in names)
+    return SimpleNamespace(**{name: Function(code, name) for code, name in names})
 
 
 def passes_s() -> float:
     """Seconds spent in compiled passes so far, whoever asked for them."""
     found = library()
-    return float(found.spent_ns()) / 1e9 if found else 0.0
+    return float(found.passes.spent_ns()) / 1e9 if found else 0.0
 
 
 def replay() -> Any:
     """The compiled function that makes so many calls, listed at an address; False: one refused."""
     found = library()
     assert found is not None
-    return found.replay
+    return found.rounds.replay
 
 
 def every(tensors: Sequence[Tensor]) -> Any:
@@ -291,4 +301,4 @@ def of(fused: Any) -> Native | None:
     if 2 * len(fused.rotary.inv_freq) != fused.layers[0].head_dim:
         return None
     found = library()
-    return Native(fused, found) if found else None
+    return Native(fused, found.passes) if found else None

@@ -1,0 +1,28 @@
+// What Python calls: a function of numbers and addresses, as they lie in an array (`Function`).
+
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+template <typename A> static A as(int64_t given) {
+    if constexpr (std::is_same_v<A, double>) {
+        double number;
+        memcpy(&number, &given, sizeof number);
+        return number;
+    } else return (A)given;
+}
+
+template <typename R, typename... A, size_t... i>
+static bool spread(R (*f)(A...), const int64_t *given, std::index_sequence<i...>) {
+    if constexpr (std::is_void_v<R>) return f(as<A>(given[i])...), true;
+    else return f(as<A>(given[i])...);
+}
+
+template <typename R, typename... A> static bool spread(R (*f)(A...), const int64_t *given) {
+    return spread(f, given, std::index_sequence_for<A...>());
+}
+
+#define CALLED(name, ...) \
+    extern "C" bool call_##name(const int64_t *given) { return spread(__VA_ARGS__, given); }

@@ -1,0 +1,231 @@
+// Laws, noise and the rules that weigh p against q, as sampling.py and rules.py have them. Every row
+// is reckoned by one thread, or every number by itself.
+
+#include "calls.h"
+#include "vectors.h"
+#include <functional>
+#include <numeric>
+#include <vector>
+
+// -log(1 - u) of 0 < u < 1, to 2e-7 of its size: y and what rounding it lost; log1p of FreeBSD's msun.
+static inline vec waited(vec u) {
+    const vec y = 1.0f - u, lost = (1.0f - y - u) * (1.0f + u);
+    const ints n = ((ints)y - 0x3f3504f3) >> 23; // y is 2^n (1 + f)
+    const vec whole = __builtin_convertvector(n, vec), f = (vec)((ints)y - (n << 23)) - 1.0f;
+    const vec s = f / (2.0f + f), z = s * s, w = z * z, half = f * f * 0.5f;
+    const vec p = z * (w * 0.28498786688f + 0.66666662693f) + w * (w * 0.24279078841f + 0.40000972152f);
+    return half - (s * (half + p) + (whole * 9.0580006145e-06f + lost)) - f - whole * 6.9313812256e-01f;
+}
+
+constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers: worth several threads, worth one
+constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15;
+
+static inline uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+}
+
+// Uniform noise of the lane so much further than an address.
+static inline float uniform(uint64_t at, uint64_t lane) {
+    return ((float)(int64_t)(mixed(at + lane * GOLDEN) & INT64_MAX) + 0.5f) * 0x1p-63f;
+}
+
+// Up to a vector of numbers, filled up with `none`, and back.
+static inline vec filled(const float *x, int64_t count, float none) {
+    if (count >= LANES) return load(x);
+    vec made = vec{} + none;
+    memcpy(&made, x, count * sizeof *x);
+    return made;
+}
+
+static inline void put(vec made, float *y, int64_t count) {
+    if (count >= LANES) *(vec *)y = made;
+    else memcpy(y, &made, count * sizeof *y);
+}
+
+// The sum of w [size], which is scaled to sum 1 if there is any.
+static float scaled(int64_t size, float *w) {
+    vec sums = {};
+    for (int64_t i = 0; i < size; i += LANES) sums += filled(w + i, size - i, 0);
+    const float total = sum(sums);
+    for (int64_t i = 0; total > 0 && i < size; i++) w[i] /= total;
+    return total;
+}
+
+static void shape(int64_t size, int64_t top_k, float temperature, float top_p, const float *x, float *p) {
+    const float most = x[largest(x, size)];
+    for (int64_t i = 0; i < size; i++) p[i] = (x[i] - most) / temperature;
+    float least = -INFINITY;
+    if (0 < top_k && top_k < size && most == most) {
+        std::vector<float> ranked(p, p + size);
+        std::nth_element(ranked.begin(), ranked.begin() + top_k - 1, ranked.end(), std::greater<>());
+        least = ranked[top_k - 1];
+    }
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vec x = filled(p + i, size - i, -INFINITY), none = {};
+        put(x < least ? none : exponential(x), p + i, size - i);
+    }
+    scaled(size, p);
+    if (top_p >= 1) return;
+    std::vector<int64_t> left(size);
+    std::iota(left.begin(), left.end(), 0);
+    const auto later = [&](int64_t a, int64_t b) { return p[a] < p[b] || (p[a] == p[b] && a > b); };
+    std::make_heap(left.begin(), left.end(), later);
+    for (double before = 0; before < top_p && left.size(); left.pop_back()) {
+        std::pop_heap(left.begin(), left.end(), later);
+        before += p[left.back()];
+    }
+    for (const int64_t i : left) p[i] = 0;
+    scaled(size, p);
+}
+
+static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, double temperature,
+                double top_p, const float *logits, float *p) {
+#pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
+    for (int64_t i = 0; i < rows * size; i += size)
+        shape(size, top_k, temperature, top_p, logits + i, p + i);
+}
+
+// My numbers of w [size], over when each lane arrives.
+static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *made) {
+    for (int64_t i = from; i < to; i += LANES) {
+        vec u;
+        for (int t = 0; t < LANES; t++) u[t] = uniform(at, i + t);
+        const vec latest = vec{} + (1 - 0x1p-24f);
+        put(filled(w + i, to - i, 0) / waited(u < latest ? u : latest), made + i, to - i);
+    }
+}
+
+// keys [rows / n, n], so far from row to row.
+static void race(int64_t rows, int64_t n, int64_t down, int64_t size, int64_t threads,
+                 uint64_t salt, const int64_t *keys, const float *w, float *made) {
+    const int64_t lumps = (size + LUMP - 1) / LUMP;
+#pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
+    for (int64_t i = 0; i < rows * lumps; i++) {
+        const int64_t row = i / lumps, from = i % lumps * LUMP, key = keys[row / n * down + row % n];
+        run_race(from, std::min(from + LUMP, size), mixed(key + salt), w + row * size, made + row * size);
+    }
+}
+
+static void addresses(int64_t rows, int64_t n, int64_t shared, int64_t by_round,
+                      const int64_t *stream, const int64_t *length, const int64_t *depth,
+                      int64_t *made) {
+    for (; rows--; depth += shared ? 0 : n) {
+        const uint64_t root = mixed(*stream++) + *length++;
+        for (int64_t i = 0; i < n; i++) *made++ = mixed((by_round ? mixed(root) : root) + depth[i]);
+    }
+}
+
+// A row's draft, its laws p and q [nodes, size] (q or null), and its verdict; room: [4, size].
+struct Judged {
+    int64_t nodes, size, places, width;
+    uint64_t accept, residual; // what sets the noise of either purpose apart
+    float lenience;
+    const int64_t *tokens, *children, *keys;
+    const float *p, *q;
+    float *room;
+    int64_t *path, *n, *made;
+
+    const float *p_at(int64_t node) const { return p + node * size; }
+    const float *q_at(int64_t node) const { return q ? q + node * size : nullptr; }
+    float coin(int64_t node, int64_t lane) const { return uniform(mixed(keys[node] + accept), lane); }
+
+    // The law that x was drawn from: q, or a certain one; of no guess, nothing.
+    const float *drawn(const float *q, int64_t x) const {
+        if (q && x >= 0 && q[x] > 0) return q;
+        std::fill_n(room, size, 0);
+        if (x >= 0) room[x] = 1;
+        return room;
+    }
+
+    // What one drawn from leaves of a law of which so much is owed.
+    void uncovered(float owed, const float *law, const float *drawn, float *rest) const {
+        for (int64_t i = 0; i < size; i++)
+            rest[i] = std::max(owed * law[i] - lenience * drawn[i], 0.0f);
+    }
+
+    void keep(int64_t count, int64_t node) const { path[count] = node, made[count - 1] = tokens[node]; }
+
+    void end(int64_t count, const float *law) const {
+        run_race(0, size, mixed(keys[path[count]] + residual), law, room);
+        std::fill(made + count, made + places, largest(room, size));
+        std::fill(path + count, path + places, path[count]);
+        *n = count;
+    }
+};
+
+// The child of a node that is kept, 0: none, and the law that those before it left.
+static int64_t taken(const Judged &row, int64_t node, const float *&left) {
+    const int64_t size = row.size, *children = row.children + node * row.width;
+    float *rest = row.room + size, *spare = rest + size, *others = spare + size;
+    const float *q = row.q_at(node);
+    left = row.p_at(node);
+    for (int64_t rank = 0; rank < row.width; rank++) {
+        const int64_t child = children[rank], x = child < 0 ? -1 : row.tokens[child];
+        if (x < 0) continue;
+        const float chance = q && q[x] > 0 ? q[x] : 1;
+        if (row.coin(node, rank) <= left[x] / (row.lenience * chance)) return child;
+        const float *drawn = row.drawn(q, x);
+        row.uncovered(1, left, drawn, spare);
+        if (scaled(size, spare) > 0) left = spare, std::swap(rest, spare);
+        if (!q || rank + 1 == row.width) continue;
+        q = std::copy_n(drawn, size, others) - size;
+        others[x] = 0;
+        scaled(size, others);
+    }
+    return 0;
+}
+
+static void reject(const Judged &row) {
+    const float *left;
+    int64_t count = row.path[0] = 0;
+    while (const int64_t child = taken(row, row.path[count], left)) row.keep(++count, child);
+    row.end(count, left);
+}
+
+static void block(const Judged &row) {
+    float *rest = row.room + row.size, *spare = rest + row.size, owed = 1;
+    const float *law = row.p;
+    int64_t count = row.path[0] = 0;
+    for (int64_t i = 0, x = 0; x >= 0; i++) {
+        const float *p = row.p_at(i);
+        x = i + 1 < row.nodes ? row.tokens[i + 1] : -1;
+        const float *drawn = row.drawn(row.q_at(i), x);
+        row.uncovered(owed, p, drawn, spare);
+        const float mass = scaled(row.size, spare), all = mass + 1 - owed;
+        if (!i || row.coin(i - 1, 0) <= (all > 0 ? mass / all : 1)) {
+            count = i, law = mass > 0 ? spare : p;
+            std::swap(rest, spare);
+        }
+        if (x >= 0) owed = std::min(owed * (p[x] / drawn[x]), 1.0f);
+    }
+    for (int64_t i = 1; i <= count; i++) row.keep(i, i);
+    row.end(count, law);
+}
+
+// children [1 or rows, nodes, width]; false: a guess is no token.
+template <void (*rule)(const Judged &)>
+static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int64_t width,
+                  int64_t shared, int64_t threads, uint64_t accept, uint64_t residual,
+                  double lenience, const int64_t *tokens, const int64_t *children,
+                  const int64_t *keys, const float *p, const float *q, float *room, int64_t *path,
+                  int64_t *n, int64_t *made) {
+    for (int64_t i = 0; i < rows * nodes; i++)
+        if (i % nodes && tokens[i] >= size) return false;
+#pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t first = row * nodes;
+        rule({nodes, size, places, width, accept, residual, (float)lenience, tokens + first,
+              children + (shared ? 0 : first * width), keys + first, p + first * size,
+              q ? q + first * size : q, room + row * 4 * size, path + row * places, n + row,
+              made + row * places});
+    }
+    return true;
+}
+
+CALLED(law, law)
+CALLED(race, race)
+CALLED(addresses, addresses)
+CALLED(reject, judge<reject>)
+CALLED(block, judge<block>)

@@ -1,0 +1,451 @@
+// One pass of a Llama-like network over a few rows, on a CPU: each weight is read once, and nothing
+// is launched between the first token and the last logit.
+//
+// Every number is made in the same order whatever stands beside it: the logits of a token do not
+// depend, not in their last bit, on how many tokens and rows share its pass.
+//
+// Weights, keys and values are `num`, float or bfloat16; all in between is float. __init__.py
+// describes Layer, Net and Pass to Python.
+
+#include "calls.h"
+#include "vectors.h"
+#include <atomic>
+#include <chrono>
+#include <omp.h>
+#include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+// Rows of x and w whose products are summed at once, in registers.
+#ifdef __AVX512F__
+constexpr int TALL = 6, BROAD = 4;
+#else
+constexpr int TALL = 3, BROAD = 4;
+#endif
+constexpr int AHEAD = 1 << 14; // bytes
+#ifdef __AVX__
+#define HELD(x) asm("" : "+v"(x)) // stays in its register, and is not loaded again for every use
+#else
+#define HELD(x)
+#endif
+
+// What of two rows is multiplied at once, and the products onto sums.
+template <typename num> constexpr int STEP = LANES;
+static inline vec some(const float *p) { return load(p); }
+#ifdef __AVX512BF16__
+template <> constexpr int STEP<bfloat16> = 2 * LANES;
+static inline __m512bh some(const bfloat16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+static inline void add(vec &sums, __m512bh a, __m512bh b) {
+    sums = (vec)_mm512_dpbf16_ps((__m512)sums, a, b);
+}
+#else
+static inline vec some(const bfloat16 *p) { return load(p); }
+#endif
+static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
+
+template <typename num> struct Layer {
+    const num *before, *after, *q_norm, *k_norm;          // the last two or null
+    const num *qkv, *out, *up, *down;                     // [outputs, inputs]
+    const num *qkv_bias, *out_bias, *up_bias, *down_bias; // or null
+};
+
+template <typename num> struct Net {
+    int64_t layers, width, reads, heads, keys, dim, hidden; // reads: of the first layer's attention
+    int64_t known, vocab, all; // tokens that are read, that are told apart, and columns of logits
+    int64_t adds;              // whether the first layer adds to the state beside the token, normed
+    float eps, scale, stretch; // of norms, of scores, of cosines and sines
+    const num *embed, *norm, *head; // the first two or null
+    const num *token_norm, *state_norm; // attention begins with both side by side; or null
+    const int64_t *ids;        // [vocab] columns of logits, the others being -inf; null: all
+    const float *frequencies;  // [dim / 2]
+    const Layer<num> *layer;
+};
+
+template <typename num> struct Pass {
+    int64_t rows, n, seen, threads;            // texts, tokens of each, slots that they may read
+    const int64_t *tokens, *positions, *slots; // [rows, n]; a token of -1 has no part in the pass
+    const bool *visible;                       // [rows, n, seen]; null: its own slot, all before it
+    const num *x; // [rows, n, width] in place of embeddings, or beside them; or null
+    num *const *k, *const *v;                  // of each layer
+    int64_t at, row_stride, head_stride;       // [rows, keys, seen, dim] of them, from `at` on
+    int64_t last;                              // places of each text of which logits are wanted
+    int64_t taps;
+    const int64_t *tap; // states wanted: after so many layers, 0: embeddings, -1: before the last norm
+    num *states;        // [rows, n, taps, width]; 0 of tokens that have no part
+    float *logits;      // [rows, last, all]
+    float *room;        // `room_for` numbers
+};
+
+// --- parts of a pass ------------------------------------------------------------------------------
+
+// f(how many, which first) for blocks of at most TALL rows; how many is a constant.
+template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f, int64_t r = 0) {
+    for (; r + M <= rows; r += M) f(std::integral_constant<int, M>(), r);
+    if constexpr (M > 1) blocks<M - 1>(rows, f, r);
+}
+
+// f of every number below N, each a constant, so that what it indexes can be a register.
+template <typename F, int... I> static inline void each(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, typename F> static inline void each(F f) {
+    each(f, std::make_integer_sequence<int, N>());
+}
+
+// M rows of x and N of w, all `size` long: their products y [M, N], set or added. Weights come from
+// far away: those AHEAD are asked for in time, into the second cache, for the first is for x.
+template <int M, int N, typename num>
+static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
+                        int64_t size, float *y, int64_t y_stride, bool added) {
+    vec made[M][N];
+    each<M>([&](auto i) { each<N>([&](auto j) { made[i][j] = vec{}; }); });
+    int64_t k = 0;
+    for (; k + STEP<num> <= size; k += STEP<num>) {
+        decltype(some(x)) a[M];
+        each<M>([&](auto i) {
+            a[i] = some(x + i * x_stride + k);
+            HELD(a[i]);
+        });
+        each<N>([&](auto j) {
+            const auto b = some(w + j * size + k);
+            __builtin_prefetch((const char *)(w + j * size + k) + AHEAD, 0, 2);
+            each<M>([&](auto i) { add(made[i][j], a[i], b); });
+        });
+    }
+    each<M>([&](auto i) {
+        float s[N];
+        if constexpr (N == 4) *(vec4 *)s = sums(made[i]);
+        if constexpr (N == 1) s[0] = sum(made[i][0]);
+        for (int j = 0; j < N; j++) {
+            for (int64_t t = k; t < size; t++)
+                s[j] = std::fma(wide(x[i * x_stride + t]), wide(w[j * size + t]), s[j]);
+            if (bias) s[j] += wide(bias[j]);
+            y[i * y_stride + j] = added ? y[i * y_stride + j] + s[j] : s[j];
+        }
+    });
+}
+
+// RMS norm (Zhang & Sennrich 2019).
+template <typename num, typename out>
+static void normed(const float *x, const num *weight, int64_t size, float eps, out *y) {
+    float square;
+    tile<1, 1, float>(x, size, x, nullptr, size, &square, 1, false);
+    const float off = 1.0f / std::sqrt(square / size + eps);
+    for (int64_t i = 0; i < size; i++) narrow(x[i] * off * wide(weight[i]), y + i);
+}
+
+// A thread's share of so many things, in lumps.
+struct Share {
+    int64_t from, to;
+    Share(int64_t total, int64_t lump = 1) {
+        const int64_t lumps = (total + lump - 1) / lump, T = omp_get_num_threads(),
+                      me = omp_get_thread_num();
+        from = std::min(total, lumps * me / T * lump), to = std::min(total, lumps * (me + 1) / T * lump);
+    }
+};
+
+// My outputs of rows x [rows, inputs] times w [outputs, inputs].
+template <typename num>
+static void linear(int64_t rows, const num *x, const num *w, const num *bias, int64_t inputs,
+                   float *y, int64_t outputs, bool added = false) {
+    const Share mine(outputs, LANES);
+    int64_t o = mine.from;
+    auto next = [&](auto N) {
+        blocks(rows, [&](auto M, int64_t r) {
+            tile<M, N>(x + r * inputs, inputs, w + o * inputs, bias ? bias + o : bias, inputs,
+                       y + r * outputs + o, outputs, added);
+        });
+        o += N;
+    };
+    while (o + BROAD <= mine.to) next(std::integral_constant<int, BROAD>());
+    while (o < mine.to) next(std::integral_constant<int, 1>());
+}
+
+// My outputs of silu(gate) * up.
+template <typename num>
+static void gated(int64_t rows, const float *gate, const float *up, int64_t outputs, num *y) {
+    const Share mine(outputs, LANES);
+    for (; rows; rows--, gate += outputs, up += outputs, y += outputs) {
+        int64_t i = mine.from;
+        for (; i + LANES <= mine.to; i += LANES) {
+            const vec g = load(gate + i), made = g / (1.0f + exponential(-g)) * load(up + i);
+            for (int t = 0; t < LANES; t++) narrow(made[t], y + i + t);
+        }
+        for (; i < mine.to; i++) narrow(gate[i] / (1.0f + std::exp(-gate[i])) * up[i], y + i);
+    }
+}
+
+// Turn a head x by its position: pairs are half a head apart.
+template <typename num>
+static void turned(const float *x, int64_t dim, const float *cosine, const float *sine, num *y) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        narrow(x[i] * cosine[i] - x[i + half] * sine[i], y + i);
+        narrow(x[i + half] * cosine[i] + x[i] * sine[i], y + i + half);
+    }
+}
+
+// --- a pass ---------------------------------------------------------------------------------------
+
+// Which tokens have a part: their numbers among all [rows, n], and where each text's begin. Of those
+// of which logits are wanted, which of the kept each is, and where its logits belong.
+struct Kept {
+    std::vector<int64_t> at, begins{0}, read, written;
+
+    template <typename num> explicit Kept(const Pass<num> &p) {
+        for (int64_t i = 0; i < p.rows * p.n; i++) {
+            const int64_t row = i / p.n, place = i % p.n + p.last - p.n;
+            if (p.tokens[i] != -1) {
+                if (place >= 0) read.push_back(at.size()), written.push_back(row * p.last + place);
+                at.push_back(i);
+            }
+            if (i % p.n == p.n - 1) begins.push_back(at.size());
+        }
+    }
+};
+
+// What R tokens carry along: the residual stream, what products read, what they make.
+template <typename num> struct Room {
+    float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *some, *end;
+    num *read, *heads;
+
+    Room(const Net<num> &net, const Pass<num> &p) {
+        const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
+        const int64_t most = std::max({net.width, wide, net.hidden, net.reads});
+        x = p.room;
+        qkv = x + R * net.width;
+        gate = qkv + R * (wide + 2 * net.keys * net.dim);
+        up = gate + R * net.hidden;
+        cosines = up + R * net.hidden;
+        sines = cosines + R * half;
+        scores = sines + R * half;
+        some = scores + p.threads * TALL * (p.seen + LANES);
+        read = (num *)(some + (net.ids ? p.rows * p.last * net.vocab : 0));
+        heads = read + R * most;
+        end = (float *)(heads + R * most) + 1;
+    }
+};
+
+// M queries of a text that read the same key, from its `first` on: those of a token follow each
+// other, and tokens too. Over the keys and values of the slots that each of them sees (Pass).
+template <int M, typename num>
+static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept,
+                   int64_t layer, int64_t row, int64_t key, int64_t first) {
+    const int64_t d = net.dim, G = net.heads / net.keys, stride = p.seen + LANES;
+    const int64_t place = p.at + row * p.row_stride + key * p.head_stride, from = kept.begins[row];
+    const num *q = room.heads + ((from * net.keys + key * (kept.begins[row + 1] - from)) * G + first) * d;
+    const num *k = p.k[layer] + place, *v = p.v[layer] + place;
+    float *scores = room.scores + omp_get_thread_num() * TALL * stride;
+    int64_t reach[M], slots = 0, j = 0;
+    const bool *visible[M];
+    num *y[M];
+    for (int i = 0; i < M; i++) {
+        const int64_t r = from + (first + i) / G, token = kept.at[r];
+        y[i] = room.read + (r * net.heads + key * G + (first + i) % G) * d;
+        visible[i] = p.visible ? p.visible + token * p.seen : nullptr;
+        reach[i] = p.visible ? p.seen : p.slots[token] + 1;
+        while (p.visible && reach[i] && !visible[i][reach[i] - 1]) reach[i]--;
+        slots = std::max(slots, reach[i]);
+    }
+    for (; j + BROAD <= slots; j += BROAD)
+        tile<M, BROAD>(q, d, k + j * d, (const num *)nullptr, d, scores + j, stride, false);
+    for (; j < slots; j++)
+        tile<M, 1>(q, d, k + j * d, (const num *)nullptr, d, scores + j, stride, false);
+    for (int i = 0; i < M; i++) {
+        float *s = scores + i * stride;
+        for (j = 0; visible[i] && j < reach[i]; j++) s[j] = visible[i][j] ? s[j] : -INFINITY;
+        for (j = reach[i]; j < slots || j % LANES; j++) s[j] = -INFINITY;
+        vec most = vec{} - INFINITY, total = {};
+        for (j = 0; j < slots; j += LANES) {
+            const vec score = load(s + j) * net.scale;
+            *(vec *)(s + j) = score;
+            most = score > most ? score : most;
+        }
+        for (int t = 1; t < LANES; t++) most[0] = std::max(most[0], most[t]);
+        for (j = 0; j < slots; j += LANES) {
+            const vec weight = exponential(load(s + j) - most[0]);
+            *(vec *)(s + j) = weight;
+            total += weight;
+        }
+        const float share = 1.0f / sum(total);
+        for (j = 0; j < slots; j++) s[j] *= share;
+    }
+    auto mixed = [&](auto C, int64_t c) { // C vectors of coordinates from c on
+        vec made[M][C];
+        each<M>([&](auto i) { each<C>([&](auto u) { made[i][u] = vec{}; }); });
+        for (int64_t j = 0; j < slots; j++)
+            each<C>([&](auto u) {
+                const vec value = load(v + j * d + c + u * LANES);
+                each<M>([&](auto i) { made[i][u] += scores[i * stride + j] * value; });
+            });
+        each<M>([&](auto i) {
+            each<C>([&](auto u) {
+                for (int t = 0; t < LANES; t++) narrow(made[i][u][t], y[i] + c + u * LANES + t);
+            });
+        });
+    };
+    int64_t c = 0;
+    for (; c + BROAD * LANES <= d; c += BROAD * LANES) mixed(std::integral_constant<int, BROAD>(), c);
+    for (; c + LANES <= d; c += LANES) mixed(std::integral_constant<int, 1>(), c);
+    for (; c < d; c++)
+        for (int i = 0; i < M; i++) {
+            float made = 0;
+            for (j = 0; j < slots; j++)
+                made = std::fma(scores[i * stride + j], wide(v[j * d + c]), made);
+            narrow(made, y[i] + c);
+        }
+}
+
+// A thread's part of a pass. The tokens kept are numbered through, 0 to R.
+template <typename num>
+static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept) {
+    const int64_t n = p.n, R = kept.at.size(), E = net.width, d = net.dim, F = net.hidden;
+    const int64_t H = net.heads, K = net.keys, Q = (H + 2 * K) * d;
+    const int64_t G = H / K, lot = std::clamp<int64_t>(R * H / p.threads, 1, TALL);
+    const int64_t parts = (n * G + lot - 1) / lot; // of the queries that read the same key
+    const Share mine(R), shared(p.rows * K * parts);
+    float *x = room.x;
+    num *read = room.read, *heads = room.heads;
+
+    for (int64_t r = mine.from; r < mine.to; r++) {
+        const int64_t token = kept.at[r];
+        const num *embedded = net.embed + p.tokens[token] * E;
+        num *both = read + r * net.reads;
+        auto begins = [&](const num *state) {
+            for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(state[i]);
+        };
+        if (net.token_norm) begins(embedded), normed(x + r * E, net.token_norm, E, net.eps, both);
+        begins(p.x ? p.x + token * E : embedded);
+        if (net.token_norm) normed(x + r * E, net.state_norm, E, net.eps, both + E);
+        if (net.adds) begins(both + E);
+        for (int64_t i = 0; i < d / 2; i++) {
+            const float angle = p.positions[token] * net.frequencies[i];
+            room.cosines[r * d / 2 + i] = std::cos(angle) * net.stretch;
+            room.sines[r * d / 2 + i] = std::sin(angle) * net.stretch;
+        }
+    }
+    auto copied = [&](const auto *from, num *to) {
+        for (int64_t i = 0; i < E; i++) narrow(wide(from[i]), to + i);
+    };
+    auto norm = [&](const num *weight) {
+        for (int64_t r = mine.from; r < mine.to; r++)
+            if (!weight) copied(x + r * E, read + r * E);
+            else normed(x + r * E, weight, E, net.eps, read + r * E);
+    };
+    auto tap = [&](int64_t layer, const auto *states) {
+        for (int64_t t = 0; t < p.taps; t++)
+            for (int64_t r = mine.from; p.tap[t] == layer && r < mine.to; r++)
+                copied(states + r * E, p.states + (kept.at[r] * p.taps + t) * E);
+    };
+    for (int64_t at = 0; at < net.layers; at++) {
+        const Layer<num> &layer = net.layer[at];
+        const bool given = net.token_norm && !at;
+        tap(at, x);
+        if (!given) norm(layer.before);
+#pragma omp barrier
+        linear(R, read, layer.qkv, layer.qkv_bias, given ? net.reads : E, room.qkv, Q);
+#pragma omp barrier
+        for (int64_t r = mine.from; r < mine.to; r++) {
+            const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
+            const int64_t row = kept.at[r] / n, from = kept.begins[row];
+            const int64_t tall = kept.begins[row + 1] - from; // of its text
+            int64_t place = p.at + row * p.row_stride + p.slots[kept.at[r]] * d;
+            for (int64_t h = 0; h < H + K; h++) {
+                float *here = room.qkv + r * Q + h * d;
+                const num *weight = h < H ? layer.q_norm : layer.k_norm;
+                if (weight) normed(here, weight, d, net.eps, here);
+                num *to = p.k[at] + place + (h - H) * p.head_stride;
+                if (h < H) to = heads + ((from * K + h / G * tall + r - from) * G + h % G) * d;
+                turned(here, d, cosine, sine, to);
+            }
+            for (int64_t h = 0; h < K; h++, place += p.head_stride)
+                for (int64_t i = 0; i < d; i++)
+                    narrow(room.qkv[r * Q + (H + K + h) * d + i], p.v[at] + place + i);
+        }
+#pragma omp barrier
+        for (int64_t i = shared.from; i < shared.to; i++) {
+            const int64_t first = i % parts * lot, row = i / parts / K;
+            const int64_t queries = (kept.begins[row + 1] - kept.begins[row]) * G;
+            blocks(std::min(lot, queries - first), [&](auto M, int64_t r) {
+                attend<M>(net, p, room, kept, at, row, i / parts % K, first + r);
+            });
+        }
+#pragma omp barrier
+        linear(R, read, layer.out, layer.out_bias, H * d, x, E, true);
+#pragma omp barrier
+        norm(layer.after);
+#pragma omp barrier
+        linear(R, read, layer.up, layer.up_bias, E, room.gate, F);
+        linear(R, read, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
+        gated(R, room.gate, room.up, F, heads);
+#pragma omp barrier
+        linear(R, heads, layer.down, layer.down_bias, F, x, E, true);
+#pragma omp barrier
+    }
+    tap(-1, x);
+    norm(net.norm);
+    tap(net.layers, read);
+    int64_t wanted = kept.read.size();
+    for (int64_t i = 0; i < wanted; i++)
+        if (const int64_t r = kept.read[i]; mine.from <= r && r < mine.to)
+            memcpy(heads + i * E, read + r * E, E * sizeof *read);
+#pragma omp barrier
+    linear<num>(wanted, heads, net.head, nullptr, E, net.ids ? room.some : p.logits, net.vocab);
+    if (net.ids) {
+#pragma omp barrier
+        const Share places(p.rows * p.last);
+        std::fill(p.logits + places.from * net.all, p.logits + places.to * net.all, 0.0f);
+        for (int64_t i = 0; i < wanted; i++) {
+            if (kept.written[i] < places.from || kept.written[i] >= places.to) continue;
+            float *made = p.logits + kept.written[i] * net.all;
+            std::fill_n(made, net.all, -INFINITY);
+            for (int64_t o = 0; o < net.vocab; o++) made[net.ids[o]] = room.some[i * net.vocab + o];
+        }
+        return;
+    }
+    const Share outputs(net.vocab, LANES); // they lie side by side: to their places, from the last on
+    auto mine_of = [&](int64_t i) { return p.logits + i * net.vocab + outputs.from; };
+    const size_t bytes = (outputs.to - outputs.from) * sizeof(float);
+    for (int64_t i = p.rows * p.last - 1; i >= wanted; i--)
+        if (wanted && kept.written[wanted - 1] == i) memmove(mine_of(i), mine_of(--wanted), bytes);
+        else memset(mine_of(i), 0, bytes);
+}
+
+static std::atomic<int64_t> spent{0}; // nanoseconds, in all passes
+
+// Whether every token and slot is one that there is; only then is anything done.
+template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
+    const Kept kept(p);
+    for (const int64_t r : kept.at)
+        if (((!p.x || net.token_norm) && (p.tokens[r] < 0 || p.tokens[r] >= net.known)) || p.slots[r] < 0 ||
+            p.slots[r] >= p.seen)
+            return false;
+    const int64_t tapped = p.taps * net.width;
+    for (int64_t i = 0; i < p.rows * p.n && tapped; i++)
+        if (p.tokens[i] == -1) memset(p.states + i * tapped, 0, tapped * sizeof *p.states);
+    const Room<num> room(net, p);
+    const auto begin = std::chrono::steady_clock::now();
+#pragma omp parallel num_threads(p.threads)
+    part(net, p, room, kept);
+    spent += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
+    return true;
+}
+
+template <typename num> static int64_t room_for(const Net<num> &net, const Pass<num> &p) {
+    const Room<num> room(net, p);
+    return room.end - room.x;
+}
+
+template <typename num> static bool pass(const Net<num> *net, const Pass<num> *p) {
+    return run(*net, *p);
+}
+
+CALLED(float32, pass<float>)
+CALLED(bfloat16, pass<bfloat16>)
+
+extern "C" {
+int64_t room_for_float32(const Net<float> *net, const Pass<float> *p) { return room_for(*net, *p); }
+int64_t room_for_bfloat16(const Net<bfloat16> *n, const Pass<bfloat16> *p) { return room_for(*n, *p); }
+int64_t spent_ns() { return spent; }
+}

@@ -1,0 +1,277 @@
+// What rounds do besides passes: few numbers, but each of torch's operations is slow, for the pass
+// before has left its code cold. Described where those do the same: likeliest (sampling.py), LM.feed,
+// Match, Sequences.commit, Engine._report, drafters/. Numbers are contiguous, but for rows of text.
+
+#include "calls.h"
+#include "vectors.h"
+#include <vector>
+
+static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best) {
+    for (; rows--; w += size) *best++ = largest(w, size);
+}
+
+// Places of the `most` largest, the largest first, of equals the first.
+static void ranked(int64_t rows, int64_t size, int64_t most, const float *w, int64_t *best) {
+    for (; rows--; w += size, best += most)
+        for (int64_t i = 0, kept = 0; i < size; i++) {
+            if (kept == most && !(w[i] > w[best[most - 1]])) continue;
+            int64_t at = kept < most ? kept++ : most - 1;
+            for (; at && w[i] > w[best[at - 1]]; at--) best[at] = best[at - 1];
+            best[at] = i;
+        }
+}
+
+static void spoil(int64_t rows, int64_t size, int64_t first, const float *w, float *fault) {
+    for (fault += first; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
+}
+
+// parents: of all rows, if they are shared, or of each.
+static void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
+            const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *made) {
+    std::vector<int64_t> depth(nodes);
+    for (; rows--; tokens += nodes, sample += nodes, n++) {
+        int64_t last = 0;
+        for (int64_t i = 1; i < nodes; i++) {
+            const int64_t up = parents[i];
+            depth[i] = depth[up] < 0 || tokens[i] != sample[up] ? -1 : depth[up] + 1;
+            if (depth[i] > depth[last]) last = i;
+        }
+        *n = depth[last];
+        for (int64_t d = places; d--; last = d > *n ? last : parents[last])
+            path[d] = last, made[d] = sample[last];
+        path += places, made += places, parents += shared ? 0 : nodes;
+    }
+}
+
+static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const int64_t *made,
+            const int64_t *n, const int64_t *eos, int64_t *tokens, int64_t *length, int64_t *limit,
+            int64_t *counts) {
+    for (; rows--; made += places, tokens += stride, n++, length++, limit++, counts += 3) {
+        const int64_t before_end = std::find_first_of(made, made + places, eos, eos + ends) - made;
+        const int64_t room = std::max<int64_t>(*limit - *length, 0);
+        const int64_t emitted = std::min(std::min(*n, before_end) + 1, room);
+        std::copy_n(made, emitted, tokens + *length);
+        *length += emitted;
+        if (emitted > before_end) *limit = *length;
+        counts[0] = *n, counts[1] = emitted, counts[2] = *length < *limit;
+    }
+}
+
+// A column for each model's `faults` goes between those of counts [rows, 3] and guesses.
+static void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const int64_t *counts,
+            const int64_t *tokens, int64_t *made, const float *const *faults) {
+    for (int64_t row = 0; row < rows; row++) {
+        made = std::copy_n(counts + row * 3, 3, made);
+        for (int64_t i = 0; i < models; i++) *made++ = faults[i][first + row] != 0;
+        made = std::copy_n(tokens + row * nodes + 1, nodes - 1, made);
+    }
+}
+
+// How many tokens up to `end` are those up to `last`, of so many.
+static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t most) {
+    int64_t n = 0;
+    while (n < most && n <= end && tokens[end - n] == tokens[last - n]) n++;
+    return n;
+}
+
+// What followed the best earlier ends of a text's last words, as drafters/ngram.py has it; branch:
+// for each guess which of the `ends` it follows.
+static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t stride,
+            const int64_t *branch, const int64_t *depth, const int64_t *length,
+            const int64_t *tokens, int64_t *made) {
+    struct End { int64_t agrees, at; };
+    const auto better = [](End a, End b) {
+        return a.agrees > b.agrees || (a.agrees == b.agrees && a.at > b.at);
+    };
+    for (; rows--; tokens += stride, made += nodes) {
+        const int64_t last = *length++ - 1;
+        std::vector<End> best(ends, {0, 0});
+        for (End end{0, 0}; end.at < last; end.at++) {
+            end.agrees = agreed(tokens, last, end.at, most);
+            if (!better(end, best.back())) continue;
+            best.back() = end;
+            std::inplace_merge(best.begin(), best.end() - 1, best.end(), better);
+        }
+        made[0] = tokens[last];
+        for (int64_t i = 1; i < nodes; i++) {
+            const End end = best[branch[i - 1]]; // past the end of the text the copy copies itself
+            made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
+        }
+    }
+}
+
+// What most often followed the ends that agree for longest with a text's last words, as
+// drafters/suffix.py has it. An end votes for what followed it, until something else is guessed:
+// those that agree with a node lie side by side, and fall to its children.
+static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab, int64_t stride,
+                 const float *least, const float *stretch, const int64_t *parents,
+                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *made) {
+    struct Voter { int64_t says, end; };
+    struct Party { int64_t from, to; float trust; };
+    for (; rows--; tokens += stride, made += nodes) {
+        const int64_t last = *length++ - 1;
+        int64_t most = 1;
+        std::vector<Voter> voters;
+        for (int64_t end = 0; end < last; end++) {
+            const int64_t agrees = agreed(tokens, last, end, longest);
+            if (agrees > most) voters.clear(), most = agrees;
+            if (agrees == most) voters.push_back({0, end});
+        }
+        const auto bigger = [&](const Party &a, const Party &b) { // or, of equals, later
+            const int64_t more = (a.to - a.from) - (b.to - b.from);
+            return more > 0 || (!more && voters[a.to - 1].end > voters[b.to - 1].end);
+        };
+        std::vector<Party> of(nodes);
+        of[0] = {0, (int64_t)voters.size(), 1.0f};
+        made[0] = tokens[last];
+        for (int64_t parent = 0, i = 1; i < nodes; parent++) {
+            const Party all = of[parent];
+            for (int64_t v = all.from; v < all.to; v++) {
+                const int64_t at = voters[v].end + 1 + depth[parent];
+                int64_t node = parent; // what is guessed is text, too
+                while (at > last && depth[node] > at - last) node = parents[node];
+                voters[v].says = at > last ? made[node] : tokens[at];
+            }
+            std::sort(voters.begin() + all.from, voters.begin() + all.to, [](Voter a, Voter b) {
+                return a.says < b.says || (a.says == b.says && a.end < b.end);
+            });
+            std::vector<Party> parties;
+            for (int64_t v = all.from, from = v; v < all.to; from = v) {
+                const int64_t says = voters[v].says;
+                while (v < all.to && voters[v].says == says) v++;
+                const float share = (float)(v - from) / (all.to - all.from);
+                if (says >= 0 && says < vocab) parties.push_back({from, v, all.trust * share});
+            }
+            std::sort(parties.begin(), parties.end(), bigger);
+            for (auto next = parties.begin(); i < nodes && parents[i] == parent; i++) {
+                made[i] = -1;
+                if (next == parties.end()) continue;
+                if (next->trust >= *least && depth[i] <= *stretch * most)
+                    of[i] = *next, made[i] = voters[next->from].says;
+                next++;
+            }
+        }
+    }
+}
+
+// What is noted of tokens, which lie so far apart down and to the right; -1 where nothing is. The
+// last place of each row is for torch's operations (drafters/recycle.py).
+static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_t down, int64_t right,
+                   const int64_t *tokens, const int64_t *owner, const int64_t *notes, int64_t *made) {
+    for (; rows--; tokens += down, owner += places + 1, notes += (places + 1) * size)
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t token = tokens[i * right], place = token % places;
+            const bool known = token >= 0 && owner[place] == token;
+            made = known ? std::copy_n(notes + place * size, size, made) : std::fill_n(made, size, -1);
+        }
+}
+
+// Of twins the last counts.
+static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const int64_t *tokens,
+                 const int64_t *news, int64_t *owner, int64_t *notes) {
+    for (; rows--; owner += places + 1, notes += (places + 1) * size)
+        for (int64_t i = 0; i < n; i++, tokens++, news += size) {
+            if (*tokens < 0) continue;
+            const int64_t place = *tokens % places;
+            owner[place] = *tokens;
+            std::copy_n(news, size, notes + place * size);
+        }
+}
+
+// What the target said along a branch of so many `steps`, as drafters/lookahead.py learns of it: a
+// line of what comes after the n accepted, and `size` tokens in a row for the `pool` of the token
+// before them.
+static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int64_t places,
+                  int64_t pool, int64_t size, const int64_t *branch, const int64_t *fed,
+                  const int64_t *said, const int64_t *n, int64_t *lines, int64_t *owner,
+                  int64_t *notes) {
+    const int64_t grams = std::max<int64_t>(steps - size, 0), wide = pool * size;
+    std::vector<int64_t> keys(grams), news(grams * wide), gram(size);
+    for (; rows--; fed += nodes, said += nodes, n++) {
+        for (int64_t i = 0; i < line; i++) *lines++ = said[branch[std::min(*n + 1 + i, steps - 1)]];
+        for (int64_t g = 0; g < grams; g++) {
+            int64_t *kept = news.data() + g * wide, *end = kept + wide;
+            keys[g] = fed[branch[g]];
+            recall(1, 1, places, wide, 0, 0, &keys[g], owner, notes, kept);
+            for (int64_t i = 0; i < size; i++) gram[i] = said[branch[g + i]];
+            const int64_t *found = kept;
+            while (found < end && !std::equal(gram.begin(), gram.end(), found)) found += size;
+            if (found < end) continue;
+            std::copy_backward(kept, end - size, end);
+            std::copy(gram.begin(), gram.end(), kept);
+        }
+        note(1, grams, places, wide, keys.data(), news.data(), owner, notes);
+        owner += places + 1, notes += (places + 1) * wide;
+    }
+}
+
+// Rows of tokens, so far apart, and of others where there is none.
+static void either(int64_t rows, int64_t n, int64_t down, int64_t others_down, const int64_t *tokens,
+                   const int64_t *others, int64_t *made) {
+    for (; rows--; tokens += down, others += others_down)
+        for (int64_t i = 0; i < n; i++) *made++ = tokens[i] >= 0 ? tokens[i] : others[i];
+}
+
+// Slots or positions at these depths below the last token of each row; none is less than 0.
+static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *length,
+                   const int64_t *depth, int64_t *made) {
+    for (; rows--; length++, depth += shared ? 0 : n)
+        for (int64_t i = 0; i < n; i++) *made++ = std::max<int64_t>(*length - 1 + depth[i], 0);
+}
+
+static bool read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
+                 const int64_t *slots, int64_t *made) {
+    for (; rows--; tokens += stride)
+        for (int64_t i = 0; i < n; i++, slots++) {
+            if (*slots < 0 || *slots >= stride) return false;
+            *made++ = tokens[*slots];
+        }
+    return true;
+}
+
+// Strides of depth, from row to row and from token to token.
+static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const int64_t *tokens,
+                  const int64_t *depth, const int64_t *budget, int64_t *made) {
+    for (; rows--; depth += down, budget++)
+        for (int64_t i = 0; i < n; i++, tokens++)
+            *made++ = depth[i * right] <= *budget ? *tokens : -1;
+}
+
+static void columns(int64_t rows, int64_t n, int64_t *made, const int64_t *const *parts,
+                    const int64_t *strides) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < n; i++) *made++ = parts[i][row * strides[i]];
+}
+
+static void at_least(int64_t size, int64_t least, const int64_t *x, int64_t *made) {
+    for (; size--; x++) *made++ = std::max(*x, least);
+}
+
+CALLED(likeliest, likeliest)
+CALLED(ranked, ranked)
+CALLED(spoil, spoil)
+CALLED(follow, follow)
+CALLED(commit, commit)
+CALLED(report, report)
+CALLED(lookup, lookup)
+CALLED(vote, vote)
+CALLED(recall, recall)
+CALLED(note, note)
+CALLED(learn, learn)
+CALLED(either, either)
+CALLED(places, places)
+CALLED(read, read)
+CALLED(until, until)
+CALLED(columns, columns)
+CALLED(at_least, at_least)
+
+struct Call {
+    bool (*function)(const int64_t *given);
+    const int64_t *given;
+};
+
+// One after another, as long as they succeed.
+extern "C" bool replay(int64_t count, const Call *calls) {
+    for (; count && calls->function(calls->given); count--) calls++;
+    return !count;
+}

@@ -1,0 +1,106 @@
+// Vectors of floats: as many lanes as the processor has, by the compiler's own extensions.
+
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512F__
+constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
+#ifdef __clang__
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, int4{__VA_ARGS__})
+#endif
+
+template <typename T, int bytes> struct Laned {
+    typedef T of __attribute__((vector_size(bytes), aligned(2), may_alias));
+};
+using vec = Laned<float, 4 * LANES>::of;
+using half_vec = Laned<float, 2 * LANES>::of;
+using vec4 = Laned<float, 16>::of;
+using int4 = Laned<int32_t, 16>::of;
+using ints = Laned<int32_t, 4 * LANES>::of;
+using shorts = Laned<uint16_t, 2 * LANES>::of;
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+static inline vec load(const float *p) { return *(const vec *)p; }
+static inline vec load(const bfloat16 *p) {
+    return (vec)(__builtin_convertvector(*(const shorts *)p, ints) << 16);
+}
+static inline float wide(float x) { return x; }
+static inline float wide(bfloat16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float made;
+    memcpy(&made, &bits, sizeof made);
+    return made;
+}
+static inline void narrow(float x, float *p) { *p = x; }
+static inline void narrow(float x, bfloat16 *p) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    p->bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static inline vec4 folded(vec v) {
+    const half_vec half = ((half_vec *)&v)[0] + ((half_vec *)&v)[1];
+    return LANES == 8 ? *(vec4 *)&half : ((vec4 *)&half)[0] + ((vec4 *)&half)[1];
+}
+
+static inline float sum(vec v) {
+    const vec4 q = folded(v);
+    return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+// Four sums, each in the order of `sum`.
+static inline vec4 sums(const vec *v) {
+    const vec4 a = folded(v[0]), b = folded(v[1]), c = folded(v[2]), d = folded(v[3]);
+    const vec4 ab = SHUFFLED(a, b, 0, 4, 1, 5) + SHUFFLED(a, b, 2, 6, 3, 7);
+    const vec4 cd = SHUFFLED(c, d, 0, 4, 1, 5) + SHUFFLED(c, d, 2, 6, 3, 7);
+    return SHUFFLED(ab, cd, 0, 1, 4, 5) + SHUFFLED(ab, cd, 2, 3, 6, 7);
+}
+
+// To 2e-7 of its size; 0 below -87. The polynomial is that of Cephes' expf.
+static inline vec exponential(vec x) {
+    const vec none = {};
+    const ints small = x < -87.0f;
+    x = small ? none : x > 88.0f ? none + 88.0f : x;
+    const ints n = __builtin_convertvector(x * 1.44269504f + (x < 0.0f ? none - 0.5f : none + 0.5f), ints);
+    const vec whole = __builtin_convertvector(n, vec);
+    x -= whole * 0.693359375f;
+    x += whole * 2.12194440e-4f;
+    vec p = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * x + 8.3334519073e-3f;
+    p = p * x + 4.1665795894e-2f;
+    p = p * x + 1.6666665459e-1f;
+    p = p * x + 5.0000001201e-1f;
+    p = (p * x * x + x + 1.0f) * (vec)((n + 127) << 23);
+    return small ? none : p;
+}
+
+// The first place of the largest of so many numbers, or of one that is none.
+static inline int64_t largest(const float *w, int64_t size) {
+    vec most = vec{} - INFINITY; // of each lane, and where
+    ints place = {}, here = {}, odd = {};
+    int64_t best = 0, i = 0;
+    for (; i + LANES <= size; i += LANES, here += LANES) {
+        const vec x = load(w + i);
+        place = x > most ? here : place;
+        most = x > most ? x : most;
+        odd |= x != x;
+    }
+    auto meets = [&](int64_t at) {
+        if (w[at] > w[best] || (w[at] == w[best] && at < best)) best = at;
+    };
+    bool none = false;
+    for (int64_t t = 0; t < LANES && i; t++) meets(place[t] + t), none |= odd[t];
+    for (; i < size; i++) meets(i), none |= w[i] != w[i];
+    return none ? std::find_if(w, w + size, [](float x) { return x != x; }) - w : best;
+}
