@@ -116,8 +116,8 @@ class Layer:
         turned."""
         B, _, n, d = cos.shape
         H, K = self.heads, self.keys
-        read = (self.before(x) if self.before else x) if read is None else read
-        qkv = product(read, self.qkv, self.qkv_bias)[: B * n]
+        read = x if read is None and not self.before else read
+        qkv = product(self.before(x) if read is None else read, self.qkv, self.qkv_bias)[: B * n]
         qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
         if self.norms:
             q, k, v = qkv.split((H, K, K), 1)
