@@ -1,5 +1,9 @@
 """Measurements add up, arms take turns, and figures say what the numbers say."""
 
+import gc
+import shutil
+import weakref
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
@@ -180,6 +184,20 @@ def test_a_gain_within_the_noise_is_not_called_faster():
     assert "No clear difference" in title(plots.over_gamma(measured, foretold))
     measured["low"] = 1.05
     assert "1.10x faster" in title(plots.over_gamma(measured, foretold))
+
+
+def test_what_libraries_brought_is_left_alone_and_what_was_loaded_is_not(tiny_folders, tmp_path):
+    """The garbage collector would take a fifth of a second for them, in the middle of a round."""
+    target = str(shutil.copytree(tiny_folders[0], tmp_path / "target"))  # nobody else holds it
+    made = build.build(target=target, drafter=tiny_folders[1], gamma=2)
+    settled = gc.get_freeze_count()
+    assert settled > 10_000
+    loaded = weakref.ref(made.target.module)
+    del made
+    gc.collect()
+    assert loaded() is None
+    build.build(target=target, drafter=tiny_folders[1], gamma=2)
+    assert gc.get_freeze_count() <= settled
 
 
 def test_figures_of_no_runs_say_what_to_run():
