@@ -76,10 +76,10 @@ class Operation(NamedTuple):
     def again(self) -> Callable[[], Any]:
         """The same, into what it made."""
         func, given, named, made = self.func, self.given, self.named, tree_leaves(self.made)
-        if self.writes:
+        if self.writes and self.writes >= _memory(made):
             return partial(func, *given, **named)
         plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in _tensors((given, named)))
-        if plain and (known := _into(func)):
+        if plain and not self.writes and (known := _into(func)):
             out, wanted, places = known
             asked = {k: v for k, v in named.items() if k in wanted}
             return partial(out, *given, **asked, **dict(zip(places, made, strict=True)))
