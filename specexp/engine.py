@@ -4,7 +4,7 @@ There is no `if` on kinds of things here: plain decoding is the null drafter, gr
 law, a chain is a tree, rolling back is a shorter length. Inside `round` nothing is read back to the
 host; the loop around it makes one small read a round to learn who is done, on a GPU while the next
 round is under way. So a round can be one CUDA graph (graphs.py), over rows and caches that stay
-where they are from batch to batch, and on a CPU one call (replays.py).
+where they are from batch to batch, and replayed on a CPU (replays.py).
 """
 
 from __future__ import annotations
