@@ -646,7 +646,7 @@ BUGS = {
     "ties go to the earliest": ("end > voters[b.to - 1].end", "end < voters[b.to - 1].end"),
     "a guess is trusted for itself": ("all.trust * share}", "share}"),
     "votes alone are the share": ("(float)(v - from) / (all.to - all.from)", "(float)(v - from)"),
-    "a stretch too far": ("depth[i] <= *stretch * most", "depth[i] <= *stretch * most + 1"),
+    "a stretch too far": ("depth[i] <= stretch * most", "depth[i] <= stretch * most + 1"),
     "ids beyond the vocabulary are guessed": ("says >= 0 && says < vocab", "says >= 0"),
     "a guess is no text": ("says = at > last ? made[node]", "says = false ? made[node]"),
     "the root's guess for all": ("depth[node] > at - last", "depth[node] > 1"),

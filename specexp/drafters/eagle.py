@@ -92,8 +92,9 @@ class EagleLayer(Drafter):
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
-        made = self.net.fuse(seen.hidden)
-        made = made.gather(1, verdict.path[..., None].expand(-1, -1, made.shape[2]))
+        wide = seen.hidden.shape[2]
+        states = seen.hidden.gather(1, verdict.path[..., None].expand(-1, -1, wide))
+        made = self.net.fuse(states)
         slots = seqs.places(torch.arange(made.shape[1], device=made.device)[None])
         at = slots[..., None].expand(-1, -1, made.shape[2])
         self.features[seqs.rows].scatter_(1, at, made)

@@ -9,8 +9,6 @@ comparing the whole context at once keeps the search on the device.
 
 from __future__ import annotations
 
-from ctypes import c_float
-
 import torch
 from torch import Tensor
 
@@ -37,10 +35,9 @@ class Suffix(Drafter):
         B, S = seqs.tokens.shape
         if code := native.by(seqs.length):
             made = torch.empty(B, len(tree), dtype=torch.int64)
-            limits = c_float(self.least), c_float(self.stretch)
             read = nodes.parents, nodes.depth, seqs.length, seqs.tokens
             shape = B, len(tree), self.longest, self.vocab, seqs.tokens.stride(0)
-            code.vote(*shape, *limits, *read, made)
+            code.vote(*shape, float(self.least), float(self.stretch), *read, made)
             return Draft(made, nodes, seqs)
         place = torch.arange(S, device=seqs.tokens.device)
         agreed = self._agreed(seqs)

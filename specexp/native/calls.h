@@ -7,7 +7,7 @@
 #include <utility>
 
 template <typename A> static A as(int64_t given) {
-    if constexpr (std::is_same_v<A, double>) {
+    if constexpr (std::is_floating_point_v<A>) {
         double number;
         memcpy(&number, &given, sizeof number);
         return number;

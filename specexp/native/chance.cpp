@@ -80,8 +80,8 @@ static void shape(int64_t size, int64_t top_k, float temperature, float top_p, c
     scaled(size, p);
 }
 
-static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, double temperature,
-                double top_p, const float *logits, float *p) {
+static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, float temperature,
+                float top_p, const float *logits, float *p) {
 #pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
     for (int64_t i = 0; i < rows * size; i += size)
         shape(size, top_k, temperature, top_p, logits + i, p + i);
@@ -208,7 +208,7 @@ static void block(const Judged &row) {
 template <void (*rule)(const Judged &)>
 static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int64_t width,
                   int64_t shared, int64_t threads, uint64_t accept, uint64_t residual,
-                  double lenience, const int64_t *tokens, const int64_t *children,
+                  float lenience, const int64_t *tokens, const int64_t *children,
                   const int64_t *keys, const float *p, const float *q, float *room, int64_t *path,
                   int64_t *n, int64_t *made) {
     for (int64_t i = 0; i < rows * nodes; i++)
@@ -216,7 +216,7 @@ static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int
 #pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t first = row * nodes;
-        rule({nodes, size, places, width, accept, residual, (float)lenience, tokens + first,
+        rule({nodes, size, places, width, accept, residual, lenience, tokens + first,
               children + (shared ? 0 : first * width), keys + first, p + first * size,
               q ? q + first * size : q, room + row * 4 * size, path + row * places, n + row,
               made + row * places});

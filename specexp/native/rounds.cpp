@@ -104,7 +104,7 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
 // drafters/suffix.py has it. An end votes for what followed it, until something else is guessed:
 // those that agree with a node lie side by side, and fall to its children.
 static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab, int64_t stride,
-                 const float *least, const float *stretch, const int64_t *parents,
+                 float least, float stretch, const int64_t *parents,
                  const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *made) {
     struct Voter { int64_t says, end; };
     struct Party { int64_t from, to; float trust; };
@@ -146,7 +146,7 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab, in
             for (auto next = parties.begin(); i < nodes && parents[i] == parent; i++) {
                 made[i] = -1;
                 if (next == parties.end()) continue;
-                if (next->trust >= *least && depth[i] <= *stretch * most)
+                if (next->trust >= least && depth[i] <= stretch * most)
                     of[i] = *next, made[i] = voters[next->from].says;
                 next++;
             }
