@@ -26,11 +26,14 @@ def test_the_soak_sees_what_is_planted(warm, disk, monkeypatch):
     soak.ledger.write_text(f"{one.name}-another\n")
     (other / "result.json").write_text("{}")
     (third / "manifest.json").touch()
-    left = subprocess.Popen(["sleep", "60"], env={"SPECEXP_MLRUNS": str(soak.store)})
-    soak._look()
-    soak._look()
-    left.kill()
-    left.wait()
+    left = subprocess.Popen(
+        ["sh", "-c", "echo; read _"],
+        env={"SPECEXP_MLRUNS": str(soak.store)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with left:
+        left.stdout.readline()  # a process has no environment in /proc until it runs
+        soak._look()
+        soak._look()
     assert [line.removeprefix(f"{soak.store}: ") for line in soak.found] == [
         f"torn {other.name}: after a kill",
         f"changed {other.name}",
