@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specexp import native
 from specexp.graphs import Graphs
@@ -57,6 +56,8 @@ class Operation(NamedTuple):
     @property
     def writes(self) -> set[int]:
         """What it changes of what was there before."""
+        if not self.func._schema.is_mutable:
+            return set()
         given = dict(zip((a.name for a in self.func._schema.arguments), self.given, strict=False))
         into = [
             a.name for a in self.func._schema.arguments if a.alias_info and a.alias_info.is_write
@@ -75,7 +76,7 @@ class Operation(NamedTuple):
 
     def again(self) -> Callable[[], Any]:
         """The same, into what it made."""
-        func, given, named, made = self.func, self.given, self.named, tree_leaves(self.made)
+        func, given, named, made = self.func, self.given, self.named, list(_tensors(self.made))
         if self.writes and self.writes >= _memory(made):
             return partial(func, *given, **named)
         plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in _tensors((given, named)))
@@ -85,14 +86,19 @@ class Operation(NamedTuple):
             return partial(out, *given, **asked, **dict(zip(places, made, strict=True)))
 
         def copied() -> None:
-            for place, x in zip(made, tree_leaves(func(*given, **named)), strict=True):
+            for place, x in zip(made, _tensors(func(*given, **named)), strict=True):
                 place.copy_(x)
 
         return copied
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor))
+    """Those of what an operation is given, or returns."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from _tensors(part)
 
 
 def _memory(x: Any) -> set[int]:
@@ -229,7 +235,7 @@ def of(target: LM) -> Graphs | None:
 class Calls:
     """A recorder of them for `graphs.Graphs`."""
 
-    warm = 1
+    warm = 3
 
     def run(self, fn: Callable[[], T]) -> T:
         return fn()

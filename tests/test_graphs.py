@@ -414,16 +414,18 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
     bank = EngineBank(made, rows=7, slots=64, room=5)
 
     def covered(*budget: int) -> tuple[int, list[int] | None]:
-        rows = bank._rows(budget, 9, 2)
+        rows = bank._rows(budget, 9, max(budget))
         return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()
 
-    assert covered(2, 2, 2) == (3, None)
+    assert covered(0, 0, 0) == (3, None)
+    assert covered(0, 0, -1) == (3, [0, 0, -1])
+    assert covered(2, 2, 2) == (3, [2, 2, 2])
     assert covered(2, 2, -1) == (3, [2, 2, -1])
     assert covered(2, 0, -1) == (3, [2, 0, -1])
     taped(made)
     assert [covered(*[2] * n)[0] for n in (1, 3, 4, 5, 7)] == [1, 4, 4, 7, 7]
     assert covered(2, 0, 1, 3, -1) == (7, [2, 0, 1, 3, -1, -1, -1])
-    assert covered(2, 2, -1) == (4, None)
+    assert covered(0, 0, -1) == (4, None)
 
 
 # functions by themselves

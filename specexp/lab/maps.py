@@ -41,7 +41,7 @@ from specexp.serving.costs import Costs, Fit
 
 log = logging.getLogger("specexp")
 
-BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 5), (128, 256)
+BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5), (128, 256)
 ROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # speedups on a colour bar
 TICKS = sorted((*ROUND, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5))  # and on one that does not reach far
 FRESH = 6  # hours; what is foretold with an older table may be about another machine (LOG.md)

@@ -86,7 +86,8 @@ class EngineBank:
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
-        self._budget = torch.zeros_like(self.seqs.length)
+        self._budget, self._told = torch.zeros_like(self.seqs.length), list[int]()
+        self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
 
     @property
@@ -149,21 +150,27 @@ class EngineBank:
         return self.engine.steps(report)
 
     def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
-        """The first rows, and their budgets if some are below `depth`. Where rounds are graphs, as
-        many free rows besides as make a size that is known, and rows that are not written draft
-        with the others: nothing is kept of that, and whoever takes a row begins it anew."""
+        """The first rows and their budgets, but where none drafts and all are written. Where rounds
+        are graphs, as many free rows besides as make a size that is known, and plain rounds cover
+        rows that are not written: nothing is kept of that, and whoever takes a row begins it anew.
+        """
         rows, least = len(budget), min(budget)
         if self.engine.graphs is not None:
             rows, least = min(bucket(rows), self.rows), min(b for b in budget if b >= 0)
-        seqs = self._window(0, rows, longest)
-        if least >= depth:
-            return seqs
-        self._budget[: len(budget)] = torch.tensor(budget)
-        self._budget[len(budget) :] = -1
-        return replace(seqs, budget=self._budget[:rows])
+        if least >= 0 == depth:
+            return self._window(0, rows, longest)
+        if self._told != budget:
+            self._told = list(budget)
+            self._budget[: len(budget)] = torch.tensor(budget)
+            self._budget[len(budget) :] = -1
+        return self._window(0, rows, longest, ragged=True)
 
-    def _window(self, first: int, rows: int, longest: int) -> Sequences:
-        return self.seqs.window(first, rows, window(longest + self.room, self.slots))
+    def _window(self, first: int, rows: int, longest: int, ragged: bool = False) -> Sequences:
+        at = first, rows, window(longest + self.room, self.slots), ragged
+        if at not in self._windows:
+            seqs = self.seqs.window(*at[:3])
+            self._windows[at] = replace(seqs, budget=self._budget[:rows]) if ragged else seqs
+        return self._windows[at]
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:

@@ -10,9 +10,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
-
-import numpy as np
 
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy, Stream
@@ -21,6 +20,8 @@ from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
 SPREAD = -1  # in place of so many guesses for every row: as many as each deserves
+READ = -2  # a prompt: of so many tokens at least, arithmetic is all of it
+LONG = 32
 
 
 class Prices(Protocol):
@@ -30,6 +31,7 @@ class Prices(Protocol):
     def packs(self) -> bool: ...
     def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
     def level_s(self, rows: float, depth: int, context: float) -> float: ...
+    def prefill_s(self, length: float) -> float: ...
     def catch_up_s(self, length: float) -> float: ...
 
 
@@ -91,67 +93,71 @@ class InTurn:
 
 
 class Pace:
-    """How long rounds take, as a multiple of what the table says: the machine's pace, which drifts
-    and is the same for all, times what the table has wrong about each kind of round, which is in
-    part the same for batches of all sizes.
+    """How long passes take, as a multiple of what the table says: the machine's two paces, one for
+    reading memory and one for arithmetic, which drift and are the same for all, times what the
+    table has wrong about each kind of pass.
 
     A Kalman filter (Kalman 1960) over the logarithms. So a slow minute is not held against the kind
-    of round that it falls on; kinds are compared by rounds that lie side by side. A round that took
-    far longer than it should was held up by something else, and says little.
+    of round that it falls on; kinds are compared by rounds that lie side by side; and prompts that
+    are read tell how fast drafts would be checked, which is arithmetic, too, while nobody drafts. A
+    pass that took far longer than it should was held up by something else, and says little.
     """
-
-    SIZES = 9  # of batches, by powers of two; the last one is for all that are larger
 
     def __init__(
         self, kinds: Sequence[int], machine: float, table: float, drift: float, noise: float
     ) -> None:
         """In logarithms: by how much machine and table may be off, the machine's drift a round and
         the noise of one."""
-        self.first = {kind: 1 + i * self.SIZES for i, kind in enumerate(kinds)}
-        self.mean = np.zeros(1 + len(kinds) * self.SIZES)
-        alike = (np.ones((self.SIZES, self.SIZES)) + np.eye(self.SIZES)) / 2
-        self.spread = np.zeros((len(self.mean), len(self.mean)))
-        self.spread[0, 0] = machine**2
-        self.spread[1:, 1:] = table**2 * np.kron(np.eye(len(kinds)), alike)
+        self.at = {kind: 2 + i for i, kind in enumerate(kinds)}
+        self.mean = [0.0] * (2 + len(kinds))
+        known = [machine, machine, *[table] * len(kinds)]
+        self.spread = [[x * x * (i == j) for j, x in enumerate(known)] for i in range(len(known))]
         self.drift, self.noise = drift**2, noise**2
 
-    def _place(self, kind: int, rows: int) -> int:
-        return self.first[kind] + min(rows.bit_length(), self.SIZES) - 1
-
-    def see(self, kind: int, rows: int, times: float, rounds: int) -> None:
-        """So many rounds of a kind took so many times what the table says of them."""
-        at = self._place(kind, rows)
-        self.spread[0, 0] += self.drift * rounds
-        shared = self.spread[0] + self.spread[at]
-        variance = shared[0] + shared[at] + self.noise / rounds
+    def see(self, kind: int, share: float, times: float, rounds: int) -> None:
+        """So many rounds of a kind, of which arithmetic has this share by the table, took so many
+        times what it says of them."""
+        spread, mean, at = self.spread, self.mean, self.at[kind]
+        for i in (0, 1):
+            spread[i][i] += self.drift * rounds
+        shared = [(1 - share) * row[0] + share * row[1] + row[at] for row in spread]
+        variance = (1 - share) * shared[0] + share * shared[1] + shared[at] + self.noise / rounds
+        expected = (1 - share) * mean[0] + share * mean[1] + mean[at]
         most = 2 * math.sqrt(variance)
-        off = math.log(max(times, 1e-9)) - self.mean[0] - self.mean[at]
-        self.mean += shared * (min(max(off, -most), most) / variance)
-        self.spread -= np.outer(shared, shared) / variance
+        off = min(max(math.log(max(times, 1e-9)) - expected, -most), most)
+        for i, part in enumerate(shared):
+            mean[i] += part * off / variance
+            spread[i] = [x - part * y / variance for x, y in zip(spread[i], shared, strict=True)]
 
-    def off(self, kind: int, rows: int) -> float:
-        """How many times longer than the table says, beside other kinds of rounds."""
-        return math.exp(self.mean[self._place(kind, rows)])
+    def slower(self, kind: int) -> tuple[float, float]:
+        """How many times longer than the table says rounds of a kind take where they read memory,
+        and where they reckon."""
+        off = self.mean[self.at[kind]]
+        return math.exp(self.mean[0] + off), math.exp(self.mean[1] + off)
 
-    def doubt(self, kind: int, rows: int) -> float:
-        at = self._place(kind, rows)
-        return float(self.spread[at, at])
+    def doubt(self, kind: int) -> float:
+        at = self.at[kind]
+        return self.spread[at][at]
 
 
 @dataclass
 class Goodput:
-    """The plan that promises most tokens a second, by measured costs and acceptance so far.
+    """The plan under which rows write fastest, by measured costs and acceptance so far.
 
-    (The objective of SmartSpec: Liu et al. 2024, arXiv 2406.14066, section 4.) Expected tokens
-    follow from two running estimates: how often the i-th guess is kept given those before it, over
-    all rows, and how much better or worse each row does than all. Either every row drafts, one of
-    the `gammas`, or, where passes leave out what is no token (`Prices.packs`), guesses are spent
-    one by one, the likeliest first, on whichever row. Costs come from the table and from how rounds
-    of each kind compare with it (`Pace`); the first round after a change of form does not count.
-    Whoever drafts pays for the drafter's reading, of texts as they come and, spread over `horizon`
-    rounds, or until the next thought where each row is judged for itself, of what it lacks of those
-    that are there. The form is changed only for a gain of `margin`, and the plan is thought about
-    now and then, since that takes time.
+    What is made as large as can be is the geometric mean of the tokens a second that the rows
+    promise. Their sum is what SmartSpec takes (Liu et al. 2024, arXiv 2406.14066, section 4), but
+    tokens of a row whose guesses are refused take longest, whenever they are written, and so most
+    of the time goes to them: to hurry those who are fast anyway brings less than the round says.
+    (Shares of equal relative worth: Kelly 1997, section 3, proportional fairness.)
+
+    Expected tokens follow from two running estimates: how often the i-th guess is kept given those
+    before it, over all rows, and how much better or worse each row does than all. Where passes
+    leave out what is no token (`Prices.packs`), guesses are spent one by one on whichever row they
+    bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
+    table and from how rounds of each kind compare with it (`Pace`); the first round after a change
+    of form does not count. Whoever drafts pays for the drafter's reading, of texts as they come
+    and, spread over `horizon` rounds, of what it lacks of those that are there. The form is changed
+    only for a gain of `margin`, and the plan is thought about now and then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while the form stays, `trial` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
@@ -162,8 +168,8 @@ class Goodput:
     gammas: tuple[int, ...] = GAMMAS
     horizon: int = 32
     margin: float = 0.02
-    alone: int = 64  # rounds of one row between thoughts, of two half as many and so on,
-    hold: int = 16  # but so many at least; few at first, four times as many while none drafts
+    hold: int = 4  # rounds between thoughts, of one row twice as many, and
+    still: int = 32  # while none drafts
     trial: int = 4
     probe: int = 64
     rarest: int = 512
@@ -172,6 +178,7 @@ class Goodput:
     weight: float = 8.0  # and what is known of all rows, beside what is known of one
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.05, 0.15)  # see Pace
+    together: int = 8  # rounds whose times are looked at
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
     kept: list[float] = field(default_factory=list, init=False)
@@ -184,13 +191,15 @@ class Goodput:
     pace: Pace = field(init=False)
     form: int = field(default=0, init=False)  # so many guesses for every row, or SPREAD
     plan: Plan = field(default=Plan(Tree.chain(0)), init=False)
-    rows: int = field(default=0, init=False)  # for which it was made
-    tables: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(
+    shape: tuple[int, int] = field(default=(0, 0), init=False)  # rows for which it was made
+    tables: dict[tuple[int, int], tuple[list[list[float]], list[float], float]] = field(
         default_factory=dict, init=False
     )
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
     told: list[tuple[Load, Plan, Sequence[Step], float]] = field(default_factory=list, init=False)
     before: int | None = field(default=None, init=False)  # the form of the last round told of
+    times: list[tuple[float, float]] = field(default_factory=list, init=False)  # see Pace: times
+    timed: int = field(default=0, init=False)  # and shares, of rounds of this form
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -200,7 +209,9 @@ class Goodput:
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
         self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
-        self.pace = Pace([0, *self.gammas, SPREAD], *self.doubts)
+        self.pace = Pace(
+            [READ, 0, *([SPREAD] if self.costs.packs else []), *self.gammas], *self.doubts
+        )
 
     @property
     def widest(self) -> int:
@@ -212,110 +223,149 @@ class Goodput:
         found, before = [], self.hoped
         for judged, kept in zip(self.judged, self.kept, strict=True):
             before = min(1.0, (kept + self.hopes * before) / (judged + self.hopes))
-            error = math.sqrt(before * (1 - before) / (judged + self.hopes))
+            error = math.sqrt(before * (1 - before) / (judged + self.hopes)) if above else 0.0
             found.append(min(1.0, before + above * error))
         return found
 
     def choose(self, load: Load) -> Plan:
         self.rounds += 1
         self.left -= 1
-        if self.left < 0 or self.rows != load.rows:
-            self.plan, self.rows = self._think(load), load.rows
+        shape = load.rows, len(load.streams)
+        if self.left < 0 or self.shape != shape:
+            self.plan, self.shape = self._think(load), shape
         return self.plan
 
     def _think(self, load: Load) -> Plan:
         self._digest()
-        pause = min(max(self.hold, self.alone // load.rows), max(self.trial, self.rounds))
-        rates, spread = self._rates(load, self.conditional(), pause)
+        rates, spread = self._rates(load, self.conditional())
         best = max(rates, key=rates.__getitem__)
         if rates[best] > rates.get(self.form, 0.0) * (1 + self.margin):
             self.form, self.gap = best, self.probe
             self.due = min(self.due, self.rounds + self.probe)
         form = self.form
-        self.left = (pause if form else 4 * pause) - 1
+        pause = max(self.hold, 2 * self.hold // load.rows)
+        self.left = (pause if form else min(self.still, self.rounds)) - 1
         if self.rounds >= self.due:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.rounds + self.gap
             if form:
-                form, self.left = self._least_known(rates, load.rows), self.trial - 1
-            elif load.streams and self._might_pay(load, pause):
+                form, self.left = self._least_known(rates), self.trial - 1
+            elif load.streams and self._might_pay(load):
                 self.left = self.trial - 1 if self.costs.packs else 0
                 return _one(load, min(self.gammas[-1], 3))
         if form == SPREAD:
             return Plan(Tree.chain(max(spread)), spread)
         return Plan(Tree.chain(form))
 
-    def _least_known(self, rates: dict[int, float], b: int) -> int:
+    def _least_known(self, rates: dict[int, float]) -> int:
         """Of what may be nearly as good as the current form, the one of which least has been seen:
         the table may be wrong about it."""
-        near = [g for g, rate in rates.items() if g >= 0 and rate > 0.75 * rates[self.form]]
-        return max(near, key=lambda gamma: self.pace.doubt(gamma, b), default=self.form)
+        near = [form for form, rate in rates.items() if rate > 0.75 * rates[self.form]]
+        return max(near, key=self.pace.doubt)
 
-    def _might_pay(self, load: Load, pause: int) -> bool:
+    def _might_pay(self, load: Load) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
-        rates, _ = self._rates(load, self.conditional(above=1.0), pause)
+        rates, _ = self._rates(load, self.conditional(above=1.0))
         return max(rates.values()) > rates[0]
 
-    def _rates(
-        self, load: Load, overall: list[float], pause: int
-    ) -> tuple[dict[int, float], tuple[int, ...]]:
-        """Tokens a second of each form, and how SPREAD spreads, until after `pause` rounds."""
-        rows = _written(load)
-        chances = self._chances(rows, overall)
-        w, b = len(rows), self._paid(load)
-        levels, verify = self._table(load)
-        filled = self._filled(rows)
-        behind = self._behind(load, rows)
-        begin = self.costs.catch_up_s(sum(behind)) / self.horizon if any(behind) else 0.0
-        coming = self._coming()
-        tokens = (w + chances.sum(0).cumsum()).tolist()
-        rates = {0: w / (float(verify[0]) * self.pace.off(0, b))}
+    def _rates(self, load: Load, overall: list[float]) -> tuple[dict[int, float], tuple[int, ...]]:
+        """Tokens a second of a row under each form, and how SPREAD spreads."""
+        rows, b = _written(load), self._paid(load)
+        levels, verify, floor = self._table(load)
+        memory, reckoning = self.pace.slower(0)
+        rates = {0: 1 / (memory * floor + reckoning * (verify[0] - floor))}
+        chances, filled = self._chances(rows, overall), self._filled(rows)
+        coming, w = self._coming(), len(rows)
+        begin = [self.costs.catch_up_s(n) / self.horizon if n else 0.0
+                 for n in self._behind(load, rows)]  # fmt: skip
+        if load.streams and self.costs.packs:
+            begin = [coming / w + seconds for seconds in begin]
+            rates[SPREAD], spent = self._spread(load, chances, filled, begin)
+            budget = [0] * load.rows
+            for row, depth in zip(rows, spent, strict=True):
+                budget[row] = depth
+            return rates, tuple(budget)
         for g in self.gammas:
-            seconds = float(levels[:g, b].sum() + verify[round(g * (filled.sum() + b - w))])
-            rates[g] = tokens[g - 1] / (seconds * self.pace.off(g, b) + begin + coming)
-        if not load.streams or w < 2 or not self.costs.packs:
-            return rates, ()
-        every = np.arange(len(overall))  # the depths that a draft may have, one a column
-        order = np.argsort(-chances / filled[:, None], axis=None, kind="stable")
-        row, depth = np.divmod(order, len(every))
-        here = depth[:, None] == every
-        counts = here.cumsum(0)
-        gained = (here * chances.ravel()[order][:, None]).cumsum(0).cumsum(1)
-        made = (here * filled[row][:, None]).cumsum(0).cumsum(1)
-        seconds = levels[every, counts].cumsum(1) + verify[np.rint(made).astype(int)]
-        seconds = seconds * self.pace.off(SPREAD, b) + counts[:, :1] * (coming / w)
-        if any(behind):
-            reading = np.array(behind)[row[depth == 0]].cumsum().tolist()
-            reading = [self.costs.catch_up_s(n) / pause if n else 0.0 for n in reading]
-            seconds += np.array(reading)[counts[:, :1] - 1]
-        promised = np.where(counts > 0, (w + gained) / seconds, 0.0)
-        most, deep = divmod(int(promised.argmax()), len(every))
-        rates[SPREAD] = float(promised[most, deep]) / (1 + 2 * self.margin)  # the luckiest of many
-        budget = np.zeros(load.rows, int)
-        np.add.at(budget, np.array(list(rows))[row[: most + 1][depth[: most + 1] <= deep]], 1)
-        return rates, tuple(budget.tolist())
+            gained = math.exp(sum(math.log1p(sum(each[:g])) for each in chances) / w)
+            seconds = sum(level[b] for level in levels[:g])
+            seconds += verify[round(g * (sum(filled) + b - w))] + sum(begin) + coming - floor
+            memory, reckoning = self.pace.slower(g)
+            rates[g] = gained / (memory * floor + reckoning * seconds)
+        return rates, ()
+
+    def _spread(
+        self,
+        load: Load,
+        chances: list[list[float]],
+        filled: list[float],
+        begin: list[float],
+    ) -> tuple[float, list[int]]:
+        """The best spending of guesses on rows, with at least one: tokens a second of a row under
+        it, and how deep each row drafts."""
+        levels, verify, floor = self._table(load)
+        guess_s = (sum(n[-1] for n in levels) + verify[-1] - verify[0]) / (len(verify) - 1)
+        order = []
+        for row, (each, share) in enumerate(zip(chances, filled, strict=True)):
+            before, worth = 1.0, math.inf
+            for depth, chance in enumerate(each):
+                gained = math.log1p(chance / before)
+                costs = share * guess_s + (0.0 if depth else begin[row])
+                worth = min(worth, gained / max(costs, 1e-12))
+                order.append((-worth, row, depth, gained))
+                before += chance
+        order.sort()
+        memory, reckoning = self.pace.slower(SPREAD)
+        w, least = len(chances), (memory - reckoning) * floor
+        best, most, deepest = -math.inf, 0, 0
+        for deep in range(len(levels)):
+            counts, gains, made, seconds = [0] * (deep + 1), 0.0, 0.0, 0.0
+            for at, (_, row, depth, gained) in enumerate(order):
+                if depth > deep:
+                    continue
+                counts[depth] = n = counts[depth] + 1
+                seconds += levels[depth][n] - levels[depth][n - 1]
+                made += filled[row]
+                gains += gained
+                if not depth:
+                    seconds += begin[row]
+                took = least + reckoning * (seconds + verify[round(made)])
+                found = gains / w - math.log(took)
+                if found > best:
+                    best, most, deepest = found, at, deep
+        spent = [0] * w
+        for _, row, depth, _ in order[: most + 1]:
+            if depth <= deepest:
+                spent[row] = depth + 1
+        return math.exp(best), spent
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
         return load.rows - load.streams.count(None) if self.costs.packs else load.rows
 
-    def _chances(self, rows: dict[int, Stream], overall: list[float]) -> np.ndarray:
-        """[rows, depth]: how likely the guess of that depth is kept, and all before it."""
-        mean = min(1.0, sum(self.kept) / sum(self.judged)) if sum(self.judged) else self.hoped
+    def _chances(self, rows: dict[int, Stream], overall: list[float]) -> list[list[float]]:
+        """[rows][depth]: how likely the guess of that depth is kept, and all before it."""
+        judged = sum(self.judged)
+        mean = min(1.0, sum(self.kept) / judged) if judged else self.hoped
         self.better = {
             row: (s.kept / mean + self.weight) / (s.judged + self.weight) if mean else 1.0
             for row, s in rows.items()
         }
-        better = np.array(list(self.better.values()))
-        return np.minimum(1.0, better[:, None] * overall).cumprod(1)
+        found = []
+        for better in self.better.values():
+            chance, each = 1.0, []
+            for kept in overall:
+                chance *= min(1.0, better * kept)
+                each.append(chance)
+            found.append(each)
+        return found
 
-    def _filled(self, rows: dict[int, Stream]) -> np.ndarray:
+    def _filled(self, rows: dict[int, Stream]) -> list[float]:
         """[rows]: the share of their guesses that is paid for: a drafter may not make all."""
         if not self.costs.packs:
-            return np.ones(len(rows))
-        mean = (self.made + self.weight) / (self.asked + self.weight)
-        found = [(s.made + self.weight * mean) / (s.asked + self.weight) for s in rows.values()]
-        return np.array(found)
+            return [1.0] * len(rows)
+        weight = self.weight
+        believed = weight * (self.made + weight) / (self.asked + weight)
+        return [(s.made + believed) / (s.asked + weight) for s in rows.values()]
 
     def _coming(self) -> float:
         """Seconds a round for which a drafter reads the texts that come."""
@@ -331,10 +381,10 @@ class Goodput:
             for row, s in rows.items()
         ]
 
-    def _table(self, load: Load) -> tuple[np.ndarray, np.ndarray]:
+    def _table(self, load: Load) -> tuple[list[list[float]], list[float], float]:
         """What the table says at this size, read once, for a server's windows are few: seconds of
-        the guess of a depth [depth, rows that draft so deep], and of all else of a round [guesses
-        made]."""
+        the guess of a depth [depth][rows that draft so deep]; of all else of a round [guesses
+        made]; and of that those in which memory is read, whatever is reckoned."""
         b = self._paid(load)
         if (b, load.context) not in self.tables:
             deepest, context = len(self.judged), load.context
@@ -343,7 +393,8 @@ class Goodput:
                 for d in range(1, deepest + 1)
             ]
             verify = [self.costs.verify_s(b, 1 + m / b, context) for m in range(deepest * b + 1)]
-            self.tables[b, load.context] = np.array(levels), np.array(verify)
+            floor = self.costs.verify_s(1, 1, context)
+            self.tables[b, load.context] = levels, verify, min(floor, *verify)
         return self.tables[b, load.context]
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
@@ -351,20 +402,22 @@ class Goodput:
 
     def _digest(self) -> None:
         """Learn from all rounds since the last thought, at once: each alone would be as slow as
-        code is that has just been swept from the caches."""
-        times = []
-        for load, plan, steps, seconds in self.told:
+        code is that has just been swept from the caches. The last one tells of times."""
+        settled = False
+        for load, plan, steps, _ in self.told:
             if plan.tree.depth:
                 self._judge(plan, steps)
             new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
             self.begun, self.length = self.begun + len(new), self.length + sum(new)
-            self.lasted += 1
             form = SPREAD if plan.budget else plan.tree.depth
-            if form == self.before:
-                times.append(seconds / self._price(load, plan, steps))
-            self.before = form
-        if times:
-            self.pace.see(form, self._paid(load), float(np.median(times)), len(times))
+            settled, self.before = form == self.before, form
+            tokens, took = load.read
+            if tokens >= LONG:
+                self.pace.see(READ, 1.0, took / self.costs.prefill_s(tokens), 1)
+        if settled:
+            load, plan, steps, seconds = self.told[-1]
+            self._time(load, form, seconds, self._price(load, plan, steps))
+        self.lasted += len(self.told)
         fade = (self.fade if self.form else 0.999) ** len(self.told)
         self.judged = [fade * x for x in self.judged]
         self.kept = [fade * x for x in self.kept]
@@ -372,6 +425,16 @@ class Goodput:
         self.begun, self.length = fade * self.begun, fade * self.length
         self.lasted *= fade
         self.told.clear()
+
+    def _time(self, load: Load, form: int, seconds: float, price: float) -> None:
+        """A round of this form took so long, where the table says `price`: a few are looked at
+        together, for one that took far longer was held up."""
+        if self.times and (form != self.timed or len(self.times) == self.together):
+            times, shares = zip(*self.times, strict=True)
+            self.pace.see(self.timed, median(shares), median(times), len(times))
+            self.times.clear()
+        self.timed = form
+        self.times.append((seconds / price, max(0.0, 1 - self._table(load)[2] / price)))
 
     def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -385,18 +448,18 @@ class Goodput:
 
     def _price(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
         """What the table says of such a round, and of what the drafter read before it."""
-        levels, verify = self._table(load)
+        levels, verify, _ = self._table(load)
         if not (deepest := plan.tree.depth):
-            return float(verify[0])
+            return verify[0]
         written = _written(load)
         depths = [plan.depth(row) for row in written]
         behind = sum(s.behind for s, d in zip(written.values(), depths, strict=True) if d)
         seconds = self.costs.catch_up_s(behind) if behind else 0.0
         if not self.costs.packs:
-            return seconds + float(levels[:deepest, load.rows].sum() + verify[deepest * load.rows])
-        for d in range(deepest):
-            seconds += levels[d, sum(x > d for x in depths)]
-        return float(seconds + verify[sum(step.drafted for step in steps)])
+            seconds += sum(level[load.rows] for level in levels[:deepest])
+            return seconds + verify[deepest * load.rows]
+        seconds += sum(levels[d][sum(x > d for x in depths)] for d in range(deepest))
+        return seconds + verify[sum(step.drafted for step in steps)]
 
 
 @dataclass
