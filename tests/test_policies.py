@@ -370,14 +370,15 @@ def test_to_draft_for_more_rows_is_charged_too():
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then(packs):
-    policy = Recorded(Goodput(table(packs=packs)))
-    simulated(policy, table(packs=packs), alike(0.0), streams=8, count=80)
+    costs = table(packs=packs, guess=5e-3)
+    policy = Recorded(Goodput(costs))
+    simulated(policy, costs, alike(0.0), streams=8, count=80)
     plans = [depths(plan, 8) for at, plan in policy.choices if at.rows == 8]
     assert len(plans) > 1200
     assert min(plans[0]) > 0  # it was hoped for
     late = [plan for plan in plans[40:] if any(plan)]
     assert 4 <= len(late) <= len(plans) / 80 * (4 if packs else 1)  # who has read goes on a while
-    assert [0] * 7 + [3] in map(sorted, late)
+    assert max(map(max, late[-4:])) == 1
 
 
 def test_what_cannot_pay_is_not_even_tried():

@@ -316,8 +316,8 @@ def measure(
     repeats: int = 5,
     watch: Callable[[int, int], None] | None = None,
 ) -> Costs:
-    """Time every setting; medians over `repeats` (more of them at small batches, see FULL) after
-    a warm-up, and whatever is recorded.
+    """Time every setting; lower quartiles of `repeats` (more of them at small batches, see FULL)
+    after a warm-up, and whatever is recorded: what disturbs a machine only ever adds.
 
     ids: texts, strung together and cut into rows; the longest of a batch fills its buffer, the
     shortest half of it, as among streams that come and go. Rounds of a kind follow each other, as
@@ -360,8 +360,8 @@ def measure(
             for n in lengths[:: way * (-1) ** repeat]:
                 took = _prefill(engine, rows(1, n + 1, contexts[-1]))
                 reads[n] += [took] if repeat else []
-    draft, verify = _medians(rounds, len(batches), len(gammas), len(contexts))
-    prefill, catch_up = _medians(reads, len(lengths))
+    draft, verify = _quartiles(rounds, len(batches), len(gammas), len(contexts))
+    prefill, catch_up = _quartiles(reads, len(lengths))
     tokens = (g + 1 for g in gammas)
     return Costs(
         about(engine), tuple(batches), tuple(tokens), tuple(contexts), verify,
@@ -369,9 +369,10 @@ def measure(
     )  # fmt: skip
 
 
-def _medians(times: dict[Any, list[tuple[float, float]]], *shape: int) -> np.ndarray:
-    """[2, *shape], the keys being in order."""
-    return np.array([np.median(took, axis=0) for took in times.values()]).T.reshape(2, *shape)
+def _quartiles(times: dict[Any, list[tuple[float, float]]], *shape: int) -> np.ndarray:
+    """The lower ones, [2, *shape], the keys being in order."""
+    found = [np.quantile(took, 0.25, axis=0) for took in times.values()]
+    return np.array(found).T.reshape(2, *shape)
 
 
 def _check(

@@ -160,8 +160,8 @@ class Goodput:
     only for a gain of `margin`, and the plan is thought about now and then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while the form stays, `trial` rounds go to the least known of those that come near it. While
-    nothing is drafted nothing is learned, and what was learned fades: one row drafts, to see, as
-    often, if drafting would pay at the best that acceptance may be.
+    nothing is drafted nothing is learned, and what was learned fades: drafts are tried as often, if
+    they would pay at the best that acceptance may be.
     """
 
     costs: Prices
@@ -177,8 +177,8 @@ class Goodput:
     hopes: float = 16.0  # guesses that this counts as
     weight: float = 8.0  # and what is known of all rows, beside what is known of one
     fade: float = 0.995
-    doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.05, 0.15)  # see Pace
-    together: int = 8  # rounds whose times are looked at
+    doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
+    together: int = 16  # rounds whose times are looked at
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
     kept: list[float] = field(default_factory=list, init=False)
@@ -248,11 +248,8 @@ class Goodput:
         if self.rounds >= self.due:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.rounds + self.gap
-            if form:
+            if form or self._might_pay(load):
                 form, self.left = self._least_known(rates), self.trial - 1
-            elif load.streams and self._might_pay(load):
-                self.left = self.trial - 1 if self.costs.packs else 0
-                return _one(load, min(self.gammas[-1], 3))
         if form == SPREAD:
             return Plan(Tree.chain(max(spread)), spread)
         return Plan(Tree.chain(form))
@@ -288,7 +285,8 @@ class Goodput:
         for g in self.gammas:
             gained = math.exp(sum(math.log1p(sum(each[:g])) for each in chances) / w)
             seconds = sum(level[b] for level in levels[:g])
-            seconds += verify[round(g * (sum(filled) + b - w))] + sum(begin) + coming - floor
+            seconds += sum(begin) + coming + verify[0] - floor
+            seconds += (sum(filled) + b - w) / b * (verify[g * b] - verify[0])
             memory, reckoning = self.pace.slower(g)
             rates[g] = gained / (memory * floor + reckoning * seconds)
         return rates, ()
@@ -318,18 +316,18 @@ class Goodput:
         w, least = len(chances), (memory - reckoning) * floor
         best, most, deepest = -math.inf, 0, 0
         for deep in range(len(levels)):
-            counts, gains, made, seconds = [0] * (deep + 1), 0.0, 0.0, 0.0
+            counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
             for at, (_, row, depth, gained) in enumerate(order):
                 if depth > deep:
                     continue
-                counts[depth] = n = counts[depth] + 1
+                count, counts[depth] = count + 1, (n := counts[depth] + 1)
                 seconds += levels[depth][n] - levels[depth][n - 1]
                 made += filled[row]
                 gains += gained
                 if not depth:
                     seconds += begin[row]
-                took = least + reckoning * (seconds + verify[round(made)])
-                found = gains / w - math.log(took)
+                checked = verify[0] + made / count * (verify[count] - verify[0])
+                found = gains / w - math.log(least + reckoning * (seconds + checked))
                 if found > best:
                     best, most, deepest = found, at, deep
         spent = [0] * w
@@ -401,22 +399,21 @@ class Goodput:
         self.told.append((load, plan, steps, seconds))
 
     def _digest(self) -> None:
-        """Learn from all rounds since the last thought, at once: each alone would be as slow as
-        code is that has just been swept from the caches. The last one tells of times."""
-        settled = False
-        for load, plan, steps, _ in self.told:
+        """Learn from all rounds since the last thought, which had one plan, at once: each alone
+        would be as slow as code is that has just been swept from the caches."""
+        drafting_s = self._drafting_s(*self.told[0][:2]) if self.told else 0.0
+        for load, plan, steps, seconds in self.told:
             if plan.tree.depth:
                 self._judge(plan, steps)
             new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
             self.begun, self.length = self.begun + len(new), self.length + sum(new)
             form = SPREAD if plan.budget else plan.tree.depth
-            settled, self.before = form == self.before, form
+            if form == self.before:
+                self._time(load, form, seconds, drafting_s + self._price(load, plan, steps))
+            self.before = form
             tokens, took = load.read
             if tokens >= LONG:
                 self.pace.see(READ, 1.0, took / self.costs.prefill_s(tokens), 1)
-        if settled:
-            load, plan, steps, seconds = self.told[-1]
-            self._time(load, form, seconds, self._price(load, plan, steps))
         self.lasted += len(self.told)
         fade = (self.fade if self.form else 0.999) ** len(self.told)
         self.judged = [fade * x for x in self.judged]
@@ -446,20 +443,22 @@ class Goodput:
             self.asked += asked
             self.made += step.drafted
 
-    def _price(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
-        """What the table says of such a round, and of what the drafter read before it."""
-        levels, verify, _ = self._table(load)
-        if not (deepest := plan.tree.depth):
-            return verify[0]
-        written = _written(load)
-        depths = [plan.depth(row) for row in written]
-        behind = sum(s.behind for s, d in zip(written.values(), depths, strict=True) if d)
-        seconds = self.costs.catch_up_s(behind) if behind else 0.0
+    def _drafting_s(self, load: Load, plan: Plan) -> float:
+        """What the table says of the guesses of a plan."""
+        levels = self._table(load)[0][: plan.tree.depth]
         if not self.costs.packs:
-            seconds += sum(level[load.rows] for level in levels[:deepest])
-            return seconds + verify[deepest * load.rows]
-        seconds += sum(levels[d][sum(x > d for x in depths)] for d in range(deepest))
-        return seconds + verify[sum(step.drafted for step in steps)]
+            return sum(level[load.rows] for level in levels)
+        depths = [plan.depth(row) for row in _written(load)]
+        return sum(level[sum(x > d for x in depths)] for d, level in enumerate(levels))
+
+    def _price(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
+        """And of all else of such a round, with what the drafter read before it."""
+        verify = self._table(load)[1]
+        if not (depth := plan.tree.depth):
+            return verify[0]
+        behind = sum(s.behind for row, s in enumerate(load.streams) if s and plan.depth(row))
+        made = sum(step.drafted for step in steps) if self.costs.packs else depth * load.rows
+        return verify[made] + (self.costs.catch_up_s(behind) if behind else 0.0)
 
 
 @dataclass
@@ -522,14 +521,6 @@ def _written(load: Load) -> dict[int, Stream]:
     """The rows that are being written; where nothing is said of rows, all are alike."""
     streams = load.streams or (Stream(),) * load.rows
     return {row: stream for row, stream in enumerate(streams) if stream}
-
-
-def _one(load: Load, gamma: int) -> Plan:
-    """A draft for the row that has least to read for it."""
-    behind = {row: stream.behind for row, stream in _written(load).items()}
-    budget = [0] * load.rows
-    budget[min(behind, key=behind.__getitem__)] = gamma
-    return Plan(Tree.chain(gamma), tuple(budget))
 
 
 NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"
