@@ -280,7 +280,7 @@ def bake_off(
     parts = []
     with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
         for c in concurrency:
-            tokens = 64 + 24 * c
+            tokens = 256 + 20 * c
             count = 2 * c + -(-turns * tokens // max_new_tokens)
             asked = staggered(requests(rig, prompts, count, max_new_tokens), c)
             part, _ = race(rig, names, costs, asked, c, tokens)
@@ -427,9 +427,11 @@ def foretold(
     chunk: int = 512,
     queue: int = 1024,
     overhead_s: float = 0.0,
+    pace: float = 1.0,
 ) -> dict[str, Run]:
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
-    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind."""
+    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind. pace: how many
+    times what the table says everything takes, which policies are not told."""
     kinds = {kind: bench.pooled(part).conditional for kind, part in accepted.groupby("category")}
     overall = bench.pooled(accepted).conditional
     kept = {r.stream: kinds.get(r.kind, overall) for r in offered.requests}
@@ -439,12 +441,28 @@ def foretold(
         chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
         made = SimulatedBank(
-            costs, kept.__getitem__, rows, slots, chosen.widest, overhead_s=overhead_s
+            costs.slower(pace), kept.__getitem__, rows, slots, chosen.widest, overhead_s=overhead_s
         )
         runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
         while runs[name].advance():
             pass
     return runs
+
+
+def simulated(
+    costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Traffic, rows: int
+) -> tuple[dict[str, Run], float]:
+    """SIMULATED: these runs once more, as `foretold`, on a machine as fast as it was while they
+    ran, and its pace: as many times what the table says as makes servers as busy, in the median of
+    all policies, as they were. Machines change their pace by a third within minutes, and queues
+    make more of that."""
+    own_s, pace = overhead_s(real), 1.0
+    for last in (False, False, False, True):
+        runs = foretold(costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=pace)
+        if not last:
+            times = [sums(real[n].ticks)["s"] / sums(runs[n].ticks)["s"] for n in real]
+            pace *= float(np.median(times))
+    return runs, pace
 
 
 def compare_runs(

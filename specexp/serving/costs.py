@@ -186,6 +186,10 @@ class Costs:
             self.step_s(batch, context),
         )
 
+    def slower(self, by: float) -> Costs:
+        """The same on a machine on which everything takes `by` times as long."""
+        return replace(self, **{name: getattr(self, name) * by for name in AXES})
+
     def fit(self) -> Fit:
         """The floor and slopes of `verify`."""
         B, T, C = np.meshgrid(self.batches, self.tokens, self.contexts, indexing="ij")
