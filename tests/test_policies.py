@@ -350,9 +350,9 @@ def test_to_begin_is_charged_what_the_drafter_has_not_read():
     kept, costs = [2, 3, 4], table()
     behind = load(1, Stream(behind=10_000))
     assert chosen(told(kept, costs), 1) > 0
-    assert told(kept, costs, horizon=2).choose(behind).depth(0) == 0
-    assert told(kept, costs, horizon=400).choose(behind).depth(0) > 0
-    going = told(kept, costs, horizon=2)
+    assert told(kept, costs, stays=2).choose(behind).depth(0) == 0
+    assert told(kept, costs, stays=400).choose(behind).depth(0) > 0
+    going = told(kept, costs, stays=2)
     assert chosen(going, 1) > 0
     assert going.choose(behind).depth(0) > 0  # somebody new does not stop it
 
@@ -459,7 +459,7 @@ def test_what_the_drafter_reads_of_texts_as_they_come_is_paid_for_by_drafting():
     are there, which are charged nothing here, would halve that."""
     slow = replace(table(packs=True), lengths=(1, 20), catch_up=np.array([1e-4, 0.5]))
     for costs, least, most in ((table(packs=True), 0.9, 1.0), (slow, 0.0, 0.2)):
-        policy = Recorded(Goodput(costs, horizon=1 << 40))
+        policy = Recorded(Goodput(costs, horizon=1 << 40, stays=1 << 40))
         simulated(policy, costs, alike(0.9), streams=4, count=120, new=40)
         late = policy.drafts()[len(policy.drafts()) // 3 :]
         assert least <= sum(gamma > 0 for gamma in late) / len(late) <= most
@@ -549,3 +549,17 @@ def test_at_every_load_goodput_is_as_fast_as_the_best_fixed_choice():
     assert len(set(best.values())) == 4
     again = simulated(Goodput(table(**law)), table(**law), alike(0.7), streams, count)
     assert speed(again) == reached
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4, 8, 16, 64])
+def test_among_easy_and_hard_texts_goodput_is_no_slower_than_the_best_fixed_choice(streams):
+    """Where each row is judged for itself; hard texts take most of the time, and guesses are not
+    wasted on hurrying the easy ones."""
+    costs = table(packs=True, token=4e-4, guess=1e-3)
+    chances = [[0.95] * 5, [0.6] * 5, [0.2] * 5]
+    ways = {g: Fixed(Tree.chain(g)) for g in (0, *GAMMAS)} | {"goodput": Goodput(costs)}
+    found = {
+        name: speed(simulated(policy, costs, lambda i: chances[i % 3], streams, 12 * streams + 60))
+        for name, policy in ways.items()
+    }
+    assert found.pop("goodput") > 0.98 * max(found.values())

@@ -103,6 +103,8 @@ class Pace:
     pass that took far longer than it should was held up by something else, and says little.
     """
 
+    ALIKE = 0.8  # correlation of the two paces
+
     def __init__(
         self, kinds: Sequence[int], machine: float, table: float, drift: float, noise: float
     ) -> None:
@@ -112,14 +114,15 @@ class Pace:
         self.mean = [0.0] * (2 + len(kinds))
         known = [machine, machine, *[table] * len(kinds)]
         self.spread = [[x * x * (i == j) for j, x in enumerate(known)] for i in range(len(known))]
+        self.spread[0][1] = self.spread[1][0] = self.ALIKE * machine**2
         self.drift, self.noise = drift**2, noise**2
 
     def see(self, kind: int, share: float, times: float, rounds: int) -> None:
         """So many rounds of a kind, of which arithmetic has this share by the table, took so many
         times what it says of them."""
         spread, mean, at = self.spread, self.mean, self.at[kind]
-        for i in (0, 1):
-            spread[i][i] += self.drift * rounds
+        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            spread[i][j] += self.drift * rounds * (1 if i == j else self.ALIKE)
         shared = [(1 - share) * row[0] + share * row[1] + row[at] for row in spread]
         variance = (1 - share) * shared[0] + share * shared[1] + shared[at] + self.noise / rounds
         expected = (1 - share) * mean[0] + share * mean[1] + mean[at]
@@ -156,8 +159,9 @@ class Goodput:
     bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
     table and from how rounds of each kind compare with it (`Pace`); the first round after a change
     of form does not count. Whoever drafts pays for the drafter's reading, of texts as they come
-    and, spread over `horizon` rounds, of what it lacks of those that are there. The form is changed
-    only for a gain of `margin`, and the plan is thought about now and then, since that takes time.
+    and, spread over the rounds that this will serve, of what it lacks of those there are. The form
+    is changed only for a gain of `margin`, and the plan is thought about now and then, since that
+    takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while the form stays, `trial` rounds go to the least known of those that come near it. While
     nothing is drafted nothing is learned, and what was learned fades: drafts are tried as often, if
@@ -166,7 +170,8 @@ class Goodput:
 
     costs: Prices
     gammas: tuple[int, ...] = GAMMAS
-    horizon: int = 32
+    horizon: int = 32  # rounds that a row's drafts are likely to last, and
+    stays: int = 128  # those of all rows
     margin: float = 0.02
     hold: int = 4  # rounds between thoughts, of one row twice as many, and
     still: int = 32  # while none drafts
@@ -178,7 +183,8 @@ class Goodput:
     weight: float = 8.0  # and what is known of all rows, beside what is known of one
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
-    together: int = 16  # rounds whose times are looked at
+    together: int = 16  # rounds whose times are looked at; fewer where the form changes,
+    few: int = 3  # but so many at least
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
     kept: list[float] = field(default_factory=list, init=False)
@@ -231,7 +237,7 @@ class Goodput:
         self.rounds += 1
         self.left -= 1
         shape = load.rows, len(load.streams)
-        if self.left < 0 or self.shape != shape:
+        if self.left < 0 or (self.plan.tree.depth and self.shape != shape):
             self.plan, self.shape = self._think(load), shape
         return self.plan
 
@@ -250,6 +256,8 @@ class Goodput:
             self.due = self.rounds + self.gap
             if form or self._might_pay(load):
                 form, self.left = self._least_known(rates), self.trial - 1
+                if form == SPREAD and not self.form:
+                    spread = self._affordable(load, spread, self.trial / rates[0])
         if form == SPREAD:
             return Plan(Tree.chain(max(spread)), spread)
         return Plan(Tree.chain(form))
@@ -259,6 +267,14 @@ class Goodput:
         the table may be wrong about it."""
         near = [form for form, rate in rates.items() if rate > 0.75 * rates[self.form]]
         return max(near, key=self.pace.doubt)
+
+    def _affordable(self, load: Load, spread: tuple[int, ...], seconds: float) -> tuple[int, ...]:
+        """The same if its drafter can catch up in that time; else of one row, which lacks least."""
+        behind = {row: s.behind for row, s in _written(load).items() if spread[row]}
+        if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= seconds:
+            return spread
+        least = min(behind, key=behind.__getitem__)
+        return tuple(depth * (row == least) for row, depth in enumerate(spread))
 
     def _might_pay(self, load: Load) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
@@ -273,7 +289,8 @@ class Goodput:
         rates = {0: 1 / (memory * floor + reckoning * (verify[0] - floor))}
         chances, filled = self._chances(rows, overall), self._filled(rows)
         coming, w = self._coming(), len(rows)
-        begin = [self.costs.catch_up_s(n) / self.horizon if n else 0.0
+        lasting = self.horizon if self.form else self.stays
+        begin = [self.costs.catch_up_s(n) / lasting if n else 0.0
                  for n in self._behind(load, rows)]  # fmt: skip
         if load.streams and self.costs.packs:
             begin = [coming / w + seconds for seconds in begin]
@@ -408,8 +425,11 @@ class Goodput:
             new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
             self.begun, self.length = self.begun + len(new), self.length + sum(new)
             form = SPREAD if plan.budget else plan.tree.depth
-            if form == self.before:
-                self._time(load, form, seconds, drafting_s + self._price(load, plan, steps))
+            behind = sum(s.behind for row, s in enumerate(load.streams) if s and plan.depth(row))
+            if form == self.before and behind < LONG:  # how much of more is read a round is unknown
+                price = drafting_s + self._checking_s(load, plan, steps)
+                price += self.costs.catch_up_s(behind) if behind else 0.0
+                self._time(load, form, seconds, price)
             self.before = form
             tokens, took = load.read
             if tokens >= LONG:
@@ -426,9 +446,10 @@ class Goodput:
     def _time(self, load: Load, form: int, seconds: float, price: float) -> None:
         """A round of this form took so long, where the table says `price`: a few are looked at
         together, for one that took far longer was held up."""
-        if self.times and (form != self.timed or len(self.times) == self.together):
-            times, shares = zip(*self.times, strict=True)
-            self.pace.see(self.timed, median(shares), median(times), len(times))
+        if form != self.timed or len(self.times) == self.together:
+            if len(self.times) >= self.few:
+                times, shares = zip(*self.times, strict=True)
+                self.pace.see(self.timed, median(shares), median(times), len(times))
             self.times.clear()
         self.timed = form
         self.times.append((seconds / price, max(0.0, 1 - self._table(load)[2] / price)))
@@ -451,14 +472,10 @@ class Goodput:
         depths = [plan.depth(row) for row in _written(load)]
         return sum(level[sum(x > d for x in depths)] for d, level in enumerate(levels))
 
-    def _price(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
-        """And of all else of such a round, with what the drafter read before it."""
-        verify = self._table(load)[1]
-        if not (depth := plan.tree.depth):
-            return verify[0]
-        behind = sum(s.behind for row, s in enumerate(load.streams) if s and plan.depth(row))
-        made = sum(step.drafted for step in steps) if self.costs.packs else depth * load.rows
-        return verify[made] + (self.costs.catch_up_s(behind) if behind else 0.0)
+    def _checking_s(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
+        """And of all else of such a round."""
+        packs, most = self.costs.packs, plan.tree.depth * load.rows
+        return self._table(load)[1][sum(step.drafted for step in steps) if packs else most]
 
 
 @dataclass
