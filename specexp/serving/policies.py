@@ -158,7 +158,7 @@ class Goodput:
     leave out what is no token (`Prices.packs`), guesses are spent one by one on whichever row they
     bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
     table and from how rounds of each kind compare with it (`Pace`); the first round after a change
-    of form does not count. Whoever drafts pays for the drafter's reading, of texts as they come
+    of depth does not count. Whoever drafts pays for the drafter's reading, of texts as they come
     and, spread over the rounds that this will serve, of what it lacks of those there are. The form
     is changed only for a gain of `margin`, and the plan is thought about now and then, since that
     takes time.
@@ -183,7 +183,7 @@ class Goodput:
     weight: float = 8.0  # and what is known of all rows, beside what is known of one
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
-    together: int = 16  # rounds whose times are looked at; fewer where the form changes,
+    together: int = 16  # rounds whose times are looked at; fewer where the depth changes,
     few: int = 3  # but so many at least
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
@@ -203,9 +203,9 @@ class Goodput:
     )
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
     told: list[tuple[Load, Plan, Sequence[Step], float]] = field(default_factory=list, init=False)
-    before: int | None = field(default=None, init=False)  # the form of the last round told of
+    before: int | None = field(default=None, init=False)  # how deep the last round was
     times: list[tuple[float, float]] = field(default_factory=list, init=False)  # see Pace: times
-    timed: int = field(default=0, init=False)  # and shares, of rounds of this form
+    timed: int = field(default=0, init=False)  # and shares, of rounds so deep
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -215,9 +215,7 @@ class Goodput:
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
         self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
-        self.pace = Pace(
-            [READ, 0, *([SPREAD] if self.costs.packs else []), *self.gammas], *self.doubts
-        )
+        self.pace = Pace([READ, *range(deepest + 1)], *self.doubts)
 
     @property
     def widest(self) -> int:
@@ -255,18 +253,18 @@ class Goodput:
             self.gap = min(2 * self.gap, self.rarest)
             self.due = self.rounds + self.gap
             if form or self._might_pay(load):
-                form, self.left = self._least_known(rates), self.trial - 1
+                form, self.left = self._least_known(rates, spread), self.trial - 1
                 if form == SPREAD and not self.form:
                     spread = self._affordable(load, spread, self.trial / rates[0])
         if form == SPREAD:
             return Plan(Tree.chain(max(spread)), spread)
         return Plan(Tree.chain(form))
 
-    def _least_known(self, rates: dict[int, float]) -> int:
+    def _least_known(self, rates: dict[int, float], spread: tuple[int, ...]) -> int:
         """Of what may be nearly as good as the current form, the one of which least has been seen:
         the table may be wrong about it."""
         near = [form for form, rate in rates.items() if rate > 0.75 * rates[self.form]]
-        return max(near, key=self.pace.doubt)
+        return max(near, key=lambda g: self.pace.doubt(max(spread) if g == SPREAD else g))
 
     def _affordable(self, load: Load, spread: tuple[int, ...], seconds: float) -> tuple[int, ...]:
         """The same if its drafter can catch up in that time; else of one row, which lacks least."""
@@ -329,10 +327,10 @@ class Goodput:
                 order.append((-worth, row, depth, gained))
                 before += chance
         order.sort()
-        memory, reckoning = self.pace.slower(SPREAD)
-        w, least = len(chances), (memory - reckoning) * floor
-        best, most, deepest = -math.inf, 0, 0
+        w, best, most, deepest = len(chances), -math.inf, 0, 0
         for deep in range(len(levels)):
+            memory, reckoning = self.pace.slower(deep + 1)
+            least = (memory - reckoning) * floor
             counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
             for at, (_, row, depth, gained) in enumerate(order):
                 if depth > deep:
@@ -424,13 +422,15 @@ class Goodput:
                 self._judge(plan, steps)
             new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
             self.begun, self.length = self.begun + len(new), self.length + sum(new)
-            form = SPREAD if plan.budget else plan.tree.depth
+            depth = plan.tree.depth
             behind = sum(s.behind for row, s in enumerate(load.streams) if s and plan.depth(row))
-            if form == self.before and behind < LONG:  # how much of more is read a round is unknown
+            if (
+                depth == self.before and behind < LONG
+            ):  # how much of more is read a round is unknown
                 price = drafting_s + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
-                self._time(load, form, seconds, price)
-            self.before = form
+                self._time(load, depth, seconds, price)
+            self.before = depth
             tokens, took = load.read
             if tokens >= LONG:
                 self.pace.see(READ, 1.0, took / self.costs.prefill_s(tokens), 1)
@@ -443,15 +443,15 @@ class Goodput:
         self.lasted *= fade
         self.told.clear()
 
-    def _time(self, load: Load, form: int, seconds: float, price: float) -> None:
-        """A round of this form took so long, where the table says `price`: a few are looked at
+    def _time(self, load: Load, depth: int, seconds: float, price: float) -> None:
+        """A round of drafts so deep took so long, where the table says `price`: a few are looked at
         together, for one that took far longer was held up."""
-        if form != self.timed or len(self.times) == self.together:
+        if depth != self.timed or len(self.times) == self.together:
             if len(self.times) >= self.few:
                 times, shares = zip(*self.times, strict=True)
                 self.pace.see(self.timed, median(shares), median(times), len(times))
             self.times.clear()
-        self.timed = form
+        self.timed = depth
         self.times.append((seconds / price, max(0.0, 1 - self._table(load)[2] / price)))
 
     def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
