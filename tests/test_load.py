@@ -370,13 +370,13 @@ def test_what_is_foretold_knows_each_kind_of_request_and_answers_all():
 
 
 def test_a_simulation_finds_out_how_fast_the_machine_was():
-    """Runs on a machine that was half as fast again as its table, which policies did not know."""
+    """Runs on a machine that was slower than its table says, which policies did not know."""
     accepted = pd.DataFrame({"category": ["a"], "record": [Acceptance(50, 75, 0, (10,) * 6)]})
     offered = load.traffic(LETTERS, PROMPTS, "poisson:40", 60, 24)
     names = ["plain", "always:3", "goodput"]
-    real = load.foretold(planted(), accepted, names, offered, rows=3, pace=1.5)
+    real = load.foretold(planted(), accepted, names, offered, rows=3, pace=(1.5, 1.2))
     runs, pace = load.simulated(planted(), accepted, real, offered, rows=3)
-    assert pace == pytest.approx(1.5, rel=0.01)
+    assert pace == pytest.approx((1.5, 1.2), rel=0.02)
     for name in names:
         assert runs[name].server.now == pytest.approx(real[name].server.now, rel=0.01)
 

@@ -427,11 +427,11 @@ def foretold(
     chunk: int = 512,
     queue: int = 1024,
     overhead_s: float = 0.0,
-    pace: float = 1.0,
+    pace: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Run]:
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
     accepted: rows of `bench.acceptance`; a request is as easy as others of its kind. pace: how many
-    times what the table says everything takes, which policies are not told."""
+    times what the table says rounds take, and prompts to be read; policies are not told."""
     kinds = {kind: bench.pooled(part).conditional for kind, part in accepted.groupby("category")}
     overall = bench.pooled(accepted).conditional
     kept = {r.stream: kinds.get(r.kind, overall) for r in offered.requests}
@@ -441,7 +441,7 @@ def foretold(
         chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
         made = SimulatedBank(
-            costs.slower(pace), kept.__getitem__, rows, slots, chosen.widest, overhead_s=overhead_s
+            costs.slower(*pace), kept.__getitem__, rows, slots, chosen.widest, overhead_s=overhead_s
         )
         runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
         while runs[name].advance():
@@ -451,18 +451,26 @@ def foretold(
 
 def simulated(
     costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Traffic, rows: int
-) -> tuple[dict[str, Run], float]:
+) -> tuple[dict[str, Run], tuple[float, float]]:
     """SIMULATED: these runs once more, as `foretold`, on a machine as fast as it was while they
-    ran, and its pace: as many times what the table says as makes servers as busy, in the median of
-    all policies, as they were. Machines change their pace by a third within minutes, and queues
-    make more of that."""
-    own_s, pace = overhead_s(real), 1.0
-    for last in (False, False, False, True):
-        runs = foretold(costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=pace)
+    ran; and its paces, as many times what the table says as make steps with and without the reading
+    of prompts take as long in all, in the median of the policies, as they did. Machines change them
+    by a third within minutes, and queues make more of that."""
+    own_s, rounds, reads = overhead_s(real), 1.0, 1.0
+
+    def off(runs: dict[str, Run], reading: bool) -> float:
+        def seconds(run: Run) -> float:
+            return sum(t.end_s - t.begin_s for t in run.ticks if bool(t.read) == reading)
+
+        return float(np.median([seconds(real[n]) / max(seconds(runs[n]), 1e-9) for n in real]))
+
+    for last in (False, False, False, False, True):
+        runs = foretold(
+            costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=(rounds, reads)
+        )
         if not last:
-            times = [sums(real[n].ticks)["s"] / sums(runs[n].ticks)["s"] for n in real]
-            pace *= float(np.median(times))
-    return runs, pace
+            rounds, reads = rounds * off(runs, False), reads * off(runs, True)
+    return runs, (rounds, reads)
 
 
 def compare_runs(

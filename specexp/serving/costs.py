@@ -186,9 +186,11 @@ class Costs:
             self.step_s(batch, context),
         )
 
-    def slower(self, by: float) -> Costs:
-        """The same on a machine on which everything takes `by` times as long."""
-        return replace(self, **{name: getattr(self, name) * by for name in AXES})
+    def slower(self, rounds: float, reads: float) -> Costs:
+        """The same on a machine on which rounds and the reading of prompts take so many times as
+        long: it may have another pace for arithmetic than for reading memory."""
+        times = {"verify": rounds, "draft": rounds, "prefill": reads, "catch_up": reads}
+        return replace(self, **{name: getattr(self, name) * by for name, by in times.items()})
 
     def fit(self) -> Fit:
         """The floor and slopes of `verify`."""
