@@ -376,7 +376,7 @@ def test_a_simulation_finds_out_how_fast_the_machine_was():
     names = ["plain", "always:3", "goodput"]
     real = load.foretold(planted(), accepted, names, offered, rows=3, pace=(1.5, 1.2))
     runs, pace = load.simulated(planted(), accepted, real, offered, rows=3)
-    assert pace == pytest.approx((1.5, 1.2), rel=0.02)
+    assert pace == pytest.approx((1.5, 1.2), rel=0.05)
     for name in names:
         assert runs[name].server.now == pytest.approx(real[name].server.now, rel=0.01)
 

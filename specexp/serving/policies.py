@@ -151,7 +151,7 @@ class Goodput:
     promise. Their sum is what SmartSpec takes (Liu et al. 2024, arXiv 2406.14066, section 4), but
     tokens of a row whose guesses are refused take longest, whenever they are written, and so most
     of the time goes to them: to hurry those who are fast anyway brings less than the round says.
-    (Shares of equal relative worth: Kelly 1997, section 3, proportional fairness.)
+    (Proportional fairness: Kelly 1997, Charging and rate control for elastic traffic.)
 
     Expected tokens follow from two running estimates: how often the i-th guess is kept given those
     before it, over all rows, and how much better or worse each row does than all. Where passes
@@ -424,9 +424,7 @@ class Goodput:
             self.begun, self.length = self.begun + len(new), self.length + sum(new)
             depth = plan.tree.depth
             behind = sum(s.behind for row, s in enumerate(load.streams) if s and plan.depth(row))
-            if (
-                depth == self.before and behind < LONG
-            ):  # how much of more is read a round is unknown
+            if depth == self.before and behind < LONG:  # of more, a round reads only a part
                 price = drafting_s + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
                 self._time(load, depth, seconds, price)
