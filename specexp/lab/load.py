@@ -460,7 +460,7 @@ def simulated(
 
     def off(runs: dict[str, Run], reading: bool) -> float:
         def seconds(run: Run) -> float:
-            return sum(t.end_s - t.begin_s for t in run.ticks if bool(t.read) == reading)
+            return sums([t for t in run.ticks if bool(t.read) == reading])["s"]
 
         return float(np.median([seconds(real[n]) / max(seconds(runs[n]), 1e-9) for n in real]))
 
