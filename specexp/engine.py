@@ -4,7 +4,8 @@ There is no `if` on kinds of things here: plain decoding is the null drafter, gr
 law, a chain is a tree, rolling back is a shorter length. Inside `round` nothing is read back to the
 host; the loop around it makes one small read a round to learn who is done, on a GPU while the next
 round is under way. So a round can be one CUDA graph (graphs.py), over rows and caches that stay
-where they are from batch to batch, and replayed on a CPU (replays.py).
+where they are from batch to batch, and on a CPU it is replayed, several in one call while the
+policy holds (replays.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.lm import LM, Forward
 from specexp.policy import Fixed, Load, Plan, Policy
+from specexp.replays import Reported
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
 from specexp.sequences import Draft, Sequences
@@ -114,16 +116,25 @@ class Engine:
 
     # the same, recorded where it can be
 
-    def launch(self, seqs: Sequences, tree: Tree) -> Callable[[], list[list[int]]]:
-        """Begin a round. What is returned waits for it, and is its report on the host."""
+    def launch(self, seqs: Sequences, tree: Tree, hold: int = 1) -> Callable[[], list[Reported]]:
+        """Begin a round; where rounds are one call on a CPU, up to `hold` of them, until a row
+        ends. What is returned waits for them: their reports, and when each was on the host."""
         if self.drafter.on_host:
-            return self.round(seqs, tree).tolist
+            report = self.round(seqs, tree).tolist()
+            return lambda: [(report, time.perf_counter())]
         told = self.recorded("round", seqs, tree, lambda: graphs.Told(self.round(seqs, tree)))
-        return told.fetch()
+        first, known = told.fetch(), self.replays
+
+        def reported() -> list[Reported]:
+            now = first(), time.perf_counter()
+            return [now, *(replays.more(known, hold - 1, told.x) if known else [])]
+
+        return reported
 
     def report(self, seqs: Sequences, tree: Tree) -> list[list[int]]:
         """One round, and its report on the host."""
-        return self.launch(seqs, tree)()
+        [(report, _)] = self.launch(seqs, tree)()
+        return report
 
     @property
     def ahead(self) -> int:
@@ -276,25 +287,29 @@ class Engine:
         slots = seqs.tokens.shape[1]
         left = max_new_tokens  # of the row that is farthest from its limit
         missed = 0  # tokens a row that were written without guesses
-        begun: deque[tuple[Load, Tree, Callable[[], list[list[int]]]]] = deque()
+        begun: deque[tuple[Load, Tree, Callable[[], list[Reported]]]] = deque()
         while left:
             while len(begun) <= self.ahead:
                 coming = sum(tree.depth + 1 for _, tree, _ in begun)  # tokens a row, at most
                 if begun and coming >= left:
                     break
                 load = Load(len(prompts), slots)
-                tree = self.policy.choose(load).tree
-                tree = tree.cut(max(0, self.drafter.context - max(lengths) - coming))
-                if len(tree) > 1 and missed:
+                plan = self.policy.choose(load)
+                room = max(0, self.drafter.context - max(lengths) - coming)
+                tree = plan.tree.cut(room)
+                if tree.depth and missed:
                     self.drafter.catch_up(seqs, missed)
-                missed = 0 if len(tree) > 1 else missed + 1
-                begun.append((load, tree, self.launch(seqs, tree)))
+                missed = 0 if tree.depth else missed + 1
+                fit = 1 + (room - tree.depth) // (tree.depth + 1) if tree.depth else plan.hold
+                begun.append((load, tree, self.launch(seqs, tree, min(plan.hold, fit))))
             load, tree, wait = begun.popleft()
-            report = wait()
-            made = self._read(report, tree, time.perf_counter() - begin)
-            self.policy.learn(load, Plan(tree), made.steps, made.end_s - trace.end_s)
-            trace.rounds.append(made)
-            lengths = [length + row[1] for length, row in zip(lengths, report, strict=True)]
+            reports = wait()
+            missed += (len(reports) - 1) * (not tree.depth)
+            for report, now in reports:
+                made = self._read(report, tree, now - begin)
+                self.policy.learn(load, Plan(tree), made.steps, made.end_s - trace.end_s)
+                trace.rounds.append(made)
+                lengths = [length + row[1] for length, row in zip(lengths, report, strict=True)]
             rows = zip(prompts, lengths, report, strict=True)
             left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in rows)
             if self.graphs is None and any(step.done for step in made.steps):

@@ -12,13 +12,16 @@ from typing import NamedTuple, Protocol
 from specexp.trace import Step
 from specexp.tree import Tree
 
+HELD = 16  # rounds for which the host may look away
+
 
 class Plan(NamedTuple):
     """What a round drafts: `tree`, and of it each row only as deep as its `budget` goes, if budgets
-    are given."""
+    are given. hold: that many rounds may go by, while no row ends, before it is asked again."""
 
     tree: Tree
     budget: tuple[int, ...] = ()
+    hold: int = 1
 
     def depth(self, row: int) -> int:
         """How deep that row drafts."""
@@ -79,7 +82,7 @@ class Fixed:
         return self.tree.room
 
     def choose(self, load: Load) -> Plan:
-        return Plan(self.tree)
+        return Plan(self.tree, hold=HELD)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
         pass

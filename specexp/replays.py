@@ -10,6 +10,7 @@ number reaches the host, or decides about a shape, is run as it is.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import Structure, addressof, c_void_p
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg"}
+REFUSED = "a token or a slot was to be read that there is not"
+Reported: TypeAlias = tuple[list[list[int]], float]  # of a round, and when it was there
 MOST = 32 << 20  # bytes that are kept for a replay; beside larger rounds Python is nothing
 
 
@@ -176,7 +179,7 @@ class _Compiled:
 
     def __init__(self, call: native.Call) -> None:
         self.calls: list[native.Call] = []
-        self.code = native.replay()
+        self.code = native.replaying()
         self.add(call)
 
     def add(self, call: native.Call) -> None:
@@ -186,8 +189,19 @@ class _Compiled:
         self.count, self.first = len(self.calls), addressof(self.list)
 
     def __call__(self) -> None:
-        if not self.code(self.count, self.first):
-            raise IndexError("a token or a slot was to be read that there is not")
+        if not self.code.replay(self.count, self.first):
+            raise IndexError(REFUSED)
+
+    def rounds(self, most: int, report: Tensor) -> list[Reported]:
+        (B, wide), begin = report.shape, time.perf_counter()
+        reports = torch.empty(most, B, wide, dtype=report.dtype)
+        seconds = torch.empty(most, dtype=torch.float64)
+        places = (x.data_ptr() for x in (report, reports, seconds))
+        made = self.code.replay_rounds(self.count, self.first, most, B, wide, *places)
+        if made < 0:
+            raise IndexError(REFUSED)
+        ends = (begin + s for s in seconds[:made].tolist())
+        return list(zip(reports[:made].tolist(), ends, strict=True))
 
 
 def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
@@ -225,6 +239,13 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
                 there |= made
             else:
                 yield step
+
+
+def more(known: Graphs, most: int, report: Tensor) -> list[Reported]:
+    """What was run last, a round with this `report` (`Engine.steps`), again: so many rounds, or
+    fewer, if a row ends before. None, where it is not one call."""
+    again = known.latest[1].again
+    return again.rounds(most, report) if most and isinstance(again, _Compiled) else []
 
 
 def of(target: LM) -> Graphs | None:

@@ -111,11 +111,11 @@ def watched():
         made, seen = taped(engine(*args, **kwargs)), []
         launch = made.launch
 
-        def noted(seqs, tree):
+        def noted(seqs, tree, hold):
             if tree.depth:
                 assert int(seqs.length.max()) + tree.depth <= made.drafter.context
             seen.append(("begun", tree.depth))
-            wait = launch(seqs, tree)
+            wait = launch(seqs, tree, hold)
             return lambda: (seen.append(("read", tree.depth)), wait())[1]
 
         made.launch = noted

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from specexp import native, replays
 from specexp.engine import Engine
 from specexp.graphs import Graphs
 from specexp.lm import LM
+from specexp.policy import Fixed
 from specexp.sequences import Sequences
 from specexp.serving.bank import EngineBank
 from specexp.serving.policies import InTurn
@@ -57,6 +59,40 @@ def test_policies_may_change_trees(temperature):
         made.policy = Turns(3, 1, 0, 2)
         found.append(told(made.generate(PROMPTS, 60)))
     assert found[0] == found[1]
+
+
+class Asked(Fixed):
+    """Counts how often it is asked."""
+
+    times = 0
+
+    def choose(self, load):
+        Asked.times += 1
+        return super().choose(load)
+
+
+def held_rounds_are_rounds(kind: str, context: int | None = None) -> bool:
+    """Those of which the host sees none until the last one is over: trees, tokens and times."""
+    found = []
+    for make in (fast, slow):
+        made = make(kind, eos=(3, 17))
+        made.drafter.context = context or made.drafter.context
+        made.generate(PROMPTS, LONG)  # what is recorded is met before it is held
+        made.policy, Asked.times = Asked(made.policy.tree), 0
+        traces = [made.generate([prompt], LONG).trace for prompt in PROMPTS]
+        ends = [[each.end_s for each in trace.rounds] for trace in traces]
+        rising = all(a < b for times in ends for a, b in pairwise(times))
+        found.append([[each[1:] for each in trace.rounds] for trace in traces])
+        once_each = Asked.times == sum(map(len, ends))
+        if not rising or once_each != (make is slow):
+            return False
+    return found[0] == found[1]
+
+
+@pytest.mark.parametrize("context", [None, 24])
+@pytest.mark.parametrize("kind", ["null", "model", "ngram"])
+def test_a_policy_that_holds_is_not_asked_again(kind, context):
+    assert held_rounds_are_rounds(kind, context)
 
 
 @pytest.mark.parametrize("kind", ["model", "ngram"])

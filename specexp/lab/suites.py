@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -34,6 +35,7 @@ from specexp.lm import DTYPES, LM, load
 from specexp.sequences import Sequences
 from specexp.serving.costs import Fit, fingerprint
 from specexp.trace import Acceptance, Trace
+from specexp.tree import Tree
 from specexp.zoo import shelf
 
 NAMES = ("peers", "roofline", "round", "scale", "memory")
@@ -166,12 +168,16 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
             spent["passes"] += turns.clock(device) - started
         return made
 
+    def launch(_: Any, seqs: Sequences, tree: Tree, hold: int = 1) -> Any:
+        report = engine.round(seqs, tree).tolist()
+        return lambda: [(report, time.perf_counter())]
+
     hooks: list[tuple[Any, str, Any]] = [
         (engine, "begin", begin), (engine, "round", a_round), (engine, "_propose", propose),
         (engine, "_verify", verify), (drafter, "observe", observe),
     ]  # fmt: skip
     if whole:
-        hooks += [(engine, "launch", lambda _, *args: engine.round(*args).tolist)]
+        hooks += [(engine, "launch", launch)]
     else:
         hooks += [(lm, "feed", feed) for lm in drafter.models]
     with ExitStack() as borders:

@@ -219,7 +219,10 @@ def _loaded() -> Library | None:
     try:
         found = Library(*(CDLL(str(_built(FOLDER / f"{name}.cpp"))) for name in Library._fields))
         found.passes.spent_ns.restype = c_int64
-        found.rounds.replay.restype, found.rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
+        rounds = found.rounds
+        rounds.replay.restype, rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
+        rounds.replay_rounds.restype = c_int64
+        rounds.replay_rounds.argtypes = c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3
         return found
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
@@ -277,11 +280,12 @@ def passes_s() -> float:
     return float(found.passes.spent_ns()) / 1e9 if found else 0.0
 
 
-def replay() -> Any:
-    """The compiled function that makes so many calls, listed at an address; False: one refused."""
+def replaying() -> CDLL:
+    """The compiled code that makes calls which are listed at an address: `replay`, and
+    `replay_rounds` (rounds.cpp)."""
     found = library()
     assert found is not None
-    return found.rounds.replay
+    return found.rounds
 
 
 def every(tensors: Sequence[Tensor]) -> Any:

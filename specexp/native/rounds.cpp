@@ -4,6 +4,7 @@
 
 #include "calls.h"
 #include "vectors.h"
+#include <chrono>
 #include <vector>
 
 static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best) {
@@ -274,4 +275,26 @@ struct Call {
 extern "C" bool replay(int64_t count, const Call *calls) {
     for (; count && calls->function(calls->given); count--) calls++;
     return !count;
+}
+
+static bool ends(int64_t rows, int64_t wide, const int64_t *report) {
+    for (; rows--; report += wide)
+        if (report[1] && !report[2]) return true;
+    return false;
+}
+
+// Rounds of such calls, whose `report` is that of the round before, until there were `most` or a row
+// has ended: their reports, one after another, and the seconds until each was there. How many; or -1.
+extern "C" int64_t replay_rounds(int64_t count, const Call *calls, int64_t most, int64_t rows,
+                                 int64_t wide, const int64_t *report, int64_t *reports,
+                                 double *seconds) {
+    using namespace std::chrono;
+    const auto begin = steady_clock::now();
+    int64_t made = 0;
+    for (; made < most && !ends(rows, wide, report); made++) {
+        if (!replay(count, calls)) return -1;
+        reports = std::copy_n(report, rows * wide, reports);
+        *seconds++ = duration<double>(steady_clock::now() - begin).count();
+    }
+    return made;
 }
