@@ -372,12 +372,12 @@ def test_to_draft_for_more_rows_is_charged_too():
 def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then(packs):
     costs = table(packs=packs, guess=5e-3)
     policy = Recorded(Goodput(costs))
-    simulated(policy, costs, alike(0.0), streams=8, count=80)
+    simulated(policy, costs, alike(0.0), streams=8, count=320)
     plans = [depths(plan, 8) for at, plan in policy.choices if at.rows == 8]
-    assert len(plans) > 1200
+    assert len(plans) > 6000
     assert min(plans[0]) > 0  # it was hoped for
     late = [plan for plan in plans[40:] if any(plan)]
-    assert 4 <= len(late) <= len(plans) / 80 * (4 if packs else 1)  # who has read goes on a while
+    assert 8 <= len(late) <= len(plans) / 200
     assert max(map(max, late[-4:])) == 1
 
 

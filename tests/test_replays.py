@@ -134,6 +134,19 @@ def test_served_texts_are_the_texts(kind):
     assert "round" in made.replays.kinds
 
 
+@torch.inference_mode()
+def test_to_be_able_to_draft_adds_nothing_to_a_round_that_does_not():
+    """Its calls are those of plain decoding, one by one."""
+    found = []
+    for made in (fast("model"), fast("model").plain()):
+        seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=5))
+        for _ in range(4):
+            made.report(seqs, TREES["empty"])
+        found.append([call.function for call in made.replays.latest[1].again.calls])
+    assert found[0] == found[1]
+    assert len(found[0]) > 5
+
+
 # what is not replayed
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -19,7 +19,7 @@ from specexp.trace import Step
 from specexp.tree import MOST, Tree
 
 GAMMAS = (1, 2, 3, 5)
-SPREAD = -1  # in place of so many guesses for every row: as many as each deserves
+PLAIN = Plan(Tree.chain(0))
 READ = -2  # a prompt: of so many tokens at least, arithmetic is all of it
 LONG = 32
 
@@ -144,6 +144,86 @@ class Pace:
 
 
 @dataclass
+class Outlook:
+    """What a round of these rows promises and costs. Of each row: how likely the guess of each
+    depth is kept, and all before it; the share of its guesses that are made; and the seconds that
+    it takes to begin to draft. Of the table: see `Goodput.priced`. wide: so many rows are paid for
+    at every depth; 0: those alone that have a guess there, for passes leave out what is no token.
+    """
+
+    chances: list[list[float]]
+    filled: list[float]
+    begin: list[float]
+    levels: list[list[float]]
+    verify: list[float]
+    floor: float
+    pace: Pace
+    wide: int
+
+    def rate(self, depths: Sequence[int]) -> float:
+        """Tokens a second of a row, their geometric mean, if rows draft so deep."""
+        deepest = max(depths)
+        gains = sum(math.log1p(sum(each[:g])) for each, g in zip(self.chances, depths, strict=True))
+        counts = [self.wide or sum(g > d for g in depths) for d in range(deepest)]
+        seconds = sum(level[n] for level, n in zip(self.levels, counts, strict=False))
+        seconds += sum(begin for begin, g in zip(self.begin, depths, strict=True) if g)
+        made = sum(share * g for share, g in zip(self.filled, depths, strict=True))
+        most = sum(depths)
+        if self.wide:
+            made = most = deepest * self.wide
+        seconds += self._checked(made, most)
+        return math.exp(gains / len(depths)) / self._at_pace(deepest, seconds)
+
+    def _checked(self, made: float, most: int) -> float:
+        """Seconds of all but the guesses, if so many are made, or none, of so many at most."""
+        least = self.verify[0]
+        return least + made / most * (self.verify[most] - least) if most else least
+
+    def _at_pace(self, deepest: int, seconds: float) -> float:
+        memory, reckoning = self.pace.slower(deepest)
+        return memory * self.floor + reckoning * (seconds - self.floor)
+
+    def spread(self) -> tuple[int, ...]:
+        """How deep each row should draft, at least one of them: guesses are spent one by one on the
+        row to which they bring most, for what they cost, under every limit of their depth."""
+        verify, levels = self.verify, self.levels
+        guess_s = (sum(n[-1] for n in levels) + verify[-1] - verify[0]) / (len(verify) - 1)
+        order = []
+        for row, (each, share) in enumerate(zip(self.chances, self.filled, strict=True)):
+            before, worth = 1.0, math.inf
+            for depth, chance in enumerate(each):
+                gained = math.log1p(chance / before)
+                costs = share * guess_s + (0.0 if depth else self.begin[row])
+                worth = min(worth, gained / max(costs, 1e-12))
+                order.append((-worth, row, depth, gained))
+                before += chance
+        order.sort()
+        w, best, most, deepest = len(self.chances), -math.inf, 0, 0
+        for deep in range(len(levels)):
+            memory, reckoning = self.pace.slower(deep + 1)
+            least = (memory - reckoning) * self.floor
+            counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
+            for at, (_, row, depth, gained) in enumerate(order):
+                if depth > deep:
+                    continue
+                count, counts[depth] = count + 1, (n := counts[depth] + 1)
+                seconds += levels[depth][n] - levels[depth][n - 1]
+                made += self.filled[row]
+                gains += gained
+                if not depth:
+                    seconds += self.begin[row]
+                checked = verify[0] + made / count * (verify[count] - verify[0])
+                found = gains / w - math.log(least + reckoning * (seconds + checked))
+                if found > best:
+                    best, most, deepest = found, at, deep
+        spent = [0] * w
+        for _, row, depth, _ in order[: most + 1]:
+            if depth <= deepest:
+                spent[row] = depth + 1
+        return tuple(spent)
+
+
+@dataclass
 class Goodput:
     """The plan under which rows write fastest, by measured costs and acceptance so far.
 
@@ -159,13 +239,13 @@ class Goodput:
     bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
     table and from how rounds of each kind compare with it (`Pace`); the first round after a change
     of depth does not count. Whoever drafts pays for the drafter's reading, of texts as they come
-    and, spread over the rounds that this will serve, of what it lacks of those there are. The form
-    is changed only for a gain of `margin`, and the plan is thought about now and then, since that
-    takes time.
+    and, spread over the rounds that this will serve, of what it lacks of those there are. What it
+    has settled on is changed only for a gain of `margin`: what promises most is often what seems
+    better than it is. It is thought about now and then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
-    while the form stays, `trial` rounds go to the least known of those that come near it. While
-    nothing is drafted nothing is learned, and what was learned fades: drafts are tried as often, if
-    they would pay at the best that acceptance may be.
+    while somebody goes on to draft, or nobody, `trial` rounds go to the least known of the plans
+    that come near. While nothing is drafted nothing is learned, and what was learned fades: drafts
+    are tried as often, if they would pay at the best that acceptance may be.
     """
 
     costs: Prices
@@ -173,17 +253,17 @@ class Goodput:
     horizon: int = 32  # rounds that a row's drafts are likely to last, and
     stays: int = 128  # those of all rows
     margin: float = 0.02
-    hold: int = 4  # rounds between thoughts, of one row twice as many, and
+    hold: int = 16  # rounds between thoughts, and
     still: int = 32  # while none drafts
     trial: int = 4
     probe: int = 64
-    rarest: int = 512
+    rarest: int = 2048
     hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
     hopes: float = 16.0  # guesses that this counts as
     weight: float = 8.0  # and what is known of all rows, beside what is known of one
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
-    together: int = 16  # rounds whose times are looked at; fewer where the depth changes,
+    together: int = 32  # rounds whose times are looked at; fewer where the depth changes,
     few: int = 3  # but so many at least
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
@@ -195,9 +275,9 @@ class Goodput:
     lasted: float = field(default=0.0, init=False)
     better: dict[int, float] = field(default_factory=dict, init=False)  # each row than all
     pace: Pace = field(init=False)
-    form: int = field(default=0, init=False)  # so many guesses for every row, or SPREAD
-    plan: Plan = field(default=Plan(Tree.chain(0)), init=False)
-    shape: tuple[int, int] = field(default=(0, 0), init=False)  # rows for which it was made
+    settled: Plan = field(default=PLAIN, init=False)
+    plan: Plan = field(default=PLAIN, init=False)  # of this round, which may be a trial,
+    shape: tuple[int, int] = field(default=(0, 0), init=False)  # and for so many rows
     tables: dict[tuple[int, int], tuple[list[list[float]], list[float], float]] = field(
         default_factory=dict, init=False
     )
@@ -241,115 +321,69 @@ class Goodput:
 
     def _think(self, load: Load) -> Plan:
         self._digest()
-        rates, spread = self._rates(load, self.conditional())
+        rates = self._rates(load, self.conditional())
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > rates.get(self.form, 0.0) * (1 + self.margin):
-            self.form, self.gap = best, self.probe
+        drafts, now = bool(self.settled.tree.depth), self.settled
+        if now not in rates:  # made for other rows
+            now = max(rates.keys() - {PLAIN}, key=rates.__getitem__)
+        self.settled = best if rates[best] > rates[now] * (1 + self.margin) else now
+        if bool(self.settled.tree.depth) != drafts:
+            self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
-        form = self.form
-        pause = max(self.hold, 2 * self.hold // load.rows)
-        self.left = (pause if form else min(self.still, self.rounds)) - 1
-        if self.rounds >= self.due:
-            self.gap = min(2 * self.gap, self.rarest)
-            self.due = self.rounds + self.gap
-            if form or self._might_pay(load):
-                form, self.left = self._least_known(rates, spread), self.trial - 1
-                if form == SPREAD and not self.form:
-                    spread = self._affordable(load, spread, self.trial / rates[0])
-        if form == SPREAD:
-            return Plan(Tree.chain(max(spread)), spread)
-        return Plan(Tree.chain(form))
+        drafts = bool(self.settled.tree.depth)
+        self.left = (self.hold if drafts else min(self.still, self.rounds)) - 1
+        if self.rounds < self.due:
+            return self.settled
+        self.gap = min(2 * self.gap, self.rarest)
+        self.due = self.rounds + self.gap
+        if not drafts and not self._might_pay(load):
+            return self.settled
+        self.left = self.trial - 1
+        return self._trial(load, rates)
 
-    def _least_known(self, rates: dict[int, float], spread: tuple[int, ...]) -> int:
-        """Of what may be nearly as good as the current form, the one of which least has been seen:
-        the table may be wrong about it."""
-        near = [form for form, rate in rates.items() if rate > 0.75 * rates[self.form]]
-        return max(near, key=lambda g: self.pace.doubt(max(spread) if g == SPREAD else g))
-
-    def _affordable(self, load: Load, spread: tuple[int, ...], seconds: float) -> tuple[int, ...]:
-        """The same if its drafter can catch up in that time; else of one row, which lacks least."""
-        behind = {row: s.behind for row, s in _written(load).items() if spread[row]}
-        if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= seconds:
-            return spread
+    def _trial(self, load: Load, rates: dict[Plan, float]) -> Plan:
+        """Of what may be nearly as good as what is settled, the one of which least has been seen:
+        the table may be wrong about it. If its drafter cannot catch up while it lasts, it is for
+        the row alone that lacks least."""
+        near = [plan for plan, rate in rates.items() if rate > 0.75 * rates[self.settled]]
+        plan = max(near, key=lambda plan: self.pace.doubt(plan.tree.depth))
+        if self.settled.tree.depth or not plan.budget:
+            return plan
+        behind = {row: s.behind for row, s in _written(load).items() if plan.budget[row]}
+        if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / rates[PLAIN]:
+            return plan
         least = min(behind, key=behind.__getitem__)
-        return tuple(depth * (row == least) for row, depth in enumerate(spread))
+        return _budgeted(depth * (row == least) for row, depth in enumerate(plan.budget))
 
     def _might_pay(self, load: Load) -> bool:
         """Would some draft pay if acceptance were as good as is still likely?"""
-        rates, _ = self._rates(load, self.conditional(above=1.0))
-        return max(rates.values()) > rates[0]
+        rates = self._rates(load, self.conditional(above=1.0))
+        return max(rates.values()) > rates[PLAIN]
 
-    def _rates(self, load: Load, overall: list[float]) -> tuple[dict[int, float], tuple[int, ...]]:
-        """Tokens a second of a row under each form, and how SPREAD spreads."""
-        rows, b = _written(load), self._paid(load)
-        levels, verify, floor = self._table(load)
-        memory, reckoning = self.pace.slower(0)
-        rates = {0: 1 / (memory * floor + reckoning * (verify[0] - floor))}
-        chances, filled = self._chances(rows, overall), self._filled(rows)
-        coming, w = self._coming(), len(rows)
-        lasting = self.horizon if self.form else self.stays
-        begin = [self.costs.catch_up_s(n) / lasting if n else 0.0
-                 for n in self._behind(load, rows)]  # fmt: skip
+    def _rates(self, load: Load, overall: list[float]) -> dict[Plan, float]:
+        """Tokens a second of a row under plain decoding, under the drafts that promise most, and
+        under what is settled, if it is for as many rows."""
+        rows = _written(load)
+        seen = self._outlook(load, rows, overall)
+        plans = [PLAIN, *(Plan(Tree.chain(g)) for g in self.gammas)]
         if load.streams and self.costs.packs:
-            begin = [coming / w + seconds for seconds in begin]
-            rates[SPREAD], spent = self._spread(load, chances, filled, begin)
             budget = [0] * load.rows
-            for row, depth in zip(rows, spent, strict=True):
+            for row, depth in zip(rows, seen.spread(), strict=True):
                 budget[row] = depth
-            return rates, tuple(budget)
-        for g in self.gammas:
-            gained = math.exp(sum(math.log1p(sum(each[:g])) for each in chances) / w)
-            seconds = sum(level[b] for level in levels[:g])
-            seconds += sum(begin) + coming + verify[0] - floor
-            seconds += (sum(filled) + b - w) / b * (verify[g * b] - verify[0])
-            memory, reckoning = self.pace.slower(g)
-            rates[g] = gained / (memory * floor + reckoning * seconds)
-        return rates, ()
+            plans = [PLAIN, _budgeted(budget)]
+            settled = self.settled.budget
+            if len(settled) == load.rows and any(settled[row] for row in rows):
+                plans.append(self.settled)
+        return {plan: seen.rate([plan.depth(row) for row in rows]) for plan in plans}
 
-    def _spread(
-        self,
-        load: Load,
-        chances: list[list[float]],
-        filled: list[float],
-        begin: list[float],
-    ) -> tuple[float, list[int]]:
-        """The best spending of guesses on rows, with at least one: tokens a second of a row under
-        it, and how deep each row drafts."""
-        levels, verify, floor = self._table(load)
-        guess_s = (sum(n[-1] for n in levels) + verify[-1] - verify[0]) / (len(verify) - 1)
-        order = []
-        for row, (each, share) in enumerate(zip(chances, filled, strict=True)):
-            before, worth = 1.0, math.inf
-            for depth, chance in enumerate(each):
-                gained = math.log1p(chance / before)
-                costs = share * guess_s + (0.0 if depth else begin[row])
-                worth = min(worth, gained / max(costs, 1e-12))
-                order.append((-worth, row, depth, gained))
-                before += chance
-        order.sort()
-        w, best, most, deepest = len(chances), -math.inf, 0, 0
-        for deep in range(len(levels)):
-            memory, reckoning = self.pace.slower(deep + 1)
-            least = (memory - reckoning) * floor
-            counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
-            for at, (_, row, depth, gained) in enumerate(order):
-                if depth > deep:
-                    continue
-                count, counts[depth] = count + 1, (n := counts[depth] + 1)
-                seconds += levels[depth][n] - levels[depth][n - 1]
-                made += filled[row]
-                gains += gained
-                if not depth:
-                    seconds += begin[row]
-                checked = verify[0] + made / count * (verify[count] - verify[0])
-                found = gains / w - math.log(least + reckoning * (seconds + checked))
-                if found > best:
-                    best, most, deepest = found, at, deep
-        spent = [0] * w
-        for _, row, depth, _ in order[: most + 1]:
-            if depth <= deepest:
-                spent[row] = depth + 1
-        return math.exp(best), spent
+    def _outlook(self, load: Load, rows: dict[int, Stream], overall: list[float]) -> Outlook:
+        lasting = self.horizon if self.settled.tree.depth else self.stays
+        coming = self._coming() / len(rows)
+        begin = [coming + self.costs.catch_up_s(n) / lasting if n else coming
+                 for n in self._behind(load, rows)]  # fmt: skip
+        wide = 0 if self.costs.packs else load.rows
+        chances, filled = self._chances(rows, overall), self._filled(rows)
+        return Outlook(chances, filled, begin, *self.priced(load), self.pace, wide)
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
@@ -388,13 +422,11 @@ class Goodput:
 
     def _behind(self, load: Load, rows: dict[int, Stream]) -> list[int]:
         """How much the drafter has to read of each row that does not draft so far."""
-        drafts = self.plan.budget if len(self.plan.budget) == load.rows else None
-        return [
-            s.behind if (self.form == 0 if drafts is None else not drafts[row]) else 0
-            for row, s in rows.items()
-        ]
+        fits = len(self.plan.budget) in (0, load.rows)
+        now = self.plan if fits else Plan(self.settled.tree)
+        return [0 if now.depth(row) else s.behind for row, s in rows.items()]
 
-    def _table(self, load: Load) -> tuple[list[list[float]], list[float], float]:
+    def priced(self, load: Load) -> tuple[list[list[float]], list[float], float]:
         """What the table says at this size, read once, for a server's windows are few: seconds of
         the guess of a depth [depth][rows that draft so deep]; of all else of a round [guesses
         made]; and of that those in which memory is read, whatever is reckoned."""
@@ -418,12 +450,13 @@ class Goodput:
         would be as slow as code is that has just been swept from the caches."""
         drafting_s = self._drafting_s(*self.told[0][:2]) if self.told else 0.0
         for load, plan, steps, seconds in self.told:
-            if plan.tree.depth:
-                self._judge(plan, steps)
             new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
             self.begun, self.length = self.begun + len(new), self.length + sum(new)
-            depth = plan.tree.depth
-            behind = sum(s.behind for row, s in enumerate(load.streams) if s and plan.depth(row))
+            depth, behind = plan.tree.depth, 0
+            if depth:
+                self._judge(plan, steps)
+                drafting = (s for row, s in enumerate(load.streams) if s and plan.depth(row))
+                behind = sum(s.behind for s in drafting)
             if depth == self.before and behind < LONG:  # of more, a round reads only a part
                 price = drafting_s + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
@@ -433,7 +466,7 @@ class Goodput:
             if tokens >= LONG:
                 self.pace.see(READ, 1.0, took / self.costs.prefill_s(tokens), 1)
         self.lasted += len(self.told)
-        fade = (self.fade if self.form else 0.999) ** len(self.told)
+        fade = (self.fade if self.settled.tree.depth else 0.999) ** len(self.told)
         self.judged = [fade * x for x in self.judged]
         self.kept = [fade * x for x in self.kept]
         self.asked, self.made = fade * self.asked, fade * self.made
@@ -450,7 +483,7 @@ class Goodput:
                 self.pace.see(self.timed, median(shares), median(times), len(times))
             self.times.clear()
         self.timed = depth
-        self.times.append((seconds / price, max(0.0, 1 - self._table(load)[2] / price)))
+        self.times.append((seconds / price, max(0.0, 1 - self.priced(load)[2] / price)))
 
     def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -464,7 +497,7 @@ class Goodput:
 
     def _drafting_s(self, load: Load, plan: Plan) -> float:
         """What the table says of the guesses of a plan."""
-        levels = self._table(load)[0][: plan.tree.depth]
+        levels = self.priced(load)[0][: plan.tree.depth]
         if not self.costs.packs:
             return sum(level[load.rows] for level in levels)
         depths = [plan.depth(row) for row in _written(load)]
@@ -472,8 +505,10 @@ class Goodput:
 
     def _checking_s(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
         """And of all else of such a round."""
-        packs, most = self.costs.packs, plan.tree.depth * load.rows
-        return self._table(load)[1][sum(step.drafted for step in steps) if packs else most]
+        made = plan.tree.depth * load.rows
+        if made and self.costs.packs:
+            made = sum(step.drafted for step in steps)
+        return self.priced(load)[1][made]
 
 
 @dataclass
@@ -530,6 +565,11 @@ class Bandit:
         mean = self.mean.get(self.current, 0.0)
         self.tried[self.current] = self.fade * tried + 1
         self.mean[self.current] = mean + (reward - mean) / self.tried[self.current]
+
+
+def _budgeted(depths: Iterable[int]) -> Plan:
+    budget = tuple(depths)
+    return Plan(Tree.chain(max(budget)), budget)
 
 
 def _written(load: Load) -> dict[int, Stream]:
