@@ -117,8 +117,8 @@ class Engine:
     # the same, recorded where it can be
 
     def launch(self, seqs: Sequences, tree: Tree, hold: int = 1) -> Callable[[], list[Reported]]:
-        """Begin a round; where rounds are one call on a CPU, up to `hold` of them, until a row
-        ends. What is returned waits for them: their reports, and when each was on the host."""
+        """Begin a round; where rounds are one call on a CPU and short, up to `hold` of them, until
+        a row ends. What is returned waits for them: their reports, and when each was there."""
         if self.drafter.on_host:
             report = self.round(seqs, tree).tolist()
             return lambda: [(report, time.perf_counter())]

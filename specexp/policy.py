@@ -17,7 +17,7 @@ HELD = 16  # rounds for which the host may look away
 
 class Plan(NamedTuple):
     """What a round drafts: `tree`, and of it each row only as deep as its `budget` goes, if budgets
-    are given. hold: that many rounds may go by, while no row ends, before it is asked again."""
+    are given. hold: so many rounds may go by before the policy is asked again, if no row ends."""
 
     tree: Tree
     budget: tuple[int, ...] = ()

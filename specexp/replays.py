@@ -31,6 +31,7 @@ DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg"}
 REFUSED = "a token or a slot was to be read that there is not"
 Reported: TypeAlias = tuple[list[list[int]], float]  # of a round, and when it was there
+AWAY_S = 0.02  # for which nobody can see or stop what is done
 MOST = 32 << 20  # bytes that are kept for a replay; beside larger rounds Python is nothing
 
 
@@ -197,7 +198,7 @@ class _Compiled:
         reports = torch.empty(most, B, wide, dtype=report.dtype)
         seconds = torch.empty(most, dtype=torch.float64)
         places = (x.data_ptr() for x in (report, reports, seconds))
-        made = self.code.replay_rounds(self.count, self.first, most, B, wide, *places)
+        made = self.code.replay_rounds(self.count, self.first, most, AWAY_S, B, wide, *places)
         if made < 0:
             raise IndexError(REFUSED)
         ends = (begin + s for s in seconds[:made].tolist())
@@ -243,7 +244,7 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
 
 def more(known: Graphs, most: int, report: Tensor) -> list[Reported]:
     """What was run last, a round with this `report` (`Engine.steps`), again: so many rounds, or
-    fewer, if a row ends before. None, where it is not one call."""
+    fewer, if a row ends before or they take long. None, where it is not one call."""
     again = known.latest[1].again
     return again.rounds(most, report) if most and isinstance(again, _Compiled) else []
 

@@ -703,7 +703,7 @@ BUGS = {
     "block: bonus from p": ("mass > 0 ? spare : p", "p"),
     "rounds after the last": ("if (report[1] && !report[2])", "if (false)"),
     "rounds that are not made": ("if (!replay(count, calls)) return -1;", ""),
-    "all at once": ("*seconds++ = dur", "*seconds = dur"),
+    "all at once": ("*seconds++ = now", "*seconds = now"),
     "sums in another order": ("(q[0] + q[2]) + (q[1] + q[3])", "q[0] + q[1] + q[2] + q[3]"),
 }
 

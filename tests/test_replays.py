@@ -95,6 +95,14 @@ def test_a_policy_that_holds_is_not_asked_again(kind, context):
     assert held_rounds_are_rounds(kind, context)
 
 
+def test_nobody_is_kept_waiting_for_rounds_that_take_long(monkeypatch):
+    monkeypatch.setattr(replays, "AWAY_S", 0.0)
+    made = fast("null", "empty")
+    made.generate(PROMPTS, LONG)
+    made.policy, Asked.times = Asked(made.policy.tree), 0
+    assert len(made.generate(PROMPTS, LONG).trace.rounds) == Asked.times
+
+
 @pytest.mark.parametrize("kind", ["model", "ngram"])
 @torch.inference_mode()
 def test_rows_with_budgets_are_replayed(kind):

@@ -42,6 +42,7 @@ from specexp.serving.serve import (
 from specexp.serving.simulate import SimulatedBank
 
 QUANTILES = (50, 95, 99)
+LEARNING = 2  # turns that do not count: rounds are recorded, and policies do not know yet
 PIECES = 8  # of a turn: what disturbs the machine for a second falls on every server
 SHOWN = {
     "throughput/tok_s": "tokens/s", "throughput/req_s": "requests/s",
@@ -164,9 +165,10 @@ def race(
 ) -> tuple[pd.DataFrame, dict[str, Run]]:
     """A closed loop of `concurrency` streams under every policy, side by side.
 
-    One row a policy and turn: seconds for the turn's tokens, and what was speculated. Turns count
-    from when every row has been written once until requests run out; each server delivers `tokens`
-    or more a turn, a piece at a time. Returns the runs, too.
+    One row a policy and turn: seconds for the turn's tokens, and what was speculated. Turns begin
+    when every row has been written once, the first `LEARNING` do not count, and the last is the one
+    before requests run out; each server delivers `tokens` or more a turn, a piece at a time.
+    Returns the runs, too.
     """
     space = room(rig, names, costs)
     watches = {name: Stopwatch() for name in names}
@@ -197,7 +199,8 @@ def race(
         if not all(run.arriving.left for run in runs.values()):
             break
     whole = rows[: -len(runs)] or rows  # somebody's last turn was cut short
-    return pd.DataFrame(whole), runs
+    found = pd.DataFrame(whole[LEARNING * len(runs) :] or whole)
+    return found.assign(turn=found["turn"] - found["turn"].min()), runs
 
 
 def in_turn(names: Collection[str], number: int) -> list[str]:
@@ -281,7 +284,7 @@ def bake_off(
     with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
         for c in concurrency:
             tokens = 256 + 20 * c
-            count = 2 * c + -(-turns * tokens // max_new_tokens)
+            count = 2 * c + -(-(turns + LEARNING) * tokens // max_new_tokens)
             asked = staggered(requests(rig, prompts, count, max_new_tokens), c)
             part, _ = race(rig, names, costs, asked, c, tokens)
             parts.append(part.assign(load=c))

@@ -222,7 +222,8 @@ def _loaded() -> Library | None:
         rounds = found.rounds
         rounds.replay.restype, rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
         rounds.replay_rounds.restype = c_int64
-        rounds.replay_rounds.argtypes = c_int64, c_void_p, *[c_int64] * 3, *[c_void_p] * 3
+        numbers = c_int64, c_double, c_int64, c_int64
+        rounds.replay_rounds.argtypes = c_int64, c_void_p, *numbers, *[c_void_p] * 3
         return found
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]

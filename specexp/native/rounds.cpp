@@ -283,18 +283,21 @@ static bool ends(int64_t rows, int64_t wide, const int64_t *report) {
     return false;
 }
 
-// Rounds of such calls, whose `report` is that of the round before, until there were `most` or a row
-// has ended: their reports, one after another, and the seconds until each was there. How many; or -1.
-extern "C" int64_t replay_rounds(int64_t count, const Call *calls, int64_t most, int64_t rows,
-                                 int64_t wide, const int64_t *report, int64_t *reports,
-                                 double *seconds) {
+// Rounds of such calls, whose `report` is that of the round before, until there were `most`, so many
+// seconds have passed or a row has ended: their reports, one after another, and the seconds until
+// each was there. How many; or -1.
+extern "C" int64_t replay_rounds(int64_t count, const Call *calls, int64_t most, double most_s,
+                                 int64_t rows, int64_t wide, const int64_t *report,
+                                 int64_t *reports, double *seconds) {
     using namespace std::chrono;
     const auto begin = steady_clock::now();
+    double now = 0;
     int64_t made = 0;
-    for (; made < most && !ends(rows, wide, report); made++) {
+    for (; made < most && now < most_s && !ends(rows, wide, report); made++) {
         if (!replay(count, calls)) return -1;
+        now = duration<double>(steady_clock::now() - begin).count();
         reports = std::copy_n(report, rows * wide, reports);
-        *seconds++ = duration<double>(steady_clock::now() - begin).count();
+        *seconds++ = now;
     }
     return made;
 }
