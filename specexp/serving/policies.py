@@ -243,9 +243,9 @@ class Goodput:
     has settled on is changed only for a gain of `margin`: what promises most is often what seems
     better than it is. It is thought about now and then, since that takes time.
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
-    while somebody goes on to draft, or nobody, `trial` rounds go to the least known of the plans
-    that come near. While nothing is drafted nothing is learned, and what was learned fades: drafts
-    are tried as often, if they would pay at the best that acceptance may be.
+    while somebody goes on to draft, or nobody, `trial` rounds go to what may be better than it
+    says. While nothing is drafted nothing is learned, and what was learned fades: drafts are tried
+    as often, if they would pay at the best that acceptance may be.
     """
 
     costs: Prices
@@ -336,18 +336,26 @@ class Goodput:
             return self.settled
         self.gap = min(2 * self.gap, self.rarest)
         self.due = self.rounds + self.gap
-        if not drafts and not self._might_pay(load):
-            return self.settled
-        self.left = self.trial - 1
-        return self._trial(load, rates)
+        plan = self._promising(rates) if drafts else self._hopeful(load, rates)
+        self.left = self.trial - 1 if plan != self.settled else self.left
+        return plan
 
-    def _trial(self, load: Load, rates: dict[Plan, float]) -> Plan:
-        """Of what may be nearly as good as what is settled, the one of which least has been seen:
-        the table may be wrong about it. If its drafter cannot catch up while it lasts, it is for
-        the row alone that lacks least."""
-        near = [plan for plan, rate in rates.items() if rate > 0.75 * rates[self.settled]]
-        plan = max(near, key=lambda plan: self.pace.doubt(plan.tree.depth))
-        if self.settled.tree.depth or not plan.budget:
+    def _promising(self, rates: dict[Plan, float]) -> Plan:
+        """What may be best if rounds so deep are as fast as is still likely: the table may be wrong
+        about it."""
+
+        def hope(plan: Plan) -> float:
+            doubt = self.pace.doubt(plan.tree.depth) if plan != self.settled else 0.0
+            return rates[plan] * math.exp(math.sqrt(doubt))
+
+        return max(rates, key=hope)
+
+    def _hopeful(self, load: Load, rates: dict[Plan, float]) -> Plan:
+        """What may pay, where nobody drafts, if acceptance is as good as is still likely. If its
+        drafter cannot catch up while a trial lasts, it is for the row alone that lacks least."""
+        hoped = self._rates(load, self.conditional(above=1.0))
+        plan = max(hoped, key=hoped.__getitem__)
+        if not plan.budget:
             return plan
         behind = {row: s.behind for row, s in _written(load).items() if plan.budget[row]}
         if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / rates[PLAIN]:
@@ -355,14 +363,9 @@ class Goodput:
         least = min(behind, key=behind.__getitem__)
         return _budgeted(depth * (row == least) for row, depth in enumerate(plan.budget))
 
-    def _might_pay(self, load: Load) -> bool:
-        """Would some draft pay if acceptance were as good as is still likely?"""
-        rates = self._rates(load, self.conditional(above=1.0))
-        return max(rates.values()) > rates[PLAIN]
-
     def _rates(self, load: Load, overall: list[float]) -> dict[Plan, float]:
-        """Tokens a second of a row under plain decoding, under the drafts that promise most, and
-        under what is settled, if it is for as many rows."""
+        """Tokens a second of a row under plain decoding, under the drafts that promise most, the
+        same less deep, and under what is settled, if it is for as many rows."""
         rows = _written(load)
         seen = self._outlook(load, rows, overall)
         plans = [PLAIN, *(Plan(Tree.chain(g)) for g in self.gammas)]
@@ -370,7 +373,10 @@ class Goodput:
             budget = [0] * load.rows
             for row, depth in zip(rows, seen.spread(), strict=True):
                 budget[row] = depth
+            deepest = max(budget)
+            less = (g for g in self.gammas if g < deepest)
             plans = [PLAIN, _budgeted(budget)]
+            plans += [_budgeted(min(g, depth) for depth in budget) for g in less]
             settled = self.settled.budget
             if len(settled) == load.rows and any(settled[row] for row in rows):
                 plans.append(self.settled)
