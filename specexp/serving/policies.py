@@ -186,8 +186,8 @@ class Outlook:
     def spread(self) -> tuple[int, ...]:
         """How deep each row should draft, at least one of them: guesses are spent one by one on the
         row to which they bring most, for what they cost, under every limit of their depth."""
-        verify, levels = self.verify, self.levels
-        guess_s = (sum(n[-1] for n in levels) + verify[-1] - verify[0]) / (len(verify) - 1)
+        levels, all_s = self.levels, self.verify[-1] - self.verify[0]
+        guess_s = (sum(n[-1] for n in levels) + all_s) / (len(self.verify) - 1)
         order = []
         for row, (each, share) in enumerate(zip(self.chances, self.filled, strict=True)):
             before, worth = 1.0, math.inf
@@ -212,8 +212,8 @@ class Outlook:
                 gains += gained
                 if not depth:
                     seconds += self.begin[row]
-                checked = verify[0] + made / count * (verify[count] - verify[0])
-                found = gains / w - math.log(least + reckoning * (seconds + checked))
+                reckoned = seconds + self._checked(made, count)
+                found = gains / w - math.log(least + reckoning * reckoned)
                 if found > best:
                     best, most, deepest = found, at, deep
         spent = [0] * w
@@ -323,14 +323,14 @@ class Goodput:
         self._digest()
         rates = self._rates(load, self.conditional())
         best = max(rates, key=rates.__getitem__)
-        drafts, now = bool(self.settled.tree.depth), self.settled
+        now, drafted = self.settled, bool(self.settled.tree.depth)
         if now not in rates:  # made for other rows
             now = max(rates.keys() - {PLAIN}, key=rates.__getitem__)
         self.settled = best if rates[best] > rates[now] * (1 + self.margin) else now
-        if bool(self.settled.tree.depth) != drafts:
+        drafts = bool(self.settled.tree.depth)
+        if drafts != drafted:
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
-        drafts = bool(self.settled.tree.depth)
         self.left = (self.hold if drafts else min(self.still, self.rounds)) - 1
         if self.rounds < self.due:
             return self.settled
