@@ -120,8 +120,7 @@ class Engine:
         """Begin a round; where rounds are one call on a CPU and short, up to `hold` of them, until
         a row ends. What is returned waits for them: their reports, and when each was there."""
         if self.drafter.on_host:
-            report = self.round(seqs, tree).tolist()
-            return lambda: [(report, time.perf_counter())]
+            return self.unrecorded(seqs, tree)
         told = self.recorded("round", seqs, tree, lambda: graphs.Told(self.round(seqs, tree)))
         first, known = told.fetch(), self.replays
 
@@ -130,6 +129,11 @@ class Engine:
             return [now, *(replays.more(known, hold - 1, told.x) if known else [])]
 
         return reported
+
+    def unrecorded(self, seqs: Sequences, tree: Tree) -> Callable[[], list[Reported]]:
+        """One round, launched one operation at a time; what `launch` returns."""
+        report = self.round(seqs, tree).tolist()
+        return lambda: [(report, time.perf_counter())]
 
     def report(self, seqs: Sequences, tree: Tree) -> list[list[int]]:
         """One round, and its report on the host."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -35,7 +34,6 @@ from specexp.lm import DTYPES, LM, load
 from specexp.sequences import Sequences
 from specexp.serving.costs import Fit, fingerprint
 from specexp.trace import Acceptance, Trace
-from specexp.tree import Tree
 from specexp.zoo import shelf
 
 NAMES = ("peers", "roofline", "round", "scale", "memory")
@@ -168,16 +166,12 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
             spent["passes"] += turns.clock(device) - started
         return made
 
-    def launch(_: Any, seqs: Sequences, tree: Tree, hold: int = 1) -> Any:
-        report = engine.round(seqs, tree).tolist()
-        return lambda: [(report, time.perf_counter())]
-
     hooks: list[tuple[Any, str, Any]] = [
         (engine, "begin", begin), (engine, "round", a_round), (engine, "_propose", propose),
         (engine, "_verify", verify), (drafter, "observe", observe),
     ]  # fmt: skip
     if whole:
-        hooks += [(engine, "launch", launch)]
+        hooks += [(engine, "launch", lambda _, seqs, tree, *hold: engine.unrecorded(seqs, tree))]
     else:
         hooks += [(lm, "feed", feed) for lm in drafter.models]
     with ExitStack() as borders:

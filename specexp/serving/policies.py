@@ -368,19 +368,18 @@ class Goodput:
         same less deep, and under what is settled, if it is for as many rows."""
         rows = _written(load)
         seen = self._outlook(load, rows, overall)
-        plans = [PLAIN, *(Plan(Tree.chain(g)) for g in self.gammas)]
         if load.streams and self.costs.packs:
             budget = [0] * load.rows
             for row, depth in zip(rows, seen.spread(), strict=True):
                 budget[row] = depth
-            deepest = max(budget)
-            less = (g for g in self.gammas if g < deepest)
-            plans = [PLAIN, _budgeted(budget)]
-            plans += [_budgeted(min(g, depth) for depth in budget) for g in less]
+            less = (g for g in self.gammas if g < max(budget))
+            plans = [_budgeted(budget), *(_budgeted(min(g, d) for d in budget) for g in less)]
             settled = self.settled.budget
             if len(settled) == load.rows and any(settled[row] for row in rows):
                 plans.append(self.settled)
-        return {plan: seen.rate([plan.depth(row) for row in rows]) for plan in plans}
+        else:
+            plans = [Plan(Tree.chain(g)) for g in self.gammas]
+        return {plan: seen.rate([plan.depth(row) for row in rows]) for plan in (PLAIN, *plans)}
 
     def _outlook(self, load: Load, rows: dict[int, Stream], overall: list[float]) -> Outlook:
         lasting = self.horizon if self.settled.tree.depth else self.stays
