@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from specexp.trace import Step
 from specexp.tree import Tree
 
-HELD = 16  # rounds for which the host may look away
+HELD = 64  # rounds for which the host may look away
 
 
 class Plan(NamedTuple):
