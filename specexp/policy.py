@@ -1,6 +1,6 @@
 """How much to draft next, decided on the host between rounds from what is known by then.
 
-The policies that look at the load are in serving/policies.py.
+The policies that look at the load are in serving/ (policies.py, goodput.py).
 """
 
 from __future__ import annotations

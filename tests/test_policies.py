@@ -14,7 +14,8 @@ from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Stream
 from specexp.serving import policies
 from specexp.serving.costs import Costs
-from specexp.serving.policies import GAMMAS, Bandit, Goodput, InTurn, Table, Threshold
+from specexp.serving.goodput import GAMMAS, Goodput
+from specexp.serving.policies import Bandit, InTurn, Table, Threshold
 from specexp.serving.serve import Closed, Request, Server, Timed, serve
 from specexp.serving.simulate import SimulatedBank
 from specexp.trace import Step

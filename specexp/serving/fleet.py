@@ -30,6 +30,7 @@ from specexp.policy import Load
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals
 from specexp.serving.costs import Costs
+from specexp.serving.goodput import GAMMAS
 
 ROUTERS = ("least", "round_robin", "two_choices")
 
@@ -82,7 +83,7 @@ def pace(
     if output <= 0:
         raise UserError(f"output is {output}; an answer has at least one token")
     deepest = costs.gammas[-1]
-    gammas = [0, *(g for g in policies.GAMMAS if g <= deepest)]
+    gammas = [0, *(g for g in GAMMAS if g <= deepest)]
 
     def tokens_s(b: int, gamma: int) -> float:
         tokens = _moments(conditional, gamma)[0]

@@ -1,0 +1,464 @@
+"""The plan under which rows write fastest, by measured costs and acceptance so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from specexp.policy import Load, Plan, Stream
+from specexp.trace import Step
+from specexp.tree import Tree
+
+GAMMAS = (1, 2, 3, 5)
+PLAIN = Plan(Tree.chain(0))
+READ = -2  # a kind of pass, beside those of rounds by depth: it reads a prompt, of which, from so
+LONG = 32  # many tokens on, arithmetic is all
+
+
+class Prices(Protocol):
+    """What rounds cost: see `costs.Costs`."""
+
+    @property
+    def packs(self) -> bool: ...
+    def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
+    def level_s(self, rows: float, depth: int, context: float) -> float: ...
+    def prefill_s(self, length: float) -> float: ...
+    def catch_up_s(self, length: float) -> float: ...
+
+
+class Pace:
+    """How long passes take, as a multiple of what the table says: the machine's two paces, one for
+    reading memory and one for arithmetic, which drift and are the same for all, times what the
+    table has wrong about each kind of pass.
+
+    A Kalman filter (Kalman 1960) over the logarithms. So a slow minute is not held against the kind
+    of round that it falls on; kinds are compared by rounds that lie side by side; and prompts that
+    are read tell how fast drafts would be checked, which is arithmetic, too, while nobody drafts. A
+    pass that took far longer than it should was held up by something else, and says little.
+    """
+
+    ALIKE = 0.8  # correlation of the two paces
+
+    def __init__(
+        self, kinds: Sequence[int], machine: float, table: float, drift: float, noise: float
+    ) -> None:
+        """In logarithms: by how much machine and table may be off, the machine's drift a round and
+        the noise of one."""
+        self.at = {kind: 2 + i for i, kind in enumerate(kinds)}
+        self.mean = [0.0] * (2 + len(kinds))
+        known = [machine, machine, *[table] * len(kinds)]
+        self.spread = [[x * x * (i == j) for j, x in enumerate(known)] for i in range(len(known))]
+        self.spread[0][1] = self.spread[1][0] = self.ALIKE * machine**2
+        self.drift, self.noise = drift**2, noise**2
+
+    def see(self, kind: int, share: float, times: float, rounds: int) -> None:
+        """So many rounds of a kind, of which arithmetic has this share by the table, took so many
+        times what it says of them."""
+        spread, mean, at = self.spread, self.mean, self.at[kind]
+        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            spread[i][j] += self.drift * rounds * (1 if i == j else self.ALIKE)
+        shared = [(1 - share) * row[0] + share * row[1] + row[at] for row in spread]
+        variance = (1 - share) * shared[0] + share * shared[1] + shared[at] + self.noise / rounds
+        expected = (1 - share) * mean[0] + share * mean[1] + mean[at]
+        most = 2 * math.sqrt(variance)
+        off = min(max(math.log(max(times, 1e-9)) - expected, -most), most)
+        for i, part in enumerate(shared):
+            mean[i] += part * off / variance
+            spread[i] = [x - part * y / variance for x, y in zip(spread[i], shared, strict=True)]
+
+    def slower(self, kind: int) -> tuple[float, float]:
+        """How many times longer than the table says rounds of a kind take where they read memory,
+        and where they reckon."""
+        off = self.mean[self.at[kind]]
+        return math.exp(self.mean[0] + off), math.exp(self.mean[1] + off)
+
+    def doubt(self, kind: int) -> float:
+        at = self.at[kind]
+        return self.spread[at][at]
+
+
+@dataclass
+class Outlook:
+    """What a round of these rows promises and costs. Of each row: how likely the guess of each
+    depth is kept, and all before it; the share of its guesses that are made; and the seconds that
+    it takes to begin to draft. Of the table: see `Goodput.priced`. wide: so many rows are paid for
+    at every depth; 0: those alone that have a guess there, for passes leave out what is no token.
+    """
+
+    chances: list[list[float]]
+    filled: list[float]
+    begin: list[float]
+    levels: list[list[float]]
+    verify: list[float]
+    floor: float
+    pace: Pace
+    wide: int
+
+    def rate(self, depths: Sequence[int]) -> float:
+        """Tokens a second of a row, their geometric mean, if rows draft so deep."""
+        deepest = max(depths)
+        gains = sum(math.log1p(sum(each[:g])) for each, g in zip(self.chances, depths, strict=True))
+        counts = [self.wide or sum(g > d for g in depths) for d in range(deepest)]
+        seconds = sum(level[n] for level, n in zip(self.levels, counts, strict=False))
+        seconds += sum(begin for begin, g in zip(self.begin, depths, strict=True) if g)
+        made = sum(share * g for share, g in zip(self.filled, depths, strict=True))
+        most = sum(depths)
+        if self.wide:
+            made = most = deepest * self.wide
+        seconds += self._checked(made, most)
+        return math.exp(gains / len(depths)) / self._at_pace(deepest, seconds)
+
+    def _checked(self, made: float, most: int) -> float:
+        """Seconds of all but the guesses, if so many are made, or none, of so many at most."""
+        least = self.verify[0]
+        return least + made / most * (self.verify[most] - least) if most else least
+
+    def _at_pace(self, deepest: int, seconds: float) -> float:
+        memory, reckoning = self.pace.slower(deepest)
+        return memory * self.floor + reckoning * (seconds - self.floor)
+
+    def spread(self) -> tuple[int, ...]:
+        """How deep each row should draft, at least one of them: guesses are spent one by one on the
+        row to which they bring most, for what they cost, under every limit of their depth."""
+        levels, all_s = self.levels, self.verify[-1] - self.verify[0]
+        guess_s = (sum(n[-1] for n in levels) + all_s) / (len(self.verify) - 1)
+        order = []
+        for row, (each, share) in enumerate(zip(self.chances, self.filled, strict=True)):
+            before, worth = 1.0, math.inf
+            for depth, chance in enumerate(each):
+                gained = math.log1p(chance / before)
+                costs = share * guess_s + (0.0 if depth else self.begin[row])
+                worth = min(worth, gained / max(costs, 1e-12))
+                order.append((-worth, row, depth, gained))
+                before += chance
+        order.sort()
+        w, best, most, deepest = len(self.chances), -math.inf, 0, 0
+        for deep in range(len(levels)):
+            memory, reckoning = self.pace.slower(deep + 1)
+            least = (memory - reckoning) * self.floor
+            counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
+            for at, (_, row, depth, gained) in enumerate(order):
+                if depth > deep:
+                    continue
+                count, counts[depth] = count + 1, (n := counts[depth] + 1)
+                seconds += levels[depth][n] - levels[depth][n - 1]
+                made += self.filled[row]
+                gains += gained
+                if not depth:
+                    seconds += self.begin[row]
+                reckoned = seconds + self._checked(made, count)
+                found = gains / w - math.log(least + reckoning * reckoned)
+                if found > best:
+                    best, most, deepest = found, at, deep
+        spent = [0] * w
+        for _, row, depth, _ in order[: most + 1]:
+            if depth <= deepest:
+                spent[row] = depth + 1
+        return tuple(spent)
+
+
+@dataclass
+class Goodput:
+    """The plan under which rows write fastest, by measured costs and acceptance so far.
+
+    What is made as large as can be is the geometric mean of the tokens a second that the rows
+    promise. Their sum is what SmartSpec takes (Liu et al. 2024, arXiv 2406.14066, section 4), but
+    tokens of a row whose guesses are refused take longest, whenever they are written, and so most
+    of the time goes to them: to hurry those who are fast anyway brings less than the round says.
+    (Proportional fairness: Kelly 1997, Charging and rate control for elastic traffic.)
+
+    Expected tokens follow from two running estimates: how often the i-th guess is kept given those
+    before it, over all rows, and how much better or worse each row does than all. Where passes
+    leave out what is no token (`Prices.packs`), guesses are spent one by one on whichever row they
+    bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
+    table and from how rounds of each kind compare with it (`Pace`); the first round after a change
+    of depth does not count. Whoever drafts pays for the drafter's reading, of texts as they come
+    and, spread over the rounds that this will serve, of what it lacks of those there are. What it
+    has settled on is changed only for a gain of `margin`: what promises most is often what seems
+    better than it is. It is thought about now and then, since that takes time.
+    The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
+    while somebody goes on to draft, or nobody, `trial` rounds go to what may be better than it
+    says. While nothing is drafted nothing is learned, and what was learned fades: drafts are tried
+    as often, if they would pay at the best that acceptance may be.
+    """
+
+    costs: Prices
+    gammas: tuple[int, ...] = GAMMAS
+    horizon: int = 32  # rounds that a row's drafts are likely to last, and
+    stays: int = 128  # those of all rows
+    margin: float = 0.02
+    hold: int = 16  # rounds between thoughts, and
+    still: int = 32  # while none drafts
+    trial: int = 4
+    probe: int = 64
+    rarest: int = 2048
+    hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
+    hopes: float = 16.0  # guesses that this counts as
+    weight: float = 8.0  # and what is known of all rows, beside what is known of one
+    fade: float = 0.995
+    doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
+    together: int = 32  # rounds whose times are looked at; fewer where the depth changes,
+    few: int = 3  # but so many at least
+
+    judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
+    kept: list[float] = field(default_factory=list, init=False)
+    asked: float = field(default=0.0, init=False)  # guesses that could have been made
+    made: float = field(default=0.0, init=False)
+    begun: float = field(default=0.0, init=False)  # texts that came, tokens of them, rounds
+    length: float = field(default=0.0, init=False)
+    lasted: float = field(default=0.0, init=False)
+    better: dict[int, float] = field(default_factory=dict, init=False)  # each row than all
+    pace: Pace = field(init=False)
+    settled: Plan = field(default=PLAIN, init=False)
+    plan: Plan = field(default=PLAIN, init=False)  # of this round, which may be a trial,
+    shape: tuple[int, int] = field(default=(0, 0), init=False)  # and for so many rows
+    tables: dict[tuple[int, int], tuple[list[list[float]], list[float], float]] = field(
+        default_factory=dict, init=False
+    )
+    left: int = field(default=0, init=False)  # rounds for which it is not thought about
+    told: list[tuple[Load, Plan, Sequence[Step], float]] = field(default_factory=list, init=False)
+    before: int | None = field(default=None, init=False)  # how deep the last round was
+    times: list[tuple[float, float]] = field(default_factory=list, init=False)  # see Pace: times
+    timed: int = field(default=0, init=False)  # and shares, of rounds so deep
+    rounds: int = field(default=0, init=False)
+    due: int = field(default=0, init=False)  # the round that tries something else
+    gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
+
+    def __post_init__(self) -> None:
+        deepest = max(self.gammas)
+        self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
+        self.due = self.gap = self.probe
+        self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
+        self.pace = Pace([READ, *range(deepest + 1)], *self.doubts)
+
+    @property
+    def widest(self) -> int:
+        return Tree.chain(max(self.gammas)).room
+
+    def conditional(self, above: float = 0.0) -> list[float]:
+        """P(guess i kept given that guess i - 1 was), i = 1, 2, ...; shrunk to the one before, and
+        `above` standard errors higher than that."""
+        found, before = [], self.hoped
+        for judged, kept in zip(self.judged, self.kept, strict=True):
+            before = min(1.0, (kept + self.hopes * before) / (judged + self.hopes))
+            error = math.sqrt(before * (1 - before) / (judged + self.hopes)) if above else 0.0
+            found.append(min(1.0, before + above * error))
+        return found
+
+    def choose(self, load: Load) -> Plan:
+        self.rounds += 1
+        self.left -= 1
+        shape = load.rows, len(load.streams)
+        if self.left < 0 or (self.plan.tree.depth and self.shape != shape):
+            self.plan, self.shape = self._think(load), shape
+        return self.plan
+
+    def _think(self, load: Load) -> Plan:
+        self._digest()
+        rates = self._rates(load, self.conditional())
+        best = max(rates, key=rates.__getitem__)
+        now, drafted = self.settled, bool(self.settled.tree.depth)
+        if now not in rates:  # made for other rows
+            now = max(rates.keys() - {PLAIN}, key=rates.__getitem__)
+        self.settled = best if rates[best] > rates[now] * (1 + self.margin) else now
+        drafts = bool(self.settled.tree.depth)
+        if drafts != drafted:
+            self.gap = self.probe
+            self.due = min(self.due, self.rounds + self.probe)
+        self.left = (self.hold if drafts else min(self.still, self.rounds)) - 1
+        if self.rounds < self.due:
+            return self.settled
+        self.gap = min(2 * self.gap, self.rarest)
+        self.due = self.rounds + self.gap
+        plan = self._promising(rates) if drafts else self._hopeful(load, rates)
+        self.left = self.trial - 1 if plan != self.settled else self.left
+        return plan
+
+    def _promising(self, rates: dict[Plan, float]) -> Plan:
+        """What may be best if rounds so deep are as fast as is still likely: the table may be wrong
+        about it."""
+
+        def hope(plan: Plan) -> float:
+            doubt = self.pace.doubt(plan.tree.depth) if plan != self.settled else 0.0
+            return rates[plan] * math.exp(math.sqrt(doubt))
+
+        return max(rates, key=hope)
+
+    def _hopeful(self, load: Load, rates: dict[Plan, float]) -> Plan:
+        """What may pay, where nobody drafts, if acceptance is as good as is still likely. If its
+        drafter cannot catch up while a trial lasts, it is for the row alone that lacks least."""
+        hoped = self._rates(load, self.conditional(above=1.0))
+        plan = max(hoped, key=hoped.__getitem__)
+        if not plan.budget:
+            return plan
+        behind = {row: s.behind for row, s in _written(load).items() if plan.budget[row]}
+        if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / rates[PLAIN]:
+            return plan
+        least = min(behind, key=behind.__getitem__)
+        return _budgeted(depth * (row == least) for row, depth in enumerate(plan.budget))
+
+    def _rates(self, load: Load, overall: list[float]) -> dict[Plan, float]:
+        """Tokens a second of a row under plain decoding, under the drafts that promise most, the
+        same less deep, and under what is settled, if it is for as many rows."""
+        rows = _written(load)
+        seen = self._outlook(load, rows, overall)
+        if load.streams and self.costs.packs:
+            budget = [0] * load.rows
+            for row, depth in zip(rows, seen.spread(), strict=True):
+                budget[row] = depth
+            less = (g for g in self.gammas if g < max(budget))
+            plans = [_budgeted(budget), *(_budgeted(min(g, d) for d in budget) for g in less)]
+            settled = self.settled.budget
+            if len(settled) == load.rows and any(settled[row] for row in rows):
+                plans.append(self.settled)
+        else:
+            plans = [Plan(Tree.chain(g)) for g in self.gammas]
+        return {plan: seen.rate([plan.depth(row) for row in rows]) for plan in (PLAIN, *plans)}
+
+    def _outlook(self, load: Load, rows: dict[int, Stream], overall: list[float]) -> Outlook:
+        lasting = self.horizon if self.settled.tree.depth else self.stays
+        coming = self._coming() / len(rows)
+        begin = [coming + self.costs.catch_up_s(n) / lasting if n else coming
+                 for n in self._behind(load, rows)]  # fmt: skip
+        wide = 0 if self.costs.packs else load.rows
+        chances, filled = self._chances(rows, overall), self._filled(rows)
+        return Outlook(chances, filled, begin, *self.priced(load), self.pace, wide)
+
+    def _paid(self, load: Load) -> int:
+        """The rows that a pass is paid for."""
+        return load.rows - load.streams.count(None) if self.costs.packs else load.rows
+
+    def _chances(self, rows: dict[int, Stream], overall: list[float]) -> list[list[float]]:
+        """[rows][depth]: how likely the guess of that depth is kept, and all before it."""
+        judged = sum(self.judged)
+        mean = min(1.0, sum(self.kept) / judged) if judged else self.hoped
+        self.better = {
+            row: (s.kept / mean + self.weight) / (s.judged + self.weight) if mean else 1.0
+            for row, s in rows.items()
+        }
+        found = []
+        for better in self.better.values():
+            chance, each = 1.0, []
+            for kept in overall:
+                chance *= min(1.0, better * kept)
+                each.append(chance)
+            found.append(each)
+        return found
+
+    def _filled(self, rows: dict[int, Stream]) -> list[float]:
+        """[rows]: the share of their guesses that is paid for: a drafter may not make all."""
+        if not self.costs.packs:
+            return [1.0] * len(rows)
+        weight = self.weight
+        believed = weight * (self.made + weight) / (self.asked + weight)
+        return [(s.made + believed) / (s.asked + weight) for s in rows.values()]
+
+    def _coming(self) -> float:
+        """Seconds a round for which a drafter reads the texts that come."""
+        if not self.begun:
+            return 0.0
+        return self.begun / self.lasted * self.costs.catch_up_s(self.length / self.begun)
+
+    def _behind(self, load: Load, rows: dict[int, Stream]) -> list[int]:
+        """How much the drafter has to read of each row that does not draft so far."""
+        fits = len(self.plan.budget) in (0, load.rows)
+        now = self.plan if fits else Plan(self.settled.tree)
+        return [0 if now.depth(row) else s.behind for row, s in rows.items()]
+
+    def priced(self, load: Load) -> tuple[list[list[float]], list[float], float]:
+        """What the table says at this size, read once, for a server's windows are few: seconds of
+        the guess of a depth [depth][rows that draft so deep]; of all else of a round [guesses
+        made]; and of that those in which memory is read, whatever is reckoned."""
+        b = self._paid(load)
+        if (b, load.context) not in self.tables:
+            deepest, context = len(self.judged), load.context
+            levels = [
+                [0.0, *(self.costs.level_s(n, d, context) for n in range(1, b + 1))]
+                for d in range(1, deepest + 1)
+            ]
+            verify = [self.costs.verify_s(b, 1 + m / b, context) for m in range(deepest * b + 1)]
+            floor = self.costs.verify_s(1, 1, context)
+            self.tables[b, load.context] = levels, verify, min(floor, *verify)
+        return self.tables[b, load.context]
+
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+        self.told.append((load, plan, steps, seconds))
+
+    def _digest(self) -> None:
+        """Learn from all rounds since the last thought, which had one plan, at once: each alone
+        would be as slow as code is that has just been swept from the caches."""
+        drafting_s = self._drafting_s(*self.told[0][:2]) if self.told else 0.0
+        for load, plan, steps, seconds in self.told:
+            new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
+            self.begun, self.length = self.begun + len(new), self.length + sum(new)
+            depth, behind = plan.tree.depth, 0
+            if depth:
+                self._judge(plan, steps)
+                drafting = (s for row, s in enumerate(load.streams) if s and plan.depth(row))
+                behind = sum(s.behind for s in drafting)
+            if depth == self.before and behind < LONG:  # of more, a round reads only a part
+                price = drafting_s + self._checking_s(load, plan, steps)
+                price += self.costs.catch_up_s(behind) if behind else 0.0
+                self._time(load, depth, seconds, price)
+            self.before = depth
+            tokens, took = load.read
+            if tokens >= LONG:
+                self.pace.see(READ, 1.0, took / self.costs.prefill_s(tokens), 1)
+        self.lasted += len(self.told)
+        fade = (self.fade if self.settled.tree.depth else 0.999) ** len(self.told)
+        self.judged = [fade * x for x in self.judged]
+        self.kept = [fade * x for x in self.kept]
+        self.asked, self.made = fade * self.asked, fade * self.made
+        self.begun, self.length = fade * self.begun, fade * self.length
+        self.lasted *= fade
+        self.told.clear()
+
+    def _time(self, load: Load, depth: int, seconds: float, price: float) -> None:
+        """A round of drafts so deep took so long, where the table says `price`: a few are looked at
+        together, for one that took far longer was held up."""
+        if depth != self.timed or len(self.times) == self.together:
+            if len(self.times) >= self.few:
+                times, shares = zip(*self.times, strict=True)
+                self.pace.see(self.timed, median(shares), median(times), len(times))
+            self.times.clear()
+        self.timed = depth
+        self.times.append((seconds / price, max(0.0, 1 - self.priced(load)[2] / price)))
+
+    def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
+        for step in steps:
+            asked = plan.depth(step.row)
+            better = self.better.get(step.row, 1.0)
+            for i in range(min(step.accepted + 1, asked)):
+                self.judged[i] += better
+                self.kept[i] += i < step.accepted
+            self.asked += asked
+            self.made += step.drafted
+
+    def _drafting_s(self, load: Load, plan: Plan) -> float:
+        """What the table says of the guesses of a plan."""
+        levels = self.priced(load)[0][: plan.tree.depth]
+        if not self.costs.packs:
+            return sum(level[load.rows] for level in levels)
+        depths = [plan.depth(row) for row in _written(load)]
+        return sum(level[sum(x > d for x in depths)] for d, level in enumerate(levels))
+
+    def _checking_s(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
+        """And of all else of such a round."""
+        made = plan.tree.depth * load.rows
+        if made and self.costs.packs:
+            made = sum(step.drafted for step in steps)
+        return self.priced(load)[1][made]
+
+
+def _budgeted(depths: Iterable[int]) -> Plan:
+    budget = tuple(depths)
+    return Plan(Tree.chain(max(budget)), budget)
+
+
+def _written(load: Load) -> dict[int, Stream]:
+    """The rows that are being written; where nothing is said of rows, all are alike."""
+    streams = load.streams or (Stream(),) * load.rows
+    return {row: stream for row, stream in enumerate(streams) if stream}
