@@ -96,10 +96,9 @@ class SlotCache(Cache):
 
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
         """Move the accepted path's slots to the front of this round's draft (before commit)."""
-        root = seqs.length[:, None] - 1
-        target = root + torch.arange(verdict.path.shape[1], device=root.device)
-        n = torch.arange(verdict.path.shape[1], device=root.device) <= verdict.n[:, None]
-        source = torch.where(n, root + verdict.path, target)
+        depth = torch.arange(verdict.path.shape[1], device=verdict.path.device)[None]
+        target = seqs.places(depth)
+        source = torch.where(depth <= verdict.n[:, None], seqs.places(verdict.path), target)
         for layer in self.layers:
             layer.keep(seqs.rows, source, target)
 

@@ -151,6 +151,12 @@ class Engine:
         return self.recordings.recorder.warm if self.recordings else 0
 
     @property
+    def steady(self) -> bool:
+        """Will the next round like the last one take as long? Not if it was recorded, or run so
+        that it can be."""
+        return self.recordings is None or self.recordings.steady
+
+    @property
     def recordings(self) -> graphs.Graphs | None:
         """Of rounds: CUDA graphs, or what is replayed on a CPU; None where there is neither."""
         return self.graphs or self.replays

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specexp.sampling import Rng, Sampling, likeliest
+from specexp.sampling import Rng, Sampling, ranked
 from specexp.sequences import Draft, Sequences, columns
 from specexp.tree import Nodes, Tree, tree_mask
 
@@ -68,7 +68,6 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
     nodes = tree.nodes(device)
     if not tree.depth:
         return Grown(seqs.draft(nodes), nodes.depth)
-    keys = None if rng is None else seqs.keys(nodes.depth)
     place = torch.arange(len(tree), device=device)[None]
     tokens, rank = seqs.root, place[:, :1]
     drafted = [tokens]
@@ -77,11 +76,11 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         fed = seqs.drafting(tokens, depth)
         logits = step(Level(depth, here, fed, rank, nodes.ancestors[:, here]))
         width = max(tree.parents.count(i) for i in range(here.start, here.stop))
-        if rng is None or keys is None:
-            picked = logits.topk(width).indices if width > 1 else likeliest(logits)[..., None]
+        if rng is None:
+            picked = ranked(logits, width)
         else:
             laws.append(sampling.law(logits))
-            picked = rng.draw(laws[-1], width, keys[:, here])
+            picked = rng.draw(laws[-1], width, seqs.keys(nodes.depth[:, here]))
         if tree.is_chain:
             tokens = picked[..., 0]
         else:

@@ -65,9 +65,10 @@ class Policy(Protocol):
         """What comes next; budgets, if any, one for each of `load.rows`."""
         ...
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
-        """How that went, and how long it took: what every row did that was being written, unless it
-        had guesses by a drafter that has not read its whole text yet."""
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
+        """How that went: what every row did that was being written, unless it had guesses by a
+        drafter that has not read its whole text yet; and how long it took, if such rounds will go
+        on to take that long: the first of a kind do not (`Engine.steady`)."""
         ...
 
 
@@ -84,5 +85,5 @@ class Fixed:
     def choose(self, load: Load) -> Plan:
         return Plan(self.tree, hold=HELD)
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         pass

@@ -31,7 +31,7 @@ DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg"}
 REFUSED = "a token or a slot was to be read that there is not"
 Reported: TypeAlias = tuple[list[list[int]], float]  # of a round, and when it was there
-AWAY_S = 0.02  # for which nobody can see or stop what is done
+AWAY_S = 0.05  # for which nobody can see or stop what is done
 MOST = 32 << 20  # bytes that are kept for a replay; beside larger rounds Python is nothing
 
 

@@ -38,6 +38,8 @@ def likeliest(w: Tensor) -> Tensor:
 
 def ranked(w: Tensor, k: int) -> Tensor:
     """int64 [..., k]: where w [..., V] is largest, the largest first."""
+    if k == 1:
+        return likeliest(w)[..., None]
     code = native.by(w)
     if code is None or w.dtype != torch.float32:
         return w.topk(k).indices
@@ -112,9 +114,7 @@ class Noise:
         return likeliest(self.race(w, keys, purpose))
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
-        if k == 1:
-            return self.categorical(w, keys, TOKEN)[..., None]
-        return self.race(w, keys, TOKEN).topk(k).indices
+        return ranked(self.race(w, keys, TOKEN), k)
 
 
 class Certain:
@@ -127,7 +127,7 @@ class Certain:
         return likeliest(w)
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
-        return w.topk(k).indices
+        return ranked(w, k)
 
 
 @dataclass(frozen=True)

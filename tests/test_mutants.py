@@ -270,7 +270,7 @@ class Mutant:
 
 FULL = "(n == nodes.deepest)[:, None]"
 COIN = "rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)"
-DRAWN = "rng.draw(laws[-1], width, keys[:, here])"
+DRAWN = "rng.draw(laws[-1], width, "
 REST = "(left - self.lenience * drawn).clamp(min=0)"
 RETURN = "bonus = rng.categorical(owed"
 OWED = "owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]"
@@ -294,13 +294,14 @@ def last(new: str) -> dict[str, str]:
 MUTANTS = [
     # What is proposed
     Mutant("guesses drawn from another q", *grow,
-           {DRAWN: "rng.draw(sampling.law(logits / 2), width, keys[:, here])"},
+           {DRAWN: "rng.draw(sampling.law(logits / 2), width, "},
            "law_on_chains"),
-    Mutant("likeliest guess under a soft q", *grow, {DRAWN: "logits.topk(width).indices"},
+    Mutant("likeliest guess under a soft q", *grow,
+           {f"{DRAWN}seqs.keys(nodes.depth[:, here]))": "ranked(logits, width)"},
            "law_on_chains"),
     Mutant("q reported at another temperature", *grow,
            {"laws.append(sampling.law(logits))": "laws.append(Sampling(1.0).law(logits))",
-            DRAWN: "rng.draw(sampling.law(logits), width, keys[:, here])"},
+            DRAWN: "rng.draw(sampling.law(logits), width, "},
            "law_when_shaped"),
     # What the target says of it
     Mutant("temperature on q only", *round_,
@@ -453,7 +454,7 @@ MUTANTS = [
     Mutant("accepted path left where it was", *round_, {"if not tree.is_chain:": "if False:"},
            "law_on_trees"),
     Mutant("accepted path moved from one node before", SlotCache, "keep",
-           {"root + verdict.path": "root + (verdict.path - 1).clamp(min=0)"}, "law_on_trees"),
+           {"places(verdict.path)": "places((verdict.path - 1).clamp(min=0))"}, "law_on_trees"),
     Mutant("accepted path moved without its last node", SlotCache, "keep",
            {"<= verdict.n": "< verdict.n"}, "law_on_trees"),
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
@@ -505,7 +506,7 @@ MUTANTS = [
            "addresses"),
     Mutant("coins on the guess's noise", Noise, "bernoulli", {"ACCEPT": "TOKEN"}, "addresses"),
     Mutant("siblings drawn with replacement", Noise, "draw",
-           {"self.race(w, keys, TOKEN).topk(k).indices":
+           {"ranked(self.race(w, keys, TOKEN), k)":
             "torch.stack([self.categorical(w, keys + i, TOKEN) for i in range(k)], -1)"},
            "addresses"),
     # What is reported

@@ -142,6 +142,23 @@ def test_served_texts_are_the_texts(kind):
     assert "round" in made.replays.kinds
 
 
+@pytest.mark.parametrize("rig", [fast, slow])
+def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(rig):
+    """Four of a kind, which are recorded or prepare that, are not; all are, where none is."""
+    times = []
+
+    class Hears(Fixed):
+        def learn(self, load, plan, steps, seconds):
+            times.append(seconds)
+
+    server = Server(EngineBank(rig("null"), rows=1, slots=64, room=5), Hears(TREES["empty"]))
+    serve(server, Closed([Request(PROMPTS[0], 20, stream=0)], 1))
+    cold = [None] * (replays.Calls.warm + 1) if rig is fast else []
+    assert times[: len(cold)] == cold
+    assert len(times) == 20
+    assert all(times[len(cold) :])
+
+
 @torch.inference_mode()
 def test_to_be_able_to_draft_adds_nothing_to_a_round_that_does_not():
     """Its calls are those of plain decoding, one by one."""

@@ -73,7 +73,7 @@ class Planted(Drafter):
         if len(tree) == 1:
             return work
         depth, parent = nodes.depth[:, 1:], nodes.parents[0, 1:]
-        place = (seqs.length[:, None] - 1 + depth).clamp(max=seqs.tokens.shape[1] - 1)
+        place = seqs.places(depth).clamp(max=seqs.tokens.shape[1] - 1)
         rank = torch.arange(1, len(tree), device=place.device) - nodes.children[0, parent, 0]
         odds = torch.full(place.shape, self.alpha, device=place.device)
         salt, future = self.salt[seqs.rows], self.future[seqs.rows]

@@ -228,13 +228,22 @@ def intact(result: Path) -> bool:
 
     Raises OSError where that cannot be told now (too many open files, not ours to read).
     """
-    try:
-        digests = dict(json.loads((result / MANIFEST).read_text()))
+
+    def as_committed() -> bool:
+        digests = load(result / MANIFEST)
         if not {RESULT, TAGS} <= digests.keys():
             return False
         data = {name: (result / name).read_bytes() for name in digests}
         mine = json.loads(data[TAGS])["run_key"] in (result.name, key_of(result))
         return mine and all(digest(data[name]) == d for name, d in digests.items())
+
+    return sound(as_committed)
+
+
+def sound(check: Callable[[], bool]) -> bool:
+    """What `check` finds in files; False where one is torn or gone. Raises its other OSErrors."""
+    try:
+        return check()
     except (KeyError, TypeError, ValueError):
         return False
     except OSError as e:

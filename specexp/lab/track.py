@@ -239,16 +239,13 @@ def publishable(folder: Path) -> bool:
     """
     if folder.parent.name == "results":
         return store.intact(folder)
-    try:
+
+    def tells() -> bool:
         tags, point = store.load(folder / store.TAGS), store.load(folder / store.POINT)
-    except (TypeError, ValueError):
-        return False
-    except OSError as e:
-        if e.errno in store.GONE:
-            return False
-        raise
-    told = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
-    return told and {"experiment", "params"} <= point.keys()
+        told = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
+        return told and {"experiment", "params"} <= point.keys()
+
+    return store.sound(tells)
 
 
 def publish(folder: Path) -> str:

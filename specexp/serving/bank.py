@@ -95,6 +95,11 @@ class EngineBank:
         """The longest text that the target can continue."""
         return self.engine.target.context
 
+    @property
+    def steady(self) -> bool:
+        """See `Engine.steady`."""
+        return self.engine.steady
+
     def clock(self) -> float:
         return self.timer.clock()
 

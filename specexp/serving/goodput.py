@@ -219,7 +219,9 @@ class Goodput:
         default_factory=dict, init=False
     )
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
-    told: list[tuple[Load, Plan, Sequence[Step], float]] = field(default_factory=list, init=False)
+    told: list[tuple[Load, Plan, Sequence[Step], float | None]] = field(
+        default_factory=list, init=False
+    )
     before: int | None = field(default=None, init=False)  # how deep the last round was
     times: list[tuple[float, float]] = field(default_factory=list, init=False)  # see Pace: times
     timed: int = field(default=0, init=False)  # and shares, of rounds so deep
@@ -384,8 +386,9 @@ class Goodput:
             self.tables[b, load.context] = levels, verify, min(floor, *verify)
         return self.tables[b, load.context]
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         self.told.append((load, plan, steps, seconds))
+        self.left += seconds is None
 
     def _digest(self) -> None:
         """Learn from all rounds since the last thought, which had one plan, at once: each alone
@@ -399,7 +402,8 @@ class Goodput:
                 self._judge(plan, steps)
                 drafting = (s for row, s in enumerate(load.streams) if s and plan.depth(row))
                 behind = sum(s.behind for s in drafting)
-            if depth == self.before and behind < LONG:  # of more, a round reads only a part
+            steady = depth == self.before and behind < LONG  # of more, a round reads only a part
+            if seconds is not None and steady:
                 price = drafting_s + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
                 self._time(load, depth, seconds, price)

@@ -32,7 +32,7 @@ class Threshold:
     def choose(self, load: Load) -> Plan:
         return Plan(Tree.chain(self.gamma if load.rows <= self.most else 0))
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         pass
 
 
@@ -50,7 +50,7 @@ class Table:
         at = bisect_right(self.entries, (load.rows, math.inf)) - 1
         return Plan(Tree.chain(self.entries[at][1] if at >= 0 else 0))
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         pass
 
 
@@ -71,7 +71,7 @@ class InTurn:
         some = (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3]
         return Plan(Tree.chain(self.gamma), (self.gamma,) * some + (0,) * (load.rows - some))
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         pass
 
 
@@ -116,9 +116,10 @@ class Bandit:
 
         return max(self.gammas, key=hope)
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float) -> None:
-        self.sums[0] += sum(step.emitted for step in steps) / max(1, len(steps))
-        self.sums[1] += seconds
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
+        if seconds is not None:
+            self.sums[0] += sum(step.emitted for step in steps) / max(1, len(steps))
+            self.sums[1] += seconds
         if self.left or not self.sums[0]:
             return
         reward = math.log(self.sums[0] / self.sums[1])

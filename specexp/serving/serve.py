@@ -37,6 +37,8 @@ class Bank(Protocol):
 
     @property
     def context(self) -> int: ...
+    @property
+    def steady(self) -> bool: ...
     def clock(self) -> float: ...
     def wait(self, until: float) -> None: ...
     def enter(self, row: int, text: Sequence[int], stream: int) -> None: ...
@@ -272,7 +274,8 @@ class Server:
         for step in steps:
             self._settle(step, min(budget[step.row], tree.depth))
         judged = [step for step in steps if step.row not in lacking]
-        self.policy.learn(load, plan, judged, self.now - begin)
+        seconds = self.now - begin if self.bank.steady else None
+        self.policy.learn(load, plan, judged, seconds)
         return budget, steps
 
     def _catch_up(self, budget: Sequence[int], longest: int) -> set[int]:

@@ -28,6 +28,8 @@ class SimulatedBank:
     """conditional(stream): P(guess i kept given that guess i - 1 was), i = 1, 2, ..., of the
     request with that stream. overhead_s: what a step costs beside its passes."""
 
+    steady = True  # rounds take as long from the first
+
     def __init__(
         self,
         costs: Costs,
