@@ -304,7 +304,8 @@ def test_guesses_are_spent_where_no_other_spending_promises_more(law, kept, shar
     rows = [None if x is None else Stream(0, 8.0, 8.0 * x) for x in shares]
     policy = told(kept, costs, weight=4.0)
     policy.gammas = (5,)
-    overall, mean = policy.conditional(), min(1.0, sum(policy.kept) / (sum(policy.judged) or 1))
+    overall = policy.conditional()
+    mean = (sum(policy.kept) + 8e-10) / (sum(policy.judged) + 1e-9)
     plan = policy.choose(load(len(rows), *rows))
     written = [row for row, stream in enumerate(rows) if stream]
 
@@ -314,8 +315,11 @@ def test_guesses_are_spent_where_no_other_spending_promises_more(law, kept, shar
         return tokens / (took + law["guess"] * max(budget))
 
     def promised(row: int, depth: int) -> float:
-        own = (rows[row].kept + 4 * mean) / 12 / mean if mean else 1.0
-        return 1 + sum(np.cumprod([min(1.0, a * own) for a in overall[:depth]]))
+        own = odds((rows[row].kept + 4 * mean) / 12) / odds(mean)
+        return 1 + sum(np.cumprod([own * a / (1 - a + own * a) for a in overall[:depth]]))
+
+    def odds(share: float) -> float:
+        return share / max(1 - share, 1e-9)
 
     best = max(map(rate, product(range(6), repeat=len(written))))
     got = [plan.depth(row) for row in written]

@@ -171,7 +171,7 @@ class Goodput:
     (Proportional fairness: Kelly 1997, Charging and rate control for elastic traffic.)
 
     Expected tokens follow from two running estimates: how often the i-th guess is kept given those
-    before it, over all rows, and how much better or worse each row does than all. Where passes
+    before it, over all rows, and by how much each row's odds are better or worse. Where passes
     leave out what is no token (`Prices.packs`), guesses are spent one by one on whichever row they
     bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
     table and from how rounds of each kind compare with it (`Pace`); the first round after a change
@@ -197,20 +197,19 @@ class Goodput:
     rarest: int = 2048
     hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
     hopes: float = 16.0  # guesses that this counts as
-    weight: float = 8.0  # and what is known of all rows, beside what is known of one
+    weight: float = 16.0  # and what is known of all rows, beside what is known of one
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
     together: int = 32  # rounds whose times are looked at; fewer where the depth changes,
     few: int = 3  # but so many at least
 
-    judged: list[float] = field(default_factory=list, init=False)  # by depth, weighed by `better`
+    judged: list[float] = field(default_factory=list, init=False)  # by depth
     kept: list[float] = field(default_factory=list, init=False)
     asked: float = field(default=0.0, init=False)  # guesses that could have been made
     made: float = field(default=0.0, init=False)
     begun: float = field(default=0.0, init=False)  # texts that came, tokens of them, rounds
     length: float = field(default=0.0, init=False)
     lasted: float = field(default=0.0, init=False)
-    better: dict[int, float] = field(default_factory=dict, init=False)  # each row than all
     pace: Pace = field(init=False)
     settled: Plan = field(default=PLAIN, init=False)
     plan: Plan = field(default=PLAIN, init=False)  # of this round, which may be a trial,
@@ -335,17 +334,14 @@ class Goodput:
 
     def _chances(self, rows: dict[int, Stream], overall: list[float]) -> list[list[float]]:
         """[rows][depth]: how likely the guess of that depth is kept, and all before it."""
-        judged = sum(self.judged)
-        mean = min(1.0, sum(self.kept) / judged) if judged else self.hoped
-        self.better = {
-            row: (s.kept / mean + self.weight) / (s.judged + self.weight) if mean else 1.0
-            for row, s in rows.items()
-        }
+        judged, kept = sum(self.judged) + self.hopes, sum(self.kept) + self.hopes * self.hoped
         found = []
-        for better in self.better.values():
+        for row in rows.values():
+            mine = row.judged + self.weight, row.kept + self.weight * kept / judged
+            better = _odds(*mine) / _odds(judged, kept)
             chance, each = 1.0, []
-            for kept in overall:
-                chance *= min(1.0, better * kept)
+            for share in overall:
+                chance *= better * share / (1 - share + better * share)
                 each.append(chance)
             found.append(each)
         return found
@@ -434,9 +430,8 @@ class Goodput:
     def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
         for step in steps:
             asked = plan.depth(step.row)
-            better = self.better.get(step.row, 1.0)
             for i in range(min(step.accepted + 1, asked)):
-                self.judged[i] += better
+                self.judged[i] += 1
                 self.kept[i] += i < step.accepted
             self.asked += asked
             self.made += step.drafted
@@ -455,6 +450,11 @@ class Goodput:
         if made and self.costs.packs:
             made = sum(step.drafted for step in steps)
         return self.priced(load)[1][made]
+
+
+def _odds(judged: float, kept: float) -> float:
+    """Of a guess being kept, if so many were of those that were judged."""
+    return kept / max(judged - kept, 1e-9 * judged)
 
 
 def _budgeted(depths: Iterable[int]) -> Plan:
