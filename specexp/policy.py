@@ -45,14 +45,12 @@ class Stream(NamedTuple):
 class Load(NamedTuple):
     """The moment before a round. rows: what every pass covers; context: slots that it reads;
     waiting: requests in the queue; streams: of each row in order, None where nothing is written.
-    Without `streams` rows cannot be treated apart: a plan has no budgets. read: of the pieces of
-    prompts that the target has read since the last round the longest, its tokens and seconds."""
+    Without `streams` rows cannot be treated apart: a plan has no budgets."""
 
     rows: int
     context: int
     waiting: int = 0
     streams: tuple[Stream | None, ...] = ()
-    read: tuple[int, float] = (0, 0.0)
 
 
 class Policy(Protocol):

@@ -14,8 +14,7 @@ from specexp.tree import Tree
 
 GAMMAS = (1, 2, 3, 5)
 PLAIN = Plan(Tree.chain(0))
-READ = -2  # a kind of pass, beside those of rounds by depth: it reads a prompt, of which, from so
-LONG = 32  # many tokens on, arithmetic is all
+LONG = 32  # tokens: of texts of which its drafter lacks so many, a round reads only a part
 
 
 class Prices(Protocol):
@@ -25,59 +24,46 @@ class Prices(Protocol):
     def packs(self) -> bool: ...
     def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
     def level_s(self, rows: float, depth: int, context: float) -> float: ...
-    def prefill_s(self, length: float) -> float: ...
     def catch_up_s(self, length: float) -> float: ...
 
 
 class Pace:
-    """How long passes take, as a multiple of what the table says: the machine's two paces, one for
-    reading memory and one for arithmetic, which drift and are the same for all, times what the
-    table has wrong about each kind of pass.
+    """How long rounds take, as a multiple of what the table says: the machine's pace, which drifts
+    and is the same for all, times what the table has wrong about each kind of round.
 
     A Kalman filter (Kalman 1960) over the logarithms. So a slow minute is not held against the kind
-    of round that it falls on; kinds are compared by rounds that lie side by side; and prompts that
-    are read tell how fast drafts would be checked, which is arithmetic, too, while nobody drafts. A
-    pass that took far longer than it should was held up by something else, and says little.
+    of round that it falls on, and kinds are compared by rounds that lie side by side. A round that
+    took far longer than it should was held up by something else, and says little.
     """
 
-    ALIKE = 0.8  # correlation of the two paces
-
     def __init__(
-        self, kinds: Sequence[int], machine: float, table: float, drift: float, noise: float
+        self, kinds: int, machine: float, table: float, drift: float, noise: float
     ) -> None:
         """In logarithms: by how much machine and table may be off, the machine's drift a round and
         the noise of one."""
-        self.at = {kind: 2 + i for i, kind in enumerate(kinds)}
-        self.mean = [0.0] * (2 + len(kinds))
-        known = [machine, machine, *[table] * len(kinds)]
+        known = [machine, *[table] * kinds]
+        self.mean = [0.0] * len(known)
         self.spread = [[x * x * (i == j) for j, x in enumerate(known)] for i in range(len(known))]
-        self.spread[0][1] = self.spread[1][0] = self.ALIKE * machine**2
         self.drift, self.noise = drift**2, noise**2
 
-    def see(self, kind: int, share: float, times: float, rounds: int) -> None:
-        """So many rounds of a kind, of which arithmetic has this share by the table, took so many
-        times what it says of them."""
-        spread, mean, at = self.spread, self.mean, self.at[kind]
-        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            spread[i][j] += self.drift * rounds * (1 if i == j else self.ALIKE)
-        shared = [(1 - share) * row[0] + share * row[1] + row[at] for row in spread]
-        variance = (1 - share) * shared[0] + share * shared[1] + shared[at] + self.noise / rounds
-        expected = (1 - share) * mean[0] + share * mean[1] + mean[at]
+    def see(self, kind: int, times: float, rounds: int) -> None:
+        """So many rounds of a kind took so many times what the table says of them."""
+        spread, mean, at = self.spread, self.mean, 1 + kind
+        spread[0][0] += self.drift * rounds
+        shared = [row[0] + row[at] for row in spread]
+        variance = shared[0] + shared[at] + self.noise / rounds
         most = 2 * math.sqrt(variance)
-        off = min(max(math.log(max(times, 1e-9)) - expected, -most), most)
+        off = min(max(math.log(max(times, 1e-9)) - mean[0] - mean[at], -most), most)
         for i, part in enumerate(shared):
             mean[i] += part * off / variance
             spread[i] = [x - part * y / variance for x, y in zip(spread[i], shared, strict=True)]
 
-    def slower(self, kind: int) -> tuple[float, float]:
-        """How many times longer than the table says rounds of a kind take where they read memory,
-        and where they reckon."""
-        off = self.mean[self.at[kind]]
-        return math.exp(self.mean[0] + off), math.exp(self.mean[1] + off)
+    def slower(self, kind: int) -> float:
+        """How many times longer than the table says rounds of a kind take."""
+        return math.exp(self.mean[0] + self.mean[1 + kind])
 
     def doubt(self, kind: int) -> float:
-        at = self.at[kind]
-        return self.spread[at][at]
+        return self.spread[1 + kind][1 + kind]
 
 
 @dataclass
@@ -93,7 +79,6 @@ class Outlook:
     begin: list[float]
     levels: list[list[float]]
     verify: list[float]
-    floor: float
     pace: Pace
     wide: int
 
@@ -109,16 +94,12 @@ class Outlook:
         if self.wide:
             made = most = deepest * self.wide
         seconds += self._checked(made, most)
-        return math.exp(gains / len(depths)) / self._at_pace(deepest, seconds)
+        return math.exp(gains / len(depths)) / (self.pace.slower(deepest) * seconds)
 
     def _checked(self, made: float, most: int) -> float:
         """Seconds of all but the guesses, if so many are made, or none, of so many at most."""
         least = self.verify[0]
         return least + made / most * (self.verify[most] - least) if most else least
-
-    def _at_pace(self, deepest: int, seconds: float) -> float:
-        memory, reckoning = self.pace.slower(deepest)
-        return memory * self.floor + reckoning * (seconds - self.floor)
 
     def spread(self) -> tuple[int, ...]:
         """How deep each row should draft, at least one of them: guesses are spent one by one on the
@@ -137,8 +118,7 @@ class Outlook:
         order.sort()
         w, best, most, deepest = len(self.chances), -math.inf, 0, 0
         for deep in range(len(levels)):
-            memory, reckoning = self.pace.slower(deep + 1)
-            least = (memory - reckoning) * self.floor
+            slower = self.pace.slower(deep + 1)
             counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
             for at, (_, row, depth, gained) in enumerate(order):
                 if depth > deep:
@@ -149,8 +129,7 @@ class Outlook:
                 gains += gained
                 if not depth:
                     seconds += self.begin[row]
-                reckoned = seconds + self._checked(made, count)
-                found = gains / w - math.log(least + reckoning * reckoned)
+                found = gains / w - math.log(slower * (seconds + self._checked(made, count)))
                 if found > best:
                     best, most, deepest = found, at, deep
         spent = [0] * w
@@ -190,8 +169,7 @@ class Goodput:
     horizon: int = 32  # rounds that a row's drafts are likely to last, and
     stays: int = 128  # those of all rows
     margin: float = 0.02
-    hold: int = 16  # rounds between thoughts, and
-    still: int = 32  # while none drafts
+    hold: int = 16  # rounds between thoughts, fewer at first
     trial: int = 4
     probe: int = 64
     rarest: int = 2048
@@ -214,7 +192,7 @@ class Goodput:
     settled: Plan = field(default=PLAIN, init=False)
     plan: Plan = field(default=PLAIN, init=False)  # of this round, which may be a trial,
     shape: tuple[int, int] = field(default=(0, 0), init=False)  # and for so many rows
-    tables: dict[tuple[int, int], tuple[list[list[float]], list[float], float]] = field(
+    tables: dict[tuple[int, int], tuple[list[list[float]], list[float]]] = field(
         default_factory=dict, init=False
     )
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
@@ -222,8 +200,8 @@ class Goodput:
         default_factory=list, init=False
     )
     before: int | None = field(default=None, init=False)  # how deep the last round was
-    times: list[tuple[float, float]] = field(default_factory=list, init=False)  # see Pace: times
-    timed: int = field(default=0, init=False)  # and shares, of rounds so deep
+    times: list[float] = field(default_factory=list, init=False)  # by the table, of rounds
+    timed: int = field(default=0, init=False)  # so deep
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -233,7 +211,7 @@ class Goodput:
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
         self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
-        self.pace = Pace([READ, *range(deepest + 1)], *self.doubts)
+        self.pace = Pace(deepest + 1, *self.doubts)
 
     @property
     def widest(self) -> int:
@@ -269,7 +247,7 @@ class Goodput:
         if drafts != drafted:
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
-        self.left = (self.hold if drafts else min(self.still, self.rounds)) - 1
+        self.left = min(self.hold, self.rounds) - 1
         if self.rounds < self.due:
             return self.settled
         self.gap = min(2 * self.gap, self.rarest)
@@ -366,10 +344,10 @@ class Goodput:
         now = self.plan if fits else Plan(self.settled.tree)
         return [0 if now.depth(row) else s.behind for row, s in rows.items()]
 
-    def priced(self, load: Load) -> tuple[list[list[float]], list[float], float]:
+    def priced(self, load: Load) -> tuple[list[list[float]], list[float]]:
         """What the table says at this size, read once, for a server's windows are few: seconds of
-        the guess of a depth [depth][rows that draft so deep]; of all else of a round [guesses
-        made]; and of that those in which memory is read, whatever is reckoned."""
+        the guess of a depth [depth][rows that draft so deep], and of all else of a round [guesses
+        made]."""
         b = self._paid(load)
         if (b, load.context) not in self.tables:
             deepest, context = len(self.judged), load.context
@@ -378,8 +356,7 @@ class Goodput:
                 for d in range(1, deepest + 1)
             ]
             verify = [self.costs.verify_s(b, 1 + m / b, context) for m in range(deepest * b + 1)]
-            floor = self.costs.verify_s(1, 1, context)
-            self.tables[b, load.context] = levels, verify, min(floor, *verify)
+            self.tables[b, load.context] = levels, verify
         return self.tables[b, load.context]
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
@@ -398,15 +375,12 @@ class Goodput:
                 self._judge(plan, steps)
                 drafting = (s for row, s in enumerate(load.streams) if s and plan.depth(row))
                 behind = sum(s.behind for s in drafting)
-            steady = depth == self.before and behind < LONG  # of more, a round reads only a part
+            steady = depth == self.before and behind < LONG
             if seconds is not None and steady:
                 price = drafting_s + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
                 self._time(load, depth, seconds, price)
             self.before = depth
-            tokens, took = load.read
-            if tokens >= LONG:
-                self.pace.see(READ, 1.0, took / self.costs.prefill_s(tokens), 1)
         self.lasted += len(self.told)
         fade = (self.fade if self.settled.tree.depth else 0.999) ** len(self.told)
         self.judged = [fade * x for x in self.judged]
@@ -421,11 +395,10 @@ class Goodput:
         together, for one that took far longer was held up."""
         if depth != self.timed or len(self.times) == self.together:
             if len(self.times) >= self.few:
-                times, shares = zip(*self.times, strict=True)
-                self.pace.see(self.timed, median(shares), median(times), len(times))
+                self.pace.see(self.timed, median(self.times), len(self.times))
             self.times.clear()
         self.timed = depth
-        self.times.append((seconds / price, max(0.0, 1 - self.priced(load)[2] / price)))
+        self.times.append(seconds / price)
 
     def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
         for step in steps:

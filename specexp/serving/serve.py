@@ -153,7 +153,6 @@ class Server:
         self.ticks: list[Tick] = []
         self.notes: list[str] = []
         self._busy = 0.0
-        self._longest = 0, 0.0  # piece of a prompt that was read since the last round, and seconds
         self.rows = bank.rows  # rows that may be used; less once memory has run out
         self.started = bank.clock()
 
@@ -240,9 +239,7 @@ class Server:
         for row, seat in sorted(reading, key=lambda pair: pair[1].answer.came_s):
             stop = min(seat.length - 1, seat.read + left)
             if stop > seat.read:
-                busy = self._busy
                 self._timed(self.bank.read, row, seat.read, stop)
-                self._longest = max(self._longest, (stop - seat.read, self._busy - busy))
                 left -= stop - seat.read
                 seat.read = stop
             if seat.read == seat.length - 1:
@@ -264,8 +261,8 @@ class Server:
             Stream(s.behind, s.judged, s.kept, s.asked, s.made, s.answer.passes)
             if s and s.writing else None
             for s in used
-        ), self._longest)  # fmt: skip
-        begin, self._longest = self.now, (0, 0.0)
+        ))  # fmt: skip
+        begin = self.now
         plan = self.policy.choose(load)
         budget = [-1 if s is None else plan.depth(row) for row, s in enumerate(load.streams)]
         lacking = self._catch_up(budget, longest) if max(budget) > 0 else set()
