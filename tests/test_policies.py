@@ -69,7 +69,6 @@ def told(kept: list[int], costs: Costs, **options) -> Goodput:
         "fade": 1.0,
         "margin": 0.0,
         "hold": 0,
-        "rest": 0.0,
     } | options
     policy = Goodput(costs, **options)
     deepest = max(policy.gammas)

@@ -169,8 +169,7 @@ class Goodput:
     horizon: int = 32  # rounds that a row's drafts are likely to last, and
     stays: int = 128  # those of all rows
     margin: float = 0.02
-    hold: int = 16  # rounds between thoughts, fewer at first,
-    rest: float = 0.1  # and seconds: short rounds feel what a thought sweeps from the caches
+    hold: int = 16  # rounds between thoughts, fewer at first
     trial: int = 4
     probe: int = 64
     rarest: int = 2048
@@ -197,7 +196,6 @@ class Goodput:
         default_factory=dict, init=False
     )
     left: int = field(default=0, init=False)  # rounds for which it is not thought about
-    since: float = field(default=math.inf, init=False)  # seconds since it was
     told: list[tuple[Load, Plan, Sequence[Step], float | None]] = field(
         default_factory=list, init=False
     )
@@ -233,9 +231,8 @@ class Goodput:
         self.rounds += 1
         self.left -= 1
         shape = load.rows, len(load.streams)
-        rested = self.since >= self.rest or self.plan != self.settled  # a trial is short
-        if (self.left < 0 and rested) or (self.plan.tree.depth and self.shape != shape):
-            self.plan, self.shape, self.since = self._think(load), shape, 0.0
+        if self.left < 0 or (self.plan.tree.depth and self.shape != shape):
+            self.plan, self.shape = self._think(load), shape
         return self.plan
 
     def _think(self, load: Load) -> Plan:
@@ -365,7 +362,6 @@ class Goodput:
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         self.told.append((load, plan, steps, seconds))
         self.left += seconds is None
-        self.since += seconds or 0.0
 
     def _digest(self) -> None:
         """Learn from all rounds since the last thought, which had one plan, at once: each alone
