@@ -214,7 +214,7 @@ def a_round(
         ("fast", "replay"): lambda ids: replay(fast, ids),
     }
     items = rig.encode(texts) * repeats
-    seen = turns.take(arms, items, rig.target.device, "round")
+    seen = turns.take(arms, items, rig.target.device, "round", lead=1)  # rounds are recorded then
     made = {arm: [turn.made for turn in found] for arm, found in seen.items()}
     sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
     traces = {side: [trace for trace, _ in made[side, "clean"]] for side in ("plain", "fast")}
