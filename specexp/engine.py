@@ -71,17 +71,25 @@ class Engine:
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
         """One round for every row; what the host will want to know of it (`steps`), int64."""
-        certain = isinstance(self.rng, Certain)
-        seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=certain)  # the same memory
+        seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=self.certain)  # same memory
         draft = self._propose(seqs, tree)  # guess
         seen = self._verify(seqs, draft)  # one pass checks every guess
-        p = seen.logits if certain and self.rule.samples else self.sampling.law(seen.logits)
-        verdict = self.rule(draft, p, self.rng)  # keep what agrees
+        verdict = self.rule(draft, self.law(seen), self.rng)  # keep what agrees
         if not tree.is_chain:
             self.target.keep(seqs, verdict)  # the accepted path becomes a line
         self.drafter.observe(seqs, tree, verdict, seen)
         counts = seqs.commit(verdict)  # length grows: that is the roll back
         return self._report(seqs, draft, counts)
+
+    @property
+    def certain(self) -> bool:
+        """Is nothing left to chance?"""
+        return isinstance(self.rng, Certain)
+
+    def law(self, seen: Forward) -> Tensor:
+        """What the rule reads of a pass: laws, or logits where it asks for the likeliest alone."""
+        only = self.certain and self.rule.samples
+        return seen.logits if only else self.sampling.law(seen.logits)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
         """A round's guesses; `drafted` are the same, apart, and who times rounds puts them here."""

@@ -304,7 +304,7 @@ MUTANTS = [
             DRAWN: "rng.draw(sampling.law(logits), width, "},
            "law_when_shaped"),
     # What the target says of it
-    Mutant("temperature on q only", *round_,
+    Mutant("temperature on q only", Engine, "law",
            {"self.sampling.law(seen.logits)": "Sampling(1.0).law(seen.logits)"},
            "law_when_shaped"),
     Mutant("stale prefix", trees, "tree_mask", {"return (place < 0)": "return (place < -1)"},
@@ -313,7 +313,7 @@ MUTANTS = [
            {"<= slots[:, :, None]": "!= slots[:, :, None] - 1"}, "law_on_chains"),
     Mutant("sees what comes after it", trees, "line_mask",
            {"<= slots[:, :, None]": "<= slots[:, -1:, None]"}, "law_on_chains"),
-    Mutant("first row verifies all", *round_,
+    Mutant("first row verifies all", Engine, "law",
            {"(seen.logits)": "(seen.logits[:, :1].expand_as(seen.logits))"}, "law_on_chains"),
     Mutant("rows laid out as the first", *verify,
            {"seqs.places(nodes.depth)":

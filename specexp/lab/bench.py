@@ -214,6 +214,7 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
             engine = engines[arm]  # arms share the target and its cache: each prefills again
             seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
             seqs = engine.begin(seqs)
+            _one_round(engine, seqs, _tree(engine))  # or the one that counts would follow a prompt
             seen[arm].append(_one_round(engine, seqs, _tree(engine)))
     medians = {arm: np.median(np.array(times[2:]), axis=0) for arm, times in seen.items()}
     step = float(medians.pop(None).sum())
@@ -364,7 +365,7 @@ def _one_round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, floa
     now.append(_clock(engine))
     seen = engine.verified(seqs, draft)
     now.append(_clock(engine))
-    engine.rule(draft, engine.sampling.law(seen.logits), engine.rng).n.tolist()
+    engine.rule(draft, engine.law(seen), engine.rng).n.tolist()
     now.append(_clock(engine))
     return now[1] - now[0], now[2] - now[1], now[3] - now[2]
 
