@@ -214,7 +214,7 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
             engine = engines[arm]  # arms share the target and its cache: each prefills again
             seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
             seqs = engine.begin(seqs)
-            _one_round(engine, seqs, _tree(engine))  # or the one that counts would follow a prompt
+            _one_round(engine, seqs, _tree(engine))  # or the one that counts follows a prompt
             seen[arm].append(_one_round(engine, seqs, _tree(engine)))
     medians = {arm: np.median(np.array(times[2:]), axis=0) for arm, times in seen.items()}
     step = float(medians.pop(None).sum())
@@ -350,7 +350,9 @@ def pass_costs(
     seen: dict[int, list[tuple[float, float, float]]] = {g: [] for g in wanted}
     for repeat in range(repeats + 2):
         for gamma in wanted if repeat % 2 else wanted[::-1]:
-            seen[gamma].append(_one_round(engine, seqs, Tree.chain(gamma)))
+            tree = Tree.chain(gamma)
+            _one_round(engine, seqs, tree)  # a round finds in the caches what one like it leaves
+            seen[gamma].append(_one_round(engine, seqs, tree))
     rows = []
     for gamma, times in seen.items():
         draft, verify, rest = np.median(np.array(times[2:]), axis=0)
