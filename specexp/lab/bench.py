@@ -214,7 +214,6 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
             engine = engines[arm]  # arms share the target and its cache: each prefills again
             seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
             seqs = engine.begin(seqs)
-            _one_round(engine, seqs, _tree(engine))  # or the one that counts follows a prompt
             seen[arm].append(_one_round(engine, seqs, _tree(engine)))
     medians = {arm: np.median(np.array(times[2:]), axis=0) for arm, times in seen.items()}
     step = float(medians.pop(None).sum())
@@ -350,9 +349,7 @@ def pass_costs(
     seen: dict[int, list[tuple[float, float, float]]] = {g: [] for g in wanted}
     for repeat in range(repeats + 2):
         for gamma in wanted if repeat % 2 else wanted[::-1]:
-            tree = Tree.chain(gamma)
-            _one_round(engine, seqs, tree)  # a round finds in the caches what one like it leaves
-            seen[gamma].append(_one_round(engine, seqs, tree))
+            seen[gamma].append(_one_round(engine, seqs, Tree.chain(gamma)))
     rows = []
     for gamma, times in seen.items():
         draft, verify, rest = np.median(np.array(times[2:]), axis=0)
@@ -362,13 +359,16 @@ def pass_costs(
 
 @torch.inference_mode()
 def _one_round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float, float]:
-    now = [_clock(engine)]
-    draft = engine.drafted(seqs, tree)
-    now.append(_clock(engine))
-    seen = engine.verified(seqs, draft)
-    now.append(_clock(engine))
-    engine.rule(draft, engine.law(seen), engine.rng).n.tolist()
-    now.append(_clock(engine))
+    """Seconds to draft, to verify and to decide, in a round that finds in the caches what one like
+    it left: the second of two."""
+    for _ in range(2):
+        now = [_clock(engine)]
+        draft = engine.drafted(seqs, tree)
+        now.append(_clock(engine))
+        seen = engine.verified(seqs, draft)
+        now.append(_clock(engine))
+        engine.rule(draft, engine.law(seen), engine.rng).n.tolist()
+        now.append(_clock(engine))
     return now[1] - now[0], now[2] - now[1], now[3] - now[2]
 
 

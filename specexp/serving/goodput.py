@@ -313,10 +313,9 @@ class Goodput:
     def _chances(self, rows: dict[int, Stream], overall: list[float]) -> list[list[float]]:
         """[rows][depth]: how likely the guess of that depth is kept, and all before it."""
         judged, kept = sum(self.judged) + self.hopes, sum(self.kept) + self.hopes * self.hoped
-        found = []
+        mean, of_all, found = kept / judged, _odds(judged, kept), []
         for row in rows.values():
-            mine = row.judged + self.weight, row.kept + self.weight * kept / judged
-            better = _odds(*mine) / _odds(judged, kept)
+            better = _odds(row.judged + self.weight, row.kept + self.weight * mean) / of_all
             chance, each = 1.0, []
             for share in overall:
                 chance *= better * share / (1 - share + better * share)
