@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from specexp.engine import Engine
@@ -86,7 +87,8 @@ class EngineBank:
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
-        self._budget, self._told = torch.zeros_like(self.seqs.length), list[int]()
+        self._told, self._near = list[int](), np.zeros(self.rows, dtype=np.int64)
+        self._budget = torch.from_numpy(self._near).to(device)  # on a CPU the same memory
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
 
@@ -166,8 +168,9 @@ class EngineBank:
             return self._window(0, rows, longest)
         if self._told != budget:
             self._told = list(budget)
-            self._budget[: len(budget)] = torch.tensor(budget)
-            self._budget[len(budget) :] = -1
+            self._near[: len(budget)], self._near[len(budget) :] = budget, -1
+            if self._budget.is_cuda:
+                self._budget.copy_(torch.from_numpy(self._near))
         return self._window(0, rows, longest, ragged=True)
 
     def _window(self, first: int, rows: int, longest: int, ragged: bool = False) -> Sequences:

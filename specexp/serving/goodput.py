@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from statistics import median, median_high
 from typing import Protocol
 
 from specexp.policy import Load, Plan, Stream
@@ -66,6 +67,30 @@ class Pace:
         return self.spread[1 + kind][1 + kind]
 
 
+@dataclass(frozen=True)
+class Beliefs:
+    """What is thought of acceptance. shares: how likely a guess of each depth is kept if the one
+    before it was; mean: how many are kept of all that are judged; weight: how many judged guesses
+    of all rows are worth as much as one of the row itself."""
+
+    shares: Sequence[float]
+    mean: float
+    weight: float
+
+    def better(self, row: Stream) -> float:
+        """How many times its odds are those of all rows, at every depth."""
+        kept = row.kept + self.weight * self.mean
+        return _odds(row.judged + self.weight, kept) / _odds(1.0, self.mean)
+
+    def chances(self, row: Stream) -> list[float]:
+        """How likely its guess of each depth is kept, and all before it."""
+        better, chance, found = self.better(row), 1.0, []
+        for share in self.shares:
+            chance *= better * share / (1 - share + better * share)
+            found.append(chance)
+        return found
+
+
 @dataclass
 class Outlook:
     """What a round of these rows promises and costs. Of each row: how likely the guess of each
@@ -84,8 +109,12 @@ class Outlook:
 
     def rate(self, depths: Sequence[int]) -> float:
         """Tokens a second of a row, their geometric mean, if rows draft so deep."""
-        deepest = max(depths)
         gains = sum(math.log1p(sum(each[:g])) for each, g in zip(self.chances, depths, strict=True))
+        return math.exp(gains / len(depths)) / self.seconds(depths)
+
+    def seconds(self, depths: Sequence[int]) -> float:
+        """How long such a round takes."""
+        deepest = max(depths)
         counts = [self.wide or sum(g > d for g in depths) for d in range(deepest)]
         seconds = sum(level[n] for level, n in zip(self.levels, counts, strict=False))
         seconds += sum(begin for begin, g in zip(self.begin, depths, strict=True) if g)
@@ -93,8 +122,7 @@ class Outlook:
         most = sum(depths)
         if self.wide:
             made = most = deepest * self.wide
-        seconds += self._checked(made, most)
-        return math.exp(gains / len(depths)) / (self.pace.slower(deepest) * seconds)
+        return self.pace.slower(deepest) * (seconds + self._checked(made, most))
 
     def _checked(self, made: float, most: int) -> float:
         """Seconds of all but the guesses, if so many are made, or none, of so many at most."""
@@ -153,11 +181,12 @@ class Goodput:
     before it, over all rows, and by how much each row's odds are better or worse. Where passes
     leave out what is no token (`Prices.packs`), guesses are spent one by one on whichever row they
     bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
-    table and from how rounds of each kind compare with it (`Pace`); the first round after a change
-    of depth does not count. Whoever drafts pays for the drafter's reading, of texts as they come
-    and, spread over the rounds that this will serve, of what it lacks of those there are. What it
-    has settled on is changed only for a gain of `margin`: what promises most is often what seems
-    better than it is. It is thought about now and then, since that takes time.
+    table and from how rounds of each kind compare with it (`Pace`). Whoever drafts pays for the
+    drafter's reading, of texts as they come and, spread over the rounds that this will serve, of
+    what it lacks of those there are. What it has settled on is changed only for a gain of `margin`:
+    what promises most is often what seems better than it is. It is thought about now and then,
+    since that takes time; in between each row that drafts may do so deeper or less deep, as its
+    last guesses say (`_adapted`).
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while somebody goes on to draft, or nobody, `trial` rounds go to what may be better than it
     says. While nothing is drafted nothing is learned, and what was learned fades: drafts are tried
@@ -175,11 +204,11 @@ class Goodput:
     rarest: int = 2048
     hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
     hopes: float = 16.0  # guesses that this counts as
-    weight: float = 16.0  # and what is known of all rows, beside what is known of one
+    weight: float = 16.0  # and what is known of all rows, beside what is known of one;
+    nimble: float = 5.0  # the same where all that is in question is how deep it drafts
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
-    together: int = 32  # rounds whose times are looked at; fewer where the depth changes,
-    few: int = 3  # but so many at least
+    few: int = 3  # rounds of one depth, at least, whose times are looked at together
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth
     kept: list[float] = field(default_factory=list, init=False)
@@ -199,9 +228,9 @@ class Goodput:
     told: list[tuple[Load, Plan, Sequence[Step], float | None]] = field(
         default_factory=list, init=False
     )
-    before: int | None = field(default=None, init=False)  # how deep the last round was
-    times: list[float] = field(default_factory=list, init=False)  # by the table, of rounds
-    timed: int = field(default=0, init=False)  # so deep
+    times: list[list[float]] = field(init=False)  # of rounds so deep, as multiples of the table's
+    believed: Beliefs = field(init=False)
+    alone: list[float] = field(default_factory=list, init=False)  # see _prices
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -212,20 +241,23 @@ class Goodput:
         self.due = self.gap = self.probe
         self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
         self.pace = Pace(deepest + 1, *self.doubts)
+        self.times = [[] for _ in range(deepest + 1)]
+        self.believed = self.beliefs()
 
     @property
     def widest(self) -> int:
         return Tree.chain(max(self.gammas)).room
 
-    def conditional(self, above: float = 0.0) -> list[float]:
-        """P(guess i kept given that guess i - 1 was), i = 1, 2, ...; shrunk to the one before, and
-        `above` standard errors higher than that."""
+    def beliefs(self, above: float = 0.0) -> Beliefs:
+        """Of P(guess i kept given that guess i - 1 was), i = 1, 2, ...; each shrunk to the one
+        before, and `above` standard errors higher than that."""
         found, before = [], self.hoped
         for judged, kept in zip(self.judged, self.kept, strict=True):
             before = min(1.0, (kept + self.hopes * before) / (judged + self.hopes))
             error = math.sqrt(before * (1 - before) / (judged + self.hopes)) if above else 0.0
             found.append(min(1.0, before + above * error))
-        return found
+        judged, kept = sum(self.judged) + self.hopes, sum(self.kept) + self.hopes * self.hoped
+        return Beliefs(found, kept / judged, self.weight)
 
     def choose(self, load: Load) -> Plan:
         self.rounds += 1
@@ -233,11 +265,35 @@ class Goodput:
         shape = load.rows, len(load.streams)
         if self.left < 0 or (self.plan.tree.depth and self.shape != shape):
             self.plan, self.shape = self._think(load), shape
+        elif self.alone and self.plan is self.settled:
+            self.plan = self.settled = self._adapted(load)
         return self.plan
+
+    def _adapted(self, load: Load) -> Plan:
+        """What is settled, but that each row that drafts does so as deep as now seems best for it
+        if nothing else changes: texts become easy and hard within a few rounds."""
+        found = [
+            self._alone(row) if depth and row else depth
+            for row, depth in zip(load.streams, self.settled.budget, strict=True)
+        ]
+        return _budgeted(tuple(found)) if any(found) else self.settled
+
+    def _alone(self, row: Stream) -> int:
+        """How deep it is best for that row to draft."""
+        tokens, most, best = 1.0, -self.alone[0], 0
+        for depth, chance in enumerate(self.believed.chances(row), 1):
+            tokens += chance
+            found = math.log(tokens) - self.alone[depth]
+            if found > most:
+                most, best = found, depth
+        return best
 
     def _think(self, load: Load) -> Plan:
         self._digest()
-        rates = self._rates(load, self.conditional())
+        believed = self.beliefs()
+        self.believed = replace(believed, weight=self.nimble)
+        seen = self._outlook(load, believed)
+        rates = self._rates(load, seen)
         best = max(rates, key=rates.__getitem__)
         now, drafted = self.settled, bool(self.settled.tree.depth)
         if now not in rates:  # made for other rows
@@ -247,6 +303,7 @@ class Goodput:
         if drafts != drafted:
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
+        self.alone = self._prices(load, seen) if self.settled.budget else []
         self.left = min(self.hold, self.rounds) - 1
         if self.rounds < self.due:
             return self.settled
@@ -269,7 +326,7 @@ class Goodput:
     def _hopeful(self, load: Load, rates: dict[Plan, float]) -> Plan:
         """What may pay, where nobody drafts, if acceptance is as good as is still likely. If its
         drafter cannot catch up while a trial lasts, it is for the row alone that lacks least."""
-        hoped = self._rates(load, self.conditional(above=1.0))
+        hoped = self._rates(load, self._outlook(load, self.beliefs(above=1.0)))
         plan = max(hoped, key=hoped.__getitem__)
         if not plan.budget:
             return plan
@@ -277,19 +334,29 @@ class Goodput:
         if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / rates[PLAIN]:
             return plan
         least = min(behind, key=behind.__getitem__)
-        return _budgeted(depth * (row == least) for row, depth in enumerate(plan.budget))
+        return _budgeted(tuple(d * (row == least) for row, d in enumerate(plan.budget)))
 
-    def _rates(self, load: Load, overall: list[float]) -> dict[Plan, float]:
+    def _prices(self, load: Load, seen: Outlook) -> list[float]:
+        """By how much rounds take longer, as a logarithm and for all rows, if one that is settled
+        to draft, and as deep as most do, drafts 0, 1, 2, ... deep."""
+        depths = [self.settled.budget[row] for row in _written(load)]
+        row = depths.index(median_high(depth for depth in depths if depth))
+        found = []
+        for depth in range(len(self.judged) + 1):
+            depths[row] = depth
+            found.append(len(depths) * math.log(seen.seconds(depths)))
+        return found
+
+    def _rates(self, load: Load, seen: Outlook) -> dict[Plan, float]:
         """Tokens a second of a row under plain decoding, under the drafts that promise most, the
         same less deep, and under what is settled, if it is for as many rows."""
         rows = _written(load)
-        seen = self._outlook(load, rows, overall)
         if load.streams and self.costs.packs:
             budget = [0] * load.rows
             for row, depth in zip(rows, seen.spread(), strict=True):
                 budget[row] = depth
             less = (g for g in self.gammas if g < max(budget))
-            plans = [_budgeted(budget), *(_budgeted(min(g, d) for d in budget) for g in less)]
+            plans = [_budgeted(tuple(min(g, d) for d in budget)) for g in (max(budget), *less)]
             settled = self.settled.budget
             if len(settled) == load.rows and any(settled[row] for row in rows):
                 plans.append(self.settled)
@@ -297,31 +364,19 @@ class Goodput:
             plans = [Plan(Tree.chain(g)) for g in self.gammas]
         return {plan: seen.rate([plan.depth(row) for row in rows]) for plan in (PLAIN, *plans)}
 
-    def _outlook(self, load: Load, rows: dict[int, Stream], overall: list[float]) -> Outlook:
+    def _outlook(self, load: Load, believed: Beliefs) -> Outlook:
+        rows = _written(load)
         lasting = self.horizon if self.settled.tree.depth else self.stays
         coming = self._coming() / len(rows)
         begin = [coming + self.costs.catch_up_s(n) / lasting if n else coming
                  for n in self._behind(load, rows)]  # fmt: skip
         wide = 0 if self.costs.packs else load.rows
-        chances, filled = self._chances(rows, overall), self._filled(rows)
+        chances, filled = [believed.chances(row) for row in rows.values()], self._filled(rows)
         return Outlook(chances, filled, begin, *self.priced(load), self.pace, wide)
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
         return load.rows - load.streams.count(None) if self.costs.packs else load.rows
-
-    def _chances(self, rows: dict[int, Stream], overall: list[float]) -> list[list[float]]:
-        """[rows][depth]: how likely the guess of that depth is kept, and all before it."""
-        judged, kept = sum(self.judged) + self.hopes, sum(self.kept) + self.hopes * self.hoped
-        mean, of_all, found = kept / judged, _odds(judged, kept), []
-        for row in rows.values():
-            better = _odds(row.judged + self.weight, row.kept + self.weight * mean) / of_all
-            chance, each = 1.0, []
-            for share in overall:
-                chance *= better * share / (1 - share + better * share)
-                each.append(chance)
-            found.append(each)
-        return found
 
     def _filled(self, rows: dict[int, Stream]) -> list[float]:
         """[rows]: the share of their guesses that is paid for: a drafter may not make all."""
@@ -363,23 +418,27 @@ class Goodput:
         self.left += seconds is None
 
     def _digest(self) -> None:
-        """Learn from all rounds since the last thought, which had one plan, at once: each alone
-        would be as slow as code is that has just been swept from the caches."""
-        drafting_s = self._drafting_s(*self.told[0][:2]) if self.told else 0.0
+        """Learn from all rounds since the last thought at once: each alone would be as slow as code
+        is that has just been swept from the caches."""
+        drafting_s: dict[int, float] = {}  # of each plan
         for load, plan, steps, seconds in self.told:
             new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
             self.begun, self.length = self.begun + len(new), self.length + sum(new)
-            depth, behind = plan.tree.depth, 0
-            if depth:
-                self._judge(plan, steps)
+            behind = 0
+            if plan.tree.depth:
+                self._judge(load, plan, steps)
                 drafting = (s for row, s in enumerate(load.streams) if s and plan.depth(row))
                 behind = sum(s.behind for s in drafting)
-            steady = depth == self.before and behind < LONG
-            if seconds is not None and steady:
-                price = drafting_s + self._checking_s(load, plan, steps)
+            if seconds is not None and behind < LONG:
+                if id(plan) not in drafting_s:
+                    drafting_s[id(plan)] = self._drafting_s(load, plan)
+                price = drafting_s[id(plan)] + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
-                self._time(load, depth, seconds, price)
-            self.before = depth
+                self.times[plan.tree.depth].append(seconds / price)
+        for depth, times in enumerate(self.times):
+            if len(times) >= self.few:
+                self.pace.see(depth, median(times), len(times))
+                times.clear()
         self.lasted += len(self.told)
         fade = (self.fade if self.settled.tree.depth else 0.999) ** len(self.told)
         self.judged = [fade * x for x in self.judged]
@@ -389,22 +448,18 @@ class Goodput:
         self.lasted *= fade
         self.told.clear()
 
-    def _time(self, load: Load, depth: int, seconds: float, price: float) -> None:
-        """A round of drafts so deep took so long, where the table says `price`: a few are looked at
-        together, for one that took far longer was held up."""
-        if depth != self.timed or len(self.times) == self.together:
-            if len(self.times) >= self.few:
-                self.pace.see(self.timed, median(self.times), len(self.times))
-            self.times.clear()
-        self.timed = depth
-        self.times.append(seconds / price)
-
-    def _judge(self, plan: Plan, steps: Sequence[Step]) -> None:
+    def _judge(self, load: Load, plan: Plan, steps: Sequence[Step]) -> None:
+        """Easy rows draft deeper, and so each answer counts as often as it is likelier of all rows
+        than of this one: what is learned is of all, at every depth."""
         for step in steps:
-            asked = plan.depth(step.row)
+            row, asked = load.streams and load.streams[step.row], plan.depth(step.row)
+            better = self.believed.better(row) if row else 1.0
             for i in range(min(step.accepted + 1, asked)):
-                self.judged[i] += 1
-                self.kept[i] += i < step.accepted
+                share, kept = self.believed.shares[i], i < step.accepted
+                weight = 1 - share + better * share
+                weight /= better if kept else 1.0
+                self.judged[i] += weight
+                self.kept[i] += weight * kept
             self.asked += asked
             self.made += step.drafted
 
@@ -429,8 +484,8 @@ def _odds(judged: float, kept: float) -> float:
     return kept / max(judged - kept, 1e-9 * judged)
 
 
-def _budgeted(depths: Iterable[int]) -> Plan:
-    budget = tuple(depths)
+@lru_cache(4096)
+def _budgeted(budget: tuple[int, ...]) -> Plan:
     return Plan(Tree.chain(max(budget)), budget)
 
 
