@@ -44,6 +44,7 @@ AXES = {
 
 
 FULL = 8  # smaller batches are timed as many times more often: they are short and easily disturbed
+BLOCK = 8  # rounds of a draft length that are timed before the next one's turn
 
 
 @dataclass(frozen=True)
@@ -327,10 +328,10 @@ def measure(
 
     ids: texts, strung together and cut into rows; the longest of a batch fills its buffer, the
     shortest half of it, as among streams that come and go. Rounds of a kind follow each other, as
-    they do in use: a plain step that follows a draft finds less of its weights in the caches. The
-    grid is walked forwards, then backwards, so that a machine that slows down for a while does not
-    look like a slope. `watch` is told the places done and their number. Raises UserError for
-    settings that fit no buffer.
+    they do in use, if only a few: a plain step that follows a draft finds less of its weights in
+    the caches. Draft lengths take turns, and the grid is walked forwards, then backwards, so that a
+    machine that slows down for a while does not look like a slope. `watch` is told the places done
+    and their number. Raises UserError for settings that fit no buffer.
     """
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
     _check(engine, ids, batches, gammas, contexts, repeats)
@@ -356,10 +357,12 @@ def measure(
         for at, (batch, context) in enumerate(places[::way], 1):
             seqs = rows(batch, room + context - contexts[-1], context)
             _prefill(engine, seqs)
-            for gamma in gammas[::way]:
-                for repeat in range(lead + times * max(1, FULL // batch)):
-                    took = _round(engine, seqs, Tree.chain(gamma))
-                    rounds[batch, gamma, context] += [took] if repeat >= lead else []
+            count = times * max(1, FULL // batch)
+            for turn, done in enumerate(range(0, count, BLOCK)):
+                few = min(BLOCK, count - done)
+                for gamma in gammas[:: way * (-1) ** turn]:
+                    turns = [_round(engine, seqs, Tree.chain(gamma)) for _ in range(lead + few)]
+                    rounds[batch, gamma, context] += turns[lead:]
             if watch:
                 watch(at + (way < 0) * len(places), 2 * len(places))
         for repeat in range(times + 1):
