@@ -142,6 +142,20 @@ def test_served_texts_are_the_texts(kind):
     assert "round" in made.replays.kinds
 
 
+def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
+    bank = EngineBank(fast("model", "chain"), rows=7, slots=64, room=5)
+
+    def covered(*budget: int) -> tuple[int, list[int] | None]:
+        rows = bank._rows(budget, 9, max(budget))
+        return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()
+
+    assert [covered(*[2] * n)[0] for n in (1, 2, 3, 5, 6, 7)] == [1, 2, 4, 7, 7, 7]
+    assert covered(2, 0, 1) == (4, [2, 0, 1, -1])
+    assert covered(0, 0, 0) == (4, [0, 0, 0, -1])
+    assert covered(0, 0, -1, 0) == (4, [0, 0, -1, 0])
+    assert covered(0, 0, 0, 0) == (4, None)
+
+
 @pytest.mark.parametrize("rig", [fast, slow])
 def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(rig):
     """Four of a kind, which are recorded or prepare that, are not; all are, where none is."""

@@ -1,7 +1,7 @@
 """A fixed bank of rows over an engine: texts come, are read, written and leave; memory stays.
 
 Passes cover windows of the bank: the rows in use and as many slots as their texts need; rounds that
-are recorded as graphs cover free rows, too, so that there are few sizes. The round is the engine's.
+are recorded cover free rows, too, so that there are few sizes. The round is the engine's.
 Nothing here decides anything: serve.py does, and simulate.py has a bank of the same shape that
 holds no text.
 """
@@ -158,13 +158,15 @@ class EngineBank:
 
     def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
         """The first rows and their budgets, but where none drafts and all are written. Where rounds
-        are graphs, as many free rows besides as make a size that is known, and plain rounds cover
-        rows that are not written: nothing is kept of that, and whoever takes a row begins it anew.
+        are recorded, as many free rows besides as make a size that is known: a recorded round of
+        five rows is no use to six. Compiled passes leave out whoever is not written; CUDA graphs of
+        plain rounds do not, nothing is kept of that, and whoever takes a row begins it anew.
         """
-        rows, least = len(budget), min(budget)
-        if self.engine.graphs is not None:
-            rows, least = min(bucket(rows), self.rows), min(b for b in budget if b >= 0)
-        if least >= 0 == depth:
+        rows = len(budget)
+        if self.engine.recordings is not None:
+            rows = min(bucket(rows), self.rows)
+        all_written = rows == len(budget) and min(budget) >= 0
+        if not depth and (all_written or self.engine.graphs is not None):
             return self._window(0, rows, longest)
         if self._told != budget:
             self._told = list(budget)
