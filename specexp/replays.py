@@ -258,7 +258,7 @@ def of(target: LM) -> Graphs | None:
 class Calls:
     """A recorder of them for `graphs.Graphs`."""
 
-    warm = 3
+    warm = 1
 
     def run(self, fn: Callable[[], T]) -> T:
         return fn()

@@ -310,10 +310,26 @@ def test_every_setting_is_timed_as_often_forwards_and_backwards(engine, monkeypa
     costs.measure(engine, [[1, 2, 3]], [1, 2], [2], [16, 24], repeats=2)
     settings = {(b, s, g) for b in (1, 2) for s in (16, 24) for g in (0, 2)}
     assert set(played) == settings
-    lead = 1 + engine.warm
+    lead = costs.LEAD
+    assert lead > engine.warm
     assert all(played.count(setting) == 2 * (lead + 2 // setting[0]) for setting in settings)
     assert played[: 2 * lead + 4] == [(1, 16, 0)] * (lead + 2) + [(1, 16, 2)] * (lead + 2)
     assert played == played[::-1]
+
+
+def test_draft_lengths_take_turns_where_a_setting_is_timed_often(engine, monkeypatch):
+    monkeypatch.setattr(costs, "FULL", 5)
+    monkeypatch.setattr(costs, "BLOCK", 3)
+    played, whole = [], costs._round
+
+    def spy(engine, seqs, tree):
+        played.append(len(tree) - 1)
+        return whole(engine, seqs, tree)
+
+    monkeypatch.setattr(costs, "_round", spy)
+    costs.measure(engine, [[1, 2, 3]], [1], [2], [16], repeats=1)
+    few, fewer = costs.LEAD + 3, costs.LEAD + 2
+    assert played == [0] * few + [2] * few + [2] * fewer + [0] * fewer
 
 
 def test_a_plain_engine_can_be_measured(engine):

@@ -45,6 +45,7 @@ AXES = {
 
 FULL = 8  # smaller batches are timed as many times more often: they are short and easily disturbed
 BLOCK = 8  # rounds of a draft length that are timed before the next one's turn
+LEAD = 4  # and of them that do not count before: by then weights lie where they will
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,7 @@ def measure(
         new = context - slack - length
         return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
 
-    lead = 1 + engine.warm
+    lead = max(LEAD, 1 + engine.warm)
     places = list(product(batches, contexts))
     rounds: dict[Any, list[tuple[float, float]]] = {
         p: [] for p in product(batches, gammas, contexts)
