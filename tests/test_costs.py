@@ -296,17 +296,23 @@ def test_passes_are_timed_with_every_guess_made(engine, monkeypatch):
     assert {draft.tokens.shape[1] for draft in seen} == {1, 3}
 
 
-def test_every_setting_is_timed_as_often_forwards_and_backwards(engine, monkeypatch):
-    """Warm-ups either way and `repeats` rounds each, those of a kind together; the buffers are what
-    the contexts say."""
-    monkeypatch.setattr(costs, "FULL", 2)
-    played, whole = [], costs._round
+@pytest.fixture
+def played(monkeypatch) -> list[tuple[int, int, int]]:
+    """The rounds that are timed from now on: rows, slots and guesses of each."""
+    found, whole = [], costs._round
 
     def spy(engine, seqs, tree):
-        played.append((*seqs.tokens.shape, len(tree) - 1))
+        found.append((*seqs.tokens.shape, len(tree) - 1))
         return whole(engine, seqs, tree)
 
     monkeypatch.setattr(costs, "_round", spy)
+    return found
+
+
+def test_every_setting_is_timed_as_often_forwards_and_backwards(engine, played, monkeypatch):
+    """Warm-ups either way and `repeats` rounds each, those of a kind together; the buffers are what
+    the contexts say."""
+    monkeypatch.setattr(costs, "FULL", 2)
     costs.measure(engine, [[1, 2, 3]], [1, 2], [2], [16, 24], repeats=2)
     settings = {(b, s, g) for b in (1, 2) for s in (16, 24) for g in (0, 2)}
     assert set(played) == settings
@@ -317,19 +323,13 @@ def test_every_setting_is_timed_as_often_forwards_and_backwards(engine, monkeypa
     assert played == played[::-1]
 
 
-def test_draft_lengths_take_turns_where_a_setting_is_timed_often(engine, monkeypatch):
+def test_draft_lengths_take_turns_where_a_setting_is_timed_often(engine, played, monkeypatch):
     monkeypatch.setattr(costs, "FULL", 5)
     monkeypatch.setattr(costs, "BLOCK", 3)
-    played, whole = [], costs._round
-
-    def spy(engine, seqs, tree):
-        played.append(len(tree) - 1)
-        return whole(engine, seqs, tree)
-
-    monkeypatch.setattr(costs, "_round", spy)
     costs.measure(engine, [[1, 2, 3]], [1], [2], [16], repeats=1)
     few, fewer = costs.LEAD + 3, costs.LEAD + 2
-    assert played == [0] * few + [2] * few + [2] * fewer + [0] * fewer
+    guesses = [gamma for _, _, gamma in played]
+    assert guesses == [0] * few + [2] * few + [2] * fewer + [0] * fewer
 
 
 def test_a_plain_engine_can_be_measured(engine):

@@ -158,7 +158,7 @@ def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
 
 @pytest.mark.parametrize("rig", [fast, slow])
 def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(rig):
-    """Four of a kind, which are recorded or prepare that, are not; all are, where none is."""
+    """The first of a kind, which are recorded or prepare that, are not; all are, where none is."""
     times = []
 
     class Hears(Fixed):
