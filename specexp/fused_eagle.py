@@ -29,6 +29,11 @@ class FusedEagle:
         self.tap = 1 if "norm_output" in eagle.shape.norms else -1
 
     @property
+    def sparing(self) -> int:
+        """See `LM.sparing`."""
+        return getattr(self.net, "sparing", 0)
+
+    @property
     def fused(self) -> FusedEagle:
         """The same of torch's operations alone."""
         return FusedEagle(self.eagle, getattr(self.net, "fused", self.net))

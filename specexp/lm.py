@@ -107,6 +107,12 @@ class LM:
         return sum(p.numel() for p in self.module.parameters())
 
     @property
+    def sparing(self) -> int:
+        """Passes of up to so many tokens read no slots but those that they see, whatever the size
+        of the window; see `native.Native`."""
+        return getattr(self.net, "sparing", 0)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return memory.kv_bytes(self.config, self.dtype.itemsize)
 

@@ -49,7 +49,6 @@ log = logging.getLogger("specexp")
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
-MOST = 512  # tokens of a pass; products of more rows are for the libraries that torch uses
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 READ = torch.float32, torch.int64
 BETWEEN = {
@@ -127,7 +126,10 @@ class Pass(Structure):
 
 
 class Native:
-    """The passes of `fused`, which must be on a CPU; those of many tokens are its own."""
+    """The passes of `fused`, which must be on a CPU; those of many tokens are its own, for products
+    of many rows are for the libraries that torch uses."""
+
+    sparing = 512  # tokens
 
     def __init__(self, fused: Any, code: CDLL) -> None:
         self.fused, first = fused, fused.layers[0]
@@ -153,7 +155,7 @@ class Native:
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `Fused`; logits are float32."""
         B, n = tokens.shape
-        if B * n > MOST:
+        if B * n > self.sparing:
             return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._found(cache)

@@ -424,6 +424,10 @@ template <typename num> static bool run(const Net<num> &net, const Pass<num> &p)
     const int64_t tapped = p.taps * net.width;
     for (int64_t i = 0; i < p.rows * p.n && tapped; i++)
         if (p.tokens[i] == -1) memset(p.states + i * tapped, 0, tapped * sizeof *p.states);
+    if (kept.at.empty()) { // not even threads are asked
+        memset(p.logits, 0, p.rows * p.last * net.all * sizeof *p.logits);
+        return true;
+    }
     const Room<num> room(net, p);
     const auto begin = std::chrono::steady_clock::now();
 #pragma omp parallel num_threads(p.threads)

@@ -152,19 +152,23 @@ class EngineBank:
         """One round of the first rows, none of them longer than `longest`: each drafts as deep as
         its budget, -1: it is not written."""
         tree = tree.cut(max(0, self.engine.drafter.context - longest))
+        tokens = self._covered(len(budget)) * (1 + tree.depth)
+        if all(tokens <= lm.sparing for lm in self.engine.models):
+            longest = self.slots  # costs nothing, and what is recorded serves texts of any length
         with _memory():
             report = self.engine.report(self._rows(budget, longest, tree.depth), tree)
         return self.engine.steps(report)
 
+    def _covered(self, rows: int) -> int:
+        """Where rounds are recorded, as many free rows besides as make a size that is known: a
+        recorded round of five rows is no use to six."""
+        return rows if self.engine.recordings is None else min(bucket(rows), self.rows)
+
     def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
-        """The first rows and their budgets, but where none drafts and all are written. Where rounds
-        are recorded, as many free rows besides as make a size that is known: a recorded round of
-        five rows is no use to six. Compiled passes leave out whoever is not written; CUDA graphs of
-        plain rounds do not, nothing is kept of that, and whoever takes a row begins it anew.
-        """
-        rows = len(budget)
-        if self.engine.recordings is not None:
-            rows = min(bucket(rows), self.rows)
+        """The first rows and their budgets, but where none drafts and all are written. Compiled
+        passes leave out whoever is not written; CUDA graphs of plain rounds do not, nothing is kept
+        of that, and whoever takes a row begins it anew."""
+        rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
         if not depth and (all_written or self.engine.graphs is not None):
             return self._window(0, rows, longest)
