@@ -263,7 +263,10 @@ class Goodput:
         self.rounds += 1
         self.left -= 1
         shape = load.rows, len(load.streams)
-        if self.left < 0 or (self.plan.tree.depth and self.shape != shape):
+        if late := self.left < 0:
+            self._digest()
+            self.left = min(self.hold, self.rounds) - 1
+        if late or (self.plan.tree.depth and self.shape != shape):
             self.plan, self.shape = self._think(load), shape
         elif self.alone and self.plan is self.settled:
             self.plan = self.settled = self._adapted(load)
@@ -289,7 +292,6 @@ class Goodput:
         return best
 
     def _think(self, load: Load) -> Plan:
-        self._digest()
         believed = self.beliefs()
         self.believed = replace(believed, weight=self.nimble)
         seen = self._outlook(load, believed)
@@ -304,7 +306,6 @@ class Goodput:
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
         self.alone = self._prices(load, seen) if self.settled.budget else []
-        self.left = min(self.hold, self.rounds) - 1
         if self.rounds < self.due:
             return self.settled
         self.gap = min(2 * self.gap, self.rarest)
