@@ -153,6 +153,17 @@ def test_what_is_no_token_has_no_part_in_a_pass(name, dtype):
     assert sparing(name, dtype)
 
 
+def test_a_pass_of_no_token_is_nothing():
+    lm = compiled()
+    lm.allocate(2, 8)
+    seqs, slots = Sequences.of([[1] * 8] * 2, 0, slack=0), torch.arange(3).expand(2, -1)
+    made = lm.feed(seqs, torch.full((2, 3), -1), slots, slots, None, taps=(0, 1), last=2)
+    assert made.logits.shape[:2] == (2, 2)
+    assert not made.logits.any()
+    assert not made.hidden.any()
+    assert not lm.fault.any()
+
+
 def test_and_however_many_threads_make_it():
     lm, threads = compiled("biased"), torch.get_num_threads()
     texts = torch.randint(0, 32, (3, 12), generator=torch.manual_seed(0)).tolist()
@@ -169,7 +180,7 @@ def test_and_however_many_threads_make_it():
 def test_many_tokens_are_left_to_the_libraries(monkeypatch):
     lm = compiled()
     seen = passed(lm, ())[1].logits
-    monkeypatch.setattr(native, "MOST", 3)
+    monkeypatch.setattr(native.Native, "sparing", 3)
     monkeypatch.setattr(lm.net, "run", None)
     assert apart(passed(lm, ())[1].logits, seen) < 1e-5
 

@@ -156,6 +156,23 @@ def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
     assert covered(0, 0, 0, 0) == (4, None)
 
 
+@pytest.mark.parametrize(("dtype", "kinds"), [(torch.float32, 1), (torch.float64, 2)])
+def test_a_round_serves_texts_of_any_length_where_passes_read_what_they_see(dtype, kinds):
+    made, seen = fast("null", dtype=dtype), set()
+    bank = EngineBank(made, rows=1, slots=128, room=5)
+    report = made.report
+
+    def noted(seqs: Sequences, tree: Tree) -> list[list[int]]:
+        seen.add(seqs.place)
+        return report(seqs, tree)
+
+    made.report = noted
+    server = Server(bank, Fixed(TREES["empty"]))
+    [answer] = serve(server, Closed([Request(PROMPTS[0], 80)], 1))
+    assert len(answer.tokens) == 80
+    assert len(seen) == kinds
+
+
 @pytest.mark.parametrize("rig", [fast, slow])
 def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(rig):
     """The first of a kind, which are recorded or prepare that, are not; all are, where none is."""
