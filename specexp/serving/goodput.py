@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import median, median_high
 from typing import Protocol
 
@@ -77,10 +77,15 @@ class Beliefs:
     mean: float
     weight: float
 
+    @cached_property
+    def usual(self) -> float:
+        """The odds of all rows."""
+        return _odds(1.0, self.mean)
+
     def better(self, row: Stream) -> float:
         """How many times its odds are those of all rows, at every depth."""
         kept = row.kept + self.weight * self.mean
-        return _odds(row.judged + self.weight, kept) / _odds(1.0, self.mean)
+        return _odds(row.judged + self.weight, kept) / self.usual
 
     def chances(self, row: Stream) -> list[float]:
         """How likely its guess of each depth is kept, and all before it."""
@@ -310,13 +315,14 @@ class Goodput:
             return self.settled
         self.gap = min(2 * self.gap, self.rarest)
         self.due = self.rounds + self.gap
-        plan = self._promising(rates) if drafts else self._hopeful(load, rates)
+        plan = self._promising(load, seen) if drafts else self._hopeful(load, rates[PLAIN])
         self.left = self.trial - 1 if plan != self.settled else self.left
         return plan
 
-    def _promising(self, rates: dict[Plan, float]) -> Plan:
+    def _promising(self, load: Load, seen: Outlook) -> Plan:
         """What may be best if rounds so deep are as fast as is still likely: the table may be wrong
         about it."""
+        rates = self._rates(load, seen, less=True)
 
         def hope(plan: Plan) -> float:
             doubt = self.pace.doubt(plan.tree.depth) if plan != self.settled else 0.0
@@ -324,7 +330,7 @@ class Goodput:
 
         return max(rates, key=hope)
 
-    def _hopeful(self, load: Load, rates: dict[Plan, float]) -> Plan:
+    def _hopeful(self, load: Load, plainly: float) -> Plan:
         """What may pay, where nobody drafts, if acceptance is as good as is still likely. If its
         drafter cannot catch up while a trial lasts, it is for the row alone that lacks least."""
         hoped = self._rates(load, self._outlook(load, self.beliefs(above=1.0)))
@@ -332,7 +338,7 @@ class Goodput:
         if not plan.budget:
             return plan
         behind = {row: s.behind for row, s in _written(load).items() if plan.budget[row]}
-        if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / rates[PLAIN]:
+        if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / plainly:
             return plan
         least = min(behind, key=behind.__getitem__)
         return _budgeted(tuple(d * (row == least) for row, d in enumerate(plan.budget)))
@@ -348,16 +354,17 @@ class Goodput:
             found.append(len(depths) * math.log(seen.seconds(depths)))
         return found
 
-    def _rates(self, load: Load, seen: Outlook) -> dict[Plan, float]:
-        """Tokens a second of a row under plain decoding, under the drafts that promise most, the
-        same less deep, and under what is settled, if it is for as many rows."""
+    def _rates(self, load: Load, seen: Outlook, less: bool = False) -> dict[Plan, float]:
+        """Tokens a second of a row under plain decoding, under the drafts that promise most, under
+        the same less deep if asked for, and under what is settled, if it is for as many rows."""
         rows = _written(load)
         if load.streams and self.costs.packs:
             budget = [0] * load.rows
             for row, depth in zip(rows, seen.spread(), strict=True):
                 budget[row] = depth
-            less = (g for g in self.gammas if g < max(budget))
-            plans = [_budgeted(tuple(min(g, d) for d in budget)) for g in (max(budget), *less)]
+            most = max(budget)
+            limits = (most, *(g for g in self.gammas if less and g < most))
+            plans = [_budgeted(tuple(min(g, d) for d in budget)) for g in limits]
             settled = self.settled.budget
             if len(settled) == load.rows and any(settled[row] for row in rows):
                 plans.append(self.settled)
@@ -452,15 +459,17 @@ class Goodput:
     def _judge(self, load: Load, plan: Plan, steps: Sequence[Step]) -> None:
         """Easy rows draft deeper, and so each answer counts as often as it is likelier of all rows
         than of this one: what is learned is of all, at every depth."""
+        shares, judged, kept = self.believed.shares, self.judged, self.kept
         for step in steps:
             row, asked = load.streams and load.streams[step.row], plan.depth(step.row)
             better = self.believed.better(row) if row else 1.0
-            for i in range(min(step.accepted + 1, asked)):
-                share, kept = self.believed.shares[i], i < step.accepted
-                weight = 1 - share + better * share
-                weight /= better if kept else 1.0
-                self.judged[i] += weight
-                self.kept[i] += weight * kept
+            accepted = step.accepted
+            for i in range(min(accepted + 1, asked)):
+                weight = 1 - shares[i] + better * shares[i]
+                if i < accepted:
+                    weight /= better
+                    kept[i] += weight
+                judged[i] += weight
             self.asked += asked
             self.made += step.drafted
 
