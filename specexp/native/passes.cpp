@@ -24,6 +24,7 @@ constexpr int TALL = 6, BROAD = 4;
 constexpr int TALL = 3, BROAD = 4;
 #endif
 constexpr int AHEAD = 1 << 14; // bytes
+constexpr int64_t FEW = 1 << 12; // numbers that every thread norms for itself, for waiting is slower
 #ifdef __AVX__
 #define HELD(x) asm("" : "+v"(x)) // stays in its register, and is not loaded again for every use
 #else
@@ -211,7 +212,7 @@ struct Kept {
 // What R tokens carry along: the residual stream, what products read, what they make.
 template <typename num> struct Room {
     float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *some, *end;
-    num *read, *heads;
+    num *read, *heads, *own; // the last of every thread
 
     Room(const Net<num> &net, const Pass<num> &p) {
         const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
@@ -226,7 +227,8 @@ template <typename num> struct Room {
         some = scores + p.threads * TALL * (p.seen + LANES);
         read = (num *)(some + (net.ids ? p.rows * p.last * net.vocab : 0));
         heads = read + R * most;
-        end = (float *)(heads + R * most) + 1;
+        own = heads + R * most;
+        end = (float *)(own + p.threads * std::min(R * net.width, FEW)) + 1;
     }
 };
 
@@ -331,23 +333,27 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
     auto copied = [&](const auto *from, num *to) {
         for (int64_t i = 0; i < E; i++) narrow(wide(from[i]), to + i);
     };
-    auto norm = [&](const num *weight) {
-        for (int64_t r = mine.from; r < mine.to; r++)
-            if (!weight) copied(x + r * E, read + r * E);
-            else normed(x + r * E, weight, E, net.eps, read + r * E);
+    const bool few = R * E <= FEW;
+    num *ours = few ? room.own + omp_get_thread_num() * R * E : read;
+    auto norm = [&](const num *weight) { // all rows, into `ours`
+        for (int64_t r = few ? 0 : mine.from; r < (few ? R : mine.to); r++)
+            if (!weight) copied(x + r * E, ours + r * E);
+            else normed(x + r * E, weight, E, net.eps, ours + r * E);
+        if (few) return;
+#pragma omp barrier
     };
     auto tap = [&](int64_t layer, const auto *states) {
         for (int64_t t = 0; t < p.taps; t++)
             for (int64_t r = mine.from; p.tap[t] == layer && r < mine.to; r++)
                 copied(states + r * E, p.states + (kept.at[r] * p.taps + t) * E);
     };
+#pragma omp barrier
     for (int64_t at = 0; at < net.layers; at++) {
         const Layer<num> &layer = net.layer[at];
         const bool given = net.token_norm && !at;
         tap(at, x);
         if (!given) norm(layer.before);
-#pragma omp barrier
-        linear(R, read, layer.qkv, layer.qkv_bias, given ? net.reads : E, room.qkv, Q);
+        linear(R, given ? read : ours, layer.qkv, layer.qkv_bias, given ? net.reads : E, room.qkv, Q);
 #pragma omp barrier
         for (int64_t r = mine.from; r < mine.to; r++) {
             const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
@@ -378,9 +384,8 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         linear(R, read, layer.out, layer.out_bias, H * d, x, E, true);
 #pragma omp barrier
         norm(layer.after);
-#pragma omp barrier
-        linear(R, read, layer.up, layer.up_bias, E, room.gate, F);
-        linear(R, read, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
+        linear(R, ours, layer.up, layer.up_bias, E, room.gate, F);
+        linear(R, ours, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
         gated(R, room.gate, room.up, F, heads);
 #pragma omp barrier
         linear(R, heads, layer.down, layer.down_bias, F, x, E, true);
@@ -388,11 +393,11 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
     }
     tap(-1, x);
     norm(net.norm);
-    tap(net.layers, read);
+    tap(net.layers, ours);
     int64_t wanted = kept.read.size();
     for (int64_t i = 0; i < wanted; i++)
         if (const int64_t r = kept.read[i]; mine.from <= r && r < mine.to)
-            memcpy(heads + i * E, read + r * E, E * sizeof *read);
+            memcpy(heads + i * E, ours + r * E, E * sizeof *ours);
 #pragma omp barrier
     linear<num>(wanted, heads, net.head, nullptr, E, net.ids ? room.some : p.logits, net.vocab);
     if (net.ids) {
