@@ -63,7 +63,7 @@ def test_a_peak_is_what_was_added_and_not_what_was_there():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETS)
 def test_a_pass_has_as_much_alive_as_reckoned(name, dtype, monkeypatch):
-    monkeypatch.setattr(native, "MOST", 0)  # compiled passes take less
+    monkeypatch.setattr(native.Native, "sparing", 0)  # compiled passes take less
     net = LM(tiny_llama(0, 3, **NETS[name]).to(dtype))
     for batch, prompt in ((1, 100), (6, 30)):
         seqs = Sequences.of([[3] * prompt] * batch, 4, slack=2)
@@ -101,7 +101,7 @@ def test_a_run_peaks_where_configs_say(tiny_folders, monkeypatch, drafter):
     asked = rig, ["def mean(values):" * 3, "zz"], [1, 4], 8
     for row in peaks.peaks(*asked)["rows"]:
         assert 0.8 < row["ratio"] < 1.05
-    monkeypatch.setattr(native, "MOST", 0)
+    monkeypatch.setattr(native.Native, "sparing", 0)
     monkeypatch.setenv("SPECEXP_GRAPHS", "off")  # a replay keeps what is used in between
     found = peaks.peaks(*asked)
     for row in found["rows"]:
