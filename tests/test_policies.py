@@ -329,7 +329,8 @@ def test_guesses_are_spent_where_no_other_spending_promises_more(law, kept, shar
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_between_thoughts_a_row_drafts_as_deep_as_pays_for_it_by_its_last_guesses(others):
-    """Counted here anew, for every depth, with the other rows as they are."""
+    """Counted here anew, for every depth, with the other rows as they are; odds that are a twelfth
+    off, as those are at which the policy goes deeper, cost less than half a percent."""
     law = {"floor": 1e-2, "token": 2e-3, "guess": 1e-3}
     policy = told([0, 1, 2, 5] * 8, table(packs=True, **law), hold=1 << 40, nimble=4.0)
     policy.rounds = 1 << 40
@@ -352,7 +353,7 @@ def test_between_thoughts_a_row_drafts_as_deep_as_pays_for_it_by_its_last_guesse
         assert plan.budget[1:] == rest
         if any(plan.budget):
             found.append(plan.budget[0])
-            assert worth(found[-1]) == pytest.approx(max(map(worth, range(6))), rel=1e-9)
+            assert worth(found[-1]) >= max(map(worth, range(6))) - 5e-3
         policy.plan = policy.settled = first
     assert found == sorted(found)
     assert found[0] < found[-1]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect, bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from statistics import median, median_high
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from specexp.tree import Tree
 
 GAMMAS = (1, 2, 3, 5)
 PLAIN = Plan(Tree.chain(0))
+ODDS = [1e-6, *(2.0 ** (i / 8) for i in range(-32, 33))]  # of a row, in those of all rows
 LONG = 32  # tokens: of texts of which its drafter lacks so many, a round reads only a part
 
 
@@ -80,16 +82,17 @@ class Beliefs:
     @cached_property
     def usual(self) -> float:
         """The odds of all rows."""
-        return _odds(1.0, self.mean)
+        return self.mean / max(1 - self.mean, 1e-9)
 
     def better(self, row: Stream) -> float:
         """How many times its odds are those of all rows, at every depth."""
-        kept = row.kept + self.weight * self.mean
-        return _odds(row.judged + self.weight, kept) / self.usual
+        judged, kept = row.judged + self.weight, row.kept + self.weight * self.mean
+        return kept / max(judged - kept, 1e-9 * judged) / self.usual
 
-    def chances(self, row: Stream) -> list[float]:
-        """How likely its guess of each depth is kept, and all before it."""
-        better, chance, found = self.better(row), 1.0, []
+    def chances(self, better: float) -> list[float]:
+        """How likely the guess of each depth is kept, and all before it, if its odds are so many
+        times those of all rows."""
+        chance, found = 1.0, []
         for share in self.shares:
             chance *= better * share / (1 - share + better * share)
             found.append(chance)
@@ -235,7 +238,7 @@ class Goodput:
     )
     times: list[list[float]] = field(init=False)  # of rounds so deep, as multiples of the table's
     believed: Beliefs = field(init=False)
-    alone: list[float] = field(default_factory=list, init=False)  # see _prices
+    deeper: list[float] = field(default_factory=list, init=False)  # see _turns
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -273,28 +276,19 @@ class Goodput:
             self.left = min(self.hold, self.rounds) - 1
         if late or (self.plan.tree.depth and self.shape != shape):
             self.plan, self.shape = self._think(load), shape
-        elif self.alone and self.plan is self.settled:
+        elif self.deeper and self.plan is self.settled:
             self.plan = self.settled = self._adapted(load)
         return self.plan
 
     def _adapted(self, load: Load) -> Plan:
         """What is settled, but that each row that drafts does so as deep as now seems best for it
         if nothing else changes: texts become easy and hard within a few rounds."""
-        found = [
-            self._alone(row) if depth and row else depth
-            for row, depth in zip(load.streams, self.settled.budget, strict=True)
-        ]
-        return _budgeted(tuple(found)) if any(found) else self.settled
-
-    def _alone(self, row: Stream) -> int:
-        """How deep it is best for that row to draft."""
-        tokens, most, best = 1.0, -self.alone[0], 0
-        for depth, chance in enumerate(self.believed.chances(row), 1):
-            tokens += chance
-            found = math.log(tokens) - self.alone[depth]
-            if found > most:
-                most, best = found, depth
-        return best
+        better, deeper, budget = self.believed.better, self.deeper, self.settled.budget
+        found = tuple([
+            bisect(deeper, better(row)) if depth and row else depth
+            for row, depth in zip(load.streams, budget, strict=True)
+        ])  # fmt: skip
+        return _budgeted(found) if found != budget and any(found) else self.settled
 
     def _think(self, load: Load) -> Plan:
         believed = self.beliefs()
@@ -310,7 +304,7 @@ class Goodput:
         if drafts != drafted:
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
-        self.alone = self._prices(load, seen) if self.settled.budget else []
+        self.deeper = self._turns(load, seen) if self.settled.budget else []
         if self.rounds < self.due:
             return self.settled
         self.gap = min(2 * self.gap, self.rarest)
@@ -343,16 +337,29 @@ class Goodput:
         least = min(behind, key=behind.__getitem__)
         return _budgeted(tuple(d * (row == least) for row, d in enumerate(plan.budget)))
 
-    def _prices(self, load: Load, seen: Outlook) -> list[float]:
-        """By how much rounds take longer, as a logarithm and for all rows, if one that is settled
-        to draft, and as deep as most do, drafts 0, 1, 2, ... deep."""
+    def _turns(self, load: Load, seen: Outlook) -> list[float]:
+        """How many times the odds of all rows one that drafts must have for it to be best that it
+        does so 1, 2, ... deep, if the others go on as they are. What that takes is asked of one
+        that is as deep as most."""
         depths = [self.settled.budget[row] for row in _written(load)]
         row = depths.index(median_high(depth for depth in depths if depth))
-        found = []
+        prices = []
         for depth in range(len(self.judged) + 1):
             depths[row] = depth
-            found.append(len(depths) * math.log(seen.seconds(depths)))
-        return found
+            prices.append(len(depths) * math.log(seen.seconds(depths)))
+
+        @cache
+        def best(better: float) -> int:
+            tokens, most, deep = 1.0, -prices[0], 0
+            for depth, chance in enumerate(self.believed.chances(better), 1):
+                tokens += chance
+                found = math.log(tokens) - prices[depth]
+                if found > most:
+                    most, deep = found, depth
+            return deep  # never less for better odds
+
+        at = (bisect_left(ODDS, depth, key=best) for depth in range(1, len(prices)))
+        return [ODDS[i] if i < len(ODDS) else math.inf for i in at]
 
     def _rates(self, load: Load, seen: Outlook, less: bool = False) -> dict[Plan, float]:
         """Tokens a second of a row under plain decoding, under the drafts that promise most, under
@@ -379,7 +386,10 @@ class Goodput:
         begin = [coming + self.costs.catch_up_s(n) / lasting if n else coming
                  for n in self._behind(load, rows)]  # fmt: skip
         wide = 0 if self.costs.packs else load.rows
-        chances, filled = [believed.chances(row) for row in rows.values()], self._filled(rows)
+        chances, filled = (
+            [believed.chances(believed.better(row)) for row in rows.values()],
+            self._filled(rows),
+        )
         return Outlook(chances, filled, begin, *self.priced(load), self.pace, wide)
 
     def _paid(self, load: Load) -> int:
@@ -430,19 +440,21 @@ class Goodput:
         is that has just been swept from the caches."""
         drafting_s: dict[int, float] = {}  # of each plan
         for load, plan, steps, seconds in self.told:
-            new = [s.behind for s in load.streams if s and s.behind and not s.rounds]
-            self.begun, self.length = self.begun + len(new), self.length + sum(new)
-            behind = 0
-            if plan.tree.depth:
+            depth, behind = plan.tree.depth, 0
+            for row, stream in enumerate(load.streams):
+                if stream and (lacks := stream.behind):
+                    if not stream.rounds:
+                        self.begun, self.length = self.begun + 1, self.length + lacks
+                    if depth and plan.depth(row):
+                        behind += lacks
+            if depth:
                 self._judge(load, plan, steps)
-                drafting = (s for row, s in enumerate(load.streams) if s and plan.depth(row))
-                behind = sum(s.behind for s in drafting)
             if seconds is not None and behind < LONG:
                 if id(plan) not in drafting_s:
                     drafting_s[id(plan)] = self._drafting_s(load, plan)
                 price = drafting_s[id(plan)] + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
-                self.times[plan.tree.depth].append(seconds / price)
+                self.times[depth].append(seconds / price)
         for depth, times in enumerate(self.times):
             if len(times) >= self.few:
                 self.pace.see(depth, median(times), len(times))
@@ -487,11 +499,6 @@ class Goodput:
         if made and self.costs.packs:
             made = sum(step.drafted for step in steps)
         return self.priced(load)[1][made]
-
-
-def _odds(judged: float, kept: float) -> float:
-    """Of a guess being kept, if so many were of those that were judged."""
-    return kept / max(judged - kept, 1e-9 * judged)
 
 
 @lru_cache(4096)
