@@ -332,7 +332,9 @@ def test_between_thoughts_a_row_drafts_as_deep_as_pays_for_it_by_its_last_guesse
     """Counted here anew, for every depth, with the other rows as they are; odds that are a twelfth
     off, as those are at which the policy goes deeper, cost less than half a percent."""
     law = {"floor": 1e-2, "token": 2e-3, "guess": 1e-3}
-    policy = told([0, 1, 2, 5] * 8, table(packs=True, **law), hold=1 << 40, nimble=4.0)
+    policy = told(
+        [0, 1, 2, 5] * 8, table(packs=True, **law), hold=1 << 40, trial=1 << 40, nimble=4.0
+    )
     policy.rounds = 1 << 40
     usual = [Stream(0, 8.0, 8.0 * policy.beliefs().mean)] * others
     first = policy.choose(load(others + 1, Stream(), *usual))
@@ -360,7 +362,7 @@ def test_between_thoughts_a_row_drafts_as_deep_as_pays_for_it_by_its_last_guesse
 
 
 def test_a_row_that_has_stopped_drafting_begins_again_only_with_a_thought():
-    policy = told(HALF, table(packs=True, floor=5e-2, token=1e-3, guess=0.0), hold=8)
+    policy = told(HALF, table(packs=True, floor=5e-2, token=1e-3, guess=0.0), hold=8, trial=8)
     policy.rounds = 8
     plans = [
         policy.choose(load(2, GOOD, BAD)),
@@ -443,7 +445,7 @@ def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then(p
     assert len(plans) > 6000
     assert min(plans[0]) > 0  # it was hoped for
     late = [plan for plan in plans[40:] if any(plan)]
-    assert 8 <= len(late) <= len(plans) / 150
+    assert 8 <= len(late) <= len(plans) / 200
     assert max(map(max, late[-4:])) == 1
 
 

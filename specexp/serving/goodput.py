@@ -304,6 +304,7 @@ class Goodput:
         if drafts != drafted:
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
+            self.left = min(self.left, self.trial - 1)  # it may have been for what is hoped alone
         self.deeper = self._turns(load, seen) if self.settled.budget else []
         if self.rounds < self.due:
             return self.settled
