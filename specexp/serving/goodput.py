@@ -206,7 +206,7 @@ class Goodput:
     horizon: int = 32  # rounds that a row's drafts are likely to last, and
     stays: int = 128  # those of all rows
     margin: float = 0.02
-    hold: int = 16  # rounds between thoughts, fewer at first
+    hold: int = 24  # rounds between thoughts, fewer at first
     trial: int = 4
     probe: int = 64
     rarest: int = 2048
@@ -216,7 +216,7 @@ class Goodput:
     nimble: float = 5.0  # the same where all that is in question is how deep it drafts
     fade: float = 0.995
     doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
-    few: int = 3  # rounds of one depth, at least, whose times are looked at together
+    few: int = 4  # rounds of one depth, at least, whose times are looked at together
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth
     kept: list[float] = field(default_factory=list, init=False)
@@ -491,8 +491,8 @@ class Goodput:
         levels = self.priced(load)[0][: plan.tree.depth]
         if not self.costs.packs:
             return sum(level[load.rows] for level in levels)
-        depths = [plan.depth(row) for row in _written(load)]
-        return sum(level[sum(x > d for x in depths)] for d, level in enumerate(levels))
+        depths = plan.budget or (plan.tree.depth,) * load.rows
+        return sum([level[len([g for g in depths if g > d])] for d, level in enumerate(levels)])
 
     def _checking_s(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
         """And of all else of such a round."""
