@@ -140,6 +140,8 @@ class Fused:
     reads, and the layer adds to the states, normed or not. `ids` [V']: the tokens that the head
     tells apart, of `vocab`; None: all."""
 
+    sparing = 0
+
     def __init__(
         self, layers: Sequence[Any], rotary: Any, norm: Any, head: Tensor, embed: Any = None,
         beside: tuple[Any, Any] | None = None, adds: bool = False, ids: Tensor | None = None,

@@ -30,8 +30,8 @@ class FusedEagle:
 
     @property
     def sparing(self) -> int:
-        """See `LM.sparing`."""
-        return getattr(self.net, "sparing", 0)
+        """See `lm.Network`."""
+        return self.net.sparing
 
     @property
     def fused(self) -> FusedEagle:

@@ -51,6 +51,12 @@ class Network(Protocol):
     `taps` side by side (0: the embeddings; L: what the LM head reads).
     """
 
+    @property
+    def sparing(self) -> int:
+        """Passes of up to so many tokens read no slots but those that they see, whatever the size
+        of the window."""
+        ...
+
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
@@ -62,6 +68,7 @@ class Unfused:
     """A module of transformers as it is. `inputs`: whatever else it reads."""
 
     module: Any
+    sparing = 0
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
@@ -105,12 +112,6 @@ class LM:
     @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
-
-    @property
-    def sparing(self) -> int:
-        """Passes of up to so many tokens read no slots but those that they see, whatever the size
-        of the window; see `native.Native`."""
-        return getattr(self.net, "sparing", 0)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -153,7 +153,7 @@ class EngineBank:
         its budget, -1: it is not written."""
         tree = tree.cut(max(0, self.engine.drafter.context - longest))
         tokens = self._covered(len(budget)) * (1 + tree.depth)
-        if all(tokens <= lm.sparing for lm in self.engine.models):
+        if all(tokens <= lm.net.sparing for lm in self.engine.models):
             longest = self.slots  # costs nothing, and what is recorded serves texts of any length
         with _memory():
             report = self.engine.report(self._rows(budget, longest, tree.depth), tree)
