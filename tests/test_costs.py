@@ -316,10 +316,11 @@ def test_every_setting_is_timed_as_often_forwards_and_backwards(engine, played, 
     costs.measure(engine, [[1, 2, 3]], [1, 2], [2], [16, 24], repeats=2)
     settings = {(b, s, g) for b in (1, 2) for s in (16, 24) for g in (0, 2)}
     assert set(played) == settings
-    lead = costs.LEAD
-    assert lead > engine.warm
-    assert all(played.count(setting) == 2 * (lead + 2 // setting[0]) for setting in settings)
-    assert played[: 2 * lead + 4] == [(1, 16, 0)] * (lead + 2) + [(1, 16, 2)] * (lead + 2)
+    lead = {0: costs.CALM, 2: costs.LEAD}
+    assert min(lead.values()) > engine.warm
+    assert all(played.count((b, s, g)) == 2 * (lead[g] + 2 // b) for b, s, g in settings)
+    first = [(1, 16, 0)] * (lead[0] + 2) + [(1, 16, 2)] * (lead[2] + 2)
+    assert played[: len(first)] == first
     assert played == played[::-1]
 
 
@@ -327,9 +328,9 @@ def test_draft_lengths_take_turns_where_a_setting_is_timed_often(engine, played,
     monkeypatch.setattr(costs, "FULL", 5)
     monkeypatch.setattr(costs, "BLOCK", 3)
     costs.measure(engine, [[1, 2, 3]], [1], [2], [16], repeats=1)
-    few, fewer = costs.LEAD + 3, costs.LEAD + 2
+    calm, lead = costs.CALM, costs.LEAD
     guesses = [gamma for _, _, gamma in played]
-    assert guesses == [0] * few + [2] * few + [2] * fewer + [0] * fewer
+    assert guesses == [0] * (calm + 3) + [2] * (lead + 3) + [2] * (lead + 2) + [0] * (calm + 2)
 
 
 def test_a_plain_engine_can_be_measured(engine):

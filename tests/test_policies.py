@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Stream
 from specexp.serving import policies
-from specexp.serving.costs import Costs
-from specexp.serving.goodput import GAMMAS, Goodput
+from specexp.serving.costs import CALM, Costs
+from specexp.serving.goodput import GAMMAS, LONG, Goodput
 from specexp.serving.policies import Bandit, InTurn, Table, Threshold
 from specexp.serving.serve import Closed, Request, Server, Timed, serve
 from specexp.serving.simulate import SimulatedBank
@@ -335,7 +335,7 @@ def test_between_thoughts_a_row_drafts_as_deep_as_pays_for_it_by_its_last_guesse
     policy = told(
         [0, 1, 2, 5] * 8, table(packs=True, **law), hold=1 << 40, trial=1 << 40, nimble=4.0
     )
-    policy.rounds = 1 << 40
+    policy.rounds, policy.due = 1 << 40, 1 << 41
     usual = [Stream(0, 8.0, 8.0 * policy.beliefs().mean)] * others
     first = policy.choose(load(others + 1, Stream(), *usual))
     assert policy.choose(load(others + 1, Stream(), *usual)) is first
@@ -543,6 +543,50 @@ def test_rounds_that_are_being_recorded_are_not_held_against_a_draft_length():
         found[says] = sum(map(speed, servers)) / len(servers)
     assert found[True] > 0.97 * best
     assert found[False] < 0.95 * best
+
+
+def test_a_row_whose_next_text_is_still_being_read_is_not_paid_for():
+    """Nobody has thought again since the last text of that row ended."""
+    policy = told(HALF, table(packs=True, token=1e-3), hold=8)
+    policy.rounds = 8
+    for streams in ((Stream(behind=LONG), Stream()), (None, Stream())):
+        plan = policy.choose(load(2, *streams))
+        assert depths(plan, 2) == [1, 1]
+        steps = [Step(row, 1, 1, 2) for row, stream in enumerate(streams) if stream]
+        policy.learn(load(2, *streams), plan, steps, 1.0)
+    policy._digest()
+    assert policy.times[1] == [pytest.approx(1.0 / seconds(1, 1, token=1e-3))]
+
+
+class Cooling(SimulatedBank):
+    """The first steps after a draft take up to half as long again."""
+
+    plainly = 0
+
+    def round(self, budget, longest, tree):
+        begin = self.time
+        steps = super().round(budget, longest, tree)
+        self.plainly = 0 if tree.depth else self.plainly + 1
+        if self.plainly:
+            self.time += 0.5 * 0.8**self.plainly * (self.time - begin)
+        return steps
+
+
+def test_what_a_draft_leaves_in_the_caches_is_not_held_against_plain_steps():
+    """The table makes too little of every draft, and plain decoding is best. Who takes the first
+    steps after a draft for the rest goes on to draft."""
+    said = table(guess=1e-3)
+    truth = table(dict.fromkeys(GAMMAS, 1.7), guess=1e-3)
+    plain = speed(simulated(Fixed(Tree.chain(0)), truth, alike(0.4), 2, 60))
+    found = {}
+    for calm in (CALM, 0):
+        banks = [Cooling(truth, alike(0.4), 2, 512, 6, seed) for seed in range(3)]
+        servers = [Server(bank, Goodput(said, calm=calm)) for bank in banks]
+        for server in servers:
+            serve(server, Closed([Request(range(20), 200, stream=i) for i in range(60)], 2))
+        found[calm] = sum(map(speed, servers)) / len(servers) / plain
+    assert found[CALM] > 0.93
+    assert found[0] < 0.87
 
 
 def test_a_bandit_does_not_learn_from_rounds_that_are_being_recorded():

@@ -45,7 +45,8 @@ AXES = {
 
 FULL = 8  # smaller batches are timed as many times more often: they are short and easily disturbed
 BLOCK = 8  # rounds of a draft length that are timed before the next one's turn
-LEAD = 4  # and of them that do not count before: by then weights lie where they will
+LEAD = 4  # and of them that do not count before: by then weights lie where they will;
+CALM = 8  # of plain steps, which find more of theirs in the caches the longer nobody drafts
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,7 @@ def measure(
         new = context - slack - length
         return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
 
-    lead = max(LEAD, 1 + engine.warm)
+    lead = {gamma: max(LEAD if gamma else CALM, 1 + engine.warm) for gamma in gammas}
     places = list(product(batches, contexts))
     rounds: dict[Any, list[tuple[float, float]]] = {
         p: [] for p in product(batches, gammas, contexts)
@@ -362,8 +363,9 @@ def measure(
             for turn, done in enumerate(range(0, count, BLOCK)):
                 few = min(BLOCK, count - done)
                 for gamma in gammas[:: way * (-1) ** turn]:
-                    turns = [_round(engine, seqs, Tree.chain(gamma)) for _ in range(lead + few)]
-                    rounds[batch, gamma, context] += turns[lead:]
+                    tree, before = Tree.chain(gamma), lead[gamma]
+                    turns = [_round(engine, seqs, tree) for _ in range(before + few)]
+                    rounds[batch, gamma, context] += turns[before:]
             if watch:
                 watch(at + (way < 0) * len(places), 2 * len(places))
         for repeat in range(times + 1):

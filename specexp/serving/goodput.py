@@ -11,6 +11,7 @@ from statistics import median, median_high
 from typing import Protocol
 
 from specexp.policy import Load, Plan, Stream
+from specexp.serving.costs import CALM
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -40,11 +41,12 @@ class Pace:
     """
 
     def __init__(
-        self, kinds: int, machine: float, table: float, drift: float, noise: float
+        self, drafts: int, machine: float, plain: float, table: float, drift: float, noise: float
     ) -> None:
-        """In logarithms: by how much machine and table may be off, the machine's drift a round and
-        the noise of one."""
-        known = [machine, *[table] * kinds]
+        """In logarithms: by how much the machine may be off, and the table about plain rounds and
+        about each kind of draft, the machine's drift a round and the noise of one. Plain rounds
+        wait for memory, others for arithmetic too, and neighbours slow down one or the other."""
+        known = [machine, plain, *[table] * drafts]
         self.mean = [0.0] * len(known)
         self.spread = [[x * x * (i == j) for j, x in enumerate(known)] for i in range(len(known))]
         self.drift, self.noise = drift**2, noise**2
@@ -197,8 +199,10 @@ class Goodput:
     last guesses say (`_adapted`).
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while somebody goes on to draft, or nobody, `trial` rounds go to what may be better than it
-    says. While nothing is drafted nothing is learned, and what was learned fades: drafts are tried
-    as often, if they would pay at the best that acceptance may be.
+    says. The first `calm` steps after a draft take longer, for a drafter's weights leave the caches
+    slowly: they do not count, and a trial not to draft lasts as much longer. While nothing is
+    drafted nothing is learned, and what was learned fades: drafts are tried as often, if they would
+    pay at the best that acceptance may be.
     """
 
     costs: Prices
@@ -208,6 +212,7 @@ class Goodput:
     margin: float = 0.02
     hold: int = 24  # rounds between thoughts, fewer at first
     trial: int = 4
+    calm: int = CALM
     probe: int = 64
     rarest: int = 2048
     hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
@@ -215,7 +220,7 @@ class Goodput:
     weight: float = 16.0  # and what is known of all rows, beside what is known of one;
     nimble: float = 5.0  # the same where all that is in question is how deep it drafts
     fade: float = 0.995
-    doubts: tuple[float, float, float, float] = (0.3, 0.15, 0.02, 0.15)  # see Pace
+    doubts: tuple[float, float, float, float, float] = (0.3, 0.3, 0.15, 0.02, 0.15)  # see Pace
     few: int = 4  # rounds of one depth, at least, whose times are looked at together
 
     judged: list[float] = field(default_factory=list, init=False)  # by depth
@@ -239,6 +244,7 @@ class Goodput:
     times: list[list[float]] = field(init=False)  # of rounds so deep, as multiples of the table's
     believed: Beliefs = field(init=False)
     deeper: list[float] = field(default_factory=list, init=False)  # see _turns
+    plainly: int = field(init=False)  # rounds since somebody drafted
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
@@ -247,8 +253,9 @@ class Goodput:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
+        self.plainly = self.calm
         self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
-        self.pace = Pace(deepest + 1, *self.doubts)
+        self.pace = Pace(deepest, *self.doubts)
         self.times = [[] for _ in range(deepest + 1)]
         self.believed = self.beliefs()
 
@@ -311,7 +318,8 @@ class Goodput:
         self.gap = min(2 * self.gap, self.rarest)
         self.due = self.rounds + self.gap
         plan = self._promising(load, seen) if drafts else self._hopeful(load, rates[PLAIN])
-        self.left = self.trial - 1 if plan != self.settled else self.left
+        if plan != self.settled:
+            self.left = self.trial - 1 + (0 if plan.tree.depth else self.calm)
         return plan
 
     def _promising(self, load: Load, seen: Outlook) -> Plan:
@@ -442,6 +450,7 @@ class Goodput:
         drafting_s: dict[int, float] = {}  # of each plan
         for load, plan, steps, seconds in self.told:
             depth, behind = plan.tree.depth, 0
+            self.plainly = 0 if depth else self.plainly + 1
             for row, stream in enumerate(load.streams):
                 if stream and (lacks := stream.behind):
                     if not stream.rounds:
@@ -450,7 +459,8 @@ class Goodput:
                         behind += lacks
             if depth:
                 self._judge(load, plan, steps)
-            if seconds is not None and behind < LONG:
+            calm = depth or self.plainly > self.calm
+            if calm and behind < LONG and seconds is not None:
                 if id(plan) not in drafting_s:
                     drafting_s[id(plan)] = self._drafting_s(load, plan)
                 price = drafting_s[id(plan)] + self._checking_s(load, plan, steps)
@@ -491,7 +501,7 @@ class Goodput:
         levels = self.priced(load)[0][: plan.tree.depth]
         if not self.costs.packs:
             return sum(level[load.rows] for level in levels)
-        depths = plan.budget or (plan.tree.depth,) * load.rows
+        depths = [plan.depth(row) for row in _written(load)]
         return sum([level[len([g for g in depths if g > d])] for d, level in enumerate(levels)])
 
     def _checking_s(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
