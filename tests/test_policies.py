@@ -555,7 +555,7 @@ def test_a_row_whose_next_text_is_still_being_read_is_not_paid_for():
         steps = [Step(row, 1, 1, 2) for row, stream in enumerate(streams) if stream]
         policy.learn(load(2, *streams), plan, steps, 1.0)
     policy._digest()
-    assert policy.times[1] == [pytest.approx(1.0 / seconds(1, 1, token=1e-3))]
+    assert policy.times[0, 1] == [pytest.approx(1.0 / seconds(1, 1, token=1e-3))]
 
 
 class Cooling(SimulatedBank):
@@ -589,6 +589,18 @@ def test_what_a_draft_leaves_in_the_caches_is_not_held_against_plain_steps():
     assert found[0] < 0.87
 
 
+def test_how_long_drafts_take_alone_says_nothing_of_how_long_they_take_in_a_crowd():
+    """A guess is always kept and a second one never."""
+    policy = told([1] * 32, table())
+    assert [chosen(policy, rows) for rows in (1, 8)] == [1, 1]
+    for depth in (1, 0) * 4:
+        took = seconds(1, depth) * (4 if depth else 1)
+        for _ in range(2 * CALM):
+            policy.learn(load(1), Plan(Tree.chain(depth)), [Step(0, depth, depth, depth + 1)], took)
+        policy._digest()
+    assert [chosen(policy, rows) for rows in (1, 8)] == [0, 1]
+
+
 def test_a_bandit_does_not_learn_from_rounds_that_are_being_recorded():
     policy = Bandit()
     for _ in range(3 * policy.hold):
@@ -604,7 +616,9 @@ def test_what_rows_read_when_they_begin_is_not_held_against_a_draft_length():
     bank = SimulatedBank(costs, alike(0.9), 8, 4096, policy.widest)
     server = Server(bank, policy, chunk=1 << 20)
     serve(server, Closed([Request(range(1000), 400, stream=i) for i in range(8)], 8))
-    assert policy.pace.mean == pytest.approx([0] * len(policy.pace.mean), abs=1e-3)
+    assert policy.paces
+    for pace in policy.paces.values():
+        assert pace.mean == pytest.approx([0] * len(pace.mean), abs=1e-3)
 
 
 def test_what_the_drafter_reads_of_texts_as_they_come_is_paid_for_by_drafting():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect, bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
@@ -230,7 +231,7 @@ class Goodput:
     begun: float = field(default=0.0, init=False)  # texts that came, tokens of them, rounds
     length: float = field(default=0.0, init=False)
     lasted: float = field(default=0.0, init=False)
-    pace: Pace = field(init=False)
+    paces: dict[int, Pace] = field(default_factory=dict, init=False)  # see _size
     settled: Plan = field(default=PLAIN, init=False)
     plan: Plan = field(default=PLAIN, init=False)  # of this round, which may be a trial,
     shape: tuple[int, int] = field(default=(0, 0), init=False)  # and for so many rows
@@ -241,7 +242,7 @@ class Goodput:
     told: list[tuple[Load, Plan, Sequence[Step], float | None]] = field(
         default_factory=list, init=False
     )
-    times: list[list[float]] = field(init=False)  # of rounds so deep, as multiples of the table's
+    times: defaultdict[tuple[int, int], list[float]] = field(init=False)  # [size, depth], in those
     believed: Beliefs = field(init=False)
     deeper: list[float] = field(default_factory=list, init=False)  # see _turns
     plainly: int = field(init=False)  # rounds since somebody drafted
@@ -253,10 +254,9 @@ class Goodput:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
+        self.times = defaultdict(list)
         self.plainly = self.calm
         self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
-        self.pace = Pace(deepest, *self.doubts)
-        self.times = [[] for _ in range(deepest + 1)]
         self.believed = self.beliefs()
 
     @property
@@ -328,7 +328,7 @@ class Goodput:
         rates = self._rates(load, seen, less=True)
 
         def hope(plan: Plan) -> float:
-            doubt = self.pace.doubt(plan.tree.depth) if plan != self.settled else 0.0
+            doubt = seen.pace.doubt(plan.tree.depth) if plan != self.settled else 0.0
             return rates[plan] * math.exp(math.sqrt(doubt))
 
         return max(rates, key=hope)
@@ -395,15 +395,27 @@ class Goodput:
         begin = [coming + self.costs.catch_up_s(n) / lasting if n else coming
                  for n in self._behind(load, rows)]  # fmt: skip
         wide = 0 if self.costs.packs else load.rows
-        chances, filled = (
-            [believed.chances(believed.better(row)) for row in rows.values()],
-            self._filled(rows),
-        )
-        return Outlook(chances, filled, begin, *self.priced(load), self.pace, wide)
+        chances = [believed.chances(believed.better(row)) for row in rows.values()]
+        filled, pace = self._filled(rows), self._pace(self._size(load))
+        return Outlook(chances, filled, begin, *self.priced(load), pace, wide)
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
         return load.rows - load.streams.count(None) if self.costs.packs else load.rows
+
+    def _size(self, load: Load) -> int:
+        """The power of two up to which the rows are. What the table has wrong about one row is not
+        what it has wrong about eight."""
+        return (self._paid(load) - 1).bit_length()
+
+    def _pace(self, size: int) -> Pace:
+        """That of rounds of this size; at first, half of what is thought of the nearest one."""
+        if size not in self.paces:
+            known = [(abs(other - size), pace.mean) for other, pace in self.paces.items()]
+            self.paces[size] = Pace(len(self.judged), *self.doubts)
+            if known:
+                self.paces[size].mean = [x / 2 for x in min(known)[1]]
+        return self.paces[size]
 
     def _filled(self, rows: dict[int, Stream]) -> list[float]:
         """[rows]: the share of their guesses that is paid for: a drafter may not make all."""
@@ -465,10 +477,10 @@ class Goodput:
                     drafting_s[id(plan)] = self._drafting_s(load, plan)
                 price = drafting_s[id(plan)] + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
-                self.times[depth].append(seconds / price)
-        for depth, times in enumerate(self.times):
+                self.times[self._size(load), depth].append(seconds / price)
+        for (size, depth), times in self.times.items():
             if len(times) >= self.few:
-                self.pace.see(depth, median(times), len(times))
+                self._pace(size).see(depth, median(times), len(times))
                 times.clear()
         self.lasted += len(self.told)
         fade = (self.fade if self.settled.tree.depth else 0.999) ** len(self.told)
