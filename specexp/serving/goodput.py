@@ -192,12 +192,12 @@ class Goodput:
     before it, over all rows, and by how much each row's odds are better or worse. Where passes
     leave out what is no token (`Prices.packs`), guesses are spent one by one on whichever row they
     bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
-    table and from how rounds of each kind compare with it (`Pace`). Whoever drafts pays for the
-    drafter's reading, of texts as they come and, spread over the rounds that this will serve, of
-    what it lacks of those there are. What it has settled on is changed only for a gain of `margin`:
-    what promises most is often what seems better than it is. It is thought about now and then,
-    since that takes time; in between each row that drafts may do so deeper or less deep, as its
-    last guesses say (`_adapted`).
+    table and from how rounds of each kind compare with it, learned apart for few rows and for many
+    (`Pace`). Whoever drafts pays for the drafter's reading, of texts as they come and, spread over
+    the rounds that this will serve, of what it lacks of those there are. What it has settled on is
+    changed only for a gain of `margin`: what promises most is often what seems better than it is.
+    It is thought about now and then, since that takes time; in between each row that drafts may do
+    so deeper or less deep, as its last guesses say (`_adapted`).
     The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
     while somebody goes on to draft, or nobody, `trial` rounds go to what may be better than it
     says. The first `calm` steps after a draft take longer, for a drafter's weights leave the caches
