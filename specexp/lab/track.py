@@ -158,7 +158,10 @@ def _git_state() -> list[str]:
 
 def _git(*args: str) -> str:
     asked = ["git", *args]
-    done = subprocess.run(asked, cwd=store.ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(asked, cwd=store.ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # not installed
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
