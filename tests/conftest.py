@@ -56,15 +56,25 @@ def lacking(file: Path) -> list[str]:
     return sorted(filter(absent, others))
 
 
+def is_checkout() -> bool:
+    asked = ["git", "ls-files", "--error-unmatch", __file__]
+    return (
+        shutil.which("git") is not None
+        and subprocess.run(asked, cwd=HERE, capture_output=True).returncode == 0
+    )
+
+
 LEFT_OUT = {file.name: why for file in sorted(HERE.glob("test_*.py")) if (why := lacking(file))}
+if not is_checkout():
+    LEFT_OUT.setdefault("test_files.py", []).append("a git checkout")
 collect_ignore = list(LEFT_OUT)
 
 
 def pytest_terminal_summary(terminalreporter):
     """A bare machine runs the tests that it can, and says which it cannot."""
-    for package in sorted({name for why in LEFT_OUT.values() for name in why}):
-        files = ", ".join(file for file, why in LEFT_OUT.items() if package in why)
-        terminalreporter.write_line(f"left out, for {package} is not installed: {files}")
+    for missed in sorted({name for why in LEFT_OUT.values() for name in why}):
+        files = ", ".join(file for file, why in LEFT_OUT.items() if missed in why)
+        terminalreporter.write_line(f"left out, for want of {missed}: {files}")
 
 
 def pytest_collection_modifyitems(config, items):
