@@ -103,7 +103,7 @@ class LM:
         self.net: Network = net or Unfused(module)
         self.config = module.config.get_text_config()
         self.vocab = vocab or self.config.vocab_size
-        self.context: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.context = reach(self.config)
         self.device, self.dtype = module.device, module.dtype
         servable(self.config, name)
         self.cache: SlotCache | None = None
@@ -226,6 +226,16 @@ def free_memory(device: torch.device) -> int:
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
     return psutil.virtual_memory().available
+
+
+def reach(config: Any) -> int:
+    """The longest text of a model with this config. With `longrope` that is the length up to which
+    its factors are the short ones: a pass that goes beyond turns every row's tokens by others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    long = (kind for kind in kinds if kind.get("rope_type") == "longrope")
+    ends = (kind["original_max_position_embeddings"] for kind in long)
+    return min([getattr(config, "max_position_embeddings", None) or 1 << 30, *ends])
 
 
 def servable(config: Any, name: str) -> None:

@@ -3,24 +3,31 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import tiny_llama
-from tiny import FAMILIES, PROMPTS, module
+from tiny import FAMILIES, PROMPTS, module, slowly
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     Gemma3TextConfig,
+    LlamaConfig,
     Mamba2Config,
     MistralConfig,
+    Phi3Config,
     Qwen3NextConfig,
     T5Config,
 )
 
 from specexp import lm as lms
+from specexp.drafters.model import DraftModel
+from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.lm import LM
+from specexp.policy import Fixed
+from specexp.sampling import Sampling
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -50,6 +57,37 @@ def test_a_ragged_batch_of_trees_has_the_logits_of_each_path_alone(family):
             with torch.no_grad():
                 alone = net(torch.tensor([prompt + path]), use_cache=False).logits[0, -1]
             assert torch.allclose(seen.logits[row, node], alone, atol=1e-9, rtol=0)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [9.0] * 4,
+        "short_factor": [1.0] * 4}  # fmt: skip
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_text_ends_where_longrope_would_turn_it_by_other_factors(alone):
+    net = tiny_llama(0, rope_parameters=LONG | {"original_max_position_embeddings": 16}).double()
+    prompts = PROMPTS[1:2] if alone else [PROMPTS[0], [*range(14)]]
+    law = Sampling(0.0)
+    greedy = Engine(LM(net), DraftModel(LM(net), law), Fixed(Tree.chain(5)), law)
+    new = 16 - max(map(len, prompts))
+    assert greedy.generate(prompts, new).tokens == [slowly(net, p, new) for p in prompts]
+    with pytest.raises(UserError, match="the 16-token context of model by 1"):
+        greedy.generate(prompts, new + 1)
+
+
+def test_the_reach_of_a_config_is_that_of_its_layers():
+    here = LONG | {"original_max_position_embeddings": 16}
+    beside = SimpleNamespace(
+        max_position_embeddings=64,
+        rope_parameters={"full_attention": here, "other": {"rope_type": "default"}, "none": None},
+    )
+    phi = Phi3Config(
+        max_position_embeddings=64, original_max_position_embeddings=32, hidden_size=32,
+        num_attention_heads=4, pad_token_id=0,
+        rope_scaling={"type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+    )  # fmt: skip
+    plain = LlamaConfig(max_position_embeddings=64)
+    assert [*map(lms.reach, (beside, phi, plain, SimpleNamespace()))] == [16, 32, 64, 1 << 30]
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):

@@ -352,7 +352,7 @@ def _check_models(
         attempt(once, _check_pairing, once, *(options | {"seed": 0}).items())
         for options in _each(params)
     ]
-    context = getattr(config, "max_position_embeddings", None) or 1 << 30
+    context = lm.reach(config)
     new = params.get("max_new_tokens", 0)
     problems = []
     for gamma in _values(params, "gamma", "gammas"):
