@@ -149,6 +149,7 @@ class Fused:
     ) -> None:  # fmt: skip
         self.layers = [Layer(layer) for layer in layers]
         self.embed, self.rotary = embed, rotary
+        self.frequencies: Tensor = rotary.original_inv_freq  # up to `lm.reach` there are no others
         self.norm, self.head = norm and Norm(norm), head
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
@@ -197,14 +198,9 @@ class Fused:
 
     def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, 1, n, d] of rotary positions; see `Layer`."""
-        if self.rotary.rope_type in ("dynamic", "longrope"):  # frequencies depend on the length
-            cos, sin = self.rotary(x, positions)
-            half = sin.shape[-1] // 2
-            cos, sin = cos[..., :half], sin[..., :half]
-        else:
-            angles = positions[..., None] * self.rotary.inv_freq
-            scale = self.rotary.attention_scaling
-            cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        angles = positions[..., None] * self.frequencies
+        scale = self.rotary.attention_scaling
+        cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 

@@ -30,6 +30,9 @@ SHAPE = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
         "original_max_position_embeddings": 32}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+        "long_factor": [9.0] * 4, "short_factor": [1.0, 1.1, 1.2, 1.3]}  # fmt: skip
 NETS = {
     "llama": lambda: tiny_llama(0),
     "tied": lambda: tiny_llama(0, tie_word_embeddings=True),
@@ -37,6 +40,8 @@ NETS = {
     "one key": lambda: tiny_llama(0, num_key_value_heads=1, head_dim=16),
     "biased": lambda: tiny_llama(0, attention_bias=True, mlp_bias=True),
     "yarn": lambda: tiny_llama(0, rope_parameters=YARN),
+    "dynamic": lambda: tiny_llama(0, rope_parameters=DYNAMIC),
+    "longrope": lambda: tiny_llama(0, rope_parameters=LONG),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),

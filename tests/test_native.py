@@ -531,22 +531,16 @@ def test_weights_that_change_in_place_change_the_passes():
     assert apart(after, passed(unfused(lm.module), ())[1].logits) < 1e-5
 
 
-def long(net) -> LM:
-    net.config.rope_parameters = {
-        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0,
-    }  # fmt: skip
-    return type(net)(net.config).eval()
+def test_other_numbers_are_not_compiled():
+    assert not isinstance(LM(made("llama", torch.float64)).net, Native)
 
 
-@pytest.mark.parametrize(
-    "net",
-    [
-        lambda: made("llama", torch.float64),
-        lambda: long(tiny_llama(0)),
-    ],
-)
-def test_other_numbers_and_positions_that_depend_on_the_length_are_not_compiled(net):
-    assert not isinstance(LM(net()).net, Native)
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_module_that_read_more_by_itself_turns_short_texts_as_before(name):
+    lm = compiled(name)
+    before = passed(lm, ())[1].logits
+    lm.module(torch.arange(150)[None] % 32)
+    assert torch.equal(passed(lm, ())[1].logits, before)
 
 
 def test_it_can_be_turned_off(monkeypatch):

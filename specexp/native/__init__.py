@@ -137,7 +137,7 @@ class Native:
         name = str(self.dtype).removeprefix("torch.")
         self.run, self.room_for = Function(code, name), code[f"room_for_{name}"]
         self.room_for.restype = c_int64
-        self.frequencies = fused.rotary.inv_freq.float().contiguous()
+        self.frequencies = fused.frequencies.float().contiguous()
         self.layers = (Layer * len(fused.layers))(*(_layer(layer) for layer in fused.layers))
         known = 0 if fused.embed is None else len(fused.embed)
         self.net = Net(
@@ -303,9 +303,7 @@ def of(fused: Any) -> Native | None:
     kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}
     if kinds not in ({(True, "cpu", torch.float32)}, {(True, "cpu", torch.bfloat16)}):
         return None
-    if fused.rotary.rope_type in ("dynamic", "longrope"):  # frequencies depend on the length
-        return None
-    if 2 * len(fused.rotary.inv_freq) != fused.layers[0].head_dim:
+    if 2 * len(fused.frequencies) != fused.layers[0].head_dim:
         return None
     found = library()
     return Native(fused, found.passes) if found else None
