@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network, nor does a process that one starts
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,6 +21,12 @@ from specexp import native
 CONTEXT = 128
 HERE = Path(__file__).parent
 TRIVIAL = HERE / "notebooks" / "trivial.ipynb"
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("house", deadline=None)  # a machine may have other things to do
+    settings.load_profile("house")
 
 
 @functools.cache

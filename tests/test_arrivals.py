@@ -107,7 +107,7 @@ def test_a_bad_load_is_one_line(load):
     assert "\n" not in str(e.value)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 99), st.integers(1, 60), st.floats(0.01, 100), st.floats(0.3, 4))
 def test_names_of_loads_mean_what_they_say(streams, count, rate, cv):
     assert parse(f"closed:{streams}", count) == Closed(streams, count)

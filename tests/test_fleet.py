@@ -111,7 +111,7 @@ tiny_case = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(tiny_case)
 def test_times_are_those_of_exact_arithmetic(case):
     rates, rng = [Fraction(0), *case["rates"]], case["data"]
@@ -178,7 +178,7 @@ traffic = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(traffic, st.integers(1, 6), st.integers(1, 8), st.sampled_from(ROUTERS))
 def test_all_that_is_asked_is_written_once(asked, replicas, rows, router):
     """At 100 tokens a second a replica whoever shares them, busy seconds count the tokens."""
@@ -195,7 +195,7 @@ def test_all_that_is_asked_is_written_once(asked, replicas, rows, router):
     assert (served.e2e_s >= served.ttft_s).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(traffic, st.integers(1, 4), st.integers(1, 5), st.sampled_from(ROUTERS))
 def test_who_asks_for_as_much_is_not_overtaken(asked, replicas, rows, router):
     asked = Arrivals(asked.at_s, np.full(len(asked), 7), np.full(len(asked), 40))
@@ -208,7 +208,7 @@ def test_who_asks_for_as_much_is_not_overtaken(asked, replicas, rows, router):
     assert (served.ttft_s >= 7 / 1000).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(traffic, st.integers(1, 4), st.sampled_from(ROUTERS))
 def test_a_machine_twice_as_slow_on_traffic_half_as_fast_takes_twice_as_long(
     asked, replicas, router
