@@ -89,6 +89,13 @@ def test_a_read_only_store_gets_one_clear_line(tmp_path, monkeypatch):
         track.log("mine", {}, METRICS)
 
 
+def test_without_git_a_run_is_logged_all_the_same(store, monkeypatch):
+    monkeypatch.setenv("PATH", str(store))
+    track.log("mine", {"x": 1}, METRICS)
+    [run] = track.runs("mine").to_dict("records")
+    assert (run["tags.git.commit"], run["tags.git.dirty"]) == ("", "false")
+
+
 def _first_touch(root: str, barrier) -> None:
     import os
 

@@ -21,6 +21,7 @@ from specexp import quantised
 from specexp.lab import build, prompts
 
 PACKAGE = Path(__file__).resolve().parents[1]
+SOURCE = (".py", ".cpp", ".h")
 WHOLE, ENDS = 1_000_000_000, 1 << 20
 _FILES = (
     "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.safetensors",
@@ -64,8 +65,9 @@ class Surroundings:
 def code_digest() -> str:
     """A digest of the library's source: results of other code are other results."""
     total = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        total.update(path.read_bytes())
+    for path in sorted(PACKAGE.rglob("*")):
+        if path.suffix in SOURCE:
+            total.update(path.read_bytes())
     return total.hexdigest()
 
 
