@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +123,33 @@ def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, p
     assert f"1 done, {len(KINDS)} failed" in text
 
 
+def test_a_notebook_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, tmp_path):
+    own, file = tmp_path / "own.ipynb", tmp_path / "grids" / "own.yaml"
+    file.parent.mkdir()
+    own.write_text(TRIVIAL.read_text())
+    file.write_text("notebook: ../own.ipynb\n")
+    [before] = grid.load([file])
+    own.write_text(TRIVIAL.read_text().replace("import os", "import os, sys"))
+    code, said = go([before])
+    assert (code, list(store.glob("results/*"))) == (1, [])
+    assert "edited while the grid ran: run the grid again" in said
+    [after] = grid.load([file])
+    assert go([after])[0] == 0
+    assert intact(store / "results" / after.run_key)
+
+
+def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path):
+    [point] = points(x=[2])
+    go([point])
+    grids = tmp_path / "grids"
+    grids.mkdir()
+    shutil.copy(store / "results" / point.run_key / "notebook.ipynb", tmp_path / "own.ipynb")
+    (grids / "own.yaml").write_text("notebook: ../own.ipynb\ngrid: {x: [3]}\n")
+    [again] = grid.load([grids / "own.yaml"])
+    assert again.surroundings["notebook"] == point.surroundings["notebook"]
+    assert go([again])[0] == 0
+
+
 def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, points):
     begin, before = time.monotonic(), set(psutil.Process().children(recursive=True))
     code, _ = go(points(timeout_s=4, how=["hangs"]))
@@ -240,10 +268,11 @@ def test_claims_exclude_one_another_whoever_comes_and_goes(store):
     inside, most = [], []
 
     def work():
-        for _ in range(200):
+        for _ in range(300):
             with claim("k") as ours:
                 if ours:
                     inside.append(1)
+                    time.sleep(1e-4)
                     most.append(len(inside))
                     inside.pop()
 

@@ -25,12 +25,13 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
 from specexp.errors import ran_out
-from specexp.lab import secret, store, track
+from specexp.lab import notebook, secret, store, track
 from specexp.lab.grid import Point
 from specexp.lab.kernels import Slot
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
+EDITED = "the notebook was edited while the grid ran: run the grid again"
 MOST_OUTPUT = 10_000_000
 _HTML = threading.Lock()
 
@@ -93,7 +94,7 @@ def _run(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
             seed=int(point.run_key[:8], 16), warm=_models(point.params),
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
-            papermill.execute_notebook(
+            ran = papermill.execute_notebook(
                 str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
                 engine_name="specexp", kernel_name="python3", language="python",
                 progress_bar=False, km=kernel, log_file=log, watch=watch,
@@ -114,6 +115,10 @@ def _run(
         raise Failure("error", f"{type(e).__name__}: {e}") from e
     finally:
         watchdog.cancel()
+    code = (cell for cell in ran.cells if cell.cell_type == "code")
+    own = (cell.source for cell in code if notebook.INJECTED not in cell.metadata.get("tags", []))
+    if notebook.digest_of(own)[:16] != point.surroundings["notebook"]:
+        raise Failure("invalid-result", EDITED)
 
 
 def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -187,10 +192,10 @@ papermill_engines.register("specexp", _Engine)
 
 def _check(point: Point, folder: Path) -> None:
     try:
-        notebook = nbformat.read(folder / NOTEBOOK, as_version=4)
+        ran = nbformat.read(folder / NOTEBOOK, as_version=4)
     except (ValueError, nbformat.ValidationError):
         raise Failure("invalid-result", f"{NOTEBOOK} is not readable") from None
-    for number, cell in enumerate(notebook.cells, 1):
+    for number, cell in enumerate(ran.cells, 1):
         if cell.cell_type != "code" or not cell.source.strip():
             continue
         if cell.execution_count is None:

@@ -19,6 +19,7 @@ from typing import Any
 from specexp.errors import UserError
 from specexp.lab import secret
 
+INJECTED = "injected-parameters"  # papermill's tag of the cell that it replaces or adds
 LARGEST, LONGEST_TEXT = 50_000_000, 65_536
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list}
 _HOW_TO_TAG = (
@@ -35,7 +36,6 @@ class Parameter:
     kind: type
     default: Any
     optional: bool
-    help: str
     items: type | None = None
 
     def coerced(self, value: Any) -> Any:
@@ -79,11 +79,17 @@ def read(path: Path) -> Notebook:
             f"{_HOW_TO_TAG}"
         )
     parameters = _parameters(tagged[0], f"{path.name}, parameters cell, line")
-    code = [source for source, _ in cells if source.strip()]
-    digest = hashlib.sha256(json.dumps(code).encode()).hexdigest()
+    digest = digest_of(source for source, _ in cells)
     others = (source for source, tags in cells if "parameters" not in tags)
-    timed = metadata.get("specexp", {}).get("timed", True) is not False
+    about = metadata.get("specexp")
+    timed = not (isinstance(about, dict) and about.get("timed") is False)
     return Notebook(path, parameters, _names(others), digest, timed)
+
+
+def digest_of(sources: Iterable[str]) -> str:
+    """Of the code cells of a notebook; those without code do not count."""
+    code = [source for source in sources if source.strip()]
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
 def parameters_of(path: Path) -> dict[str, Parameter]:
@@ -153,7 +159,8 @@ def _hint(value: Any, kind: type) -> str:
 
 
 def _cells(path: Path) -> tuple[list[tuple[str, list[str]]], dict[str, Any]]:
-    """Source and tags of every code cell, and the notebook's metadata."""
+    """Source and tags of every code cell but what papermill put there, and the notebook's
+    metadata."""
     try:
         if path.stat().st_size > LARGEST:
             raise UserError(f"{path.name} is larger than {LARGEST // 10**6} MB: clear its outputs")
@@ -165,7 +172,8 @@ def _cells(path: Path) -> tuple[list[tuple[str, list[str]]], dict[str, Any]]:
             for cell in notebook["cells"]
             if cell["cell_type"] == "code"
         ]
-        return cells, dict(notebook.get("metadata", {}))
+        cells = [cell for cell in cells if INJECTED not in cell[1]]
+        return cells, dict(notebook.get("metadata") or {})
     except OSError as e:
         raise UserError(f"{path.name} cannot be read: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -181,7 +189,7 @@ def _parameters(source: str, where: str) -> dict[str, Parameter]:
     problems, found = [], {}
     for node in lines:
         try:
-            name, parameter = _parameter(node, source.splitlines())
+            name, parameter = _parameter(node)
             if name in found:
                 raise UserError(f"{name} stands there twice")
             found[name] = parameter
@@ -192,7 +200,7 @@ def _parameters(source: str, where: str) -> dict[str, Parameter]:
     return found
 
 
-def _parameter(node: ast.stmt, lines: list[str]) -> tuple[str, Parameter]:
+def _parameter(node: ast.stmt) -> tuple[str, Parameter]:
     if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
         raise UserError("write `name: type = value`")
     name = node.target.id
@@ -208,12 +216,11 @@ def _parameter(node: ast.stmt, lines: list[str]) -> tuple[str, Parameter]:
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise UserError(f"the value of {name} is not a literal such as 3, 0.5 or 'text'") from None
     optional = "None" in kinds[1:]
-    help_ = lines[(node.end_lineno or 1) - 1].partition("#")[2].strip()
     items = _TYPES.get(inner.rstrip("]")) or _items(default)
-    parameter = Parameter(kind, default, optional, help_, items)
+    parameter = Parameter(kind, default, optional, items)
     if wrong := parameter.problem(default):
         raise UserError(f"{name} {wrong}")
-    return name, Parameter(kind, parameter.coerced(default), optional, help_, items)
+    return name, Parameter(kind, parameter.coerced(default), optional, items)
 
 
 def _items(default: Any) -> type | None:
