@@ -33,7 +33,6 @@ from specexp.quantised import split
 from specexp.sampling import Sampling
 
 MOST = 8  # rows of the comparison under batch, if --batches has as many
-FEWEST = 5  # turns of a batch: of fewer units an interval says little
 SUFFIX = 3  # tokens that prompt lookup matches at most, on both sides
 Texts = list[list[int]]  # of a batch, row by row
 Writer = Callable[[Texts], Texts]  # prompts to new tokens
@@ -69,7 +68,7 @@ def peers(
         alone = turns.take(arms, [[row] for row in ids] * repeats, device, "peers")
         packed = turns.take(
             {arm: arms[arm] for arm in few},
-            [crowd] * max(repeats, FEWEST),
+            [crowd] * max(repeats, stats.FEWEST),
             device,
             f"peers, batch {batch}",
         )

@@ -2,6 +2,9 @@
 
 The resampled unit is the prompt (or the repetition), never the token: guesses of one text are not
 independent. "Faster" is said only of an interval that excludes 1.
+
+Percentiles of a bootstrap over six units hold the truth 84 times in a hundred, not 95: they are
+moved away from the figure by as much as Student's t exceeds the normal law's.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, norm, t
 
+FEWEST = 5  # units: of fewer an interval says little
 _TINY = np.finfo(float).tiny
 
 
@@ -29,39 +33,57 @@ class Interval(NamedTuple):
 
 def ratio(above: ArrayLike, below: ArrayLike) -> Interval:
     """sum(above) / sum(below) over paired units [n]; 0 where both are 0."""
-    return interval(lambda a, b: a.sum(-1) / np.maximum(b.sum(-1), _TINY), above, below)
+    return _within(0, interval(_ratio, above, below), np.inf)
+
+
+def share(part: ArrayLike, whole: ArrayLike) -> Interval:
+    """As `ratio`, of parts that are never more than the whole."""
+    return _within(0, interval(_ratio, part, whole), 1)
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> Any:
+    return above.sum(-1) / np.maximum(below.sum(-1), _TINY)
+
+
+def _within(least: float, found: Interval, most: float) -> Interval:
+    return found._replace(low=max(least, found.low), high=min(most, found.high))
 
 
 def speedup(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike
 ) -> Interval:
     """Seconds a delivered token, plain decoding over speculation, of paired units [n]."""
-    return interval(
+    found = interval(
         lambda ps, pt, fs, ft: (ps.sum(-1) / pt.sum(-1)) / (fs.sum(-1) / ft.sum(-1)),
         plain_s, plain_tokens, fast_s, fast_tokens,
     )  # fmt: skip
+    return _within(0, found, np.inf)
 
 
 def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
-    """A statistic of paired columns [n] with its percentile bootstrap interval over units.
+    """A statistic of paired columns [n] with its bootstrap interval over units.
 
     `statistic` takes columns [..., n] and reduces the last axis.
     """
     data = [np.asarray(c, float) for c in columns]
     if len({d.shape for d in data}) != 1 or data[0].ndim != 1 or not data[0].size:
         raise ValueError(f"need equally long series, got shapes {[d.shape for d in data]}")
-    value = float(statistic(*data))
-    if data[0].size < 2:
+    value, n = float(statistic(*data)), data[0].size
+    if n < 2:
         return Interval(value, value, value)
     found = bootstrap(
         data, lambda *x, axis: statistic(*x),
         paired=True, vectorized=True, method="percentile", n_resamples=2000, rng=0,
     )  # fmt: skip
-    return Interval(value, *map(float, found.confidence_interval))
+    wider = t.ppf(0.975, n - 1) / norm.ppf(0.975) * np.sqrt(n / (n - 1))
+    low, high = (value + wider * (float(end) - value) for end in found.confidence_interval)
+    return Interval(value, low, high)
 
 
 def verdict(speedup: Interval) -> str:
     """In words: faster or slower only when the interval excludes 1."""
+    if speedup.low == speedup.high:
+        return f"{speedup.value:.2f}x of one sample"
     if speedup.low > 1:
         return f"{speedup.value:.2f}x faster"
     if speedup.high < 1:

@@ -280,7 +280,7 @@ def _side(
         "round_ms": 1e3 * float(clean.mean()),
         "phases": {
             phase: {"ms": 1e3 * float(each[phase].mean()),
-                    "share": stats.ratio(each[phase], total)._asdict()}
+                    "share": stats.share(each[phase], total)._asdict()}
             for phase in PHASES
         },
         "draft_passes_ms": 1e3 * float(passes.mean()),
