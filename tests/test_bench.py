@@ -70,6 +70,30 @@ def test_latency_pairs_every_gamma_with_plain_decoding_of_the_same_text(latency)
     assert by_gamma.loc[3, "low"] <= by_gamma.loc[3, "speedup"] <= by_gamma.loc[3, "high"]
 
 
+def test_the_order_of_the_arms_turns_from_prompt_to_prompt(rig, monkeypatch):
+    orders, real = [], bench._take_turns
+    monkeypatch.setattr(bench, "_take_turns", lambda *a: orders.append(a[3]) or real(*a))
+    bench.latency(rig, PROMPTS, [1], 4, repeats=2)
+    assert orders == [False, True, False, True, False, True]
+
+
+def test_a_prompt_that_is_repeated_makes_no_interval_narrower(latency, throughput):
+    part, names = latency[latency["gamma"] == 3], ["acceptance/rate_ci_low", "acceptance/rate"]
+    often = bench.acceptance_metrics(pd.concat([part] * 20))[0]
+    assert [often[n] for n in names] == [bench.acceptance_metrics(part)[0][n] for n in names]
+    of_speed = bench.speedups(pd.concat([part] * 20), "gamma")
+    columns = ["speedup", "low", "high"]
+    pd.testing.assert_frame_equal(of_speed[columns], bench.speedups(part, "gamma")[columns])
+    found = bench.throughput_metrics(throughput)[0]
+    once = throughput[(throughput["batch"] == 1) & (throughput["repeat"] == 0)]
+    assert found["acceptance/rate_ci_low"] == bench.acceptance_metrics(once)[0][names[0]]
+    assert found["counts/drafted"] == once["drafted"].sum()
+
+
+def test_a_batch_seen_once_says_neither_that_it_pays_nor_that_it_does_not():
+    assert "pay" not in plots.crossing(sweep((2, 2, 2), (0.5, 0.5, 0.5))).lower()
+
+
 def test_throughput_counts_only_rounds_in_which_every_row_is_live(rig, throughput):
     assert set(throughput["batch"]) == {1, 4}
     made = rig.generate([p.text for p in PROMPTS], 10).trace
@@ -92,15 +116,15 @@ def test_every_batch_size_sees_the_same_prompts_of_all_categories(rig, monkeypat
     monkeypatch.setattr(bench, "_take_turns", lambda *a: seen.append(a[1]) or real(*a))
     samples = bench.throughput(rig, prompts, [1, 2, 4], 6, repeats=2)
     by_size = {b: [ids.index(row) for s in seen for row in s if len(s) == b] for b in (1, 2, 4)}
-    assert by_size == {b: [0, 3, 1, 4] * 2 for b in (1, 2, 4)}
-    assert list(samples["batch"]) == [1] * 8 + [2] * 4 + [4] * 2
-    assert list(samples["context"][-2:]) == [max(len(ids[i]) for i in (0, 3, 1, 4)) + 6] * 2
+    assert by_size == {b: [0, 3, 1, 4] * n for b, n in ((1, 2), (2, 3), (4, 5))}
+    assert list(samples["batch"]) == [1] * 8 + [2] * 6 + [4] * 5
+    assert list(samples["context"][-5:]) == [max(len(ids[i]) for i in (0, 3, 1, 4)) + 6] * 5
     assert not samples.duplicated(["batch", "number", "repeat"]).any()
 
 
 def test_a_batch_larger_than_there_are_prompts_repeats_them(rig):
     samples = bench.throughput(rig, PROMPTS, [1, 4], 6, repeats=1)
-    assert list(samples["batch"]) == [1] * len(PROMPTS) + [4]
+    assert list(samples["batch"]) == [1] * 2 * len(PROMPTS) + [4] * 5
     assert samples["emitted"].iloc[-1] == 4 * 6
 
 

@@ -536,7 +536,7 @@ def test_a_table_that_is_right_foretells_what_is_measured():
 
 def test_a_sweep_and_the_tax_have_a_row_for_every_place(rig):
     samples = maps.sweep(rig, PROMPTS, [1, 3], [1, 2], 6, repeats=2)
-    assert len(samples) == 2 * (3 + 1) * 2
+    assert len(samples) == 2 * (3 * 2 + 1 * 5)
     assert set(samples["gamma"]) == {1, 2}
     longest = max(len(rig.encode([PROMPTS[i].text])[0]) for i in (0, 1, 2))
     assert samples[samples["batch"] == 3]["context"].iloc[0] == longest + 6 + 3

@@ -62,7 +62,7 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     """Metrics and per-position series of one pairing, checked, as they are logged."""
     record = pooled(samples)
     record.check()
-    rate = stats.ratio(samples["accepted"], samples["drafted"])
+    rate = stats.share(*_units(samples, "accepted", "drafted"))
     metrics = {
         "acceptance/rate": record.rate,
         "acceptance/rate_ci_low": rate.low,
@@ -140,10 +140,12 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of a batch sweep; the headline is its smallest batch."""
     by_batch = speedups(samples, "batch")
-    metrics, series = acceptance_metrics(samples)
+    once = (samples["batch"] == samples["batch"].min()) & (samples["repeat"] == 0)
+    metrics, series = acceptance_metrics(samples[once])  # all other rows are of the same texts
     metrics |= _headline(by_batch.iloc[0])
     metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
-    losing = by_batch[by_batch["high"] < 1]["batch"]
+    told = by_batch[by_batch["low"] < by_batch["high"]]  # by more than one sample
+    losing = told[told["high"] < 1]["batch"]
     if len(losing):
         metrics["throughput/crossing_batch"] = losing.iloc[0]
     columns = {
@@ -186,19 +188,18 @@ def duel(
     _warm_up(engines.values(), [rig.encode([p.text]) for p in prompts], max_new_tokens)
     rows: list[dict[str, Any]] = []
     with tqdm(total=repeats * len(prompts) * len(engines), desc="latency", unit="run") as bar:
-        for repeat in range(repeats):
-            for prompt in prompts:
-                ids = rig.encode([prompt.text])
-                traces = _take_turns(engines, ids, max_new_tokens, repeat % 2 == 1, bar)
-                base = traces.pop(None)
-                for arm, trace in traces.items():
-                    rows.append(
-                        _row(arms[arm], prompt)
-                        | {"arm": arm, "repeat": repeat, "ttft_s": trace.ttft_s}
-                        | {"s": trace.decode_s, "tokens": trace.emitted}
-                        | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
-                        | _outcome(trace)
-                    )
+        for repeat, (number, prompt) in product(range(repeats), enumerate(prompts)):
+            ids, backwards = rig.encode([prompt.text]), (repeat + number) % 2 == 1
+            traces = _take_turns(engines, ids, max_new_tokens, backwards, bar)
+            base = traces.pop(None)
+            for arm, trace in traces.items():
+                rows.append(
+                    _row(arms[arm], prompt)
+                    | {"arm": arm, "repeat": repeat, "ttft_s": trace.ttft_s}
+                    | {"s": trace.decode_s, "tokens": trace.emitted}
+                    | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
+                    | _outcome(trace)
+                )
     return pd.DataFrame(rows)
 
 
@@ -295,7 +296,8 @@ def throughput(
     repeats: int = 2,
 ) -> pd.DataFrame:
     """One row a batch and repeat. Every batch size sees the same prompts, as many as the largest
-    holds, of every category as many as of the others; where there are fewer, they repeat. EOS is
+    holds, of every category as many as of the others; where there are fewer, they repeat. Sizes of
+    fewer than `stats.FEWEST` rows are repeated more often than `repeats` says. EOS is
     ignored and only rounds with every row live count, so that the batch really is that large.
     `context`: the slots of that batch's buffer, but for those of a draft."""
     fast, plain = rig.with_().engine, rig.engine.plain()
@@ -303,15 +305,16 @@ def throughput(
     prompts = in_turns(prompts)[: max(batches)]
     texts = rig.encode([p.text for p in prompts])
     starts = {batch: range(0, len(texts), batch) for batch in batches}
+    turns = {b: max(repeats, -(-stats.FEWEST // len(firsts))) for b, firsts in starts.items()}
     rows: list[dict[str, Any]] = []
-    total = 2 * repeats * sum(map(len, starts.values()))
+    total = 2 * sum(turns[batch] * len(firsts) for batch, firsts in starts.items())
     with tqdm(total=total, desc="throughput", unit="run") as bar:
         for batch in batches:
             all_ids = [
                 [texts[(first + i) % len(texts)] for i in range(batch)] for first in starts[batch]
             ]
             _warm_up([plain, fast], all_ids, max_new_tokens)
-            for repeat, (number, ids) in product(range(repeats), enumerate(all_ids)):
+            for repeat, (number, ids) in product(range(turns[batch]), enumerate(all_ids)):
                 arms = {"plain": plain, "fast": fast}
                 backwards = (repeat + number) % 2 == 1
                 traces = _take_turns(arms, ids, max_new_tokens, backwards, bar)
@@ -400,7 +403,7 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     """Speedup with its interval, tokens/s of both arms and acceptance length, by a column."""
     rows = []
     for key, part in samples.groupby(by):
-        s = stats.speedup(part["plain_s"], part["plain_tokens"], part["s"], part["tokens"])
+        s = stats.speedup(*_units(part, "plain_s", "plain_tokens", "s", "tokens"))
         rows.append(
             {by: key, "speedup": s.value, "low": s.low, "high": s.high}
             | {"tok_s": part["tokens"].sum() / part["s"].sum()}
@@ -408,6 +411,14 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
             | {"length": pooled(part).length, "rate": pooled(part).rate}
         )
     return pd.DataFrame(rows)
+
+
+def _units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
+    """Columns over the units of an interval: prompts, however often repeated, where rows have
+    one."""
+    if "question_id" in samples:
+        samples = samples.groupby("question_id", sort=False)[list(columns)].sum()
+    return [samples[column].to_numpy() for column in columns]
 
 
 def _take_turns(

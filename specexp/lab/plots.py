@@ -47,7 +47,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
     """Acceptance rate by pairing and category; samples from `bench.acceptance`."""
     rows = []
     for (pairing, category), part in samples.groupby(["pairing", "category"], sort=False):
-        rate = stats.ratio(part["accepted"], part["drafted"])
+        rate = stats.share(part["accepted"], part["drafted"])
         rows.append({"pairing": pairing, "category": category, **rate._asdict()})
     rates = pd.DataFrame(rows)
     pairings = list(dict.fromkeys(samples["pairing"]))
@@ -210,7 +210,7 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
     """Acceptance rate over temperature, one line a pairing."""
     rows = []
     for (pairing, temperature), part in samples.groupby(["pairing", "temperature"], sort=False):
-        rate = stats.ratio(part["accepted"], part["drafted"])
+        rate = stats.share(part["accepted"], part["drafted"])
         rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
     rates = pd.DataFrame(rows).sort_values("temperature")
     pairings = list(dict.fromkeys(samples["pairing"]))
@@ -326,8 +326,9 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
 def crossing(by_batch: pd.DataFrame) -> str:
     """Where speculation stops paying, in words; only intervals that exclude 1 count."""
     first = by_batch.iloc[0]
-    pays = by_batch[by_batch["low"] > 1]["batch"]
-    costs = by_batch[by_batch["high"] < 1]["batch"]
+    told = by_batch[by_batch["low"] < by_batch["high"]]  # by more than one sample
+    pays = told[told["low"] > 1]["batch"]
+    costs = told[told["high"] < 1]["batch"]
     start = f"{first['speedup']:.2f}x at batch {first['batch']:.0f}"
     last = by_batch.iloc[-1]
     end = f"{last['speedup']:.2f}x at batch {last['batch']:.0f}"
