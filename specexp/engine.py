@@ -97,8 +97,7 @@ class Engine:
 
     def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
         """What the drafter guesses, as deep as each row's budget goes."""
-        draft = self.drafter.propose(seqs, tree, self.rng)
-        return draft if seqs.budget is None else draft.within(seqs.budget)
+        return self.drafter.propose(seqs, tree, self.rng).within(seqs.budget)
 
     def _verify(self, seqs: Sequences, draft: Draft) -> Forward:
         """A drafter on the host has no round that is recorded whole: then the pass is, alone."""

@@ -42,8 +42,10 @@ class Draft:
         where nothing is left to chance any numbers will do."""
         return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
 
-    def within(self, budget: Tensor) -> Draft:
-        """The same without the guesses that lie deeper than their row's budget [B]."""
+    def within(self, budget: Tensor | None) -> Draft:
+        """The same without the guesses that lie deeper than their row's budget [B], if given."""
+        if budget is None:
+            return self
         return replace(self, tokens=_until(self.tokens, self.nodes.depth, budget))
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:

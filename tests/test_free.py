@@ -1,6 +1,7 @@
 """The drafters that need no training: what they must guess, written out slowly."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import distance, plain, written
-from tiny import PROMPTS, engine
+from tiny import PROMPTS, V, engine
 from toys import texts, toy_engine
 
 from specexp.drafters.lookahead import Lookahead
@@ -62,6 +63,28 @@ def test_a_second_text_begins_with_an_empty_memory(kind):
     made.generate([[3, 1, 3, 1, 3]], 12)
     again = made.generate(PROMPTS, 12)
     assert [r.steps for r in first.trace.rounds] == [r.steps for r in again.trace.rounds]
+
+
+def remembered(kind: str, dtype: torch.dtype, depth: int, budget: int | None, rounds: int = 4):
+    """What is known after some rounds whose rows all have that budget."""
+    made = engine(kind, "empty", "match", dtype=dtype)
+    seqs = made.begin(Sequences.of(PROMPTS, 18, slack=5))
+    B = len(PROMPTS)
+    seqs = replace(seqs, budget=None if budget is None else torch.full((B,), budget))
+    for _ in range(rounds):
+        made.round(seqs, Tree.chain(depth))
+    table = made.drafter.table if kind == "recycle" else made.drafter.pool
+    lines = [] if kind == "recycle" else made.drafter.lines.tolist()
+    return table.read(slice(0, B), torch.arange(V).expand(B, -1)).tolist(), lines
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["recycle", "lookahead"])
+def test_of_guesses_beyond_a_budget_nothing_is_remembered(kind, dtype):
+    for budget in range(4):
+        found = remembered(kind, dtype, 4, budget)
+        assert found == remembered(kind, dtype, budget, None)
+    assert remembered(kind, dtype, 4, -1) == remembered(kind, dtype, 4, None, rounds=0)
 
 
 # suffix -------------------------------------------------------------------------------------------

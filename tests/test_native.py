@@ -283,6 +283,7 @@ def guessed(seed: int) -> list[torch.Tensor]:
         drafter.prefill(seqs, None)
     guesses, some = [], torch.arange(-1, V + 2).expand(B, -1)
     for _ in range(4):
+        seqs.budget = dice.choice([None, torch.randint(-1, tree.depth + 2, (B,))])
         guesses += [drafter.propose(seqs, tree, Certain()).tokens for drafter in drafters]
         logits = torch.rand(B, len(tree), V).argsort(-1).float()  # none are equal
         line = torch.randint(0, V, (B, tree.depth + 1))
@@ -660,6 +661,7 @@ BUGS = {
     "notes of the first row": ("tokens += down, owner += places + 1", "tokens += down, owner += 0"),
     "the place for the token": ("owner[place] = *tokens", "owner[place] = place"),
     "a line that begins with what is accepted": ("*n + 1 + i,", "*n + i,"),
+    "what no guess was made for is learnt": (" && fed[branch[heard]] >= 0", ""),
     "an n-gram is put in twice": ("if (found < end) continue;", ""),
     "one n-gram a token": ("std::copy_backward(kept, end - size, end);", ""),
     "an n-gram of its first token": ("gram[i] = said[branch[g + i]]", "gram[i] = said[branch[g]]"),

@@ -76,8 +76,9 @@ class Lookahead(Drafter):
                     used += 1
                 tokens.append(rest[:, :1])
                 tails.append(rest[:, 1:])
-        self.fed = columns(tokens)
-        return Draft(self.fed, nodes, seqs)
+        draft = Draft(columns(tokens), nodes, seqs).within(seqs.budget)
+        self.fed = draft.tokens
+        return draft
 
     def _grams(self, seqs: Sequences, token: Tensor) -> Tensor:
         """[B, POOL, n - 1]: what followed token [B, 1], the latest first; -1 where nothing did."""
@@ -93,11 +94,14 @@ class Lookahead(Drafter):
             return
         said = said[:, self.branch]  # [B, d + 1]: after the root, and each guess
         read = self.fed[:, self.branch]
-        d = said.shape[1] - 1
+        heard = (read >= 0).cumprod(1)  # as far as the row's budget went
+        last = heard.sum(1, keepdim=True) - 1
         ahead = verdict.n[:, None] + 1 + torch.arange(self.depth, device=said.device)
-        self.lines[seqs.rows] = said.gather(1, ahead.clamp(max=d))
+        line = said.gather(1, torch.minimum(ahead, last).clamp(min=0))
+        self.lines[seqs.rows] = torch.where(last < 0, self.lines[seqs.rows], line)
+        d = said.shape[1] - 1
         if d >= self.n - 1:
-            keys = read[:, : d - self.n + 2]
+            keys = torch.where(heard[:, self.n - 1 :] > 0, read[:, : d - self.n + 2], -1)
             grams = torch.stack([said[:, i : i + keys.shape[1]] for i in range(self.n - 1)], -1)
             self._learn(seqs, keys, grams)
 

@@ -116,8 +116,9 @@ class Recycle(Drafter):
             if children := tree.parents.count(parent):
                 found = self.table.read(seqs.rows, tokens[parent])
                 tokens += found[:, 0, :children].split(1, dim=1)
-        self.fed = columns(tokens)
-        return Draft(self.fed, tree.nodes(seqs.tokens.device), seqs)
+        draft = Draft(columns(tokens), tree.nodes(seqs.tokens.device), seqs).within(seqs.budget)
+        self.fed = draft.tokens
+        return draft
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         self.table.write(seqs.rows, self.fed, ranked(seen.logits, self.k))

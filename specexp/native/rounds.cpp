@@ -181,15 +181,19 @@ static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const in
 
 // What the target said along a branch of so many `steps`, as drafters/lookahead.py learns of it: a
 // line of what comes after the n accepted, and `size` tokens in a row for the `pool` of the token
-// before them.
+// before them. It said nothing from the first guess on that was not made.
 static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int64_t places,
                   int64_t pool, int64_t size, const int64_t *branch, const int64_t *fed,
                   const int64_t *said, const int64_t *n, int64_t *lines, int64_t *owner,
                   int64_t *notes) {
-    const int64_t grams = std::max<int64_t>(steps - size, 0), wide = pool * size;
-    std::vector<int64_t> keys(grams), news(grams * wide), gram(size);
-    for (; rows--; fed += nodes, said += nodes, n++) {
-        for (int64_t i = 0; i < line; i++) *lines++ = said[branch[std::min(*n + 1 + i, steps - 1)]];
+    const int64_t wide = pool * size;
+    std::vector<int64_t> keys(steps), news(steps * wide), gram(size);
+    for (; rows--; fed += nodes, said += nodes, n++, lines += line) {
+        int64_t heard = 0;
+        while (heard < steps && fed[branch[heard]] >= 0) heard++;
+        const int64_t grams = std::max<int64_t>(heard - size, 0);
+        for (int64_t i = 0; heard && i < line; i++)
+            lines[i] = said[branch[std::min(*n + 1 + i, heard - 1)]];
         for (int64_t g = 0; g < grams; g++) {
             int64_t *kept = news.data() + g * wide, *end = kept + wide;
             keys[g] = fed[branch[g]];
