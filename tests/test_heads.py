@@ -670,3 +670,29 @@ def test_losses_of_a_tiny_head_fall(tmp_path):
         check(formats.read(made), module().config.__class__.from_pretrained(folder), "mine", kind)
     with pytest.raises(UserError, match="heads 'hydra' are unknown"):
         train_heads("hydra", folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_layer_goes_on_past_the_length_that_its_file_names(kind, dtype):
+    whole = heads(kind, dtype)
+    short = Eagle(dataclasses.replace(whole.shape, context=8), *whole.borrowed)
+    short.load_state_dict(whole.state_dict())
+    texts = []
+    for net in (whole, short.to(dtype)):
+        made = engine("null", Tree.chain(3), dtype=dtype)
+        made.drafter = EagleLayer(net, made.target, made.sampling)
+        texts.append([r.steps for r in made.generate(PROMPTS, 24).trace.rounds])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_prompt_of_one_token_is_drafted_for_whoever_had_the_row_before(kind):
+    guesses = []
+    for left in (3, 9):
+        made = engine(kind, Tree.chain(3))
+        seqs = Sequences.of([[5]], 8, slack=4)
+        seqs.tokens[:, 1:] = left
+        seqs = made.begin(seqs)
+        guesses.append(made.drafter.propose(seqs, Tree.chain(3), made.rng).tokens.tolist())
+    assert guesses[0] == guesses[1]

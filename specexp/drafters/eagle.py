@@ -31,7 +31,7 @@ class EagleLayer(Drafter):
         self.lm = LM(net, name, target.vocab, fused_eagle.of(net, name))
         self.models: tuple[LM, ...] = (self.lm,)
         self.taps = net.shape.taps
-        self.context = target.context
+        self.context = self.lm.context = target.context  # as far as the target's, positions go on
         self.deepest = 0  # of the drafts so far
 
     def allocate(self, B: int, S: int) -> None:
@@ -62,7 +62,8 @@ class EagleLayer(Drafter):
         """`count` pairs a row, from the one `back` before the root's on; logits after the last."""
         places = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
         slots = seqs.places(places)
-        tokens = seqs.drafting(seqs.read(slots + 1), 0)
+        following = torch.minimum(slots + 1, seqs.length[:, None] - 1)  # a text of one has none
+        tokens = seqs.drafting(seqs.read(following), 0)
         features = self.features[seqs.rows]
         features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))
         return self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=1, features=features)
