@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -371,6 +371,55 @@ def test_a_row_that_has_stopped_drafting_begins_again_only_with_a_thought():
     assert [depths(plan, 2) for plan in plans] == [[5, 0]] * 8 + [[5, 5]]
 
 
+class Counted(Goodput):
+    """Notes the rounds before which it thought."""
+
+    def _think(self, load):
+        self.thoughts = [*getattr(self, "thoughts", []), self.rounds]
+        return super()._think(load)
+
+
+@pytest.mark.parametrize("guess", [5e-4, 1.0])
+def test_the_longer_nothing_changes_the_less_often_it_is_thought_about(guess):
+    """All draft, or nobody, as guesses cost; drafts that are always kept leave nothing to try."""
+    costs = table(guess=guess)
+    policy = Counted(costs, gammas=(5,))
+    simulated(policy, costs, alike(1.0), streams=4, count=200)
+    gaps = list(np.diff(policy.thoughts))
+    assert gaps[:4] == [1, 2, 4, 8]
+    assert max(gaps) == policy.seldom
+    assert sum(gaps) > 2 * policy.hold * len(gaps)
+
+
+def test_while_a_row_has_stopped_it_is_thought_about_as_often_as_ever():
+    policy = told(HALF, table(packs=True, floor=5e-2, token=1e-3, guess=0.0), hold=8, trial=8)
+    policy.rounds, policy.due = 1 << 40, 1 << 41
+    for streams, wanted in (((GOOD, BAD), [5, 0]), ((GOOD, GOOD), [5, 5])):
+        for _ in range(80):
+            plan = policy.choose(load(2, *streams))
+        assert depths(plan, 2) == wanted
+        assert policy.held == (policy.hold if 0 in wanted else policy.seldom)
+
+
+def test_where_nobody_drafts_it_is_thought_about_at_once_when_a_crowd_has_gone():
+    policy = told(HALF, table(token=1e-3), hold=1 << 40)
+    policy.rounds, policy.due = 1 << 40, 1 << 41
+    assert [chosen(policy, rows) for rows in (64, 33)] == [0, 0]
+    assert policy.shape == (64, 64)
+    assert chosen(policy, 1) > 0
+
+
+@pytest.mark.parametrize(("better", "least", "most"), [(1.02, 8, 40), (2.0, 0, 4)])
+def test_what_is_nearly_as_good_is_tried_often_and_what_is_far_worse_seldom(better, least, most):
+    """A guess is always kept: to draft one is worth so much."""
+    costs = table(floor=1e-2, token=0.0, guess=2e-2 / better - 1e-2)
+    policy = Recorded(Goodput(costs, gammas=(1,), hoped=1.0))
+    simulated(policy, costs, alike(1.0), streams=1, count=60)
+    drafts = policy.drafts()
+    tries = sum(a > b for a, b in pairwise(drafts))
+    assert least <= tries <= most
+
+
 @pytest.mark.parametrize("times", [0.3, 1.0, 4.0])
 def test_what_is_learned_of_easy_rows_or_hard_ones_is_what_holds_of_all(times):
     """Rows whose odds are so many times the usual; counted as they come, other shares are found."""
@@ -536,7 +585,7 @@ def test_rounds_that_are_being_recorded_are_not_held_against_a_draft_length():
     best = speed(simulated(Fixed(Tree.chain(3)), truth, alike(0.8), 2, 60))
     found = {}
     for says in (True, False):
-        banks = [Recording(truth, alike(0.8), 2, 512, 6, seed, says=says) for seed in range(3)]
+        banks = [Recording(truth, alike(0.8), 2, 512, 6, seed, says=says) for seed in range(6)]
         servers = [Server(bank, Goodput(said)) for bank in banks]
         for server in servers:
             serve(server, Closed([Request(range(20), 200, stream=i) for i in range(40)], 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect, bisect_left
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -91,6 +91,12 @@ class Beliefs:
         """How many times its odds are those of all rows, at every depth."""
         judged, kept = row.judged + self.weight, row.kept + self.weight * self.mean
         return kept / max(judged - kept, 1e-9 * judged) / self.usual
+
+    def enough(self, better: float) -> tuple[float, float]:
+        """So many guesses kept for each that was refused, and so many more, make a row's odds so
+        many times those of all rows."""
+        odds = better * self.usual
+        return odds, self.weight * (odds * (1 - self.mean) - self.mean)
 
     def chances(self, better: float) -> list[float]:
         """How likely the guess of each depth is kept, and all before it, if its odds are so many
@@ -196,14 +202,16 @@ class Goodput:
     (`Pace`). Whoever drafts pays for the drafter's reading, of texts as they come and, spread over
     the rounds that this will serve, of what it lacks of those there are. What it has settled on is
     changed only for a gain of `margin`: what promises most is often what seems better than it is.
-    It is thought about now and then, since that takes time; in between each row that drafts may do
-    so deeper or less deep, as its last guesses say (`_adapted`).
-    The table may be wrong: every `probe` rounds, and at ever longer intervals of up to `rarest`
-    while somebody goes on to draft, or nobody, `trial` rounds go to what may be better than it
-    says. The first `calm` steps after a draft take longer, for a drafter's weights leave the caches
-    slowly: they do not count, and a trial not to draft lasts as much longer. While nothing is
-    drafted nothing is learned, and what was learned fades: drafts are tried as often, if they would
-    pay at the best that acceptance may be.
+    It is thought about every `hold` rounds and when rows come or go, and, since that takes time,
+    ever less often while all draft or nobody does, up to every `seldom` rounds; in between each row
+    that drafts may do so deeper or less deep, as its last guesses say (`_adapt`).
+    The table may be wrong: now and then `trial` rounds go to what may be better than it says, first
+    after `probe` rounds, then at ever longer intervals of up to `rarest`, and more often if that
+    seems to take no more than a `share` of the time: what is nearly as good costs little to know
+    better. The first `calm` steps after a draft take longer, for a drafter's weights leave the
+    caches slowly: they do not count, and a trial not to draft lasts as much longer. While nothing
+    is drafted nothing is learned, and what was learned fades: drafts are tried as often, if they
+    would pay at the best that acceptance may be.
     """
 
     costs: Prices
@@ -211,11 +219,13 @@ class Goodput:
     horizon: int = 32  # rounds that a row's drafts are likely to last, and
     stays: int = 128  # those of all rows
     margin: float = 0.02
-    hold: int = 24  # rounds between thoughts, fewer at first
+    hold: int = 24
+    seldom: int = 128
     trial: int = 4
     calm: int = CALM
     probe: int = 64
     rarest: int = 2048
+    share: float = 0.002
     hoped: float = 0.8  # acceptance before anything is known: who does not draft learns little
     hopes: float = 16.0  # guesses that this counts as
     weight: float = 16.0  # and what is known of all rows, beside what is known of one;
@@ -234,17 +244,18 @@ class Goodput:
     paces: dict[int, Pace] = field(default_factory=dict, init=False)  # see _size
     settled: Plan = field(default=PLAIN, init=False)
     plan: Plan = field(default=PLAIN, init=False)  # of this round, which may be a trial,
-    shape: tuple[int, int] = field(default=(0, 0), init=False)  # and for so many rows
+    shape: tuple[int, int] = field(default=(0, 0), init=False)  # thought about with so many rows
     tables: dict[tuple[int, int], tuple[list[list[float]], list[float]]] = field(
         default_factory=dict, init=False
     )
-    left: int = field(default=0, init=False)  # rounds for which it is not thought about
+    left: int = field(default=0, init=False)  # rounds for which it is not thought about,
+    held: int = field(init=False)  # and after the next thought
     told: list[tuple[Load, Plan, Sequence[Step], float | None]] = field(
         default_factory=list, init=False
     )
     times: defaultdict[tuple[int, int], list[float]] = field(init=False)  # [size, depth], in those
     believed: Beliefs = field(init=False)
-    deeper: list[float] = field(default_factory=list, init=False)  # see _turns
+    deeper: list[tuple[float, float]] = field(default_factory=list, init=False)  # see _turns
     plainly: int = field(init=False)  # rounds since somebody drafted
     rounds: int = field(default=0, init=False)
     due: int = field(default=0, init=False)  # the round that tries something else
@@ -254,6 +265,7 @@ class Goodput:
         deepest = max(self.gammas)
         self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
         self.due = self.gap = self.probe
+        self.held = self.hold
         self.times = defaultdict(list)
         self.plainly = self.calm
         self.lasted = float(self.probe)  # or all that come at first would seem to come for ever
@@ -277,27 +289,48 @@ class Goodput:
     def choose(self, load: Load) -> Plan:
         self.rounds += 1
         self.left -= 1
-        shape = load.rows, len(load.streams)
         if late := self.left < 0:
             self._digest()
-            self.left = min(self.hold, self.rounds) - 1
-        if late or (self.plan.tree.depth and self.shape != shape):
-            self.plan, self.shape = self._think(load), shape
+            self.left = min(self.held, self.rounds, max(1, self.due - self.rounds)) - 1
+            self.held = min(2 * self.held, self.seldom)
+        if late or self._moved(load):
+            self.plan = self._think(load)
         elif self.deeper and self.plan is self.settled:
-            self.plan = self.settled = self._adapted(load)
+            self._adapt(load)
         return self.plan
 
-    def _adapted(self, load: Load) -> Plan:
-        """What is settled, but that each row that drafts does so as deep as now seems best for it
-        if nothing else changes: texts become easy and hard within a few rounds."""
-        better, deeper, budget = self.believed.better, self.deeper, self.settled.budget
-        found = tuple([
-            bisect(deeper, better(row)) if depth and row else depth
-            for row, depth in zip(load.streams, budget, strict=True)
-        ])  # fmt: skip
-        return _budgeted(found) if found != budget and any(found) else self.settled
+    def _moved(self, load: Load) -> bool:
+        """Have rows come or gone since it was thought about; where nobody drafts, many?"""
+        shape = load.rows, len(load.streams)
+        if self.plan.tree.depth or self.shape == shape:
+            return self.shape != shape
+        return _size(load.rows) != _size(self.shape[0])
+
+    def _adapt(self, load: Load) -> None:
+        """Each row that drafts does so as deep as now seems best for it if nothing else changes:
+        texts become easy and hard within a few rounds."""
+        found, budget = [], self.settled.budget
+        for row, depth in zip(load.streams, budget, strict=True):
+            if depth and row:
+                refused, depth = row.judged - row.kept, 0
+                for odds, more in self.deeper:
+                    if row.kept < odds * refused + more:
+                        break
+                    depth += 1
+            found.append(depth)
+        if tuple(found) != budget and any(found):
+            self.plan = self.settled = _budgeted(tuple(found))
+            self._stay(load)
+
+    def _stay(self, load: Load) -> None:
+        """A row that has stopped drafting begins again only with a thought: not too late."""
+        budget = self.settled.budget
+        if any(budget) and not all(budget[row] for row in _written(load)):
+            self.held = self.hold
+            self.left = min(self.left, self.hold - 1)
 
     def _think(self, load: Load) -> Plan:
+        self.shape = load.rows, len(load.streams)
         believed = self.beliefs()
         self.believed = replace(believed, weight=self.nimble)
         seen = self._outlook(load, believed)
@@ -309,17 +342,24 @@ class Goodput:
         self.settled = best if rates[best] > rates[now] * (1 + self.margin) else now
         drafts = bool(self.settled.tree.depth)
         if drafts != drafted:
+            self.held = self.hold
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
             self.left = min(self.left, self.trial - 1)  # it may have been for what is hoped alone
         self.deeper = self._turns(load, seen) if self.settled.budget else []
+        self._stay(load)
         if self.rounds < self.due:
             return self.settled
         self.gap = min(2 * self.gap, self.rarest)
-        self.due = self.rounds + self.gap
         plan = self._promising(load, seen) if drafts else self._hopeful(load, rates[PLAIN])
         if plan != self.settled:
-            self.left = self.trial - 1 + (0 if plan.tree.depth else self.calm)
+            lasts = self.trial + (0 if plan.tree.depth else self.calm)
+            self.left = lasts - 1
+            if drafts:
+                worth = seen.rate([plan.depth(row) for row in _written(load)])
+                lost = lasts * (1 - worth / rates[self.settled])
+                self.gap = max(self.probe, min(self.gap, int(lost / self.share)))
+        self.due = self.rounds + self.gap
         return plan
 
     def _promising(self, load: Load, seen: Outlook) -> Plan:
@@ -346,10 +386,10 @@ class Goodput:
         least = min(behind, key=behind.__getitem__)
         return _budgeted(tuple(d * (row == least) for row, d in enumerate(plan.budget)))
 
-    def _turns(self, load: Load, seen: Outlook) -> list[float]:
-        """How many times the odds of all rows one that drafts must have for it to be best that it
-        does so 1, 2, ... deep, if the others go on as they are. What that takes is asked of one
-        that is as deep as most."""
+    def _turns(self, load: Load, seen: Outlook) -> list[tuple[float, float]]:
+        """When it is best for a row that it drafts 1, 2, ... deep, if the others go on as they are:
+        if it has had so many guesses kept for each that was refused, and so many more. What that
+        takes is asked of one that is as deep as most."""
         depths = [self.settled.budget[row] for row in _written(load)]
         row = depths.index(median_high(depth for depth in depths if depth))
         prices = []
@@ -368,7 +408,7 @@ class Goodput:
             return deep  # never less for better odds
 
         at = (bisect_left(ODDS, depth, key=best) for depth in range(1, len(prices)))
-        return [ODDS[i] if i < len(ODDS) else math.inf for i in at]
+        return [self.believed.enough(ODDS[i]) for i in at if i < len(ODDS)]
 
     def _rates(self, load: Load, seen: Outlook, less: bool = False) -> dict[Plan, float]:
         """Tokens a second of a row under plain decoding, under the drafts that promise most, under
@@ -396,17 +436,12 @@ class Goodput:
                  for n in self._behind(load, rows)]  # fmt: skip
         wide = 0 if self.costs.packs else load.rows
         chances = [believed.chances(believed.better(row)) for row in rows.values()]
-        filled, pace = self._filled(rows), self._pace(self._size(load))
+        filled, pace = self._filled(rows), self._pace(_size(self._paid(load)))
         return Outlook(chances, filled, begin, *self.priced(load), pace, wide)
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
         return load.rows - load.streams.count(None) if self.costs.packs else load.rows
-
-    def _size(self, load: Load) -> int:
-        """The power of two up to which the rows are. What the table has wrong about one row is not
-        what it has wrong about eight."""
-        return (self._paid(load) - 1).bit_length()
 
     def _pace(self, size: int) -> Pace:
         """That of rounds of this size; at first, half of what is thought of the nearest one."""
@@ -477,7 +512,7 @@ class Goodput:
                     drafting_s[id(plan)] = self._drafting_s(load, plan)
                 price = drafting_s[id(plan)] + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
-                self.times[self._size(load), depth].append(seconds / price)
+                self.times[_size(self._paid(load)), depth].append(seconds / price)
         for (size, depth), times in self.times.items():
             if len(times) >= self.few:
                 self._pace(size).see(depth, median(times), len(times))
@@ -522,6 +557,12 @@ class Goodput:
         if made and self.costs.packs:
             made = sum(step.drafted for step in steps)
         return self.priced(load)[1][made]
+
+
+def _size(rows: int) -> int:
+    """The power of two up to which the rows are. What the table has wrong about one row is not what
+    it has wrong about eight."""
+    return (rows - 1).bit_length()
 
 
 @lru_cache(4096)
