@@ -141,7 +141,7 @@ class Alphabet:
         back = {i: letter for letter, i in self.get_vocab().items()}
         return [back.get(i) for i in ids]
 
-    def decode(self, ids):
+    def decode(self, ids, **_):
         return "".join(self.convert_ids_to_tokens(ids))
 
     def __call__(self, text, **_):

@@ -45,10 +45,15 @@ class Tongues:
         self.common = torch.tensor(common)
 
     def translated(self, ids: list[int]) -> list[int]:
-        """A text of target tokens as the draft spells it; never empty."""
-        text = self.target.decode(ids)
-        found = list(self.draft(text, add_special_tokens=False).input_ids)
-        return found or [self.draft.eos_token_id or 0]
+        """Tokens of the target as the draft spells them; never empty."""
+        return self._spelt(self.target.decode(ids), add_special_tokens=False)
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The same of a text from its beginning on: its special tokens are the draft's own."""
+        return self._spelt(self.target.decode(ids, skip_special_tokens=True))
+
+    def _spelt(self, text: str, **how: bool) -> list[int]:
+        return list(self.draft(text, **how).input_ids) or [self.draft.eos_token_id or 0]
 
 
 def _plain(token: str) -> str:
@@ -84,14 +89,16 @@ class Crossed(Drafter):
         for row, (tokens, length) in enumerate(
             zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
         ):
-            text = self.tongues.translated(tokens[:length])[: self.longest]
+            text = self.tongues.begun(tokens[:length])[: self.longest]
             self.texts.write(seqs.first + row, text, limit=0, stream=0)
         self.told[seqs.rows] = seqs.length
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        text = self._listen(seqs)
+        text, told = self._listen(seqs), self.told[seqs.rows]
+        # of a prompt that is read in parts, as large a part
+        read = replace(text, length=(text.length * seqs.length // told).clamp(min=1))
         pieces = (missed + 1) * self.spelling.shape[1]
-        self.lm.refill(text, min(pieces, int(text.length.max())))
+        self.lm.refill(read, min(pieces, int(read.length.max())))
 
     def _listen(self, seqs: Sequences) -> Sequences:
         """Respell what was committed since the last round: at most `most` tokens a row."""
@@ -106,7 +113,7 @@ class Crossed(Drafter):
         text.tokens.scatter_(1, slot, pieces.clamp(min=0))
         text.length += said.sum(1)
         text.length.clamp_(max=self.longest)
-        told.copy_(seqs.length)
+        told.copy_(torch.maximum(told, seqs.length))  # a prompt is read in parts, but told whole
         return text
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
