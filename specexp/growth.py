@@ -53,7 +53,7 @@ Step = Callable[[Level], Tensor]  # logits [B, n, V] of what follows each node
 
 @dataclass(frozen=True)
 class Grown:
-    """`place` [b, N]: where in the drafter's cache each node was fed (0 where it was not)."""
+    """`place` [b, N]: where in the drafter's cache each node was fed (anywhere, if it was not)."""
 
     draft: Draft
     place: Tensor
@@ -100,13 +100,14 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
 
 
 def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
-    """EAGLE-2 (Li et al. 2024, section 4): each level feeds the `width` likeliest nodes so far and
-    asks each for `width` children; the N - 1 likeliest of all become the draft.
+    """EAGLE-2 (Li et al. 2024, section 4): each level feeds its own `width` likeliest nodes and asks
+    each for `width` children; the N - 1 likeliest of all become the draft.
 
     A node's confidence is the product of the drafter's probabilities along its path, so a parent
     is never less likely than its children, and what is chosen is a tree.
     """
     N, D, K = len(tree), tree.depth, tree.width
+    wide = K if D > 1 else N - 1
     B, device = len(seqs.tokens), seqs.tokens.device
     M = 1 + (D - 1) * K
     ancestors = torch.zeros(B, 1, M, dtype=torch.bool, device=device).index_fill(
@@ -119,7 +120,7 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
     found: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place: [B, n] each
     count = 1
     for depth in range(1, D + 1):
-        best = step(level).float().log_softmax(-1).clamp(max=0).topk(K if D > 1 else N - 1)
+        best = step(level).float().log_softmax(-1).clamp(max=0).topk(wide)
         tokens = best.indices.flatten(1)
         confidence = (trust[..., None] + best.values).flatten(1)
         parent = name.repeat_interleave(best.indices.shape[-1], 1)
@@ -145,5 +146,5 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
     number = torch.zeros(B, count, dtype=torch.int64, device=device)
     number = number.scatter(1, kept + 1, torch.arange(1, N, device=device).expand(B, -1))
     parents = torch.cat([zero, number.gather(1, parent.gather(1, kept))], 1)
-    draft = seqs.draft(Nodes.of(parents, D, K), tokens.gather(1, kept))
+    draft = seqs.draft(Nodes.of(parents, D, wide), tokens.gather(1, kept))
     return Grown(draft, torch.cat([zero, place.gather(1, kept)], 1))

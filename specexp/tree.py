@@ -100,7 +100,8 @@ class Tree:
         """The same tree without the nodes deeper than `depth`."""
         if depth >= self.depth:
             return self
-        return Tree(self.parents[: sum(d <= depth for d in self.depths)], self.width)
+        kept = sum(d <= depth for d in self.depths)
+        return Tree(self.parents[:kept], self.width if depth else 0)
 
     @property
     def room(self) -> int:

@@ -53,6 +53,10 @@ def test_cut_keeps_just_the_nodes_that_are_not_too_deep(tree, depth):
     assert cut.depth == min(depth, tree.depth)
 
 
+def test_nothing_but_the_root_of_a_grown_tree_is_plain_decoding():
+    assert Tree.grown(9, 3).cut(0) == Tree.chain(0)
+
+
 @given(trees())
 def test_levels_are_the_nodes_of_each_depth(tree):
     for depth, level in enumerate(tree.levels):
