@@ -107,7 +107,7 @@ def test_throughput_counts_only_rounds_in_which_every_row_is_live(rig, throughpu
     assert metrics["speedup/at_largest_batch"] == series["speedup/at_batch"][4]
 
 
-def test_every_batch_size_sees_the_same_prompts_of_all_categories(rig, monkeypatch):
+def test_every_batch_size_sees_the_same_prompts(rig, monkeypatch):
     texts = [f"{kind} {i} {'and on ' * i}" for kind in ("code", "prose") for i in range(3)]
     prompts = [Prompt(i, text.split()[0], (text,)) for i, text in enumerate(texts)]
     ids = rig.encode(texts)
@@ -116,7 +116,7 @@ def test_every_batch_size_sees_the_same_prompts_of_all_categories(rig, monkeypat
     monkeypatch.setattr(bench, "_take_turns", lambda *a: seen.append(a[1]) or real(*a))
     samples = bench.throughput(rig, prompts, [1, 2, 4], 6, repeats=2)
     by_size = {b: [ids.index(row) for s in seen for row in s if len(s) == b] for b in (1, 2, 4)}
-    assert by_size == {b: [0, 3, 1, 4] * n for b, n in ((1, 2), (2, 3), (4, 5))}
+    assert by_size == {b: [0, 1, 2, 3] * n for b, n in ((1, 2), (2, 3), (4, 5))}
     assert list(samples["batch"]) == [1] * 8 + [2] * 6 + [4] * 5
     assert list(samples["context"][-5:]) == [max(len(ids[i]) for i in (0, 3, 1, 4)) + 6] * 5
     assert not samples.duplicated(["batch", "number", "repeat"]).any()
@@ -222,6 +222,14 @@ def test_what_libraries_brought_is_left_alone_and_what_was_loaded_is_not(tiny_fo
     assert loaded() is None
     build.build(target=target, drafter=tiny_folders[1], gamma=2)
     assert gc.get_freeze_count() <= settled
+
+
+def test_runs_of_different_categories_share_a_picture():
+    names = ["params.drafter", "metrics.category/code", "metrics.category/prose"]
+    rows = [("ngram", 0.5, None), ("model", None, 0.25), ("none", None, None)]
+    figure = plots.runs_by_category(pd.DataFrame(rows, columns=names))
+    assert "Kept most: ngram on code (50%)" in title(figure)
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ngram", "model"]
 
 
 def test_figures_of_no_runs_say_what_to_run():

@@ -21,7 +21,7 @@ from specexp import theory
 from specexp.engine import Engine
 from specexp.lab import stats
 from specexp.lab.build import Rig
-from specexp.lab.prompts import Prompt, in_turns
+from specexp.lab.prompts import Prompt
 from specexp.lab.turns import clock
 from specexp.lm import LM
 from specexp.policy import Load
@@ -296,13 +296,13 @@ def throughput(
     repeats: int = 2,
 ) -> pd.DataFrame:
     """One row a batch and repeat. Every batch size sees the same prompts, as many as the largest
-    holds, of every category as many as of the others; where there are fewer, they repeat. Sizes of
+    holds; where there are fewer, they repeat. Sizes of
     fewer than `stats.FEWEST` rows are repeated more often than `repeats` says. EOS is
     ignored and only rounds with every row live count, so that the batch really is that large.
     `context`: the slots of that batch's buffer, but for those of a draft."""
     fast, plain = rig.with_().engine, rig.engine.plain()
     fast.eos = plain.eos = ()
-    prompts = in_turns(prompts)[: max(batches)]
+    prompts = prompts[: max(batches)]
     texts = rig.encode([p.text for p in prompts])
     starts = {batch: range(0, len(texts), batch) for batch in batches}
     turns = {b: max(repeats, -(-stats.FEWEST // len(firsts))) for b, firsts in starts.items()}

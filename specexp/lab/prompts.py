@@ -40,10 +40,11 @@ class Prompt:
 def load(
     path_or_name: str | Path, categories: Sequence[str] | None = None, limit: int | None = None
 ) -> list[Prompt]:
-    """The prompts of a shipped set (`code`, ..., or `all`) or of a file of your own, in file order.
+    """The prompts of a shipped set (`code`, ..., or `all`) or of a file of your own, one
+    of each category in turn, so that the first few are of no one kind.
 
-    `categories` keeps only those; `limit` keeps the first few of every category, as evenly as
-    they go into `limit`. Raises UserError naming the file and its broken lines.
+    `categories` keeps only those; `limit` keeps so many. Raises UserError naming the file and its
+    broken lines.
     """
     if path_or_name == "all":
         prompts = [prompt for name in NAMES for prompt in _read(SHIPPED / f"{name}.jsonl")]
@@ -53,7 +54,9 @@ def load(
         prompts = _read(Path(path_or_name))
     if categories is not None:
         prompts = _of(prompts, categories)
-    return prompts if limit is None else _evenly(prompts, limit)
+    if limit is not None and limit < 1:
+        raise UserError(f"limit must be at least 1 prompt, not {limit}")
+    return _in_turns(prompts)[:limit]
 
 
 def _of(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
@@ -63,22 +66,13 @@ def _of(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
     return [prompt for prompt in prompts if prompt.category in categories]
 
 
-def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The same prompts, one of each category in turn, so that a few of them are of no one kind."""
+def _in_turns(prompts: list[Prompt]) -> list[Prompt]:
     seen: Counter[str] = Counter()
     turn = []
     for prompt in prompts:
         turn.append(seen[prompt.category])
         seen[prompt.category] += 1
     return [prompts[at] for at in sorted(range(len(prompts)), key=turn.__getitem__)]
-
-
-def _evenly(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """Deal one prompt to each category in turn until `limit` are dealt."""
-    if limit < 1:
-        raise UserError(f"limit must be at least 1 prompt, not {limit}")
-    dealt = {id(prompt) for prompt in in_turns(prompts)[:limit]}
-    return [prompt for prompt in prompts if id(prompt) in dealt]
 
 
 def _read(path: Path) -> list[Prompt]:
