@@ -92,7 +92,7 @@ class Engine:
         return seen.logits if only else self.sampling.law(seen.logits)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
-        """A round's guesses; `drafted` are the same, apart, and who times rounds puts them here."""
+        """A round's guesses. Whoever times rounds puts `drafted` here: the same, recorded apart."""
         return self._guesses(seqs, tree)
 
     def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
@@ -124,8 +124,8 @@ class Engine:
     # the same, recorded where it can be
 
     def launch(self, seqs: Sequences, tree: Tree, hold: int = 1) -> Callable[[], list[Reported]]:
-        """Begin a round; where rounds are one call on a CPU and short, up to `hold` of them, until
-        a row ends. What is returned waits for them: their reports, and when each was there."""
+        """Begin a round. What is returned waits for it and gives its report, with the time; where a
+        round is one short call on a CPU it first runs more, `hold` in all, until a row ends."""
         if self.drafter.on_host:
             return self.unrecorded(seqs, tree)
         told = self.recorded("round", seqs, tree, lambda: graphs.Told(self.round(seqs, tree)))
@@ -194,7 +194,8 @@ class Engine:
             return self.target.verify(seqs, given, self.drafter.taps)
 
         given = draft.tokens, draft.nodes.depth, draft.nodes.ancestors
-        return self.recorded("verify", seqs, tuple(x.shape for x in given), check, *given)
+        of = draft.nodes.is_chain, *(x.shape for x in given)
+        return self.recorded("verify", seqs, of, check, *given)
 
     def recorded(
         self, kind: str, seqs: Sequences, of: Hashable, fn: Callable[..., T], *inputs: Tensor
@@ -304,10 +305,10 @@ class Engine:
         slots = seqs.tokens.shape[1]
         left = max_new_tokens  # of the row that is farthest from its limit
         missed = 0  # tokens a row that were written without guesses
-        begun: deque[tuple[Load, Tree, Callable[[], list[Reported]]]] = deque()
+        begun: deque[tuple[Load, Tree, Callable[[], list[Reported]], bool]] = deque()
         while left:
             while len(begun) <= self.ahead:
-                coming = sum(tree.depth + 1 for _, tree, _ in begun)  # tokens a row, at most
+                coming = sum(tree.depth + 1 for _, tree, *_ in begun)  # tokens a row, at most
                 if begun and coming >= left:
                     break
                 load = Load(len(prompts), slots)
@@ -318,14 +319,17 @@ class Engine:
                     self.drafter.catch_up(seqs, missed)
                 missed = 0 if tree.depth else missed + 1
                 fit = 1 + (room - tree.depth) // (tree.depth + 1) if tree.depth else plan.hold
-                begun.append((load, tree, self.launch(seqs, tree, min(plan.hold, fit))))
-            load, tree, wait = begun.popleft()
+                wait = self.launch(seqs, tree, min(plan.hold, fit))
+                begun.append((load, tree, wait, self.steady))
+            load, tree, wait, steady = begun.popleft()
             reports = wait()
             missed += (len(reports) - 1) * (not tree.depth)
             for report, now in reports:
                 made = self._read(report, tree, now - begin)
-                self.policy.learn(load, Plan(tree), made.steps, made.end_s - trace.end_s)
+                seconds = made.end_s - trace.end_s if steady else None
+                self.policy.learn(load, Plan(tree), made.steps, seconds)
                 trace.rounds.append(made)
+                steady = True  # the others of a launch are replays
                 lengths = [length + row[1] for length, row in zip(lengths, report, strict=True)]
             rows = zip(prompts, lengths, report, strict=True)
             left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in rows)

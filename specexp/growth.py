@@ -100,8 +100,8 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
 
 
 def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
-    """EAGLE-2 (Li et al. 2024, section 4): each level feeds its own `width` likeliest nodes and asks
-    each for `width` children; the N - 1 likeliest of all become the draft.
+    """EAGLE-2 (Li et al. 2024, section 4): each level feeds its own `width` likeliest nodes and
+    asks each for `width` children; the N - 1 likeliest of all become the draft.
 
     A node's confidence is the product of the drafter's probabilities along its path, so a parent
     is never less likely than its children, and what is chosen is a tree.

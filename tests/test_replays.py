@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +15,7 @@ from specexp import native, replays
 from specexp.engine import Engine
 from specexp.graphs import Graphs
 from specexp.lm import LM
-from specexp.policy import Fixed
+from specexp.policy import Fixed, Plan
 from specexp.sequences import Sequences
 from specexp.serving.bank import EngineBank
 from specexp.serving.policies import InTurn
@@ -130,6 +130,21 @@ def test_a_draft_on_the_host_has_its_target_replayed():
     assert "round" not in one.replays.kinds
 
 
+def test_a_chain_and_a_tree_of_its_size_are_other_passes():
+    found = []
+    for make in (fast, slow):
+        shapes = cycle([Tree.chain(6), Tree.chain(6), Tree.branching(2, 2)])
+
+        class Changes(Fixed):
+            def choose(self, load, shapes=shapes):
+                return Plan(next(shapes))
+
+        made = make("suffix")
+        made.drafter.on_host, made.policy = True, Changes(Tree.chain(6))
+        found.append(told(made.generate(PROMPTS, LONG)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("kind", ["model", "ngram", "null"])
 def test_served_texts_are_the_texts(kind):
     """Rows join, move and leave, their prompts are read in chunks, and they draft by budgets."""
@@ -184,6 +199,23 @@ def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(rig):
 
     server = Server(EngineBank(rig("null"), rows=1, slots=64, room=5), Hears(TREES["empty"]))
     serve(server, Closed([Request(PROMPTS[0], 20, stream=0)], 1))
+    cold = [None] * (replays.Calls.warm + 1) if rig is fast else []
+    assert times[: len(cold)] == cold
+    assert len(times) == 20
+    assert all(times[len(cold) :])
+
+
+@pytest.mark.parametrize("rig", [fast, slow])
+def test_and_so_it_is_where_a_batch_is_written(rig):
+    times = []
+
+    class Hears(Fixed):
+        def learn(self, load, plan, steps, seconds):
+            times.append(seconds)
+
+    made = rig("null")
+    made.policy = Hears(TREES["empty"])
+    made.generate(PROMPTS, 20)
     cold = [None] * (replays.Calls.warm + 1) if rig is fast else []
     assert times[: len(cold)] == cold
     assert len(times) == 20
