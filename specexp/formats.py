@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specexp import quantised
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 
 LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
@@ -147,8 +147,7 @@ def _local(source: str) -> Path:
                 break
         return folder
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-        said = str(e).strip().splitlines()[0]
-        raise UserError(f"cannot read the heads {source}: {said}") from e
+        raise UserError(f"cannot read the heads {source}: {first_line(e)}") from e
 
 
 def _weights(folder: Path, source: str) -> Path:
@@ -169,7 +168,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
                 return {name: tuple(held.get_slice(name).get_shape()) for name in held.keys()}  # noqa: SIM118
         return {name: tuple(t.shape) for name, t in _unpickled(file).items()}
     except (SafetensorError, OSError, RuntimeError) as e:
-        raise UserError(f"cannot read {file.name}: {str(e).strip().splitlines()[0]}") from e
+        raise UserError(f"cannot read {file.name}: {first_line(e)}") from e
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

@@ -18,6 +18,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specexp.errors import first_line
+
 log = logging.getLogger("specexp")
 T = TypeVar("T")
 
@@ -76,7 +78,7 @@ class Cuda:
                 ):
                     made = fn()
             except RuntimeError as e:
-                raise Refused(str(e.__context__ or e).strip().splitlines()[0]) from e
+                raise Refused(first_line(e.__context__ or e)) from e
             graph.replay()
         return graph.replay, made
 

@@ -277,7 +277,9 @@ NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads
 def _sizes(head: formats.Head, config: Any) -> Iterator[tuple[str, int, int]]:
     """What must be alike: (name, the target's, the heads')."""
     if head.kind == "medusa":
-        last = [s for n, s in head.shapes.items() if "linear" not in n]
+        last = [s for n, s in head.shapes.items() if "linear" not in n and len(s) == 2]
+        if not last:
+            raise UserError(f"{head.source}: the file lacks the last matrix of every head")
         yield "hidden size", config.hidden_size, last[0][1]
         yield "vocabulary", config.vocab_size, last[0][0]
         return

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from specexp import fused, memory, native, pages, quantised
 from specexp.cache import SlotCache
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 from specexp.memory import PREFILL
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import tree_mask
@@ -294,7 +294,7 @@ def _config(source: str, state: Any) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"cannot read the model {source}: {str(e).strip().splitlines()[0]}") from e
+        raise UserError(f"cannot read the model {source}: {first_line(e)}") from e
     if getattr(config, "auto_map", None):
         raise UserError(
             f"{source} needs remote code, which is never run; use a model transformers knows"
@@ -317,7 +317,7 @@ def _tokenizer(source: str, state: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"cannot read the tokenizer of {source}: {str(e).splitlines()[0]}") from e
+        raise UserError(f"cannot read the tokenizer of {source}: {first_line(e)}") from e
 
 
 def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
@@ -354,7 +354,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
             trust_remote_code=False,
         )
     except (OSError, ValueError, SafetensorError) as e:
-        raise UserError(f"cannot load {name}: {str(e).strip().splitlines()[0]}") from e
+        raise UserError(f"cannot load {name}: {first_line(e)}") from e
     if how:
         quantised.quantise(module, device)
     _LOADED[key] = module = module.to(device)

@@ -384,6 +384,10 @@ BAD = {
     ),
     "missing": (bad("eagle-3", without=["norm.weight"]), ("eagle3",), "lacks norm.weight"),
     "missing head": (bad("medusa", without=["1.1.weight"]), ("medusa",), "lacks 1.1.weight"),
+    "no last matrices": (
+        bad("medusa", without=[f"{i}.1.weight" for i in range(3)]), ("medusa",),
+        "lacks the last matrix of every head",
+    ),
     "extra": (bad("eagle-3", shapes={"odd": (2,)}), ("eagle3",), "has unknown odd"),
     "shape": (bad("eagle-3", shapes={"norm.weight": (7,)}), ("eagle3",), r"(7,) where (32,)"),
     "no width": (bad("eagle-3", config={"hidden_size": None}), ("eagle3",), "for hidden_size"),

@@ -192,6 +192,15 @@ def test_broken_weights_are_one_clear_line(folder, damage):
         lms.load(folder, "mine", "float32", "cpu")
 
 
+def test_what_says_nothing_is_told_by_its_kind(folder, monkeypatch):
+    def fails(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(lms.AutoModelForCausalLM, "from_pretrained", fails)
+    with pytest.raises(UserError, match="cannot load mine: OSError"):
+        lms.load(folder, "mine", "float32", "cpu")
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
