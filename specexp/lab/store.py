@@ -104,11 +104,21 @@ def _lock(path: Path) -> int | None:
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except BlockingIOError:
-            os.close(descriptor)
-            return None
+            if _held(descriptor):
+                os.close(descriptor)
+                return None
         except FileNotFoundError:
             pass
-        os.close(descriptor)  # the last holder removed the file between our two steps
+        os.close(descriptor)  # it was only looked at, or its holder removed it between our steps
+
+
+def _held(descriptor: int) -> bool:
+    """Does somebody hold this lock? To ask is to have a share in it, until the file is closed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def holder(key: str) -> str | None:
@@ -119,10 +129,7 @@ def holder(key: str) -> str | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return os.read(descriptor, 200).decode(errors="replace")
+        return os.read(descriptor, 200).decode(errors="replace") if _held(descriptor) else None
     finally:
         os.close(descriptor)
 
