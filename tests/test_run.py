@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -262,6 +263,51 @@ def test_a_killed_holder_leaves_no_claim_behind(store):
     with claim("k") as ours:
         assert ours
     assert not (store / "claims" / "k").exists()
+
+
+def test_to_ask_who_is_at_work_takes_the_key_from_nobody(store):
+    done = threading.Event()
+
+    def ask():
+        while not done.is_set():
+            holder("k")
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    found = []
+    for _ in range(200):
+        with claim("k") as ours:
+            found.append(ours)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert all(found)
+
+
+def test_what_is_left_is_reckoned_by_how_many_run_at_once(store, points, monkeypatch):
+    todo = points(x=[1, 2, 3])
+    todo = [replace(p, timed=p.params["x"] == 3) for p in todo]
+    seen, work = [], run.Work(todo, run.live.Board(Console(quiet=True), 3))
+    monkeypatch.setattr(
+        work, "_serve", lambda queue, *_: seen.append((len(queue), work.board.jobs))
+    )
+    work.queue.extend(todo)
+    work.through(places.Here(todo), 2, together=False)
+    assert seen == [(2, 2), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("device", "hides"), [("cuda:1", False), ("cuda", True), ("auto", True), (None, True)]
+)
+def test_a_seat_shows_its_own_gpu_but_to_a_point_that_names_one(monkeypatch, device, hides):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    given = []
+    monkeypatch.setattr(places, "execute", lambda *args: given.append(args[-1]))
+    point = SimpleNamespace(params={} if device is None else {"device": device})
+    places._Chair(None, 1).execute(point, None, None)
+    assert given == [{"CUDA_VISIBLE_DEVICES": "1"} if hides else {}]
 
 
 def test_claims_exclude_one_another_whoever_comes_and_goes(store):

@@ -35,7 +35,7 @@ class Place(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
-        """How many points to run side by side where `jobs` were asked for, or nothing was."""
+        """How many points run side by side, given `jobs` or None."""
 
     def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
         """Seat 0, 1, 2 ...; each is used by one thread."""
@@ -63,7 +63,7 @@ def of(
 
 
 class Here:
-    """This machine; on one with several GPUs seat i sees GPU i alone."""
+    """This machine; on one with several GPUs seat i sees GPU i alone, unless a point names one."""
 
     def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
         self._kernels = kernels.Kernels(
@@ -105,7 +105,8 @@ class _Chair:
         self._slot, self._number, self.name = slot, number, "this machine"
 
     def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
-        execute(point, attempt, self._slot, watch, _visible(self._number))
+        named = str(point.params.get("device")).startswith("cuda:")
+        execute(point, attempt, self._slot, watch, {} if named else _visible(self._number))
 
 
 def _visible(number: int) -> dict[str, str]:

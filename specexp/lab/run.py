@@ -58,7 +58,7 @@ def run(
     """
     console = console or Console()
     try:
-        with live.Board(console, len(points), jobs=jobs or 1) as board:
+        with live.Board(console, len(points)) as board:
             with store.alone("setup", lambda said: board.say(said, once=True)):
                 try:
                     track.initialise()
@@ -66,7 +66,6 @@ def run(
                     board.say(f"going on without MLflow for now: {e}")
             work = Work(points, board, retry_failed, force)
             with _signals(work), place or places.Here(points) as where:
-                board.jobs = where.at_once(jobs, timed=False)
                 work.recover()
                 work.plan()
                 for line in changed(work.queue):
@@ -143,6 +142,7 @@ class Work:
         for clocked in (False, True):
             queue = deque(p for p in self.queue if (p.timed and not together) == clocked)
             workers = min(where.at_once(jobs, clocked), len(queue))
+            self.board.jobs = workers or 1
             with ThreadPoolExecutor(workers or 1, "point") as pool:
                 each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
                 while not all(f.done() for f in each):
@@ -177,7 +177,7 @@ class Work:
         key = point.run_key
         with store.claim(key) as ours:
             if not ours:
-                who = store.holder(key)
+                who = store.holder(key) or "another run"
                 self.board.say(f"waiting for {point.label}: {who} runs it", once=True)
                 return False
             self._mend(key)
