@@ -368,6 +368,15 @@ def test_only_what_is_not_there_is_refused(load, text):
     assert said.isprintable()
 
 
+def test_what_only_chose_is_blamed_on_its_own_line(load, monkeypatch):
+    monkeypatch.setattr(
+        build, "problems_of", lambda params, *_: ["x is 9"] if params["x"] == 9 else []
+    )
+    text = HEAD + "grid:\n  x: [1,\n   9]\n  how: [a, b]\ninclude:\n- {x: 2}\n- {x: 9, how: c}"
+    assert refusal(load, text, only=["x=9", "how=a"]) == ["4: x is 9"]
+    assert refusal(load, text, only=["how=c"]) == ["8: x is 9"]
+
+
 def test_only_texts_that_exclude_each_other_are_refused(load):
     [said] = refusal(load, GOOD, only=["x=1", "x=2"])
     assert "no point" in said
@@ -487,6 +496,7 @@ BAD = {
     "0o17": (HEAD + "fixed: {x: 0o17}", 2, "write 15"),
     "octal": (HEAD + "grid:\n  x: [1,\n    012]", 4, "012 is 10 to YAML (base 8)"),
     "sexagesimal": (HEAD + "fixed: {x: 1:30}", 2, "1:30 is 90 to YAML (base 60)"),
+    "no number": (HEAD + "fixed: {how: 0x_}", 2, "0x_ is a number to YAML, and none"),
     "date": (HEAD + "fixed: {how: 2024-01-01}", 2, "is a date to YAML"),
     "no date": (HEAD + "fixed: {how: 2024-13-45}", 2, "is a date to YAML"),
     "nan": (HEAD + "fixed: {rate: .nan}", 2, "finite"),
@@ -629,6 +639,14 @@ def test_a_notebook_without_a_parameters_cell_says_how_to_tag_one(load, folder):
         write(untagged, *([cell] * 2), parameters=None)
         [said] = refusal(load, HEAD)
         assert count in said
+
+
+@pytest.mark.parametrize("metadata", [None, {"specexp": None}, {"specexp": 3}, {"specexp": {}}])
+def test_a_notebook_measures_time_unless_it_says_that_it_does_not(folder, metadata):
+    file = write(folder.parent / "reader.ipynb", "print(x)", metadata=metadata)
+    assert notebook.read(file).timed
+    file = write(file, "print(x)", metadata={"specexp": {"timed": False}})
+    assert not notebook.read(file).timed
 
 
 @pytest.mark.parametrize(
@@ -799,6 +817,14 @@ def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
     assert build.check({"device": "cuda:2"}) == ["device 'cuda:2' is not there; there are 2"]
 
 
+def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
+    base = {"target": "target-10m", "drafter": "medusa", "gamma": 1}
+    said = "policy 'always:5' drafts 5; this drafter does 0 to 3"
+    assert build.check(base | {"policies": ["always:3", "plain", "goodput"]}) == []
+    assert build.check(base | {"policies": ["always:3", "always:5"]}) == [said]
+    assert build.check(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]
+
+
 def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
     def broken(params, texts, once):
         if params["x"] == 1:
@@ -825,7 +851,7 @@ def test_every_value_and_every_combination_is_checked_and_none_twice(load, monke
 def test_what_is_checked_alone_is_the_same_whatever_the_others_are():
     """`build.ALONE` is believed when points are left out of the checks."""
     base = {n: p.default for n, p in notebook.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
-    wrong = {"seed": -1, "ttft_ms": 0.0, "policy": "x", "arrivals": "y", "repeats": 0}
+    wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
     assert set(wrong) <= build.ALONE
     for name, value in wrong.items():
         [said] = build.check(base | {name: value})

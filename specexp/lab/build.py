@@ -43,7 +43,7 @@ _LEAST = {
 _POSITIVE = ("ttft_ms", "tpot_ms", "offered")
 ALONE = {
     "seed", "seeds", "repeats", "stream", "streams", "turns", "count", "rows", "chunk", "queue",
-    *_POSITIVE, "policy", "policies", "arrivals",
+    *_POSITIVE, "arrivals",
 }  # fmt: skip
 """Parameters that `check` looks at one by one: it says the same whatever the others are."""
 
@@ -310,9 +310,6 @@ def problems_of(
     for gamma in _values(params, "gamma", "gammas") or [1]:
         for shape in _values(params, "tree", "trees") or ["chain"]:
             attempt(Tree.parse, shape, gamma)
-    for policy in _values(params, "policy", "policies"):
-        if policy not in ("plain", "goodput"):
-            attempt(policies.of, policy)
     if named := params.get("arrivals"):
         attempt(arrivals.parse, arrivals.at_rate(named, 1.0), 1)
     if params.get("dtype", "float32") not in lm.DTYPES:
@@ -328,11 +325,16 @@ def problems_of(
         categories = tuple(params.get("categories") or ()) or None
         named = params.get("prompts", "all"), categories, params.get("limit")
         texts = attempt(once, prompts.load, *named) or []
+    deepest = policies.MOST
     if "target" in params:
         found, pairings, longest = _check_models(params, texts, once, attempt)
         problems += found
         if pairings and not problems:
             problems += attempt(_check_memory, params, pairings, longest) or []
+        deepest = min([deepest, *(ready.deepest for _, ready in filter(None, pairings))])
+    for policy in _values(params, "policy", "policies"):
+        if policy not in ("plain", "goodput"):
+            attempt(policies.of, policy, None, deepest)
     return list(dict.fromkeys(problems))
 
 

@@ -163,7 +163,11 @@ def _meant(text: str, parameter: Parameter) -> Any:
 
 
 def _having(sheet: Sheet, name: str, wanted: list[Any]) -> Sheet:
-    include = [i for i in sheet.include if norm(i.get(name, sheet.base[name])) in wanted]
+    include = {
+        i: entry
+        for i, entry in sheet.include.items()
+        if norm(entry.get(name, sheet.base[name])) in wanted
+    }
     if name in sheet.axes:
         values = [value for value in sheet.axes[name] if norm(value) in wanted]
         return replace(sheet, axes=sheet.axes | {name: values}, include=include)

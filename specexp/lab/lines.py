@@ -41,6 +41,13 @@ class Document:
     def has(self, *path: str | int) -> bool:
         return path in self._lines
 
+    def at(self, *path: str | int) -> Any:
+        """What stands there."""
+        value = self.value
+        for part in path:
+            value = value[part]
+        return value
+
     def line(self, *path: str | int) -> int:
         """The line of a key or list item, counted from 1, or of the nearest thing around it."""
         while path and path not in self._lines:
@@ -195,6 +202,9 @@ class _Builder:
         except OverflowError:
             self.wrong(line, f"{raw[:40]} is too large a number")
             return 0
+        except ValueError:
+            self.wrong(line, f"{raw[:40]} is a number to YAML, and none: put it in quotes")
+            return raw
         if _OCTAL.fullmatch(raw) or ":" in raw:
             base = "60" if ":" in raw else "8"
             read = f"{raw[:40]} is {value!r:.40} to YAML (base {base})"

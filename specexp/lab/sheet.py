@@ -61,7 +61,8 @@ class Sheet:
     """A grid file that says what it means: every value fits its parameter and is coerced.
 
     `base`: every parameter of the notebook, defaults and fixed values; `axes`: seeds included;
-    `include`, `exclude`: their entries; `product`: whether the axes are run, or the includes alone.
+    `include`: entries by their places in the file; `exclude`: entries; `product`: whether the axes
+    are run, or the includes alone.
     """
 
     path: Path
@@ -69,7 +70,7 @@ class Sheet:
     notebook: Notebook
     base: dict[str, Any]
     axes: dict[str, list[Any]]
-    include: list[dict[str, Any]]
+    include: dict[int, dict[str, Any]]
     exclude: list[dict[str, Any]]
     product: bool
 
@@ -86,7 +87,7 @@ class Sheet:
 
     @property
     def varying(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys([*self.axes, *(n for i in self.include for n in i)]))
+        return tuple(dict.fromkeys([*self.axes, *(n for i in self.include.values() for n in i)]))
 
     def combinations(self) -> Iterator[tuple[dict[str, Any], int | None]]:
         """The parameters of every point, and which `include` it is of, if it is of one."""
@@ -94,21 +95,23 @@ class Sheet:
             params = self.base | dict(zip(self.axes, values, strict=True))
             if not any(_matches(params, entry) for entry in self.exclude):
                 yield params, None
-        for index, entry in enumerate(self.include):
+        for index, entry in self.include.items():
             yield self.base | entry, index
 
     def values(self, name: str) -> list[Any]:
         """The values that a parameter has in some point, each once."""
         of_product = self.axes.get(name, [self.base[name]]) if self.product else []
-        return distinct([*of_product, *(i.get(name, self.base[name]) for i in self.include)])
+        of_include = (i.get(name, self.base[name]) for i in self.include.values())
+        return distinct([*of_product, *of_include])
 
     def where(self, name: str, params: dict[str, Any], index: int | None) -> int | None:
         """The line that gives a point its value of a parameter; None if that is the default."""
         if index is not None and name in self.include[index]:
             return self.document.line("include", index, name)
         if name in self.axes and index is None:
-            at = norms(self.axes[name]).index(norm(params[name]))
-            return self.document.line(*_axis(self.document, name), at)
+            axis = _axis(self.document, name)
+            written = self.document.at(*axis)  # more than is in `axes` after --only
+            return self.document.line(*axis, norms(written).index(norm(params[name])))
         given = self.document.has("fixed", name)
         return self.document.line("fixed", name) if given else None
 
@@ -268,15 +271,15 @@ def _fitted(
             first = document.line("fixed", name)
             wrong(f"{name} is both fixed (line {first}) and on an axis", *where)
     include, exclude = (
-        [
-            {n: fitting(n, v, name, i, n) for n, v in entry.items()}
+        {
+            i: {n: fitting(n, v, name, i, n) for n, v in entry.items()}
             for i, entry in enumerate(shaped[name])
-        ]
+        }
         for name in ("include", "exclude")
     )
     base = {name: p.default for name, p in known.items()} | fixed
     product = bool(axes) or not include
-    return Sheet(path, document, found, base, axes, include, exclude, product)
+    return Sheet(path, document, found, base, axes, include, list(exclude.values()), product)
 
 
 def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wrong: Wrong) -> bool:
@@ -300,7 +303,7 @@ def _check_points(sheet: Sheet, wrong: Wrong) -> None:
     """Values that fit one by one and make no sense together."""
     for name in sheet.varying:
         if sheet.notebook.reads is not None and name not in sheet.notebook.reads:
-            entry = next((i for i, entry in enumerate(sheet.include) if name in entry), 0)
+            entry = next((i for i, entry in sheet.include.items() if name in entry), 0)
             on_axis = name in sheet.axes
             wrong(
                 f"{name} is read by no cell of {sheet.notebook.path.name}: its points would all be "
@@ -328,7 +331,7 @@ def _check_exclude(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> No
 
 def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
     first: dict[Any, int] = {}
-    for i, entry in enumerate(sheet.include):
+    for i, entry in sheet.include.items():
         params = sheet.base | entry
         of_grid = sheet.product and all(norm(v) in there[name] for name, v in params.items())
         of_grid = of_grid and not any(_matches(params, e) for e in sheet.exclude)
