@@ -11,6 +11,7 @@ import urllib.request
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from specexp.errors import UserError
 from specexp.lab import report, server, track, view
@@ -129,6 +130,24 @@ def test_the_comparison_shows_what_differs_and_what_was_logged(store):
     assert list(view) == ["experiment", "drafter", "kept", "code", "speedup", "exact"]
     assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
     assert set(view["exact"]) == {"yes"}
+
+
+def test_runs_of_all_experiments_come_newest_first_whatever_their_grids_are_called(store):
+    for name in ("one", "two", "one"):
+        track.log(name, {"x": 1}, METRICS, tags={"grid": "o'clock"})
+        time.sleep(0.01)
+    assert list(track.runs()["experiment"]) == ["one", "two", "one"]
+    assert len(track.runs("one", "o'clock")) == 2
+    assert track.runs(grid="other").empty
+
+
+def test_where_only_runs_of_others_are_there_is_nothing_to_compare(store):
+    mlflow = track.client()
+    mlflow.set_terminated(mlflow.create_run("0").info.run_id)
+    assert len(track.runs()) == 1
+    console = Console(record=True, width=200)
+    report.show(console, {"mine"})
+    assert "specexp ui" in console.export_text()
 
 
 def test_the_shared_view_is_small_and_names_only_known_metrics(store):

@@ -29,7 +29,7 @@ def show(console: Console, run_keys: Collection[str]) -> None:
     if len(runs):
         made = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
         ours = made.isin(["", store.identity()])
-        runs = runs[ours & runs["tags.run_key"].isin(run_keys)]
+        runs = runs[ours & runs.get("tags.run_key", made).isin(run_keys)]
         runs = runs.sort_values(["experiment", "name"])
         for experiment, part in runs.groupby("experiment"):
             console.print()

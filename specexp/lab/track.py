@@ -355,20 +355,20 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
     """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. Raises Away,
     Damaged."""
     place = backend()
-    rows = []
-    for e in place.experiments() if there() else []:
-        if experiment and e.name != experiment:
-            continue
-        where = "attributes.status = 'FINISHED'" + (f" and tags.grid = '{grid}'" if grid else "")
-        for run in place.runs(e.experiment_id, where):
-            data = run.data
-            rows.append(
-                {"experiment": e.name, "run_id": run.info.run_id, "name": run.info.run_name}
-                | {f"params.{k}": v for k, v in data.params.items()}
-                | {f"metrics.{k}": v for k, v in data.metrics.items()}
-                | {f"tags.{k}": v for k, v in data.tags.items() if not k.startswith("mlflow.")}
-            )
-    return pd.DataFrame(rows)
+    found = [
+        (e.name, run)
+        for e in (place.experiments() if there() else [])
+        if experiment in (None, e.name)
+        for run in place.runs(e.experiment_id, "attributes.status = 'FINISHED'")
+        if grid in (None, run.data.tags.get("grid"))
+    ]
+    return pd.DataFrame(
+        {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}
+        | {f"params.{k}": v for k, v in run.data.params.items()}
+        | {f"metrics.{k}": v for k, v in run.data.metrics.items()}
+        | {f"tags.{k}": v for k, v in run.data.tags.items() if not k.startswith("mlflow.")}
+        for name, run in sorted(found, key=lambda pair: pair[1].info.start_time, reverse=True)
+    )
 
 
 def curve(run_id: str, name: str) -> dict[int, float]:
