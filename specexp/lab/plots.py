@@ -368,8 +368,8 @@ def runs_by_category(runs: pd.DataFrame) -> Figure:
     columns = {c: c.rpartition("/")[2] for c in runs if c.startswith("metrics.category/")}
     if not columns:
         return _nothing("No run has acceptance by category yet: run 10_acceptance")
-    rates = runs.dropna(subset=list(columns)).groupby("params.drafter")[list(columns)].mean()
-    rates = rates.rename(columns=columns)
+    have = runs.dropna(subset=list(columns), how="all")
+    rates = have.groupby("params.drafter")[list(columns)].mean().rename(columns=columns)
     order = [c for c in CATEGORIES if c in rates] + [c for c in rates if c not in CATEGORIES]
     rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index, order]
     with canvas(8, 1.2 + 0.6 * len(rates)) as (figure, axes):
