@@ -80,7 +80,24 @@ def test_gaps_lie_between_deliveries_not_tokens():
     assert load.gaps(ANSWERS[1:]).tolist() == []
 
 
-def test_served_figures_are_those_counted_by_hand():
+@pytest.fixture
+def few(monkeypatch):
+    """Quantiles are told of any number of samples."""
+    monkeypatch.setattr(load, "LEAST", dict.fromkeys(load.QUANTILES, 1))
+
+
+def test_a_quantile_is_told_of_samples_enough_to_tell_it_from():
+    told = {}
+    for count in (59, 60, 661, 662):
+        found = load.served_metrics([ANSWERS[0]] * count, TICKS, 1e4, 1e4)
+        told[count] = [q for q in load.QUANTILES if found[f"latency/ttft_p{q}_ms"] == 1000]
+    assert told == {59: [50], 60: [50, 95], 661: [50, 95], 662: [50, 95, 99]}
+    assert load.said("latency/ttft_p99_ms", float("nan")) == "-"
+    figure = load_plots.latencies(load.figures({"plain": run(ANSWERS, TICKS)}, 1e4, 1e4))
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["p50"]
+
+
+def test_served_figures_are_those_counted_by_hand(few):
     found = load.served_metrics(ANSWERS, TICKS, 1e4, 1e4)
     wanted = {
         "throughput/tok_s": 10 / 4, "throughput/req_s": 3 / 4,
@@ -184,7 +201,7 @@ def run(answers, ticks):
     return load.Run(SimpleNamespace(ticks=ticks), Timed([]), answers)
 
 
-def test_real_and_simulated_stand_side_by_side_and_their_difference_is_a_median():
+def test_real_and_simulated_stand_side_by_side_and_their_difference_is_a_median(few):
     later = [answer(0.0, (2.0, 1), (6.0, 5), begun_s=1.0)]
     sooner = [answer(0.0, (1.0, 1), (4.0, 5), begun_s=1.0)]
     real = {name: run(later, [tick(0.0, 10.0)]) for name in ("plain", "goodput", "always:1")}
@@ -208,7 +225,7 @@ def test_real_and_simulated_stand_side_by_side_and_their_difference_is_a_median(
     assert set(none.values()) == {0.0}
 
 
-def test_what_is_logged_is_the_row_of_the_policy():
+def test_what_is_logged_is_the_row_of_the_policy(few):
     made = samples(plain=[(1, 10)] * 3, **{"always:3": [(1, 20)] * 3, "goodput": [(1, 25)] * 3})
     more = samples(plain=[(1, 80)] * 3, **{"always:3": [(1, 40)] * 3, "goodput": [(1, 76)] * 3})
     both = pd.concat([made.assign(load=1), more.assign(load=9)])
@@ -518,7 +535,7 @@ def test_the_title_of_timelines_says_who_is_ready_first_and_last(tmp_path):
     assert said == "The same arrivals: over after 5 s under goodput, 31 s under plain"
 
 
-def test_the_title_of_latencies_names_who_kept_most_limits(tmp_path):
+def test_the_title_of_latencies_names_who_kept_most_limits(tmp_path, few):
     served = load.figures(
         {"plain": run(ANSWERS, TICKS), "goodput": run(ANSWERS[1:2], TICKS)}, 500, 1
     )

@@ -42,6 +42,7 @@ from specexp.serving.serve import (
 from specexp.serving.simulate import SimulatedBank
 
 QUANTILES = (50, 95, 99)
+LEAST = {50: 1, 95: 60, 99: 662}  # samples without which a quantile is not told
 LEARNING = 2  # turns that do not count: rounds are recorded, and policies do not know yet
 PIECES = 8  # of a turn: what disturbs the machine for a second falls on every server
 SHOWN = {
@@ -361,7 +362,7 @@ def served_metrics(
     answers: Sequence[Answer], ticks: Sequence[Tick], ttft_ms: float, tpot_ms: float
 ) -> dict[str, float]:
     """What serving benchmarks report, as it is logged; goodput: the requests answered within both
-    limits, as a share of all and a second. nan: nothing to tell it from."""
+    limits, as a share of all and a second. nan: too little to tell it from."""
     table = answered(answers)
     done = table[table["state"] == "done"]
     seconds = (ticks[-1].end_s - min(a.came_s for a in answers)) if ticks else float("nan")
@@ -382,7 +383,7 @@ def served_metrics(
               "itl": gaps(answers)}  # fmt: skip
     for name, values in series.items():
         for q in QUANTILES:
-            at = float(np.percentile(values, q)) if len(values) else float("nan")
+            at = float(np.percentile(values, q)) if len(values) >= LEAST[q] else float("nan")
             found[f"latency/{name}_p{q}_ms"] = 1e3 * at
     return found
 
@@ -433,8 +434,8 @@ def foretold(
     pace: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Run]:
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
-    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind. pace: how many
-    times what the table says rounds take, and prompts to be read; policies are not told."""
+    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind. pace: factors
+    on the table's times of rounds and of reading prompts; policies are not told."""
     kinds = {kind: bench.pooled(part).conditional for kind, part in accepted.groupby("category")}
     overall = bench.pooled(accepted).conditional
     kept = {r.stream: kinds.get(r.kind, overall) for r in offered.requests}
@@ -456,9 +457,9 @@ def simulated(
     costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Traffic, rows: int
 ) -> tuple[dict[str, Run], tuple[float, float]]:
     """SIMULATED: these runs once more, as `foretold`, on a machine as fast as it was while they
-    ran; and its paces, as many times what the table says as make steps with and without the reading
-    of prompts take as long in all, in the median of the policies, as they did. Machines change them
-    by a third within minutes, and queues make more of that."""
+    ran; and its two paces: the factors on the table's times with which steps that read prompts, and
+    those that do not, take as long in all as they really did, in the median of the policies.
+    Machines change them by a third within minutes, and queues make more of that."""
     own_s, rounds, reads = overhead_s(real), 1.0, 1.0
 
     def off(runs: dict[str, Run], reading: bool) -> float:
@@ -481,7 +482,8 @@ def simulated(
 def compare_runs(
     real: dict[str, Run], simulated: dict[str, Run], ttft_ms: float, tpot_ms: float
 ) -> pd.DataFrame:
-    """Real and SIMULATED side by side: throughput and the 95th percentiles of every policy."""
+    """Real and SIMULATED side by side: throughput and, of requests enough, the 95th percentiles of
+    every policy."""
     shown = {
         "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",
         "latency/tpot_p95_ms": "TPOT p95 (ms)", "latency/e2e_p95_ms": "E2E p95 (ms)",
@@ -496,7 +498,7 @@ def compare_runs(
             {"policy": name, "figure": said, "real": ours[key], "simulated": theirs[key]}
             for key, said in shown.items()
         ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).dropna()
 
 
 def prices(rig: Rig, names: Iterable[str]) -> Costs | None:
@@ -509,7 +511,7 @@ def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
     off = (compared["simulated"] / compared["real"] - 1).abs().groupby(compared["figure"]).median()
     names = {"tokens/s": "throughput", "TTFT p95 (ms)": "ttft_p95", "TPOT p95 (ms)": "tpot_p95",
              "E2E p95 (ms)": "e2e_p95"}  # fmt: skip
-    return {f"simulated/{name}_off": float(off[said]) for said, name in names.items()}
+    return {f"simulated/{names[said]}_off": float(value) for said, value in off.items()}
 
 
 def steps(runs: dict[str, Run]) -> pd.DataFrame:
@@ -533,6 +535,8 @@ def figures(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFram
 
 def said(key: str, value: float) -> str:
     """A figure of `served_metrics` for people."""
+    if np.isnan(value):
+        return "-"
     return f"{value:.1%}" if key in SHARES else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 

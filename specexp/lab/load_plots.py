@@ -100,12 +100,14 @@ def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
     with panels(3, 13, 4) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
             width = 0.8 / len(names)
+            columns = {f"latency/{kind}_p{q}_ms": f"p{q}" for q in QUANTILES}
+            table = figures[list(columns)].dropna(axis=1, how="all")
             for i, (_, row) in enumerate(figures.iterrows()):
-                at = [x - 0.4 + width * (i + 0.5) for x in range(len(QUANTILES))]
-                values = [row[f"latency/{kind}_p{q}_ms"] for q in QUANTILES]
+                at = [x - 0.4 + width * (i + 0.5) for x in range(len(table.columns))]
+                values = row[list(table)].astype(float)
                 axes.bar(at, values, width * 0.92, color=colours[row["policy"]],
                          label=row["policy"])  # fmt: skip
-            axes.set_xticks(range(len(QUANTILES)), [f"p{q}" for q in QUANTILES])
+            axes.set_xticks(range(len(table.columns)), [columns[c] for c in table])
             axes.set(ylabel=f"{kind.upper()} (ms)", yscale="log")
             for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 ticks(LogFormatter(minor_thresholds=(2, 0.5)))
