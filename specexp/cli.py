@@ -57,7 +57,7 @@ Only = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask about very many points.")]
-Port = Annotated[int, typer.Option(help="Port to listen on.")]
+Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
 Host = Annotated[str, typer.Option(help="Address to listen on: 127.0.0.1 is this machine alone.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -73,6 +73,13 @@ def main() -> None:
     except NonFiniteLogits as e:
         _complain("failed", str(e))
         sys.exit(1)
+    except OSError as e:
+        from specexp.lab import run, store
+
+        if e.errno not in store.FULL:
+            raise
+        _complain("disk full", f"{e.strerror}: {e.filename or store.root()}")
+        sys.exit(run.DISK_FULL)
 
 
 @app.command()
@@ -271,6 +278,8 @@ def profile(
     problems = build.check(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if problems:
         raise UserError("\n".join(problems))
+    if out:
+        _picture(out)
     rig = build.build(**options)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = maps.profile(rig, rows, gammas, slots, force=force)
@@ -376,22 +385,36 @@ def serve(
     }  # fmt: skip
     if problems := build.check(asked):
         raise UserError("\n".join(problems))
+    picture = _picture(out) if out else None
     rig = build.build(**options)
     texts = questions.load(prompts)
     offered = serving.traffic(rig, texts, load, count, max_new_tokens, seed)
     costs = serving.prices(rig, names)
     runs = serving.open_race(rig, names, costs, offered, rows, chunk, queue)
     figures = serving.figures(runs, ttft_ms, tpot_ms)
-    if out:
-        serving.steps(runs).to_csv(out, index=False)
-        tables = {name: serving.timeline(run.ticks) for name, run in runs.items()}
-        load_plots.timelines(tables).savefig(out.with_suffix(".png"), dpi=110)
     if as_json:
         print(figures.to_json(orient="records"))
-        return
-    _show_served(figures, f"{len(offered.requests)} requests, {load}, {rig.target.name}, {drafter}")
-    for note in serving.notes(runs):
-        console.print(note, highlight=False, soft_wrap=True)
+    else:
+        said = f"{len(offered.requests)} requests, {load}, {rig.target.name}, {drafter}"
+        _show_served(figures, said)
+        for note in serving.notes(runs):
+            console.print(note, highlight=False, soft_wrap=True)
+    if out and picture:
+        serving.steps(runs).to_csv(out, index=False)
+        tables = {name: serving.timeline(run.ticks) for name, run in runs.items()}
+        load_plots.timelines(tables).savefig(picture, dpi=110)
+
+
+def _picture(out: Path) -> Path:
+    """The figure beside a file that is still to be written, which can be. Raises UserError."""
+    if out.suffix == ".png":
+        raise UserError(f"{out} would be overwritten by the picture beside it: name it otherwise")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as e:
+        raise UserError(f"cannot write {out}: {e.strerror}; choose another place") from e
+    return out.with_suffix(".png")
 
 
 def _show_served(figures: Any, title: str) -> None:
@@ -425,7 +448,11 @@ def bench(
         str, typer.Option(help="Rows, for scale and memory; peers takes the largest up to 8.")
     ] = "1,2,4,8,16",
     prompts: Annotated[
-        str, typer.Option(help="A prompts file (JSON lines), a shipped category, or all: five.")
+        str,
+        typer.Option(
+            help="A prompts file, a shipped category, or all; five are used, evenly over "
+            "categories."
+        ),
     ] = "all",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
     repeats: Annotated[int, typer.Option(help="Turns; single passes take ten for each.")] = 3,
@@ -737,12 +764,12 @@ def _train_heads(
     folder = train_heads(kind, build.locate(target), out, device=device, quick=quick, text=text,
                          watch=watch)  # fmt: skip
     last = {name: values[max(values)] for name, values in history.items()}
-    track.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
     method = {"eagle3": "eagle"}.get(kind, kind)
     console.print(
         f"made {_relative(folder)}; use it as --drafter {method}:{_relative(folder)}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    track.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
 
 
 @zoo_app.command("twin")

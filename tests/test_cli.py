@@ -1,5 +1,6 @@
 """The command line as a user meets it: output, one-line errors, exit codes."""
 
+import errno
 import json
 import re
 import subprocess
@@ -258,6 +259,32 @@ def test_doctor_finds_what_is_there_and_what_is_missing(run, monkeypatch):
     assert "pip install papermill" in out
 
 
+def test_a_folder_that_cannot_be_written_to_is_not_called_missing(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "file"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "not writable" in out
+    assert "missing" not in out
+
+
+def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "steps.csv")
+
+    monkeypatch.setattr("specexp.theory.predict", full)
+    code, _, err = run("theory", "--alpha", "0.5", "--gamma", "1")
+    assert (code, err.strip()) == (5, "disk full: No space left on device: steps.csv")
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_is_one_that_there_is(run, port):
+    code, _, err = run("ui", "--port", port)
+    assert code == 2
+    assert "--port" in err
+
+
 @pytest.fixture
 def questions(tmp_path):
     file = tmp_path / "question.jsonl"
@@ -268,7 +295,7 @@ def questions(tmp_path):
 
 def test_serve_answers_the_same_requests_under_every_policy(run, tiny_folders, tmp_path, questions):
     target, draft = tiny_folders
-    steps = tmp_path / "steps.csv"
+    steps = tmp_path / "new" / "steps.csv"
     code, out, err = run(
         "serve", "--target", target, "--drafter", draft, "--prompts", questions, "--count", "5",
         "--load", "poisson:50", "--policy", "plain", "--policy", "always:2", "--rows", "2",
@@ -312,6 +339,12 @@ def test_serve_shows_a_table_and_why_requests_were_refused(run, tiny_folders, qu
         (["--queue", "-1"], "queue is -1"),
         (["--count", "0"], "count is 0"),
         (["--ttft-ms", "0"], "ttft_ms is 0"),
+        (["--out", "x.png"], "x.png would be overwritten"),
+        (["--out", "/proc/x/steps.csv"], "cannot write /proc/x/steps.csv"),
+        (
+            ["--target", "target-10m", "--drafter", "medusa", "--policy", "always:5"],
+            "policy 'always:5' drafts 5; this drafter does 0 to 3",
+        ),
     ],
 )
 def test_serve_says_what_is_wrong_before_any_model_is_loaded(
