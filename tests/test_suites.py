@@ -643,7 +643,7 @@ def test_bench_ends_with_1_where_something_became_worse(bench, tmp_path):
     kept["about"]["device"] = "a toaster"
     kept["suites"]["round"]["plain"]["overhead"] = as_json(1e9)  # nothing can be worse
     kept["suites"]["round"]["speedup"]["measured"] = as_json(1e-9)
-    for overhead, code, word in ((1e-9, 1, "worse"), (1e9, 0, "better")):
+    for overhead, code, word in ((-1e9, 1, "worse"), (1e9, 0, "better")):
         kept["suites"]["round"]["fast"]["overhead"] = as_json(overhead)
         out.write_text(json.dumps(kept))
         ended, said, err = bench("round", "--against", str(out))
@@ -660,6 +660,14 @@ def test_bench_ends_with_1_where_something_became_worse(bench, tmp_path):
         (lambda file: file.write_text("[]"), "is no report of specexp bench --out"),
         (lambda file: file.write_text("{"), "is no report of specexp bench --out"),
         (lambda file: file.write_text('{"parameters": {}, "suites": {}}'), "was made with target"),
+        (
+            lambda file: file.write_text('{"parameters": {}, "suites": {"round": {"plain": 1}}}'),
+            "is no report of specexp bench --out",
+        ),
+        (
+            lambda file: file.write_text('{"parameters": {}, "suites": {"peers": []}}'),
+            "is no report of specexp bench --out",
+        ),
     ],
 )
 def test_what_cannot_be_compared_with_is_refused_beforehand(bench, tmp_path, spoil, says):

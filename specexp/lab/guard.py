@@ -48,10 +48,11 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
     try:
         report = dict(json.loads(path.read_text()))
         then, there = dict(report["parameters"]), set(report["suites"])
+        _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}; make it: specexp bench --out") from e
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is no report of specexp bench --out") from e
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{path} is no report of specexp bench --out, or an old one") from e
     odd = [
         f"{name} {then.get(name)!r}, now {parameters[name]!r}"
         for name in ALIKE
