@@ -22,6 +22,7 @@ from specexp.lab import store, track
 ENDED = ("FINISHED", "FAILED", "KILLED")
 READABLE = "MLflow can be read"
 PAUSE_S = 0.3
+_REBUILD = ": run `specexp store rebuild`"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _look() -> list[Promise]:
     try:
         unsound = track.backend().sound()
         shown: dict[str, list[Any]] | None = _shown()
-        unreadable = tuple(f"{line}: run `specexp store rebuild`" for line in unsound)
+        unreadable = tuple(f"{line}{_REBUILD}" for line in unsound)
     except (track.Damaged, track.Away) as e:
         shown, unreadable = None, (str(e),)
     busy |= set(store.claims())
@@ -130,7 +131,7 @@ def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iter
     for key, result in results.items():
         runs = [r for r in shown.get(key, []) if r.info.status == "FINISHED"]
         if len(runs) != 1:
-            yield f"results/{key} is in MLflow {len(runs)} times, not once"
+            yield f"results/{key} is in MLflow {len(runs)} times, not once{_REBUILD}"
             continue
         [run] = runs
         for what in _differences(run, store.read(result / store.RESULT)):
@@ -167,7 +168,7 @@ def _unshown(
     for key in sorted({store.key_of(kept) for kept in told}):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
         if len(runs) > 1 or (not runs and key not in results):
-            yield f"failed/{key}-* is in MLflow {len(runs)} times, not once"
+            yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"
         for run in runs:
             if run.data.tags.get("attempt") not in names:
                 yield f"MLflow's run {run.info.run_id} is of an attempt that is not there"
@@ -177,5 +178,5 @@ def _running(shown: Mapping[str, list[Any]]) -> Iterator[str]:
     for key, runs in shown.items():
         for run in runs:
             if run.info.status not in ENDED:
-                name = json.dumps(run.info.run_name)
-                yield f"MLflow's run {run.info.run_id} {name} ({key}) is {run.info.status} for ever"
+                named = f"{run.info.run_id} {json.dumps(run.info.run_name)} ({key})"
+                yield f"MLflow's run {named} is {run.info.status} for ever{_REBUILD}"

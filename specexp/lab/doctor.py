@@ -6,7 +6,6 @@ import importlib.metadata as metadata
 import os
 import platform
 import shutil
-import time
 import tomllib
 
 import torch
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from specexp import native
 from specexp.lab import store
+from specexp.lab.turns import clock
 from specexp.lm import free_memory
 from specexp.zoo import shelf
 
@@ -43,13 +43,15 @@ def examine(console: Console) -> bool:
     facts.add_row("zoo", ", ".join(m.name for m in shelf.models()) or "missing")
     console.print(facts)
     console.print(speeds(device))
-    problems = missing()
+    problems = [("missing", problem) for problem in missing()]
     if not os.access(_existing(root), os.W_OK):
-        problems.append(f"{root} is not writable: set SPECEXP_MLRUNS to a folder that is")
+        said = f"{root}: set SPECEXP_MLRUNS to a folder that may be written to"
+        problems.append(("not writable", said))
     if not shelf.models():
-        problems.append("data/zoo is empty: get a complete checkout, or run `specexp zoo train`")
-    for problem in problems:
-        console.print(f"[bold red]missing[/] {problem}", highlight=False)
+        said = "the zoo's models: get a complete checkout, or run `specexp zoo train`"
+        problems.append(("missing", said))
+    for what, problem in problems:
+        console.print(f"[bold red]{what}[/] {problem}", highlight=False)
     if not problems:
         console.print("[green]ready[/]: nothing is missing")
     return not problems
@@ -119,17 +121,10 @@ def slow(dtype: torch.dtype, device: torch.device) -> str:
 
 def _pass(weights: list[torch.Tensor], n: int) -> float:
     x = torch.ones(n, _WIDTH, device=weights[0].device, dtype=weights[0].dtype)
-    _synchronize(x.device)
-    begin = time.perf_counter()
+    begin = clock(x.device)
     for w in weights:
         torch.nn.functional.linear(x, w)
-    _synchronize(x.device)
-    return time.perf_counter() - begin
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return clock(x.device) - begin
 
 
 def described(device: torch.device) -> str:

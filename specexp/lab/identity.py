@@ -45,8 +45,8 @@ class Surroundings:
         self.known: dict[Any, dict[str, str]] = {}
 
     def of(self, params: Mapping[str, Any], notebook: str) -> dict[str, str]:
-        """Everything but the parameters; one dictionary for all points of which it is true. Raises
-        UserError for a model that is not there."""
+        """Everything but the parameters; points that agree share one dictionary. Raises UserError
+        for a model that is not there."""
         read = {n: params[n] for n in (*_MODELS, *_DATA, "device") if n in params}
         key = repr(read), notebook
         if key not in self.known:

@@ -72,7 +72,7 @@ def profile(
             hours = (time.time() - path.stat().st_mtime) / 3600
             if hours > FRESH:
                 log.warning("%s was measured %.0f hours ago: if the machine is otherwise busy now, "
-                            "delete it and it is measured anew", path, hours)  # fmt: skip
+                            "`specexp profile --force` measures it anew", path, hours)  # fmt: skip
             return stored
     ids = rig.encode([prompt.text for prompt in load("all", limit=10)])
     with tqdm(desc="costs", unit="setting", delay=1) as bar:
