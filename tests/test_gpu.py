@@ -1,12 +1,14 @@
 """On a GPU everything is what it is on a CPU. The same tests run on both: `make gpu` the rest."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny import DRAFTERS, NEW, PROMPTS, SHAPES, TREES, NoHostReads, engine
+from tiny import DRAFTERS, FAMILIES, NEW, PROMPTS, SHAPES, TREES, NoHostReads, engine
 
-from specexp.lab.certify import compare
+from specexp.engine import Engine
+from specexp.lab.certify import TOLERANCE, compare
 from specexp.policy import Fixed
 from specexp.sequences import Sequences
 from specexp.serving.bank import EngineBank
@@ -44,6 +46,37 @@ def test_sampled_text_under_match_is_that_of_the_cpu(kind, tree, device):
 
 def test_a_text_that_is_another_is_noticed():
     assert bugs(WRONG) == len(PROMPTS)
+
+
+@torch.inference_mode()
+def logits(made: Engine, passes: int, moved: int = 0) -> torch.Tensor:
+    """[5, 8, V] of eight known tokens after known texts, in so many passes, so many slots late."""
+    texts = torch.randint(1, 32, (5, 32), generator=torch.Generator().manual_seed(0))
+    begun = [text[:length] for text, length in zip(texts.tolist(), range(24, 14, -2), strict=True)]
+    seqs = made.begin(Sequences.of(begun, 9, slack=9, device=made.target.device))
+    seqs.tokens[:, :32] = texts
+    count = torch.arange(8 // passes, device=made.target.device)
+    nodes, said = Tree.chain(len(count) - 1).nodes(made.target.device), []
+    for _ in range(passes):
+        draft = seqs.draft(nodes, seqs.tokens.gather(1, seqs.length[:, None] + count[:-1]))
+        late = replace(seqs, length=seqs.length + moved)
+        said.append(made.target.verify(late, draft).logits.float())
+        seqs.length += len(count)
+    return torch.cat(said, 1)
+
+
+@on_every_device
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_says_in_bfloat16_what_single_steps_say(family, device):
+    """Within rounding; what lies one slot from where it belongs is far outside."""
+    made = engine("null", "empty", family=family, dtype=torch.bfloat16, device=device)
+    single = logits(made, passes=8)
+
+    def off(found: torch.Tensor) -> float:
+        return float(((found - single).abs().amax(-1) / single.abs().amax(-1)).max())
+
+    assert off(logits(made, passes=1)) <= TOLERANCE[torch.bfloat16]
+    assert off(logits(made, passes=1, moved=1)) > 20 * TOLERANCE[torch.bfloat16]
 
 
 @contextmanager
