@@ -236,6 +236,7 @@ def metrics(
         "fleet/replicas_plain": peak(hours, "plain"),
         "fleet/saved": saved(hours, policy),
         "fleet/replica_hours": hours.loc[hours["policy"] == policy, "replicas"].sum(),
+        "fleet/replica_hours_plain": hours.loc[hours["policy"] == "plain", "replicas"].sum(),
         "fleet/requests": setting.day.requests,
         "fleet/ttft_limit_ms": 1e3 * setting.limits.ttft_s,
         "fleet/tpot_limit_ms": 1e3 * setting.limits.tpot_s,
