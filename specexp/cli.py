@@ -251,7 +251,10 @@ def profile(
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     batches: Annotated[str, typer.Option(help="Rows fed together.")] = "1,2,4,8,16,32,64",
-    contexts: Annotated[str, typer.Option(help="Slots of the buffers.")] = "128,256",
+    contexts: Annotated[
+        str,
+        typer.Option(help="Tokens a stream has room for; beyond the largest, times are guessed."),
+    ] = "128,256",
     dtype: Dtype = "float32",
     device: Device = "auto",
     force: Annotated[bool, typer.Option("--force", help="Measure what is stored again.")] = False,
