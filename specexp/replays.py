@@ -28,7 +28,7 @@ from specexp.lm import LM
 T = TypeVar("T")
 
 DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg"}
+TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
 REFUSED = "a token or a slot was to be read that there is not"
 Reported: TypeAlias = tuple[list[list[int]], float]  # of a round, and when it was there
 AWAY_S = 0.05  # for which nobody can see or stop what is done
@@ -38,7 +38,7 @@ MOST = 32 << 20  # bytes that are kept for a replay; beside larger rounds Python
 def reaches_host(func: Any, given: Sequence[Any]) -> bool:
     """Is this an operation by which a value or a shape that depends on one reaches the host, or
     data of the host a device? (`resolve_neg`: `tolist` and `numpy`; `lift_fresh`: `torch.tensor`
-    and an index that is a list; an index of truth values.)"""
+    and an index that is a list; an index of truth values; `isin` sorts what is much.)"""
     name = func.overloadpacket.__name__
     if name in ("index", "index_put", "index_put_"):
         return any(x is not None and x.dtype == torch.bool for x in given[1])
@@ -75,7 +75,7 @@ class Operation(NamedTuple):
 
     @property
     def room(self) -> bool:
-        """Whether nothing is in what it made."""
+        """Whether what it made is still uninitialised."""
         return self.func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
 
     def again(self) -> Callable[[], Any]:
@@ -243,8 +243,9 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def more(known: Graphs, most: int, report: Tensor) -> list[Reported]:
-    """What was run last, a round with this `report` (`Engine.steps`), again: so many rounds, or
-    fewer, if a row ends before or they take long. None, where it is not one call."""
+    """Runs once more, up to `most` times, the round that was run last, with this `report`
+    (`Engine.steps`); fewer, if a row ends or they take long, and no time at all where it is not one
+    call."""
     again = known.latest[1].again
     return again.rounds(most, report) if most and isinstance(again, _Compiled) else []
 

@@ -230,7 +230,7 @@ class Sequences:
             code.commit(B, places, len(self.eos), stride, *read, *changed, counts)
             return counts
         at = torch.arange(verdict.new.shape[1], device=self.tokens.device)
-        ends = torch.isin(verdict.new, self.eos)
+        ends = (verdict.new[..., None] == self.eos).any(-1)
         before_end = torch.where(ends, at, at.numel()).amin(1)
         room = (self.limit - self.length).clamp(min=0)
         emitted = torch.minimum(torch.minimum(verdict.n, before_end) + 1, room)

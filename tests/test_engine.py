@@ -25,6 +25,7 @@ from tiny import (
     slowly,
 )  # fmt: skip
 
+from specexp import native
 from specexp.drafters.model import DraftModel
 from specexp.drafters.null import Null
 from specexp.engine import Engine
@@ -33,7 +34,7 @@ from specexp.lm import LM
 from specexp.policy import Fixed, Plan
 from specexp.rules import Reject
 from specexp.sampling import Sampling
-from specexp.sequences import Sequences
+from specexp.sequences import Sequences, Verdict
 from specexp.tree import Tree
 
 
@@ -332,6 +333,16 @@ def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperatur
         made.round(seqs, shape)
 
 
+def test_nor_where_many_tokens_end_a_text(monkeypatch):
+    monkeypatch.setattr(native, "by", lambda *read: None)
+    seqs = Sequences.of([[5, 6]], 8, slack=5, eos=range(3, 32))
+    new = torch.tensor([[1, 2, 9, 1, 1]])
+    verdict = Verdict(torch.arange(5)[None], torch.tensor([4]), new)
+    with NoHostReads():
+        counts = seqs.commit(verdict)
+    assert counts.tolist() == [[4, 3, 0]]
+
+
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     "read",
@@ -339,7 +350,7 @@ def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperatur
         lambda x: x.max().item(), lambda x: int(x[1]), lambda x: bool(x[1]), lambda x: [7, 8][x[1]],
         lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x.unique(), lambda x: x == x[[0, 2]],
         lambda x: x.masked_select(x > 0), lambda x: torch.equal(x, x), lambda x: torch.tensor(3),
-        lambda x: x.index_put((x > 0,), x[0]),
+        lambda x: x.index_put((x > 0,), x[0]), lambda x: torch.isin(x, x),
     ],
 )  # fmt: skip
 def test_the_guard_itself_notices_what_reaches_the_host(read, inference):
