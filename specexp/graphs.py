@@ -39,9 +39,9 @@ class Recorder(Protocol):
     def run(self, fn: Callable[[], T]) -> T: ...
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        """Run `fn` once; how to run it again (None: not but as it is), and what it returned, which
-        every run overwrites, as may that of others of its `kind` (None: of none). Raises Refused
-        where nothing can be recorded."""
+        """Run `fn` once. Returns how to run it again, or None if only by calling it, and its
+        result. Every later run overwrites that, and so may any run of its `kind`, if one is given.
+        Raises Refused where nothing can be recorded."""
         ...
 
 
@@ -54,6 +54,7 @@ class Cuda:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pools: dict[Hashable, Any] = {}
+        self.failed: list[Any] = []
 
     def run(self, fn: Callable[[], T]) -> T:
         with torch.cuda.device(self.device):
@@ -78,6 +79,8 @@ class Cuda:
                 ):
                     made = fn()
             except RuntimeError as e:
+                self.pools.pop(kind, None)  # before torch 2.12 it stays one being recorded into
+                self.failed.append(graph)  # and every allocation asks the graph whose it is
                 raise Refused(first_line(e.__context__ or e)) from e
             graph.replay()
         return graph.replay, made
@@ -85,7 +88,7 @@ class Cuda:
 
 class Replay:
     """What was recorded of a function of tensors. A graph owns none of the memory that it knows:
-    `held` is what nobody else may hold."""
+    `held` keeps alive what nobody else might."""
 
     def __init__(self) -> None:
         self.calls = 0
