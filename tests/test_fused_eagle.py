@@ -107,7 +107,8 @@ def plain(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):
     assert isinstance(fused_eagle.of(made(kind, dtype, device), "it").net, Fused)
-    assert off(kind, dtype, device) < NEAR[dtype]
+    other_sums = device == "cuda" and dtype == torch.float32
+    assert off(kind, dtype, device) < (1e-5 if other_sums else NEAR[dtype])
 
 
 @pytest.mark.compiler
