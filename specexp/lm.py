@@ -1,8 +1,9 @@
 """Any transformers causal LM, driven at given slots and positions over a static cache.
 
 Targets and draft models are the same thing here. Contact with transformers is in this file, in
-cache.py and in fused.py: an explicit mask and explicit positions are enough to run a ragged batch
-of trees through the unmodified model, and common families run with less work.
+cache.py and in heads.py; fused.py knows how its layers are built. An explicit mask and explicit
+positions are enough to run a ragged batch of trees through the unmodified model, and common
+families run with less work.
 """
 
 from __future__ import annotations
@@ -135,17 +136,17 @@ class LM:
         seqs: Sequences,
         tokens: Tensor,
         slots: Tensor,
-        depth: Tensor,
+        positions: Tensor,
         visible: Tensor | None,
         taps: tuple[int, ...] = (),
         last: int | None = None,
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
-        depth [B, n], reading the slots that are visible [B, n, S]; None: of a line, each token its
-        own and all before. `taps`: hidden states wanted, 0 = embeddings; logits of the `last`
-        places, by default of all; `inputs`: whatever else the network reads."""
-        logits, hidden = self._run(seqs, tokens, slots, depth, visible, taps, last, **inputs)
+        [B, n], reading the slots that are visible [B, n, S]; None: of a line, each token its own
+        and all before. `taps`: hidden states wanted, 0 = embeddings; logits of the `last` places,
+        by default of all; `inputs`: whatever else the network reads."""
+        logits, hidden = self._run(seqs, tokens, slots, positions, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
         if code := native.by(logits, self.fault):
@@ -175,8 +176,8 @@ class LM:
 
     @torch.inference_mode()
     def refill(self, seqs: Sequences, count: int) -> None:
-        """Feed the last `count` tokens before the root again, row by row where they are, to rows
-        that may draft."""
+        """Feed the last `count` tokens before the root again, each row its own, to rows that may
+        draft."""
         for first in range(-count, 0, PREFILL):
             back = torch.arange(first, min(first + PREFILL, 0), device=self.device)
             self._fill(seqs, seqs.places(back[None]))
@@ -209,15 +210,15 @@ class LM:
         return self._run(seqs, tokens, slots, slots, None, taps, 0)[1]
 
     def _run(
-        self, seqs: Sequences, tokens: Tensor, slots: Tensor, depth: Tensor, visible: Tensor | None,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, seqs: Sequences, tokens: Tensor, slots: Tensor, positions: Tensor,
+        visible: Tensor | None, taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
         self.cache.aim(seqs.rows, slots, S)
         if self.context < S:  # nodes past the limit are never emitted
-            depth = depth.clamp(max=self.context - 1)
-        return self.net(tokens, depth, visible, self.cache, taps, last, **inputs)
+            positions = positions.clamp(max=self.context - 1)
+        return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
 
 
 def free_memory(device: torch.device) -> int:

@@ -29,10 +29,9 @@ class Plan(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What is known of a row being written. behind: tokens that its drafter has not read. Of the
-    guesses it could lately have had, all fading: asked, how many they were; made, those that were
-    made; judged, in each round those up to and including the first that was refused or not made;
-    kept. rounds: those that it has had."""
+    """What is known of a row being written. behind: tokens that its drafter has not read. Of its
+    recent rounds, fading: asked, the guesses its budgets allowed; made, those it got; judged, those
+    up to the first refused or missing one; kept, those accepted. rounds: all it has had."""
 
     behind: int = 0
     judged: float = 0.0

@@ -70,7 +70,7 @@ class Verdict:
 class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
-    A row is done when `length >= limit`. `commit` and `write` are all that changes anything.
+    A row is done when `length >= limit`. Within a round `commit` alone changes anything.
     `by_round`: the noise of a position is another in every round. `certain`: none is asked for.
     `first`: row 0 is the row of that number in every cache and in whatever a drafter keeps a row
     (`window`). budget [B] int64: how deep each row may draft this round, -1: it has no part in it;

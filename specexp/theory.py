@@ -96,7 +96,8 @@ def best_gamma(alpha: float, cost: float, limit: int = LONGEST) -> int:
     """The fastest draft length up to `limit`, the shorter at a tie; 0 means: do not speculate.
 
     Tokens grow by ever less and time by the same with every guess, so the first length that is
-    not beaten by the next is the best. When guesses are free that is `limit`.
+    not beaten by the next is the best. When guesses are free that is `limit`, or where a further
+    guess is no longer a float above 0.
     """
     _check(alpha=alpha, gamma=limit, cost=cost)
     gamma, tokens, gain = 0, 1.0, alpha

@@ -58,7 +58,7 @@ class Drafter(ABC):
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         """These rows begin; hidden [B, P, taps*E] are the target's states over the prompts. Runs
-        no model: `catch_up` does."""
+        no draft model: `catch_up` does."""
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
         """The last `missed` tokens before the root, or fewer, were written without guesses."""

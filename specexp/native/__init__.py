@@ -126,8 +126,8 @@ class Pass(Structure):
 
 
 class Native:
-    """The passes of `fused`, which must be on a CPU; those of many tokens are its own, for products
-    of many rows are for the libraries that torch uses."""
+    """The passes of `fused`, which must be on a CPU; passes of many tokens are left to `fused`, for
+    torch's libraries multiply many rows better."""
 
     sparing = 512  # tokens
 
@@ -265,8 +265,8 @@ def _processor() -> str:
 
 
 def by(*read: Tensor) -> Any:
-    """What is compiled besides passes, where it can read these tensors. None where it cannot: then
-    torch's operations do the same, as they do on a GPU and in what is recorded."""
+    """What is compiled besides passes, where it can read these tensors. None where it cannot, as on
+    a GPU: then torch's operations do the same."""
     ready = all(x.is_cpu and x.is_contiguous() and x.dtype in READ for x in read)
     return (found := library()) and _between(found) if ready else None
 
