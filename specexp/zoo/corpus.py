@@ -46,7 +46,6 @@ LEFT_OUT = {
     "__pycache__",
     "encodings",
     "pydoc_data",
-    "config-3",
 }
 SUFFIXES = {".py", ".txt", ".rst"}
 HELD_OUT = 16  # of 256: about 6 % of the sources

@@ -65,7 +65,7 @@ def echo(rng: random.Random, vocabulary: Sequence[str]) -> str:
 
 
 def rename(code: str, old: str, new: str) -> str:
-    """Every whole-word `old` that is not an attribute or a keyword argument becomes `new`."""
+    """Every whole-word `old` that is not an attribute becomes `new`, keywords of calls too."""
     return re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", new, code)
 
 
@@ -158,5 +158,5 @@ def _body(lines: list[str]) -> int:
 def _names(code: str) -> list[str]:
     """Names worth changing: used at least twice, neither keywords nor called."""
     seen = re.findall(r"(?<![\w.\"'])([a-z_]\w*)(?![\w(\"'])", code)
-    often = dict.fromkeys(n for n in seen if seen.count(n) > 1 and len(n) > 0)
+    often = dict.fromkeys(n for n in seen if seen.count(n) > 1)
     return [n for n in often if not keyword.iskeyword(n) and not n.startswith("__")]
