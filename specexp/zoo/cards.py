@@ -37,11 +37,11 @@ def measure(
     figures: Figures = {}
     for kind, texts in documents.items():
         stream = np.concatenate(texts)[: tokens + 1].astype(np.int64)
-        length = min(length, len(stream) - 1)
-        starts = range(0, len(stream) - length, length)
+        T = min(length, len(stream) - 1)
+        starts = range(0, len(stream) - T, T)
         sums: dict[str, float] = {}
         for start in starts:
-            row = torch.from_numpy(stream[start : start + length + 1])[None].to(model.device)
+            row = torch.from_numpy(stream[start : start + T + 1])[None].to(model.device)
             q = model(input_ids=row[:, :-1]).logits.float().log_softmax(-1)[0]  # [T, V]
             seen = {"loss": F.nll_loss(q, row[0, 1:])}
             if target is not None:
