@@ -151,9 +151,10 @@ def make(
                 told = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": said}
                 facts = cards.describe_twin(name, cut.parameters, cut == shape, told)
                 cards.write(Path(part) / folder, facts, cards.card_of_twin(facts))
-        for folder in folders:  # the target last: where it is, the pair is whole
+        for folder in reversed(folders):  # the target goes first and comes last:
             if (out / folder).exists():
                 (out / folder).replace(Path(part) / f"old-{folder}")
+        for folder in folders:  # where it is, the pair is whole
             (Path(part) / folder).replace(out / folder)
     return facts
 
