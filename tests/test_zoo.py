@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp.errors import UserError
 from specexp.lab.build import build
-from specexp.zoo import shelf
+from specexp.zoo import shelf, twins
 from specexp.zoo.cards import measure
 from specexp.zoo.corpus import gather, is_held_out, passages, pieces
 from specexp.zoo.edits import echo, edit, rename
 from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Course, Phase, quick_version
 from specexp.zoo.records import record
 from specexp.zoo.rows import Rows, encode, train_tokenizer
-from specexp.zoo.train import _loss, continued, fit, train_zoo
+from specexp.zoo.train import _loss, continued, continued_once, fit, train_zoo
 
 NAMES = ["target-10m", "target-exit-1m", "sibling-3m", "sibling-1m", "random-tiny"]
 HEADS = ["target-10m-medusa", "target-10m-eagle3"]
@@ -112,6 +113,7 @@ def test_an_echo_is_words_said_twice():
 
 def test_rename_leaves_attributes_and_longer_names():
     assert rename("x = self.x + xs[x]", "x", "total") == "total = self.x + xs[total]"
+    assert rename("f(x=x)", "x", "total") == "f(total=total)"
 
 
 def test_records_are_drawn_by_the_seed():
@@ -166,10 +168,10 @@ class Killed(Rows):
         return super().batch(course, step)
 
 
-def _fit(recipe, rows, work):
+def _fit(recipe, rows, work, aim=None):
     model, course = recipe.build(), recipe.courses[0]
     return model, fit(recipe.name, course, rows, work, model, _loss(model, None), compiled=False,
-                      checkpoint_every=2)  # fmt: skip
+                      checkpoint_every=2, aim=aim)  # fmt: skip
 
 
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(documents, tmp_path):
@@ -190,7 +192,19 @@ def test_another_recipe_or_text_does_not_go_on_from_a_checkpoint(documents, tmp_
     _fit(recipe, Rows(documents), tmp_path)
     _fit(replace(recipe, seed=7), Rows(documents), tmp_path)
     _fit(recipe, Rows(documents, {"code": 2}), tmp_path)
+    _fit(recipe, Rows(documents), tmp_path, aim="another teacher")
     _fit(recipe, Rows(documents), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_one_target_continued_is_not_taken_for_what_another_did(documents, tmp_path):
+    one, other = (quick_version(replace(TARGET, seed=seed)).build().eval() for seed in (0, 1))
+    given = documents["code"]
+    found = continued_once(one, given, 2, tmp_path)
+    assert not np.array_equal(found, continued_once(one, given[1:], 2, tmp_path))
+    other.model.embed_tokens.weight.data.copy_(one.model.embed_tokens.weight)
+    assert not np.array_equal(found, continued_once(other, given, 2, tmp_path))
+    assert np.array_equal(found, continued_once(one, given, 2, tmp_path))
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -216,6 +230,14 @@ def test_a_model_overlaps_fully_with_itself(documents):
         assert values["agreement"] == 1.0
         assert values["overlap"] == pytest.approx(1.0, abs=1e-4)
         assert values["loss"] == pytest.approx(np.log(VOCABULARY), abs=0.2)
+
+
+def test_figures_of_a_kind_do_not_depend_on_a_short_one_before_it(documents):
+    model = quick_version(TARGET).build().eval()
+    code = {"code": documents["code"]}
+    brief = {"brief": [np.arange(1, 9, dtype=np.int32)]}
+    alone, behind = (measure(model, d, tokens=256, length=64) for d in (code, brief | code))
+    assert behind["code"] == alone["code"]
 
 
 def test_the_target_continues_what_it_is_given(documents):
@@ -274,6 +296,24 @@ def test_an_unknown_name_gets_the_known_ones_and_a_hint(tmp_path):
         shelf.default_draft("random-tiny")
     with pytest.raises(UserError, match="no medusa heads for 'random-tiny'; name one as medusa:"):
         shelf.default_draft("random-tiny", "medusa")
+
+
+@pytest.mark.parametrize("moves", [1, 2, 3])
+def test_while_twins_are_replaced_there_is_no_target(tmp_path, monkeypatch, moves):
+    """The old target and draft go away, then the draft and the target come."""
+    monkeypatch.setitem(twins.SHAPES, "Tiny", twins.Shape(2, 64, 176, 4, 2, draft=1, rows=4224))
+    twins.make("Tiny", damp=0.1, out=tmp_path)
+    move, moved = Path.replace, []
+
+    def killed(path, to):
+        if len(moved) == moves:
+            raise KeyboardInterrupt
+        moved.append(move(path, to))
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        twins.make("Tiny", damp=0.2, out=tmp_path, force=True)
+    assert not (tmp_path / "twin-tiny-target").exists()
 
 
 # the weights that ship

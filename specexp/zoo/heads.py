@@ -27,7 +27,7 @@ from specexp.zoo import cards
 from specexp.zoo.corpus import gather
 from specexp.zoo.recipes import HEADS, HeadRecipe
 from specexp.zoo.rows import Documents, Rows, encode
-from specexp.zoo.train import WORK, Loss, can_compile, continued_once, fit
+from specexp.zoo.train import WORK, Loss, can_compile, continued_once, fingerprint, fit
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
 Laws = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
@@ -201,11 +201,12 @@ def train_heads(
         watch(step, {"training/loss": loss} | named)
 
     losses: list[float] = []
+    aim = recipe.unroll, fingerprint(net)
     name = f"{Path(target).name}-{kind}"
     for course in recipe.courses:
         loss = loss_of(laws, device)
         losses += fit(name, course, Rows(train, course.repeats), work, head, loss, device,
-                      not quick and can_compile(device), watch=look)  # fmt: skip
+                      not quick and can_compile(device), watch=look, aim=aim)  # fmt: skip
     look(len(losses), float(np.mean(losses[-20:])))
     figures = {
         part: {f"at_{i}": round(a, 4) for i, a in enumerate(accuracy(laws, held_rows, device), 1)}

@@ -79,10 +79,11 @@ def _make(recipe: Recipe, corpus: Corpus, out: Path, work: Path, device: str, qu
     if target is not None and target.config.hidden_size == recipe.width:
         model.model.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight.data)
     compiled = not quick and can_compile(device)
+    aim = recipe.exits, fingerprint(target) if target is not None else ""
     for course in recipe.courses:
         rows = Rows(train, course.repeats)
         loss = _loss(model, target, recipe.exits)
-        losses += fit(recipe.name, course, rows, work, model, loss, device, compiled)
+        losses += fit(recipe.name, course, rows, work, model, loss, device, compiled, aim=aim)
     shipped = model.to(torch.bfloat16)
     shipped.generation_config = GenerationConfig(
         bos_token_id=END, eos_token_id=END, pad_token_id=END
@@ -144,8 +145,9 @@ def continued_once(
     target: LlamaForCausalLM, documents: Documents, count: int, work: Path
 ) -> Documents:
     """What the target continued, from the file that an earlier run left if there is one."""
-    weights = target.model.embed_tokens.weight.cpu().numpy()
-    path = work / f"continued-{count}-{hashlib.sha256(weights.tobytes()).hexdigest()[:12]}.pt"
+    digest = hashlib.sha256(fingerprint(target).encode())
+    digest.update(np.concatenate(documents).tobytes())
+    path = work / f"continued-{count}-{digest.hexdigest()[:12]}.pt"
     if not path.exists():
         _write(path, torch.from_numpy(np.stack(continued(target, documents, count))))
     return list(torch.load(path, weights_only=True).numpy())
@@ -162,13 +164,15 @@ def fit(
     compiled: bool = True,
     checkpoint_every: int = CHECKPOINT_EVERY,
     watch: Callable[[int, float], None] = lambda step, loss: None,
+    aim: object = None,
 ) -> list[float]:
     """Train a model in place for one course, from the checkpoint under `work` if there is one.
 
+    `aim`: what the loss depends on besides the batch, in its `repr`: another is another run.
     `watch` is told the step and the mean of the last losses at every checkpoint. Returns the loss
     at every step.
     """
-    path = work / f"{name}-{_digest(name, course, rows, model)}.pt"
+    path = work / f"{name}-{_digest((name, aim), course, rows, model)}.pt"
     model.train()
     optimizers = _optimizers(model, course)
     losses: list[float] = []
@@ -310,11 +314,18 @@ def _write(path: Path, content: object) -> None:
     part.replace(path)
 
 
-def _digest(name: str, course: Course, rows: Rows, model: nn.Module) -> str:
-    """Names a checkpoint: another schedule, text or beginning is another run."""
-    digest = hashlib.sha256(repr((name, replace(course, repeats={}), rows.seed)).encode())
+def fingerprint(model: nn.Module) -> str:
+    """A digest of all weights, of any types but bfloat16, which numpy does not know."""
+    digest = hashlib.sha256()
     for weight in model.state_dict().values():
         digest.update(weight.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _digest(what: object, course: Course, rows: Rows, model: nn.Module) -> str:
+    """Names a checkpoint: another aim, schedule, text or beginning is another run."""
+    begun = what, replace(course, repeats={}), rows.seed, fingerprint(model)
+    digest = hashlib.sha256(repr(begun).encode())
     for kind, documents in rows.documents.items():
         times = rows.repeats.get(kind, 1)
         if times:
