@@ -22,6 +22,10 @@ CONTEXT = 128
 HERE = Path(__file__).parent
 TRIVIAL = HERE / "notebooks" / "trivial.ipynb"
 
+on_every_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
+
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 

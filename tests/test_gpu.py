@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import on_every_device
 from tiny import DRAFTERS, FAMILIES, NEW, PROMPTS, SHAPES, TREES, NoHostReads, engine
 
 from specexp.engine import Engine
@@ -15,11 +16,8 @@ from specexp.serving.bank import EngineBank
 from specexp.serving.serve import Closed, Request, Server, serve
 from specexp.tree import Tree
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 FEW = ["chain", "branching", "grown"]
 WRONG = [[*text[:5], (text[5] + 1) % 32, *text[6:]] for text in [list(range(NEW))] * len(PROMPTS)]
-
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def bugs(texts: list[list[int]], temperature: float = 0.0) -> int:
@@ -100,8 +98,7 @@ def watched(device: str):
 def test_a_round_waits_for_nothing(kind, tree, dtype, device):
     made = engine(kind, tree, temperature=0.9, dtype=dtype, device=device)
     shape = TREES[tree]
-    seqs = Sequences.of(PROMPTS, NEW, slack=shape.room, device=device)
-    made.begin(seqs)
+    seqs = made.begin(Sequences.of(PROMPTS, NEW, slack=shape.room, device=device))
     made.round(seqs, shape)
     with watched(device):
         made.round(seqs, shape)

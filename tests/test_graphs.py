@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import on_every_device
 from tape import Tape, operations, taped, untaped
 from tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, module
 
@@ -44,10 +45,6 @@ MIXED = [
     for kind in DRAFTERS
 ]
 LONG = 40
-
-on_every_device = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-)
 
 
 class Turns:
