@@ -811,7 +811,7 @@ def zoo_twin(
         print(json.dumps(facts))
         return
     name, seen = facts["name"], facts["agreement"]
-    place = _relative(out or shelf.twins()) / name
+    place = _relative(out or shelf.made("twins")) / name
     reached = "acceptance not measured"
     if alpha is not None:
         reached = f"alpha {alpha} asked, {seen['reached']} ± {seen['error']} on {seen['on']}"

@@ -700,15 +700,15 @@ def test_a_layer_goes_on_past_the_length_that_its_file_names(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_prompt_of_one_token_is_drafted_for_whoever_had_the_row_before(kind):
+def test_a_prompt_of_one_token_is_drafted_for_whatever_lies_behind_and_beside_it(kind):
     guesses = []
-    for left in (3, 9):
+    for left, others in ((3, []), (9, []), (0, [[1, 2, 3]])):
         made = engine(kind, Tree.chain(3))
-        seqs = Sequences.of([[5]], 8, slack=4)
-        seqs.tokens[:, 1:] = left
+        seqs = Sequences.of([[5], *others], 8, slack=4)
+        seqs.tokens[0, 1:] = left
         seqs = made.begin(seqs)
-        guesses.append(made.drafter.propose(seqs, Tree.chain(3), made.rng).tokens.tolist())
-    assert guesses[0] == guesses[1]
+        guesses.append(made.drafter.propose(seqs, Tree.chain(3), made.rng).tokens[0].tolist())
+    assert guesses[0] == guesses[1] == guesses[2]
 
 
 @torch.inference_mode()

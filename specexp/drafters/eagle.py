@@ -51,6 +51,7 @@ class EagleLayer(Drafter):
         if hidden is None:  # of a prompt of one token: its root's pair has no state
             B, width = len(seqs.tokens), len(self.taps) * self.net.shape.width
             hidden = torch.zeros(B, 1, width, dtype=self.lm.dtype, device=self.lm.device)
+        hidden[:, 0].masked_fill_((seqs.length == 1)[:, None], 0)  # nor has it beside longer ones
         self.features[seqs.rows, : hidden.shape[1]] = self.net.fuse(hidden)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:

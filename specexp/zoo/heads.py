@@ -23,11 +23,11 @@ from specexp.errors import UserError
 from specexp.heads import Eagle, EagleShape, Medusa, default_taps, save
 from specexp.lm import load, read_tokenizer
 from specexp.quantised import split
-from specexp.zoo import cards
+from specexp.zoo import cards, shelf
 from specexp.zoo.corpus import gather
 from specexp.zoo.recipes import HEADS, HeadRecipe
 from specexp.zoo.rows import Documents, Rows, encode
-from specexp.zoo.train import WORK, Loss, can_compile, continued_once, fingerprint, fit
+from specexp.zoo.train import Loss, can_compile, continued_once, fingerprint, fit
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
 Laws = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
@@ -162,7 +162,7 @@ def train_heads(
     kind: str,
     target: str | Path,
     out: Path | None = None,
-    work: Path = WORK,
+    work: Path | None = None,
     device: str = "cpu",
     quick: bool = False,
     text: Path | None = None,
@@ -182,6 +182,7 @@ def train_heads(
         raise UserError(
             f"{Path(target).name}: heads learn from weights as they are; leave out +int8"
         )
+    work = work or shelf.made("zoo")
     recipe = HEADS[kind].quick() if quick else HEADS[kind]
     model = load(target, Path(target).name, "float32", device)
     tokenizer = read_tokenizer(target)

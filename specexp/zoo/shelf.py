@@ -31,17 +31,17 @@ class ZooModel:
     about: str
 
 
-def twins() -> Path:
-    """Where pairs of random models go: `twins/` in the store, which is not in git."""
+def made(what: str) -> Path:
+    """Where what is trained or made here goes: a folder of the store, which is not in git."""
     store = os.environ.get("SPECEXP_MLRUNS", SHELF.parents[1] / "mlruns")
-    return Path(store).resolve() / "twins"
+    return Path(store).resolve() / what
 
 
 def models(shelf: Path | None = None) -> list[ZooModel]:
     """Every model of a shelf: targets, then drafts, then controls, the largest first. By default
     those that ship and then the twins."""
     if shelf is None:
-        return models(SHELF) + models(twins())
+        return models(SHELF) + models(made("twins"))
     found = []
     for card in shelf.glob("*/zoo.json"):
         facts = json.loads(card.read_text())

@@ -28,12 +28,12 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specexp.errors import UserError
+from specexp.zoo import shelf
 from specexp.zoo.cards import card, describe, measure, write
 from specexp.zoo.corpus import Corpus, gather
 from specexp.zoo.recipes import END, RECIPES, Course, Recipe, quick_version
 from specexp.zoo.rows import Documents, Rows, encode, train_tokenizer, wrap
 
-WORK = Path(__file__).resolve().parents[2] / "mlruns" / "zoo"
 CHECKPOINT_EVERY = 100
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,19 +41,20 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 def train_zoo(
     only: list[str] | None = None,
     out: Path | None = None,
-    work: Path = WORK,
+    work: Path | None = None,
     device: str = "cpu",
     quick: bool = False,
 ) -> list[Path]:
     """Train the zoo, or the models named by `only`, into folders under `out`.
 
-    `work` keeps the checkpoints of unfinished runs; `out` defaults to `work / "models"`, so the
-    shipped models stay as they are unless it is pointed at them. A draft model needs its target
-    in `out`. `quick` runs the same code on little text for a few steps: the models are useless,
+    `work` keeps the checkpoints of unfinished runs, by default `zoo/` of the store; `out` defaults
+    to `work / "models"`, so the shipped models stay as they are unless it is pointed at them. A
+    draft model needs its target in `out`. `quick` runs the same code on little text for a few steps: the models are useless,
     and it takes a minute. Returns the folders written.
 
     Raises UserError for an unknown model, a device that is not there, or a target not yet made.
     """
+    work = work or shelf.made("zoo")
     out = out or work / ("quick" if quick else "models")
     recipes = _chosen(only)
     _check(device)

@@ -116,13 +116,14 @@ def make(
     vocab: int | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Write `twin-PARAMS-target` and `twin-PARAMS-draft` under `out` (default: `shelf.twins()`).
+    """Write `twin-PARAMS-target` and `twin-PARAMS-draft` under `out`, by default `twins/` of the
+    store.
 
     alpha is calibrated, unless `damp` gives the factor itself; vocab: rows of the head, by default
     those of the real shape. Returns what `zoo.json` says of the target. Raises UserError before
     anything is written: for an impossible request, folders that exist, too little disk or memory.
     """
-    shape, out = _asked(params, alpha, damp, dtype, vocab), out or shelf.twins()
+    shape, out = _asked(params, alpha, damp, dtype, vocab), out or shelf.made("twins")
     name = f"twin-{params.lower()}"
     folders = {f"{name}-draft": shape.first(shape.draft), f"{name}-target": shape}
     for folder in folders:
