@@ -49,8 +49,8 @@ def train_zoo(
 
     `work` keeps the checkpoints of unfinished runs, by default `zoo/` of the store; `out` defaults
     to `work / "models"`, so the shipped models stay as they are unless it is pointed at them. A
-    draft model needs its target in `out`. `quick` runs the same code on little text for a few steps: the models are useless,
-    and it takes a minute. Returns the folders written.
+    draft model needs its target in `out`. `quick` runs the same code on little text for a few
+    steps: the models are useless, and it takes a minute. Returns the folders written.
 
     Raises UserError for an unknown model, a device that is not there, or a target not yet made.
     """
