@@ -296,7 +296,7 @@ def throughput(
     repeats: int = 2,
 ) -> pd.DataFrame:
     """One row a batch and repeat. Every batch size sees the same prompts, as many as the largest
-    holds; where there are fewer, they repeat. A size with fewer than `stats.FEWEST` rows is repeated
+    holds; where there are fewer, they repeat. A size of fewer rows than `stats.FEWEST` is repeated
     more often. EOS is ignored and only rounds with every row live count, so that the batch really
     is that large.
     `context`: the slots of that batch's buffer, but for those of a draft."""
