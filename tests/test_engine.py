@@ -213,7 +213,7 @@ def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
                         assert same, (row, length)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1))
 def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
     """Random drafts, some right, and garbage written over every slot that may not be read."""

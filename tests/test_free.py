@@ -122,7 +122,7 @@ def voted(text: list[int], tree: Tree, longest: int, least: float, stretch: floa
     return guesses
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=3),
     st.sampled_from(TREES),

@@ -74,7 +74,7 @@ def refusal(load, text, **options) -> list[str]:
 
 GOOD = {"notebook": "../reader.ipynb", "experiment": "trivial", "grid": {"x": [1, 2]}}
 HEAD = "notebook: ../reader.ipynb\n"
-FUZZ = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+FUZZ = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 # --- what runs -----------------------------------------------------------------------------------
@@ -1021,7 +1021,7 @@ def test_any_mutation_loads_or_names_its_problem(load, text):
 
 @settings(max_examples=60, **FUZZ)
 @given(text=mutated(SHIPPED))
-def test_any_mutation_of_a_shipped_grid_loads_or_names_its_problem(load, offline, text):
+def test_any_mutation_of_a_shipped_grid_loads_or_names_its_problem(load, text):
     holds(load, text)
 
 
@@ -1035,16 +1035,8 @@ def test_any_of_many_mutations_loads_or_names_its_problem(load, text):
 @pytest.mark.slow
 @settings(max_examples=2_000, **FUZZ)
 @given(text=mutated(SHIPPED))
-def test_any_of_many_mutations_of_a_shipped_grid_loads_or_names_its_problem(load, offline, text):
+def test_any_of_many_mutations_of_a_shipped_grid_loads_or_names_its_problem(load, text):
     holds(load, text)
-
-
-@pytest.fixture
-def offline(monkeypatch):
-    """A name that looks like a hub id is not looked up."""
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 def test_the_lines_of_yaml_are_those_of_the_file(tmp_path):

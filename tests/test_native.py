@@ -306,13 +306,13 @@ def alike(seed: int, told: Callable[[int], list[torch.Tensor]] = rounded_off) ->
 
 
 @given(st.integers(0, 1 << 32))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_a_round_ends_as_it_does_by_single_operations(seed):
     assert alike(seed)
 
 
 @given(st.integers(0, 1 << 32))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_guesses_are_those_of_single_operations(seed):
     assert alike(seed, guessed)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specexp import native
@@ -47,7 +47,6 @@ def propose(texts: list[list[int]], tree: Tree, n: int) -> torch.Tensor:
     return made
 
 
-@settings(deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 5), st.integers(1, 4))
 def test_a_chain_continues_the_best_earlier_occurrence(texts, gamma, n):
     drafts = propose(texts, Tree.chain(gamma), n)
@@ -57,7 +56,6 @@ def test_a_chain_continues_the_best_earlier_occurrence(texts, gamma, n):
         assert draft == [text[-1], *expected]
 
 
-@settings(deadline=None)
 @given(TEXTS, st.integers(1, 4))
 def test_a_tree_follows_a_different_occurrence_down_each_branch(text, n):
     """Three chains of two from the root: nodes 1-3 are their first tokens, 4-6 their second."""

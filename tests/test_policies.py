@@ -228,7 +228,7 @@ STREAMS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     NAMED, st.booleans(), st.randoms(),
     st.lists(st.lists(STREAMS, min_size=1, max_size=12).filter(any), max_size=20),
@@ -264,7 +264,7 @@ LAWS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.integers(0, 5), min_size=5, max_size=40), st.integers(1, 64), LAWS)
 def test_goodput_chooses_the_draft_that_brings_most_tokens_a_second(kept, rows, law):
     """Rows alike; what each length would have brought and cost is counted here anew."""
@@ -295,7 +295,7 @@ def test_rows_that_keep_much_draft_alone_where_others_need_not_be_paid_for():
     assert not everywhere.budget  # where a pass is as wide as its longest draft
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     LAWS, st.lists(st.integers(0, 5), min_size=5, max_size=40),
     st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=2, max_size=6).filter(any),

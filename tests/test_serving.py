@@ -96,7 +96,7 @@ def test_under_every_rule_a_request_does_not_see_its_batch(rule, kind):
         assert answer.tokens == tokens
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1))
 def test_whoever_comes_or_goes_at_whatever_time(seed):
     rng = random.Random(seed)
