@@ -544,11 +544,12 @@ def quick_place(job: dict[str, Any]) -> Any:
     all that judges it is real. `ledger`: a file with a line for each execution; `sleep`: seconds
     of work; `gate`: a file that is waited for; `size`: characters of output; `fails`: the kind of
     failure it ends with."""
+    import nbformat
     import papermill
 
     from specexp.lab import execute
 
-    def execute_notebook(source: str, target: str, **given: Any) -> None:
+    def execute_notebook(source: str, target: str, **given: Any) -> Any:
         if job.get("ledger"):
             with open(job["ledger"], "a") as ledger:
                 ledger.write(f"{Path(target).parent.name}\n")
@@ -558,6 +559,7 @@ def quick_place(job: dict[str, Any]) -> Any:
         given["log_file"].write("a line of the log\n")
         experiment = given["km"]["SPECEXP_EXPERIMENT"]
         write_point(Path(target).parent, given["parameters"], experiment, job.get("size", 1000))
+        return nbformat.read(target, as_version=4)
 
     class Slot:
         ended = ""
