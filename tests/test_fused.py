@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import on_every_device, tiny_llama
 from tiny import DRAFTERS, NEW, PROMPTS, TREES, engine, expected, module
 from transformers import (
     MistralConfig,
@@ -82,7 +82,7 @@ def passed(lm: LM, taps: tuple[int, ...]):
     return states, lm.verify(seqs, draft, taps)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@on_every_device
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETS)
 def test_fused_passes_are_those_of_transformers(name, dtype, device):

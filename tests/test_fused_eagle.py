@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from conftest import on_every_device
 from test_heads import DEFAULTS, with_norms
 from tiny import PROMPTS, heads
 
@@ -102,7 +103,7 @@ def plain(monkeypatch):
     monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)  # norms of transformers are float32's
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@on_every_device
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):

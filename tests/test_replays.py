@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import cycle, pairwise
 from typing import NamedTuple
 
@@ -188,38 +189,38 @@ def test_a_round_serves_texts_of_any_length_where_passes_read_what_they_see(dtyp
     assert len(seen) == kinds
 
 
+@dataclass(frozen=True)
+class Hears(Fixed):
+    """Keeps the times that it is told."""
+
+    times: list[float | None] = field(default_factory=list)
+
+    def learn(self, load, plan, steps, seconds):
+        self.times.append(seconds)
+
+    def check(self, rig) -> None:
+        """The first of a kind, which are recorded or prepare that, are not told; all are, where
+        none is recorded."""
+        cold = [None] * (replays.Calls.warm + 1) if rig is fast else []
+        assert self.times[: len(cold)] == cold
+        assert len(self.times) == 20
+        assert all(self.times[len(cold) :])
+
+
 @pytest.mark.parametrize("rig", [fast, slow])
 def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(rig):
-    """The first of a kind, which are recorded or prepare that, are not; all are, where none is."""
-    times = []
-
-    class Hears(Fixed):
-        def learn(self, load, plan, steps, seconds):
-            times.append(seconds)
-
-    server = Server(EngineBank(rig("null"), rows=1, slots=64, room=5), Hears(TREES["empty"]))
+    hears = Hears(TREES["empty"])
+    server = Server(EngineBank(rig("null"), rows=1, slots=64, room=5), hears)
     serve(server, Closed([Request(PROMPTS[0], 20, stream=0)], 1))
-    cold = [None] * (replays.Calls.warm + 1) if rig is fast else []
-    assert times[: len(cold)] == cold
-    assert len(times) == 20
-    assert all(times[len(cold) :])
+    hears.check(rig)
 
 
 @pytest.mark.parametrize("rig", [fast, slow])
 def test_and_so_it_is_where_a_batch_is_written(rig):
-    times = []
-
-    class Hears(Fixed):
-        def learn(self, load, plan, steps, seconds):
-            times.append(seconds)
-
-    made = rig("null")
-    made.policy = Hears(TREES["empty"])
+    made, hears = rig("null"), Hears(TREES["empty"])
+    made.policy = hears
     made.generate(PROMPTS, 20)
-    cold = [None] * (replays.Calls.warm + 1) if rig is fast else []
-    assert times[: len(cold)] == cold
-    assert len(times) == 20
-    assert all(times[len(cold) :])
+    hears.check(rig)
 
 
 @torch.inference_mode()

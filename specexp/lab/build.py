@@ -26,7 +26,7 @@ import torch
 
 from specexp import drafters, lm, memory, quantised, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 from specexp.lab import prompts
 from specexp.policy import Fixed
 from specexp.rules import Rule
@@ -292,7 +292,7 @@ def problems_of(
         except UserError as e:
             problems.append(str(e))
         except OSError as e:
-            problems.append(str(e).strip().splitlines()[0])
+            problems.append(first_line(e))
 
     for name, at_least in _LEAST.items():
         for value in _values(params, name, name + "s", name + "es"):

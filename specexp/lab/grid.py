@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 from specexp.lab import build, identity, lines
 from specexp.lab.notebook import Parameter, parameters_of, shown
 from specexp.lab.sheet import MOST, ROOT, Report, Sheet, distinct, listed, norm, norms, read
@@ -228,7 +228,7 @@ class Checks:
                 self.surroundings.of(params, self.sheet.notebook.digest)
             return problems
         except (UserError, OSError) as e:
-            return [str(e).splitlines()[0]]
+            return [first_line(e)]
         except Exception as e:  # the files of somebody's model can raise anything
             return [f"cannot be checked: {type(e).__name__}: {' '.join(str(e).split())[:200]}"]
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from specexp.engine import Engine
-from specexp.errors import UserError, ran_out
+from specexp.errors import UserError, first_line, ran_out
 from specexp.sequences import Sequences
 from specexp.trace import Step
 from specexp.tree import Tree
@@ -237,8 +237,8 @@ def _memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         torch.cuda.empty_cache()
-        raise OutOfMemory(str(e).splitlines()[0]) from e
+        raise OutOfMemory(first_line(e)) from e
     except RuntimeError as e:
         if not ran_out(str(e)):
             raise
-        raise OutOfMemory(str(e).splitlines()[0]) from e
+        raise OutOfMemory(first_line(e)) from e

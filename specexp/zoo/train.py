@@ -27,7 +27,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 from specexp.zoo import shelf
 from specexp.zoo.cards import card, describe, measure, write
 from specexp.zoo.corpus import Corpus, gather
@@ -118,7 +118,7 @@ def _check(device: str) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"cannot train on {device!r}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"cannot train on {device!r}: {first_line(error)}") from error
 
 
 def _load(folder: Path, device: str) -> LlamaForCausalLM:
