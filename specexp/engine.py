@@ -97,7 +97,7 @@ class Engine:
 
     def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
         """What the drafter guesses, as deep as each row's budget goes."""
-        return self.drafter.propose(seqs, tree, self.rng).within(seqs.budget)
+        return self.drafter.propose(seqs, tree, self.rng).within()
 
     def _verify(self, seqs: Sequences, draft: Draft) -> Forward:
         """A drafter on the host has no round that is recorded whole: then the pass is, alone."""
@@ -106,16 +106,18 @@ class Engine:
         return self.target.verify(seqs, draft, self.drafter.taps)
 
     def _report(self, seqs: Sequences, draft: Draft, counts: Tensor) -> Tensor:
-        """counts [B, 3], whether the logits of each model that ran were no numbers, the guesses."""
-        B, N = draft.tokens.shape
+        """counts [B, 3], whether the logits of each model that ran were no numbers, the guesses,
+        the grade."""
+        (B, N), told = draft.tokens.shape, [] if draft.grade is None else [draft.grade]
         faults = [lm.fault for lm in (self.models if N > 1 else (self.target,))]
-        if code := native.by(counts, draft.tokens, *faults):
-            F, memory = len(faults), native.every(faults)
-            made = torch.empty(B, 3 + F + N - 1, dtype=torch.int64)
-            code.report(B, N, F, seqs.first, counts, draft.tokens, made, memory)
+        if code := native.by(counts, draft.tokens, *faults, *told):
+            F, G = len(faults), len(told)
+            made = torch.empty(B, 3 + F + N - 1 + G, dtype=torch.int64)
+            known = counts, draft.tokens, made, native.every(faults), native.every(told)
+            code.report(B, N, F, G, seqs.first, *known)
             return made
         broken = (fault[seqs.rows, None] != 0 for fault in faults)
-        return torch.cat([counts, *broken, draft.tokens[:, 1:]], 1)
+        return torch.cat([counts, *broken, draft.tokens[:, 1:], *(x[:, None] for x in told)], 1)
 
     @property
     def models(self) -> tuple[LM, ...]:
@@ -209,8 +211,7 @@ class Engine:
         parts = self.target, self.drafter, self.rule, self.sampling, self.rng
         key = of, seqs.place, torch.get_num_threads(), *parts, self.drafter.shaped_by, *models
         memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos
-        ragged = () if seqs.budget is None else (seqs.budget,)
-        return known.run(kind, key, fn, *inputs, held=memory + ragged)
+        return known.run(kind, key, fn, *inputs, held=memory + seqs.ragged)
 
     # where the rows of a batch are
 
@@ -357,10 +358,12 @@ class Engine:
         for i, row in enumerate(report):
             accepted, emitted, live = row[:3]
             if emitted:  # a row that is done writes nothing
-                faults, guesses = row[3:first], tuple(row[first:])
+                faults, guesses = row[3:first], row[first:]
                 broken = models[faults.index(1)].name if 1 in faults else None
+                grade = guesses.pop() if guesses and self.drafter.grades > 1 else 0
                 made = len(guesses) - guesses.count(-1)
-                steps.append(Step(i, made, accepted, emitted, guesses, not live, broken))
+                told = tuple(guesses), not live, broken, grade
+                steps.append(Step(i, made, accepted, emitted, *told))
         return steps
 
     def _synchronize(self) -> None:

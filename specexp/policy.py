@@ -17,15 +17,23 @@ HELD = 64  # rounds for which the host may look away
 
 class Plan(NamedTuple):
     """What a round drafts: `tree`, and of it each row only as deep as its `budget` goes, if budgets
-    are given. hold: so many rounds may go by before the policy is asked again, if no row ends."""
+    are given, and as deep as its drafter is sure enough: `reach` is how deep at each grade
+    (`Draft.grade`), if it tells them. hold: so many rounds may go by before the policy is asked
+    again, if no row ends."""
 
     tree: Tree
     budget: tuple[int, ...] = ()
     hold: int = 1
+    reach: tuple[int, ...] = ()
 
     def depth(self, row: int) -> int:
         """How deep that row drafts."""
         return self.budget[row] if self.budget else self.tree.depth
+
+    def asked(self, step: Step) -> int:
+        """How many guesses a row might have had."""
+        depth = self.depth(step.row)
+        return min(depth, self.reach[step.grade]) if self.reach else depth
 
 
 class Stream(NamedTuple):
@@ -44,7 +52,7 @@ class Stream(NamedTuple):
 class Load(NamedTuple):
     """The moment before a round. rows: what every pass covers; context: slots that it reads;
     waiting: requests in the queue; streams: of each row in order, None where nothing is written.
-    Without `streams` rows cannot be treated apart: a plan has no budgets."""
+    Without `streams` rows cannot be treated apart: a plan has neither budgets nor reach."""
 
     rows: int
     context: int

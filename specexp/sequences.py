@@ -29,12 +29,14 @@ class Draft:
 
     `q[:, i]` [B, N, V] is the law from which the children of node i were drawn, without replacement
     in sibling order; None says that they were chosen, not drawn. `text`: what it continues.
+    `grade` [B]: how sure the drafter is of each row's guesses, of its `grades`, more with each.
     """
 
     tokens: Tensor
     nodes: Nodes
     text: Sequences
     q: Tensor | None = None
+    grade: Tensor | None = None
 
     @cached_property
     def keys(self) -> Tensor:
@@ -42,10 +44,13 @@ class Draft:
         where nothing is left to chance any numbers will do."""
         return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
 
-    def within(self, budget: Tensor | None) -> Draft:
-        """The same without the guesses that lie deeper than their row's budget [B], if given."""
+    def within(self) -> Draft:
+        """The same without the guesses that lie deeper than their row may draft."""
+        budget, reach = self.text.budget, self.text.reach
         if budget is None:
             return self
+        if reach is not None and self.grade is not None:
+            budget = _reached(budget, reach, self.grade)
         return replace(self, tokens=_until(self.tokens, self.nodes.depth, budget))
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
@@ -74,7 +79,7 @@ class Sequences:
     `by_round`: the noise of a position is another in every round. `certain`: none is asked for.
     `first`: row 0 is the row of that number in every cache and in whatever a drafter keeps a row
     (`window`). budget [B] int64: how deep each row may draft this round, -1: it has no part in it;
-    None: as deep as the tree.
+    None: as deep as the tree. reach [grades] int64: and how deep at each grade (`Draft.grade`).
     """
 
     tokens: Tensor
@@ -86,6 +91,7 @@ class Sequences:
     certain: bool = False
     first: int = 0
     budget: Tensor | None = None
+    reach: Tensor | None = None
 
     @classmethod
     def empty(
@@ -148,8 +154,17 @@ class Sequences:
     @cached_property
     def place(self) -> tuple[int, ...]:
         """Where they are: what is recorded of a round is good for no other place."""
-        ragged = () if self.budget is None else (self.budget.data_ptr(),)
-        return self.first, *self.tokens.shape, self.tokens.data_ptr(), *ragged
+        return (
+            self.first,
+            *self.tokens.shape,
+            self.tokens.data_ptr(),
+            *(x.data_ptr() for x in self.ragged),
+        )
+
+    @property
+    def ragged(self) -> tuple[Tensor, ...]:
+        """What says how deep rows may draft."""
+        return tuple(x for x in (self.budget, self.reach) if x is not None)
 
     @property
     def rows(self) -> slice:
@@ -259,3 +274,12 @@ def _until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
         code.until(B, n, wide if b > 1 else 0, wide > 1, tokens, depth, budget, made)
         return made
     return torch.where(depth <= budget[:, None], tokens, -1)
+
+
+def _reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
+    """[B] how deep a row may draft that has this budget [B] and is at this grade [B]."""
+    if code := native.by(budget, reach, grade):
+        made = torch.empty_like(budget)
+        code.reached(len(budget), budget, reach, grade, made)
+        return made
+    return torch.minimum(budget, reach[grade])

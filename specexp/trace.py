@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 class Step(NamedTuple):
     """One live row in one round. `guesses`: the drafted tokens in node order, -1 where none; done:
-    it was the row's last round; broken: the model whose logits were no numbers, if one's were."""
+    it was the row's last round; broken: the model whose logits were no numbers, if one's were;
+    grade: how sure the drafter was (`Draft.grade`)."""
 
     row: int
     drafted: int
@@ -25,6 +26,7 @@ class Step(NamedTuple):
     guesses: tuple[int, ...] = ()
     done: bool = False
     broken: str | None = None
+    grade: int = 0
 
 
 class Round(NamedTuple):

@@ -4,6 +4,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,9 +237,15 @@ def rounded_off(seed: int) -> list[torch.Tensor]:
     seen = target.verify(seqs, draft)
     verdict = Match()(draft, seen.logits, Certain())
     counts = seqs.commit(verdict)
-    some = draft.within(torch.randint(-1, 3, (B,))).tokens
     seqs.budget = torch.randint(-1, 3, (B,))
-    placed = seqs.places(nodes.depth - 2), seqs.drafting(draft.tokens, 1), some
+    some = draft.within().tokens
+    draft.grade, seqs.reach = torch.randint(0, 3, (B,)), torch.randint(0, 3, (3,))
+    placed = (
+        seqs.places(nodes.depth - 2),
+        seqs.drafting(draft.tokens, 1),
+        some,
+        draft.within().tokens,
+    )
     known = (
         seqs.read(seqs.places(-nodes.depth)),
         columns(list(draft.tokens.contiguous().split(1, 1))),
@@ -253,6 +260,7 @@ def rounded_off(seed: int) -> list[torch.Tensor]:
         bank.length,
         bank.limit,
         made._report(seqs, draft, counts),
+        made._report(seqs, replace(draft, grade=None), counts),
     ]
 
 

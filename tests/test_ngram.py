@@ -9,7 +9,7 @@ from specexp import native
 from specexp.drafters.ngram import NGram
 from specexp.errors import UserError
 from specexp.sampling import Certain
-from specexp.sequences import Sequences
+from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=20)
@@ -36,15 +36,21 @@ def continuation(text: list[int], end: int, count: int) -> list[int]:
     return grown[len(text) :]
 
 
-def propose(texts: list[list[int]], tree: Tree, n: int) -> torch.Tensor:
+def drafted(texts: list[list[int]], tree: Tree, n: int) -> Draft:
     """Compiled, where there is a compiler, and by torch's operations."""
     slots = max(map(len, texts)) + len(tree)
     seqs = Sequences.of(texts, 8, slack=len(tree)).window(0, len(texts), slots)
-    made = NGram(n).propose(seqs, tree, Certain()).tokens
+    made = NGram(n).propose(seqs, tree, Certain())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "by", lambda *read: None)
-        assert NGram(n).propose(seqs, tree, Certain()).tokens.equal(made)
+        again = NGram(n).propose(seqs, tree, Certain())
+    assert again.tokens.equal(made.tokens)
+    assert len(tree) == 1 or again.grade.equal(made.grade)
     return made
+
+
+def propose(texts: list[list[int]], tree: Tree, n: int) -> torch.Tensor:
+    return drafted(texts, tree, n).tokens
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 5), st.integers(1, 4))
@@ -54,6 +60,17 @@ def test_a_chain_continues_the_best_earlier_occurrence(texts, gamma, n):
         ends = occurrences(text, n)
         expected = continuation(text, ends[0], gamma) if ends else [-1] * gamma
         assert draft == [text[-1], *expected]
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(1, 4))
+def test_its_grade_is_how_many_tokens_agree(texts, n):
+    """All that are looked at agree, or one more would not have been found."""
+    grades = drafted(texts, Tree.chain(2), n).grade.tolist()
+    for text, grade in zip(texts, grades, strict=True):
+        assert occurrences(text, grade) or not grade
+        places = range(len(text) - grade - 1)
+        assert grade == n or text[-grade - 1 :] not in [text[i : i + grade + 1] for i in places]
+    assert NGram(n).grades == n + 1
 
 
 @given(TEXTS, st.integers(1, 4))

@@ -32,16 +32,18 @@ def seconds(
     return floor + b * (gamma + 1) * token + guess * gamma
 
 
-def table(dear: dict[int, float] | None = None, packs: bool = False, **law: float) -> Costs:
+def table(
+    dear: dict[int, float] | None = None, packs: bool = False, grades: int = 1, **law: float
+) -> Costs:
     """`seconds` as a table; passes of a draft length in `dear` take so many times as long; packs:
-    guesses that are not made cost nothing."""
+    guesses that are not made cost nothing; grades: so many the drafter tells apart."""
     dear = dear or {}
     guess = law.pop("guess", 5e-4)
     verify = [[[seconds(b, g, guess=0, **law) * dear.get(g, 1)] for g in CHAINS] for b in BATCHES]
     draft = [[[guess * g] for g in CHAINS] for _ in BATCHES]
     return Costs(
-        {"passes": "native" if packs else "fused"}, BATCHES, tuple(g + 1 for g in CHAINS), (512,),
-        np.array(verify), CHAINS, np.array(draft),
+        {"passes": "native" if packs else "fused", "grades": grades},
+        BATCHES, tuple(g + 1 for g in CHAINS), (512,), np.array(verify), CHAINS, np.array(draft),
         (1, 1000), np.array([1e-3, 1e-1]), np.array([1e-4, 1e-2]),
     )  # fmt: skip
 
@@ -308,7 +310,7 @@ def test_guesses_are_spent_where_no_other_spending_promises_more(law, kept, shar
     policy = told(kept, costs, weight=4.0)
     policy.gammas = (5,)
     overall = policy.beliefs().shares
-    mean = (sum(policy.kept) + 8e-10) / (sum(policy.judged) + 1e-9)
+    mean = policy.beliefs().mean
     plan = policy.choose(load(len(rows), *rows))
     written = [row for row, stream in enumerate(rows) if stream]
 
@@ -430,10 +432,10 @@ def test_what_is_learned_of_easy_rows_or_hard_ones_is_what_holds_of_all(times):
     own = [times * a / (1 - a + times * a) for a in shares]
     rng, plan = np.random.default_rng(5), Plan(Tree.chain(5), (5,))
     luck = np.cumprod(rng.random((20_000, 5)) < own, 1).sum(1)
-    policy.judged, policy.kept = [0.0] * 5, [0.0] * 5
+    policy.judged, policy.kept = [[0.0] * 5], [[0.0] * 5]
     policy.learn(load(1, row), plan, [Step(0, 5, int(k), int(k) + 1) for k in luck], None)
     policy._digest()
-    found = np.array(policy.kept) / policy.judged
+    [found] = np.array(policy.kept) / policy.judged
     assert found == pytest.approx(shares, abs=0.05)
     assert times == 1 or abs(found - own).max() > 0.1
 
@@ -568,7 +570,7 @@ class Recording(SimulatedBank):
         super().__init__(*given)
         self.says, self.seen = says, Counter()
 
-    def round(self, budget, longest, tree):
+    def round(self, budget, longest, tree, reach=()):
         begin = self.time
         steps = super().round(budget, longest, tree)
         self.seen[tree.depth] += 1
@@ -612,7 +614,7 @@ class Cooling(SimulatedBank):
 
     plainly = 0
 
-    def round(self, budget, longest, tree):
+    def round(self, budget, longest, tree, reach=()):
         begin = self.time
         steps = super().round(budget, longest, tree)
         self.plainly = 0 if tree.depth else self.plainly + 1
@@ -679,6 +681,116 @@ def test_what_the_drafter_reads_of_texts_as_they_come_is_paid_for_by_drafting():
         simulated(policy, costs, alike(0.9), streams=4, count=120, new=40)
         late = policy.drafts()[len(policy.drafts()) // 3 :]
         assert least <= sum(gamma > 0 for gamma in late) / len(late) <= most
+
+
+# --- how sure the drafter is ---------------------------------------------------------------------
+
+
+class Graded(SimulatedBank):
+    """Every round a row is at a grade by chance. law: how often, and how likely each guess is kept
+    there if the one before it was."""
+
+    def __init__(self, costs, law, rows: int, widest: int):
+        super().__init__(costs, lambda stream: [], rows, 512, widest)
+        self.law = law
+
+    def round(self, budget, longest, tree, reach=()):
+        reach = reach or (tree.depth,) * len(self.law)
+        found = [sum(self.random() >= x for x in np.cumsum([p for p, _ in self.law[:-1]]))
+                 for _ in budget]  # fmt: skip
+        for row, text in self.texts.items():
+            text.conditional = self.law[found[row]][1]
+        depths = [min(g, reach[grade]) for g, grade in zip(budget, found, strict=True)]
+        steps = super().round(depths, longest, tree)
+        return [step._replace(grade=found[step.row]) for step in steps]
+
+
+UNSURE = [(0.3, [0.1] * 5), (0.3, [0.5] * 5), (0.4, [0.95] * 5)]
+
+
+def tokens_s(policy, costs: Costs, law, rows: int, count: int) -> float:
+    server = Server(Graded(costs, law, rows, policy.widest), policy, chunk=4096)
+    serve(server, Closed([Request(range(20), 200, stream=i) for i in range(count)], rows))
+    return speed(server)
+
+
+@settings(max_examples=80)
+@given(
+    LAWS, st.integers(1, 4), st.dictionaries(st.integers(2, 6), st.floats(0.5, 2)),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=9),
+)  # fmt: skip
+def test_at_every_grade_it_is_drafted_as_deep_as_promises_most(law, rows, dear, seen):
+    """All that could be done is counted here anew; what it promises, of one row or two, whatever
+    passes of some lengths take. Seen: the grade, the guesses kept, and whether any were made."""
+    dear = dear if rows <= 2 else {}
+    costs = table(dear, packs=True, grades=3, **law)
+    policy = Goodput(costs, gammas=(3,), hopes=1e-9, fade=1.0, margin=0.0)
+    steps = [Step(0, 3 * made, k * made, 1 + k * made, grade=g) for g, k, made in seen]
+    policy.learn(load(1), Plan(Tree.chain(3)), steps, None)
+    policy._digest()
+    policy.left = 0
+    now = load(rows)
+    plan = policy.choose(now)
+    laws, often, paid = [], [], []
+    for grade in range(3):
+        mine = [(k if made else 0, made) for g, k, made in seen if g == grade]
+        shares, before = [], 0.8
+        for depth in range(3):
+            if judged := [k > depth for k, _ in mine if k >= depth]:
+                before = float(np.mean(judged))
+            shares.append(before)
+        laws.append(np.cumprod(shares))
+        often.append((len(mine) + 1) / (len(seen) + 3))
+        paid.append((3 * sum(made for _, made in mine) + 1) / (3 * len(mine) + 1))
+
+    def rate(reach: tuple[int, ...]) -> float:
+        tokens = 1 + sum(p * sum(each[:g]) for p, each, g in zip(often, laws, reach, strict=True))
+        row = [(p * x, g) for p, x, g in zip(often, paid, reach, strict=True)]
+        row += [(p * (1 - x), 0) for p, x in zip(often, paid, strict=True)]
+        took = sum(
+            np.prod([p for p, _ in each])
+            * costs.verify_s(rows, 1 + sum(g for _, g in each) / rows, 512)
+            for each in product(row, repeat=rows)
+        )
+        return tokens / (took + law["guess"] * max(reach))
+
+    outlook = policy._outlook(now)
+    promised = {
+        reach: outlook.rate(Plan(Tree.chain(max(reach)), reach=reach))
+        for reach in product(range(4), repeat=3)
+    }
+    assert promised == pytest.approx({reach: rate(reach) for reach in promised}, rel=1e-3)
+    if not dear:
+        best = max(promised.values())
+        assert promised[plan.reach or (0, 0, 0)] == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_drafter_that_says_how_sure_it_is_is_used_where_it_is(rows):
+    """Better than any fixed length, and than a policy that does not hear it."""
+    law = {"floor": 5e-3, "token": 1e-3 if rows > 1 else 2e-3, "guess": 0.0}
+    costs = table(packs=True, grades=3, **law)
+    deaf = Goodput(table(packs=True, **law))
+    others = [deaf, *(Fixed(Tree.chain(g)) for g in (0, 1, 2, 3, 5))]
+    best = max(tokens_s(policy, costs, UNSURE, rows, 10 * rows + 20) for policy in others)
+    policy = Recorded(Goodput(costs))
+    assert tokens_s(policy, costs, UNSURE, rows, 10 * rows + 20) > 1.02 * best
+    reaches = np.array([plan.reach or (0, 0, 0) for _, plan in policy.choices])
+    often = (reaches > 0).mean(0)
+    assert often[0] < 0.2
+    assert often[2] > 0.9
+
+
+def test_where_a_drafter_became_right_it_is_tried_again():
+    costs = table(packs=True, grades=3, floor=5e-3, token=1e-3, guess=0.0)
+    policy, law = Recorded(Goodput(costs)), list(UNSURE)
+    bank = Graded(costs, law, 8, policy.widest)
+    server = Server(bank, policy, chunk=4096)
+    serve(server, Closed([Request(range(20), 200, stream=i) for i in range(100)], 8))
+    assert sum(plan.reach[0] > 0 for _, plan in policy.choices[-500:] if plan.reach) < 100
+    law[0] = 0.3, [0.95] * 5
+    serve(server, Closed([Request(range(20), 200, stream=i) for i in range(100)], 8))
+    assert sum(plan.reach[0] > 0 for _, plan in policy.choices[-500:] if plan.reach) > 400
 
 
 # --- nothing of the future -----------------------------------------------------------------------

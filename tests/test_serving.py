@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
 
+from specexp import native
 from specexp.drafters.model import DraftModel
+from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.lm import LM
@@ -31,17 +33,22 @@ class Restless:
 
     widest = ROOM
 
-    def __init__(self, seed, trees=tuple(CHAINS), ragged=(False, True)):
+    def __init__(self, seed, trees=tuple(CHAINS), ragged=(False, True), grades=1):
         self.rng, self.trees, self.ragged = random.Random(seed), trees, ragged
-        self.learned = []
+        self.grades, self.learned = grades, []
 
     def choose(self, load):
         tree = self.rng.choice(self.trees)
-        budget = [self.rng.randint(0, tree.depth) for _ in range(load.rows)]
-        return Plan(tree, tuple(budget) if self.rng.choice(self.ragged) else ())
+        budget = self.depths(load.rows, tree)
+        return Plan(tree, budget, reach=self.depths(self.grades, tree) if self.grades > 1 else ())
+
+    def depths(self, count, tree):
+        ragged = self.rng.choice(self.ragged)
+        return tuple(self.rng.randint(0, tree.depth) for _ in range(count)) if ragged else ()
 
     def learn(self, load, plan, steps, seconds):
         assert len(steps) <= sum(stream is not None for stream in load.streams)
+        assert all(step.drafted <= plan.asked(step) for step in steps if plan.tree.is_chain)
         self.learned += steps
 
 
@@ -72,7 +79,8 @@ def test_every_request_is_answered_once_with_its_own_plain_text(kind, temperatur
     trees = CHAINS if kind == "medusa" else SHAPES
     made = engine(kind, "chain", "match", temperature=temperature)
     todo = requests(9)
-    server, answers = served(made, Restless(1, trees), Closed(todo, 5), chunk=3)
+    policy = Restless(1, trees, grades=made.drafter.grades)
+    server, answers = served(made, policy, Closed(todo, 5), chunk=3)
     assert [a.request for a in answers] == todo
     for answer in answers:
         assert answer.state == "done"
@@ -80,6 +88,28 @@ def test_every_request_is_answered_once_with_its_own_plain_text(kind, temperatur
         assert answer.deliveries[-1][1] == answer.request.new
     assert max(tick.rows for tick in server.ticks) == 3
     assert server.open == 0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("reach", "drafted"),
+    [((), [3, 3, 0, 1]), ((3, 2, 1, 0), [0, 2, 0, 0]), ((0, 1, 0, 2), [2, 1, 0, 1])],
+)
+def test_a_row_drafts_as_deep_as_its_drafter_is_sure_enough(reach, drafted, compiled, monkeypatch):
+    """Of the first and last three tokens agree, of the others one and none."""
+    if not compiled:
+        monkeypatch.setattr(native, "by", lambda *read: None)
+    made = engine("ngram", "chain", "match")
+    made.drafter = NGram(3)
+    bank = EngineBank(made, 4, SLOTS, ROOM)
+    texts = [1, 2, 3, 4, 1, 2, 3], [5, 1, 6, 1], [1, 2, 3], [1, 2, 3, 1, 2, 3]
+    for row, text in enumerate(texts):
+        bank.enter(row, text, row)
+        bank.read(row, 0, len(text) - 1)
+        bank.begin(row, 60)
+    steps = bank.round([3, 3, 3, 1], 20, Tree.chain(3), reach)
+    assert [step.drafted for step in steps] == drafted
+    assert [step.grade for step in steps] == [3, 1, 0, 3]
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])

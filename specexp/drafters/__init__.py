@@ -36,7 +36,8 @@ class Drafter(ABC):
     every row [B, ...] between rounds, besides the caches of its models; `seqs.rows` says which of
     them a call is about. `on_host`: it reads values or decides shapes on the host, so that no round
     of it can be recorded as a graph. `shaped_by`: numbers on the host, besides the tree, that shape
-    what it runs.
+    what it runs. `grades`: how many it tells apart by how sure it is (`Draft.grade`); 1: it does
+    not say.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Drafter(ABC):
     models: tuple[LM, ...] = ()
     context: int = 1 << 30
     on_host: bool = False
+    grades: int = 1
 
     @property
     def shaped_by(self) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class Lookahead(Drafter):
                     used += 1
                 tokens.append(rest[:, :1])
                 tails.append(rest[:, 1:])
-        draft = Draft(columns(tokens), nodes, seqs).within(seqs.budget)
+        draft = Draft(columns(tokens), nodes, seqs).within()
         self.fed = draft.tokens
         return draft
 

@@ -3,11 +3,13 @@
 The longest suffix of up to `n` tokens that occurred earlier in the row is looked up over the whole
 context, the most recent occurrence first, and what followed it is proposed. No weights, no state;
 the search is vectorised over the batch and needs no host round trip. (Saxena 2023, prompt lookup
-decoding; Yang et al. 2023, LLMA, for the idea.)
+decoding; Yang et al. 2023, LLMA, for the idea.) The more tokens agree, the likelier guesses are
+right: how many do is their grade.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -27,7 +29,7 @@ class NGram(Drafter):
     def __init__(self, n: int = 3) -> None:
         if n < 1:
             raise UserError(f"ngram n is {n}; look up at least 1 token")
-        self.n = n
+        self.n, self.grades = n, n + 1
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """Each leaf of the tree, in order, follows the next best occurrence; -1 where none is."""
@@ -39,19 +41,22 @@ class NGram(Drafter):
             (B, _), (stride, _) = seqs.tokens.shape, seqs.tokens.stride()
             made = torch.empty(B, len(tree), dtype=torch.int64)
             read = branch, nodes.depth, seqs.length, seqs.tokens
-            code.lookup(B, len(tree), self.n, leaves, stride, *read, made)
-            return Draft(made, nodes, seqs)
-        ends, found = self._occurrences(seqs, leaves)  # [B, leaves]
+            grade = torch.empty(B, dtype=torch.int64)
+            code.lookup(B, len(tree), self.n, leaves, stride, *read, made, grade)
+            return Draft(made, nodes, seqs, grade=grade)
+        ends, agrees = self._occurrences(seqs, leaves)  # [B, leaves]
         step = nodes.depth[:, 1:]
-        end, found = ends[:, branch], found[:, branch]
+        end, found = ends[:, branch], agrees[:, branch] > 0
         last = seqs.length[:, None] - 1
         period = (last - end).clamp(min=1)  # past the end of the text the copy copies itself
         at = end + 1 + (step - 1) % period
         at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where none was found, `end` is anywhere
-        return seqs.draft(nodes, torch.where(found, seqs.tokens.gather(1, at), -1))
+        draft = seqs.draft(nodes, torch.where(found, seqs.tokens.gather(1, at), -1))
+        return replace(draft, grade=agrees[:, 0])
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` best earlier ends of the row's suffix [B, count]: longest, then latest."""
+        """The `count` best earlier ends of the row's suffix [B, count]: longest, then latest; and
+        how many tokens agree there."""
         S = seqs.tokens.shape[1]
         end = torch.arange(S, device=seqs.tokens.device)
         last = seqs.length[:, None] - 1
@@ -63,7 +68,7 @@ class NGram(Drafter):
             matched += same
         score = torch.where((end < last) & (matched > 0), matched * S + end, -1)
         best = score.topk(min(count, S), dim=1)
-        return best.indices, best.values >= 0
+        return best.indices, best.values.clamp(min=0) // S
 
 
 @cache  # for good: graphs read them where they lie

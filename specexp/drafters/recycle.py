@@ -116,7 +116,7 @@ class Recycle(Drafter):
             if children := tree.parents.count(parent):
                 found = self.table.read(seqs.rows, tokens[parent])
                 tokens += found[:, 0, :children].split(1, dim=1)
-        draft = Draft(columns(tokens), tree.nodes(seqs.tokens.device), seqs).within(seqs.budget)
+        draft = Draft(columns(tokens), tree.nodes(seqs.tokens.device), seqs).within()
         self.fed = draft.tokens
         return draft
 

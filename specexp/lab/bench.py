@@ -27,10 +27,12 @@ from specexp.lm import LM
 from specexp.policy import Load
 from specexp.quantised import held
 from specexp.sequences import Sequences
+from specexp.serving.costs import CALM, LEAD
 from specexp.trace import Acceptance, Trace
 from specexp.tree import Tree
 
 WARM_UP_TOKENS = 8
+SEEN = 5  # rounds of a kind whose phases are timed, at each visit
 
 
 def acceptance(
@@ -210,13 +212,13 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
     ids = first.encode([prompt.text])
     engines = {None: first.engine.plain(), **{arm: rig.engine for arm, rig in arms.items()}}
     seen: dict[Any, list[tuple[float, float, float]]] = {arm: [] for arm in engines}
-    for repeat in range(repeats + 2):
-        for arm in list(engines) if repeat % 2 else list(engines)[::-1]:
+    for visit in range(1 + -(-repeats // SEEN)):
+        for arm in list(engines) if visit % 2 else list(engines)[::-1]:
             engine = engines[arm]  # arms share the target and its cache: each prefills again
             seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
             seqs = engine.begin(seqs)
-            seen[arm].append(_one_round(engine, seqs, _tree(engine)))
-    medians = {arm: np.median(np.array(times[2:]), axis=0) for arm, times in seen.items()}
+            seen[arm] += _rounds(engine, seqs, _tree(engine))
+    medians = {arm: np.median(times[SEEN:], axis=0) for arm, times in seen.items()}
     step = float(medians.pop(None).sum())
     return pd.DataFrame(
         {
@@ -350,29 +352,36 @@ def pass_costs(
     seqs = engine.begin(seqs)
     wanted = sorted({0, *gammas})
     seen: dict[int, list[tuple[float, float, float]]] = {g: [] for g in wanted}
-    for repeat in range(repeats + 2):
-        for gamma in wanted if repeat % 2 else wanted[::-1]:
-            seen[gamma].append(_one_round(engine, seqs, Tree.chain(gamma)))
+    for visit in range(1 + -(-repeats // SEEN)):
+        for gamma in wanted if visit % 2 else wanted[::-1]:
+            seen[gamma] += _rounds(engine, seqs, Tree.chain(gamma))
     rows = []
     for gamma, times in seen.items():
-        draft, verify, rest = np.median(np.array(times[2:]), axis=0)
+        draft, verify, rest = np.median(times[SEEN:], axis=0)
         rows.append({"gamma": gamma, "draft_s": draft, "verify_s": verify, "rest_s": rest})
     return pd.DataFrame(rows)
 
 
 @torch.inference_mode()
-def _one_round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float, float]:
-    """Seconds to draft, to verify and to decide, in a round that finds in the caches what one like
-    it left: the second of two."""
-    for _ in range(2):
+def _rounds(engine: Engine, seqs: Sequences, tree: Tree) -> list[tuple[float, float, float]]:
+    """Seconds to draft, to verify, and for all else, of some rounds that find in the caches what
+    others like them left. Each is taken back."""
+    length, limit = seqs.length.clone(), seqs.limit.clone()
+    found: list[tuple[float, float, float]] = []
+    for _ in range((LEAD if tree.depth else CALM) + SEEN):
         now = [_clock(engine)]
+        engine.report(seqs, tree)
+        now.append(_clock(engine))
+        seqs.length.copy_(length)
+        seqs.limit.copy_(limit)
+        now.append(_clock(engine))
         draft = engine.drafted(seqs, tree)
         now.append(_clock(engine))
-        seen = engine.verified(seqs, draft)
+        engine.verified(seqs, draft)
         now.append(_clock(engine))
-        engine.rule(draft, engine.law(seen), engine.rng).n.tolist()
-        now.append(_clock(engine))
-    return now[1] - now[0], now[2] - now[1], now[3] - now[2]
+        whole, _, drafting, verifying = np.diff(now)
+        found.append((drafting, verifying, max(0.0, whole - drafting - verifying)))
+    return found[-SEEN:]
 
 
 def _tree(engine: Engine) -> Tree:

@@ -54,7 +54,7 @@ READ = torch.float32, torch.int64
 BETWEEN = {
     "rounds": (
         "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
-        "note", "learn", "either", "places", "read", "until", "columns", "at_least",
+        "note", "learn", "either", "places", "read", "until", "reached", "columns", "at_least",
     ),
     "chance": ("law", "race", "addresses", "reject", "block"),
 }  # fmt: skip

@@ -58,13 +58,16 @@ static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, c
     }
 }
 
-// A column for each model's `faults` goes between those of counts [rows, 3] and guesses.
-static void report(int64_t rows, int64_t nodes, int64_t models, int64_t first, const int64_t *counts,
-            const int64_t *tokens, int64_t *made, const float *const *faults) {
+// A column for each model's `faults` goes between those of counts [rows, 3] and guesses; what else
+// is told comes last.
+static void report(int64_t rows, int64_t nodes, int64_t models, int64_t more, int64_t first,
+            const int64_t *counts, const int64_t *tokens, int64_t *made, const float *const *faults,
+            const int64_t *const *told) {
     for (int64_t row = 0; row < rows; row++) {
         made = std::copy_n(counts + row * 3, 3, made);
         for (int64_t i = 0; i < models; i++) *made++ = faults[i][first + row] != 0;
         made = std::copy_n(tokens + row * nodes + 1, nodes - 1, made);
+        for (int64_t i = 0; i < more; i++) *made++ = told[i][row];
     }
 }
 
@@ -79,7 +82,7 @@ static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t 
 // for each guess which of the `ends` it follows.
 static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t stride,
             const int64_t *branch, const int64_t *depth, const int64_t *length,
-            const int64_t *tokens, int64_t *made) {
+            const int64_t *tokens, int64_t *made, int64_t *grade) {
     struct End { int64_t agrees, at; };
     const auto better = [](End a, End b) {
         return a.agrees > b.agrees || (a.agrees == b.agrees && a.at > b.at);
@@ -94,6 +97,7 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
             std::inplace_merge(best.begin(), best.end() - 1, best.end(), better);
         }
         made[0] = tokens[last];
+        *grade++ = best[0].agrees;
         for (int64_t i = 1; i < nodes; i++) {
             const End end = best[branch[i - 1]]; // past the end of the text the copy copies itself
             made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
@@ -242,6 +246,11 @@ static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const in
             *made++ = depth[i * right] <= *budget ? *tokens : -1;
 }
 
+static void reached(int64_t rows, const int64_t *budget, const int64_t *reach, const int64_t *grade,
+                    int64_t *made) {
+    for (; rows--; budget++) *made++ = std::min(*budget, reach[*grade++]);
+}
+
 static void columns(int64_t rows, int64_t n, int64_t *made, const int64_t *const *parts,
                     const int64_t *strides) {
     for (int64_t row = 0; row < rows; row++)
@@ -267,6 +276,7 @@ CALLED(either, either)
 CALLED(places, places)
 CALLED(read, read)
 CALLED(until, until)
+CALLED(reached, reached)
 CALLED(columns, columns)
 CALLED(at_least, at_least)
 

@@ -87,8 +87,10 @@ class EngineBank:
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
-        self._told, self._near = list[int](), np.zeros(self.rows, dtype=np.int64)
+        self._told: tuple[list[int], tuple[int, ...]] = [], ()
+        self._near = np.zeros(self.rows, dtype=np.int64)
         self._budget = torch.from_numpy(self._near).to(device)  # on a CPU the same memory
+        self._reach = torch.full((engine.drafter.grades,), room, device=device)
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
 
@@ -148,15 +150,17 @@ class EngineBank:
             self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
 
     @torch.inference_mode()
-    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
+    def round(
+        self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
+    ) -> list[Step]:
         """One round of the first rows, none of them longer than `longest`: each drafts as deep as
-        its budget, -1: it is not written."""
+        its budget, -1: it is not written, and as the reach of its grade, if given."""
         tree = tree.cut(max(0, self.engine.drafter.context - longest))
         tokens = self._covered(len(budget)) * (1 + tree.depth)
         if all(tokens <= lm.net.sparing for lm in self.engine.models):
             longest = self.slots  # costs nothing, and what is recorded serves texts of any length
         with _memory():
-            report = self.engine.report(self._rows(budget, longest, tree.depth), tree)
+            report = self.engine.report(self._rows(budget, longest, tree.depth, reach), tree)
         return self.engine.steps(report)
 
     def _covered(self, rows: int) -> int:
@@ -164,26 +168,31 @@ class EngineBank:
         recorded round of five rows is no use to six."""
         return rows if self.engine.recordings is None else min(bucket(rows), self.rows)
 
-    def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
-        """The first rows and their budgets, but where none drafts and all are written. Compiled
-        passes leave out whoever is not written; CUDA graphs of plain rounds do not, nothing is kept
-        of that, and whoever takes a row begins it anew."""
+    def _rows(
+        self, budget: Sequence[int], longest: int, depth: int, reach: tuple[int, ...] = ()
+    ) -> Sequences:
+        """The first rows and how deep they may draft, but where none drafts and all are written.
+        Compiled passes leave out whoever is not written; CUDA graphs of plain rounds do not,
+        nothing is kept of that, and whoever takes a row begins it anew."""
         rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
         if not depth and (all_written or self.engine.graphs is not None):
             return self._window(0, rows, longest)
-        if self._told != budget:
-            self._told = list(budget)
+        if self._told != (budget, reach):
+            self._told = list(budget), reach
             self._near[: len(budget)], self._near[len(budget) :] = budget, -1
             if self._budget.is_cuda:
                 self._budget.copy_(torch.from_numpy(self._near))
+            self._reach.copy_(torch.tensor(reach or [self.room] * len(self._reach)))
         return self._window(0, rows, longest, ragged=True)
 
     def _window(self, first: int, rows: int, longest: int, ragged: bool = False) -> Sequences:
         at = first, rows, window(longest + self.room, self.slots), ragged
         if at not in self._windows:
             seqs = self.seqs.window(*at[:3])
-            self._windows[at] = replace(seqs, budget=self._budget[:rows]) if ragged else seqs
+            if ragged:
+                seqs = replace(seqs, budget=self._budget[:rows], reach=self._reach)
+            self._windows[at] = seqs
         return self._windows[at]
 
     @torch.inference_mode()

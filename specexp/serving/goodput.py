@@ -7,17 +7,18 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache
 from statistics import median, median_high
 from typing import Protocol
 
 from specexp.policy import Load, Plan, Stream
 from specexp.serving.costs import CALM
+from specexp.serving.outlook import PLAIN, Beliefs, ByGrade, ByRow, Outlook, budgeted
+from specexp.serving.pace import Pace
 from specexp.trace import Step
 from specexp.tree import Tree
 
 GAMMAS = (1, 2, 3, 5)
-PLAIN = Plan(Tree.chain(0))
 ODDS = [1e-6, *(2.0 ** (i / 8) for i in range(-32, 33))]  # of a row, in those of all rows
 LONG = 32  # tokens: of texts of which its drafter lacks so many, a round reads only a part
 
@@ -27,161 +28,11 @@ class Prices(Protocol):
 
     @property
     def packs(self) -> bool: ...
+    @property
+    def grades(self) -> int: ...
     def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
     def level_s(self, rows: float, depth: int, context: float) -> float: ...
     def catch_up_s(self, length: float) -> float: ...
-
-
-class Pace:
-    """How long rounds take, as a multiple of what the table says: the machine's pace, which drifts
-    and is the same for all, times what the table has wrong about each kind of round.
-
-    A Kalman filter (Kalman 1960) over the logarithms. So a slow minute is not held against the kind
-    of round that it falls on, and kinds are compared by rounds that lie side by side. A round that
-    took far longer than it should was held up by something else, and says little.
-    """
-
-    def __init__(
-        self, drafts: int, machine: float, plain: float, table: float, drift: float, noise: float
-    ) -> None:
-        """In logarithms: by how much the machine may be off, and the table about plain rounds and
-        about each kind of draft, the machine's drift a round and the noise of one. Plain rounds
-        wait for memory, others for arithmetic too, and neighbours slow down one or the other."""
-        known = [machine, plain, *[table] * drafts]
-        self.mean = [0.0] * len(known)
-        self.spread = [[x * x * (i == j) for j, x in enumerate(known)] for i in range(len(known))]
-        self.drift, self.noise = drift**2, noise**2
-
-    def see(self, kind: int, times: float, rounds: int) -> None:
-        """So many rounds of a kind took so many times what the table says of them."""
-        spread, mean, at = self.spread, self.mean, 1 + kind
-        spread[0][0] += self.drift * rounds
-        shared = [row[0] + row[at] for row in spread]
-        variance = shared[0] + shared[at] + self.noise / rounds
-        most = 2 * math.sqrt(variance)
-        off = min(max(math.log(max(times, 1e-9)) - mean[0] - mean[at], -most), most)
-        for i, part in enumerate(shared):
-            mean[i] += part * off / variance
-            spread[i] = [x - part * y / variance for x, y in zip(spread[i], shared, strict=True)]
-
-    def slower(self, kind: int) -> float:
-        """How many times longer than the table says rounds of a kind take."""
-        return math.exp(self.mean[0] + self.mean[1 + kind])
-
-    def doubt(self, kind: int) -> float:
-        return self.spread[1 + kind][1 + kind]
-
-
-@dataclass(frozen=True)
-class Beliefs:
-    """What is thought of acceptance. shares: how likely a guess of each depth is kept if the one
-    before it was; mean: how many are kept of all that are judged; weight: how many judged guesses
-    of all rows are worth as much as one of the row itself."""
-
-    shares: Sequence[float]
-    mean: float
-    weight: float
-
-    @cached_property
-    def usual(self) -> float:
-        """The odds of all rows."""
-        return self.mean / max(1 - self.mean, 1e-9)
-
-    def better(self, row: Stream) -> float:
-        """How many times its odds are those of all rows, at every depth."""
-        judged, kept = row.judged + self.weight, row.kept + self.weight * self.mean
-        return kept / max(judged - kept, 1e-9 * judged) / self.usual
-
-    def enough(self, better: float) -> tuple[float, float]:
-        """So many guesses kept for each that was refused, and so many more, make a row's odds so
-        many times those of all rows."""
-        odds = better * self.usual
-        return odds, self.weight * (odds * (1 - self.mean) - self.mean)
-
-    def chances(self, better: float) -> list[float]:
-        """How likely the guess of each depth is kept, and all before it, if its odds are so many
-        times those of all rows."""
-        chance, found = 1.0, []
-        for share in self.shares:
-            chance *= better * share / (1 - share + better * share)
-            found.append(chance)
-        return found
-
-
-@dataclass
-class Outlook:
-    """What a round of these rows promises and costs. Of each row: how likely the guess of each
-    depth is kept, and all before it; the share of its guesses that are made; and the seconds that
-    it takes to begin to draft. Of the table: see `Goodput.priced`. wide: so many rows are paid for
-    at every depth; 0: those alone that have a guess there, for passes leave out what is no token.
-    """
-
-    chances: list[list[float]]
-    filled: list[float]
-    begin: list[float]
-    levels: list[list[float]]
-    verify: list[float]
-    pace: Pace
-    wide: int
-
-    def rate(self, depths: Sequence[int]) -> float:
-        """Tokens a second of a row, their geometric mean, if rows draft so deep."""
-        gains = sum(math.log1p(sum(each[:g])) for each, g in zip(self.chances, depths, strict=True))
-        return math.exp(gains / len(depths)) / self.seconds(depths)
-
-    def seconds(self, depths: Sequence[int]) -> float:
-        """How long such a round takes."""
-        deepest = max(depths)
-        counts = [self.wide or sum(g > d for g in depths) for d in range(deepest)]
-        seconds = sum(level[n] for level, n in zip(self.levels, counts, strict=False))
-        seconds += sum(begin for begin, g in zip(self.begin, depths, strict=True) if g)
-        made = sum(share * g for share, g in zip(self.filled, depths, strict=True))
-        most = sum(depths)
-        if self.wide:
-            made = most = deepest * self.wide
-        return self.pace.slower(deepest) * (seconds + self._checked(made, most))
-
-    def _checked(self, made: float, most: int) -> float:
-        """Seconds of all but the guesses, if so many are made, or none, of so many at most."""
-        least = self.verify[0]
-        return least + made / most * (self.verify[most] - least) if most else least
-
-    def spread(self) -> tuple[int, ...]:
-        """How deep each row should draft, at least one of them: guesses are spent one by one on the
-        row to which they bring most, for what they cost, under every limit of their depth."""
-        levels, all_s = self.levels, self.verify[-1] - self.verify[0]
-        guess_s = (sum(n[-1] for n in levels) + all_s) / (len(self.verify) - 1)
-        order = []
-        for row, (each, share) in enumerate(zip(self.chances, self.filled, strict=True)):
-            before, worth = 1.0, math.inf
-            for depth, chance in enumerate(each):
-                gained = math.log1p(chance / before)
-                costs = share * guess_s + (0.0 if depth else self.begin[row])
-                worth = min(worth, gained / max(costs, 1e-12))
-                order.append((-worth, row, depth, gained))
-                before += chance
-        order.sort()
-        w, best, most, deepest = len(self.chances), -math.inf, 0, 0
-        for deep in range(len(levels)):
-            slower = self.pace.slower(deep + 1)
-            counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
-            for at, (_, row, depth, gained) in enumerate(order):
-                if depth > deep:
-                    continue
-                count, counts[depth] = count + 1, (n := counts[depth] + 1)
-                seconds += levels[depth][n] - levels[depth][n - 1]
-                made += self.filled[row]
-                gains += gained
-                if not depth:
-                    seconds += self.begin[row]
-                found = gains / w - math.log(slower * (seconds + self._checked(made, count)))
-                if found > best:
-                    best, most, deepest = found, at, deep
-        spent = [0] * w
-        for _, row, depth, _ in order[: most + 1]:
-            if depth <= deepest:
-                spent[row] = depth + 1
-        return tuple(spent)
 
 
 @dataclass
@@ -197,14 +48,16 @@ class Goodput:
     Expected tokens follow from two running estimates: how often the i-th guess is kept given those
     before it, over all rows, and by how much each row's odds are better or worse. Where passes
     leave out what is no token (`Prices.packs`), guesses are spent one by one on whichever row they
-    bring most, for what they cost; else every row drafts, one of the `gammas`. Costs come from the
-    table and from how rounds of each kind compare with it, learned apart for few rows and for many
-    (`Pace`). Whoever drafts pays for the drafter's reading, of texts as they come and, spread over
-    the rounds that this will serve, of what it lacks of those there are. What it has settled on is
-    changed only for a gain of `margin`: what promises most is often what seems better than it is.
-    It is thought about every `hold` rounds and when rows come or go, and, since that takes time,
-    ever less often while all draft or nobody does, up to every `seldom` rounds; in between each row
-    that drafts may do so deeper or less deep, as its last guesses say (`_adapt`).
+    bring most, for what they cost; else every row drafts, one of the `gammas`. A drafter that says
+    how sure it is (`Prices.grades`) knows more of its guesses than its rows' past does: there each
+    grade has estimates of its own, and how deep to draft at each is what is decided (`outlook.py`).
+    Costs come from the table and from how rounds of each kind compare with it, learned apart for
+    few rows and for many (`Pace`). Whoever drafts pays for the drafter's reading, of texts as they
+    come and, spread over the rounds that this will serve, of what it lacks of those there are. What
+    it has settled on is changed only for a gain of `margin`: what promises most is often what seems
+    better than it is. It is thought about every `hold` rounds and when rows come or go, and, since
+    that takes time, ever less often while all draft or nobody does, up to every `seldom` rounds; in
+    between each row that drafts may do so deeper or less deep, as its last guesses say (`_adapt`).
     The table may be wrong: now and then `trial` rounds go to what may be better than it says, first
     after `probe` rounds, then at ever longer intervals of up to `rarest`, and more often if that
     seems to take no more than a `share` of the time: what is nearly as good costs little to know
@@ -234,10 +87,11 @@ class Goodput:
     doubts: tuple[float, float, float, float, float] = (0.3, 0.3, 0.15, 0.02, 0.15)  # see Pace
     few: int = 4  # rounds of one depth, at least, whose times are looked at together
 
-    judged: list[float] = field(default_factory=list, init=False)  # by depth
-    kept: list[float] = field(default_factory=list, init=False)
-    asked: float = field(default=0.0, init=False)  # guesses that could have been made
-    made: float = field(default=0.0, init=False)
+    judged: list[list[float]] = field(init=False)  # by grade and depth
+    kept: list[list[float]] = field(init=False)
+    met: list[float] = field(init=False)  # how often a row was at each grade, the guesses that it
+    asked: list[float] = field(init=False)  # could have made there,
+    made: list[float] = field(init=False)  # and those that it did
     begun: float = field(default=0.0, init=False)  # texts that came, tokens of them, rounds
     length: float = field(default=0.0, init=False)
     lasted: float = field(default=0.0, init=False)
@@ -262,8 +116,10 @@ class Goodput:
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
 
     def __post_init__(self) -> None:
-        deepest = max(self.gammas)
-        self.judged, self.kept = [0.0] * deepest, [0.0] * deepest
+        grades, deepest = self.costs.grades, max(self.gammas)
+        self.judged = [[0.0] * deepest for _ in range(grades)]
+        self.kept = [[0.0] * deepest for _ in range(grades)]
+        self.met, self.asked, self.made = ([0.0] * grades for _ in range(3))
         self.due = self.gap = self.probe
         self.held = self.hold
         self.times = defaultdict(list)
@@ -273,17 +129,25 @@ class Goodput:
 
     @property
     def widest(self) -> int:
-        return Tree.chain(max(self.gammas)).room
+        return Tree.chain(self.deepest).room
 
-    def beliefs(self, above: float = 0.0) -> Beliefs:
-        """Of P(guess i kept given that guess i - 1 was), i = 1, 2, ...; each shrunk to the one
-        before, and `above` standard errors higher than that."""
+    @property
+    def deepest(self) -> int:
+        return max(self.gammas)
+
+    def beliefs(self, above: float = 0.0, grade: int | None = None) -> Beliefs:
+        """Of P(guess i kept given that guess i - 1 was), i = 1, 2, ..., at a grade or at all; each
+        shrunk to the one before, and `above` standard errors higher than that."""
         found, before = [], self.hoped
-        for judged, kept in zip(self.judged, self.kept, strict=True):
-            before = min(1.0, (kept + self.hopes * before) / (judged + self.hopes))
-            error = math.sqrt(before * (1 - before) / (judged + self.hopes)) if above else 0.0
+        hopes = self.hopes / (1 if grade is None else self.costs.grades)
+        these = slice(None) if grade is None else slice(grade, grade + 1)
+        all_judged = [sum(depth) for depth in zip(*self.judged[these], strict=True)]
+        all_kept = [sum(depth) for depth in zip(*self.kept[these], strict=True)]
+        for judged, kept in zip(all_judged, all_kept, strict=True):
+            before = min(1.0, (kept + hopes * before) / (judged + hopes))
+            error = math.sqrt(before * (1 - before) / (judged + hopes)) if above else 0.0
             found.append(min(1.0, before + above * error))
-        judged, kept = sum(self.judged) + self.hopes, sum(self.kept) + self.hopes * self.hoped
+        judged, kept = sum(all_judged) + hopes, sum(all_kept) + hopes * self.hoped
         return Beliefs(found, kept / judged, self.weight)
 
     def choose(self, load: Load) -> Plan:
@@ -319,7 +183,7 @@ class Goodput:
                     depth += 1
             found.append(depth)
         if tuple(found) != budget and any(found):
-            self.plan = self.settled = _budgeted(tuple(found))
+            self.plan = self.settled = budgeted(tuple(found))
             self._stay(load)
 
     def _stay(self, load: Load) -> None:
@@ -330,42 +194,42 @@ class Goodput:
             self.left = min(self.left, self.hold - 1)
 
     def _think(self, load: Load) -> Plan:
-        self.shape = load.rows, len(load.streams)
-        believed = self.beliefs()
-        self.believed = replace(believed, weight=self.nimble)
-        seen = self._outlook(load, believed)
-        rates = self._rates(load, seen)
+        self.shape, before = (load.rows, len(load.streams)), self.settled
+        seen = self._outlook(load)
+        rates = self._rates(seen)
         best = max(rates, key=rates.__getitem__)
-        now, drafted = self.settled, bool(self.settled.tree.depth)
+        now, drafted = seen.still(before), bool(before.tree.depth)
         if now not in rates:  # made for other rows
             now = max(rates.keys() - {PLAIN}, key=rates.__getitem__)
         self.settled = best if rates[best] > rates[now] * (1 + self.margin) else now
         drafts = bool(self.settled.tree.depth)
+        if drafts != drafted or [*map(bool, self.settled.reach)] != [*map(bool, before.reach)]:
+            self.held = self.hold  # who begins to draft may soon be seen not to be worth it
         if drafts != drafted:
-            self.held = self.hold
             self.gap = self.probe
             self.due = min(self.due, self.rounds + self.probe)
             self.left = min(self.left, self.trial - 1)  # it may have been for what is hoped alone
-        self.deeper = self._turns(load, seen) if self.settled.budget else []
+        self.deeper = []
+        if isinstance(seen, ByRow) and self.settled.budget:
+            self.deeper = self._turns(seen)
         self._stay(load)
         if self.rounds < self.due:
             return self.settled
         self.gap = min(2 * self.gap, self.rarest)
-        plan = self._promising(load, seen) if drafts else self._hopeful(load, rates[PLAIN])
+        plan = self._promising(seen) if drafts else self._hopeful(load, rates[PLAIN])
         if plan != self.settled:
             lasts = self.trial + (0 if plan.tree.depth else self.calm)
             self.left = lasts - 1
             if drafts:
-                worth = seen.rate([plan.depth(row) for row in _written(load)])
-                lost = lasts * (1 - worth / rates[self.settled])
+                lost = lasts * (1 - seen.rate(plan) / rates[self.settled])
                 self.gap = max(self.probe, min(self.gap, int(lost / self.share)))
         self.due = self.rounds + self.gap
         return plan
 
-    def _promising(self, load: Load, seen: Outlook) -> Plan:
+    def _promising(self, seen: Outlook) -> Plan:
         """What may be best if rounds so deep are as fast as is still likely: the table may be wrong
         about it."""
-        rates = self._rates(load, seen, less=True)
+        rates = self._rates(seen, less=True)
 
         def hope(plan: Plan) -> float:
             doubt = seen.pace.doubt(plan.tree.depth) if plan != self.settled else 0.0
@@ -376,7 +240,7 @@ class Goodput:
     def _hopeful(self, load: Load, plainly: float) -> Plan:
         """What may pay, where nobody drafts, if acceptance is as good as is still likely. If its
         drafter cannot catch up while a trial lasts, it is for the row alone that lacks least."""
-        hoped = self._rates(load, self._outlook(load, self.beliefs(above=1.0)))
+        hoped = self._rates(self._outlook(load, above=1.0))
         plan = max(hoped, key=hoped.__getitem__)
         if not plan.budget:
             return plan
@@ -384,16 +248,16 @@ class Goodput:
         if sum(self.costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / plainly:
             return plan
         least = min(behind, key=behind.__getitem__)
-        return _budgeted(tuple(d * (row == least) for row, d in enumerate(plan.budget)))
+        return budgeted(tuple(d * (row == least) for row, d in enumerate(plan.budget)))
 
-    def _turns(self, load: Load, seen: Outlook) -> list[tuple[float, float]]:
+    def _turns(self, seen: ByRow) -> list[tuple[float, float]]:
         """When it is best for a row that it drafts 1, 2, ... deep, if the others go on as they are:
         if it has had so many guesses kept for each that was refused, and so many more. What that
         takes is asked of one that is as deep as most."""
-        depths = [self.settled.budget[row] for row in _written(load)]
+        depths = [self.settled.budget[row] for row in seen.rows]
         row = depths.index(median_high(depth for depth in depths if depth))
         prices = []
-        for depth in range(len(self.judged) + 1):
+        for depth in range(self.deepest + 1):
             depths[row] = depth
             prices.append(len(depths) * math.log(seen.seconds(depths)))
 
@@ -410,34 +274,36 @@ class Goodput:
         at = (bisect_left(ODDS, depth, key=best) for depth in range(1, len(prices)))
         return [self.believed.enough(ODDS[i]) for i in at if i < len(ODDS)]
 
-    def _rates(self, load: Load, seen: Outlook, less: bool = False) -> dict[Plan, float]:
-        """Tokens a second of a row under plain decoding, under the drafts that promise most, under
-        the same less deep if asked for, and under what is settled, if it is for as many rows."""
-        rows = _written(load)
-        if load.streams and self.costs.packs:
-            budget = [0] * load.rows
-            for row, depth in zip(rows, seen.spread(), strict=True):
-                budget[row] = depth
-            most = max(budget)
-            limits = (most, *(g for g in self.gammas if less and g < most))
-            plans = [_budgeted(tuple(min(g, d) for d in budget)) for g in limits]
-            settled = self.settled.budget
-            if len(settled) == load.rows and any(settled[row] for row in rows):
-                plans.append(self.settled)
-        else:
-            plans = [Plan(Tree.chain(g)) for g in self.gammas]
-        return {plan: seen.rate([plan.depth(row) for row in rows]) for plan in (PLAIN, *plans)}
+    def _rates(self, seen: Outlook, less: bool = False) -> dict[Plan, float]:
+        """Tokens a second of a row under plain decoding and under `Outlook.plans`."""
+        plans = seen.plans(self.gammas, self.settled, less)
+        return {plan: seen.rate(plan) for plan in (PLAIN, *plans)}
 
-    def _outlook(self, load: Load, believed: Beliefs) -> Outlook:
+    def _outlook(self, load: Load, above: float = 0.0) -> Outlook:
+        """above: so many standard errors is acceptance better than it seems."""
         rows = _written(load)
         lasting = self.horizon if self.settled.tree.depth else self.stays
         coming = self._coming() / len(rows)
         begin = [coming + self.costs.catch_up_s(n) / lasting if n else coming
                  for n in self._behind(load, rows)]  # fmt: skip
-        wide = 0 if self.costs.packs else load.rows
+        packs, apart = self.costs.packs, bool(load.streams) and self.costs.packs
+        pace, prices = self._pace(_size(self._paid(load))), self.priced(load)
+        known = load.rows, list(rows), begin, *prices, pace
+        if apart and self.costs.grades > 1:
+            grades = range(self.costs.grades)
+            all_met = sum(self.met) + len(grades)
+            found = [(met + 1) / all_met for met in self.met]
+            chances = [self.beliefs(above, grade).chances() for grade in grades]
+            filled = [
+                (made + 1) / (asked + 1) for made, asked in zip(self.made, self.asked, strict=True)
+            ]
+            return ByGrade(*known, found, chances, filled)
+        believed = self.beliefs(above)
+        if not above:
+            self.believed = replace(believed, weight=self.nimble)
         chances = [believed.chances(believed.better(row)) for row in rows.values()]
-        filled, pace = self._filled(rows), self._pace(_size(self._paid(load)))
-        return Outlook(chances, filled, begin, *self.priced(load), pace, wide)
+        wide = 0 if packs else load.rows
+        return ByRow(*known, chances, self._filled(rows), apart, wide)
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
@@ -447,7 +313,7 @@ class Goodput:
         """That of rounds of this size; at first, half of what is thought of the nearest one."""
         if size not in self.paces:
             known = [(abs(other - size), pace.mean) for other, pace in self.paces.items()]
-            self.paces[size] = Pace(len(self.judged), *self.doubts)
+            self.paces[size] = Pace(self.deepest, *self.doubts)
             if known:
                 self.paces[size].mean = [x / 2 for x in min(known)[1]]
         return self.paces[size]
@@ -457,7 +323,7 @@ class Goodput:
         if not self.costs.packs:
             return [1.0] * len(rows)
         weight = self.weight
-        believed = weight * (self.made + weight) / (self.asked + weight)
+        believed = weight * (sum(self.made) + weight) / (sum(self.asked) + weight)
         return [(s.made + believed) / (s.asked + weight) for s in rows.values()]
 
     def _coming(self) -> float:
@@ -478,7 +344,7 @@ class Goodput:
         made]."""
         b = self._paid(load)
         if (b, load.context) not in self.tables:
-            deepest, context = len(self.judged), load.context
+            deepest, context = self.deepest, load.context
             levels = [
                 [0.0, *(self.costs.level_s(n, d, context) for n in range(1, b + 1))]
                 for d in range(1, deepest + 1)
@@ -519,9 +385,8 @@ class Goodput:
                 times.clear()
         self.lasted += len(self.told)
         fade = (self.fade if self.settled.tree.depth else 0.999) ** len(self.told)
-        self.judged = [fade * x for x in self.judged]
-        self.kept = [fade * x for x in self.kept]
-        self.asked, self.made = fade * self.asked, fade * self.made
+        for counts in (*self.judged, *self.kept, self.met, self.asked, self.made):
+            counts[:] = [fade * x for x in counts]
         self.begun, self.length = fade * self.begun, fade * self.length
         self.lasted *= fade
         self.told.clear()
@@ -529,19 +394,21 @@ class Goodput:
     def _judge(self, load: Load, plan: Plan, steps: Sequence[Step]) -> None:
         """Easy rows draft deeper, and so each answer counts as often as it is likelier of all rows
         than of this one: what is learned is of all, at every depth."""
-        shares, judged, kept = self.believed.shares, self.judged, self.kept
+        shares = self.believed.shares
         for step in steps:
-            row, asked = load.streams and load.streams[step.row], plan.depth(step.row)
-            better = self.believed.better(row) if row else 1.0
-            accepted = step.accepted
+            row, asked = load.streams and load.streams[step.row], plan.asked(step)
+            better = self.believed.better(row) if row and not plan.reach else 1.0
+            grade, accepted = min(step.grade, self.costs.grades - 1), step.accepted
+            judged, kept = self.judged[grade], self.kept[grade]
             for i in range(min(accepted + 1, asked)):
                 weight = 1 - shares[i] + better * shares[i]
                 if i < accepted:
                     weight /= better
                     kept[i] += weight
                 judged[i] += weight
-            self.asked += asked
-            self.made += step.drafted
+            self.met[grade] += 1
+            self.asked[grade] += asked
+            self.made[grade] += step.drafted
 
     def _drafting_s(self, load: Load, plan: Plan) -> float:
         """What the table says of the guesses of a plan."""
@@ -563,11 +430,6 @@ def _size(rows: int) -> int:
     """The power of two up to which the rows are. What the table has wrong about one row is not what
     it has wrong about eight."""
     return (rows - 1).bit_length()
-
-
-@lru_cache(4096)
-def _budgeted(budget: tuple[int, ...]) -> Plan:
-    return Plan(Tree.chain(max(budget)), budget)
 
 
 def _written(load: Load) -> dict[int, Stream]:

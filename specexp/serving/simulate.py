@@ -69,7 +69,9 @@ class SimulatedBank:
         rows = sum(g > 0 for g in budget) if self.costs.packs else len(budget)
         self.time += self.costs.catch_up_s(rows * missed)
 
-    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
+    def round(
+        self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
+    ) -> list[Step]:
         context = window(longest + self.room, self.slots)
         guesses = [min(g, tree.depth) for g in budget]
         self.time += self.costs.plan_s(guesses, context) + self.overhead_s
