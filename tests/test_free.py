@@ -90,8 +90,10 @@ def test_of_guesses_beyond_a_budget_nothing_is_remembered(kind, dtype):
 # suffix -------------------------------------------------------------------------------------------
 
 
-def voted(text: list[int], tree: Tree, longest: int, least: float, stretch: float) -> list[int]:
-    """The guesses for nodes 1.. by lists and counters."""
+def voted(
+    text: list[int], tree: Tree, longest: int, least: float, stretch: float
+) -> tuple[list[int], int]:
+    """The guesses for nodes 1.., by lists and counters, and how many tokens agree."""
 
     def agreed(end: int) -> int:
         n = 0
@@ -119,7 +121,7 @@ def voted(text: list[int], tree: Tree, longest: int, least: float, stretch: floa
                 guesses.append(token)
                 agree = [e for e in ends if said[e + depth] == token]
                 states[len(guesses)] = ([*said, token], agree, sure)
-    return guesses
+    return guesses, most
 
 
 @settings(max_examples=150)
@@ -131,9 +133,12 @@ def voted(text: list[int], tree: Tree, longest: int, least: float, stretch: floa
 def test_suffix_guesses_what_a_count_over_the_text_gives(rows, tree, longest):
     drafter = Suffix(5, longest)
     seqs = Sequences.of(rows, 8, slack=tree.room)
-    found = drafter.propose(seqs, tree, RNG).tokens[:, 1:].tolist()
-    for row, text in zip(found, rows, strict=True):
-        assert row == voted(text, tree, longest, drafter.least, drafter.stretch)
+    draft = drafter.propose(seqs, tree, RNG)
+    for row, text in enumerate(rows):
+        guesses, agreed = voted(text, tree, longest, drafter.least, drafter.stretch)
+        assert draft.tokens[row, 1:].tolist() == guesses
+        assert draft.grade is None or int(draft.grade[row]) == min(agreed, drafter.grades - 1)
+    assert (draft.grade is None) == (len(tree) == 1)
 
 
 def test_suffix_follows_the_majority_and_stays_silent_where_nothing_agrees():

@@ -292,7 +292,8 @@ def guessed(seed: int) -> list[torch.Tensor]:
     guesses, some = [], torch.arange(-1, V + 2).expand(B, -1)
     for _ in range(4):
         seqs.budget = dice.choice([None, torch.randint(-1, tree.depth + 2, (B,))])
-        guesses += [drafter.propose(seqs, tree, Certain()).tokens for drafter in drafters]
+        drafts = [drafter.propose(seqs, tree, Certain()) for drafter in drafters]
+        guesses += [x for draft in drafts for x in (draft.tokens, draft.grade) if x is not None]
         logits = torch.rand(B, len(tree), V).argsort(-1).float()  # none are equal
         line = torch.randint(0, V, (B, tree.depth + 1))
         verdict = Verdict(line, torch.randint(0, tree.depth + 1, (B,)), line)

@@ -724,7 +724,7 @@ def test_at_every_grade_it_is_drafted_as_deep_as_promises_most(law, rows, dear, 
     passes of some lengths take. Seen: the grade, the guesses kept, and whether any were made."""
     dear = dear if rows <= 2 else {}
     costs = table(dear, packs=True, grades=3, **law)
-    policy = Goodput(costs, gammas=(3,), hopes=1e-9, fade=1.0, margin=0.0)
+    policy = Goodput(costs, gammas=(1, 2, 3), hopes=1e-9, fade=1.0, margin=0.0)
     steps = [Step(0, 3 * made, k * made, 1 + k * made, grade=g) for g, k, made in seen]
     policy.learn(load(1), Plan(Tree.chain(3)), steps, None)
     policy._digest()

@@ -4,10 +4,13 @@
 the end of the row for longest, what came next is put to the vote, token by token; the guess goes
 on while its estimated probability, the product of its shares of the votes, stays above `least`, and
 for at most `stretch` times the length that agreed. A suffix automaton would find the same places;
-comparing the whole context at once keeps the search on the device.
+comparing the whole context at once keeps the search on the device. How many tokens agree is how
+sure it is; beyond `SURE` of them more say no more.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
+SURE = 4
+
 
 class Suffix(Drafter):
     name = "suffix"
@@ -26,6 +31,7 @@ class Suffix(Drafter):
         self, vocab: int, longest: int = 16, least: float = 0.2, stretch: float = 3.0
     ) -> None:
         self.vocab, self.longest, self.least, self.stretch = vocab, longest, least, stretch
+        self.grades = min(longest, SURE) + 1
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The k-th child of a node is the token with the k-th most votes; ties go to the latest."""
@@ -34,11 +40,11 @@ class Suffix(Drafter):
             return seqs.draft(nodes)
         B, S = seqs.tokens.shape
         if code := native.by(seqs.length):
-            made = torch.empty(B, len(tree), dtype=torch.int64)
+            made, grade = (torch.empty(B * n, dtype=torch.int64) for n in (len(tree), 1))
             read = nodes.parents, nodes.depth, seqs.length, seqs.tokens
-            shape = B, len(tree), self.longest, self.vocab, seqs.tokens.stride(0)
-            code.vote(*shape, float(self.least), float(self.stretch), *read, made)
-            return Draft(made, nodes, seqs)
+            shape = B, len(tree), self.longest, SURE, self.vocab, seqs.tokens.stride(0)
+            code.vote(*shape, float(self.least), float(self.stretch), *read, made, grade)
+            return Draft(made.view(B, -1), nodes, seqs, grade=grade)
         place = torch.arange(S, device=seqs.tokens.device)
         agreed = self._agreed(seqs)
         most = agreed.amax(1, keepdim=True)
@@ -69,7 +75,8 @@ class Suffix(Drafter):
                 agree.append(agree[parent] & (follows == token) & made)
                 trust.append(sure)
                 guesses.append(torch.where(made, token, -1))
-        return seqs.draft(nodes, torch.cat(guesses, 1))
+        draft = seqs.draft(nodes, torch.cat(guesses, 1))
+        return replace(draft, grade=most[:, 0].clamp(max=SURE))
 
     def _agreed(self, seqs: Sequences) -> Tensor:
         """[B, S]: how many tokens that end here agree with the end of the row, up to `longest`."""

@@ -108,9 +108,10 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
 // What most often followed the ends that agree for longest with a text's last words, as
 // drafters/suffix.py has it. An end votes for what followed it, until something else is guessed:
 // those that agree with a node lie side by side, and fall to its children.
-static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab, int64_t stride,
-                 float least, float stretch, const int64_t *parents,
-                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *made) {
+static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int64_t vocab,
+                 int64_t stride, float least, float stretch, const int64_t *parents,
+                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *made,
+                 int64_t *grade) {
     struct Voter { int64_t says, end; };
     struct Party { int64_t from, to; float trust; };
     for (; rows--; tokens += stride, made += nodes) {
@@ -128,6 +129,7 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab, in
         };
         std::vector<Party> of(nodes);
         of[0] = {0, (int64_t)voters.size(), 1.0f};
+        *grade++ = voters.empty() ? 0 : std::min(most, sure);
         made[0] = tokens[last];
         for (int64_t parent = 0, i = 1; i < nodes; parent++) {
             const Party all = of[parent];

@@ -7,7 +7,7 @@ the drafter itself says how sure it is, by that, which says more (`ByGrade`).
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -57,7 +57,7 @@ class Beliefs:
 
 
 @dataclass
-class Outlook:
+class Outlook(ABC):
     """size: of how many rows a plan is; rows: those that are written; begin: the seconds that it
     takes each of these to begin to draft. Of the table, at this size: levels [depth][rows that
     draft so deep], seconds to guess one deeper, and verify [guesses made], of all else."""
@@ -210,8 +210,7 @@ class ByGrade(Outlook):
         return sum([verify[n] * often for n, often in of_all.items()])
 
     def plans(self, gammas: Sequence[int], settled: Plan, less: bool) -> list[Plan]:
-        most = len(self.levels)
-        limits = {most, settled.tree.depth or most, *(g for g in gammas if less)}
+        limits = {*gammas, settled.tree.depth} - {0}
         return [self.best(limit) for limit in sorted(limits, reverse=True)]
 
     def still(self, settled: Plan) -> Plan:
@@ -228,14 +227,14 @@ class ByGrade(Outlook):
         ]
         cells.sort()
         reach, tokens = [0] * len(self.found), 1.0
-        found, fastest = reach, 0.0
+        fastest, chosen = 0.0, reach
         for _, grade, depth in cells:
             reach[grade] = depth
             tokens += self.found[grade] * self.chances[grade][depth - 1]
             rate = tokens / self.seconds(max(reach), reach)
             if rate > fastest:
-                fastest, found = rate, reach.copy()
-        return graded(tuple(found))
+                fastest, chosen = rate, reach.copy()
+        return graded(tuple(chosen))
 
 
 @lru_cache(4096)
