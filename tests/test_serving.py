@@ -90,6 +90,20 @@ def test_every_request_is_answered_once_with_its_own_plain_text(kind, temperatur
     assert server.open == 0
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_what_was_rehearsed_is_not_recorded_again_and_changes_no_text(kind):
+    made = engine(kind, "chain", "match", temperature=0.0, dtype=torch.float32)
+    bank, todo = EngineBank(made, 3, SLOTS, ROOM), requests(9)
+    bank.rehearse(3)
+    known = set(made.recordings.kept)
+    assert len(known) == 3 * (1 + 4)  # sizes; plain rounds of all rows, and those of some
+    answers = serve(Server(bank, Restless(1)), Closed(todo, 5))
+    assert set(made.recordings.kept) == known
+    for answer in answers:
+        assert answer.tokens == alone(made, answer.request)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("reach", "drafted"),

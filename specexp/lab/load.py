@@ -242,7 +242,7 @@ def open_race(
 ) -> dict[str, Run]:
     """The same traffic under every policy; servers take turns of `slice_s` of their own time, and
     time in which a server has nothing to do passes at once. Every bank has been full once before
-    the first request comes: first passes of a size are slow."""
+    the first request comes, and its rounds are rehearsed: the first of a size are slow."""
     asked = offered.requests
     space = room(rig, names, costs)
     watches = {name: Stopwatch() for name in names}
@@ -250,6 +250,7 @@ def open_race(
     runs = {}
     for name in names:
         made = bank(rig, name, rows, asked, space, watches[name])
+        made.rehearse(policy(rig, name, costs).widest - 1)
         watches[name].start()
         serve(Server(made, policy(rig, name, costs), chunk, queue=rows), Timed(filling))
         watches[name].stop()

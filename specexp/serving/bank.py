@@ -163,6 +163,16 @@ class EngineBank:
             report = self.engine.report(self._rows(budget, longest, tree.depth, reach), tree)
         return self.engine.steps(report)
 
+    def rehearse(self, deepest: int) -> None:
+        """Where rounds are recorded, record those of every size that drafts up to so deep, before
+        anybody waits for them. Nothing is written."""
+        if self.engine.recordings is None or self.engine.drafter.on_host:
+            return
+        for rows in sorted({self._covered(n) for n in range(1, self.rows + 1)}):
+            for depth, part in [(0, 0), *((depth, -1) for depth in range(deepest + 1))]:
+                for _ in range(self.engine.warm + 1):
+                    self.round([part] * rows, 1, Tree.chain(depth))
+
     def _covered(self, rows: int) -> int:
         """Where rounds are recorded, as many free rows besides as make a size that is known: a
         recorded round of five rows is no use to six."""
