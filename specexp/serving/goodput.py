@@ -116,9 +116,9 @@ class Goodput:
     gap: int = field(default=0, init=False)  # and how many rounds that comes after the last one
 
     def __post_init__(self) -> None:
-        grades, deepest = self.costs.grades, max(self.gammas)
-        self.judged = [[0.0] * deepest for _ in range(grades)]
-        self.kept = [[0.0] * deepest for _ in range(grades)]
+        grades = self.costs.grades
+        self.judged = [[0.0] * self.deepest for _ in range(grades)]
+        self.kept = [[0.0] * self.deepest for _ in range(grades)]
         self.met, self.asked, self.made = ([0.0] * grades for _ in range(3))
         self.due = self.gap = self.probe
         self.held = self.hold
@@ -290,20 +290,24 @@ class Goodput:
         pace, prices = self._pace(_size(self._paid(load))), self.priced(load)
         known = load.rows, list(rows), begin, *prices, pace
         if apart and self.costs.grades > 1:
-            grades = range(self.costs.grades)
-            all_met = sum(self.met) + len(grades)
-            found = [(met + 1) / all_met for met in self.met]
-            chances = [self.beliefs(above, grade).chances() for grade in grades]
-            filled = [
-                (made + 1) / (asked + 1) for made, asked in zip(self.made, self.asked, strict=True)
-            ]
-            return ByGrade(*known, found, chances, filled)
+            return ByGrade(*known, *self._grades(above))
         believed = self.beliefs(above)
         if not above:
             self.believed = replace(believed, weight=self.nimble)
         chances = [believed.chances(believed.better(row)) for row in rows.values()]
         wide = 0 if packs else load.rows
         return ByRow(*known, chances, self._filled(rows), apart, wide)
+
+    def _grades(self, above: float) -> tuple[list[float], list[list[float]], list[float]]:
+        """How often a row is at each, the chances of its guesses there, and how many are made."""
+        grades = range(self.costs.grades)
+        all_met = sum(self.met) + len(grades)
+        counts = zip(self.made, self.asked, strict=True)
+        return (
+            [(met + 1) / all_met for met in self.met],
+            [self.beliefs(above, grade).chances() for grade in grades],
+            [(made + 1) / (asked + 1) for made, asked in counts],
+        )
 
     def _paid(self, load: Load) -> int:
         """The rows that a pass is paid for."""
