@@ -208,10 +208,16 @@ class Sequences:
         beyond = torch.arange(depth + 1, depth + 2, device=tokens.device)[None]
         return _until(tokens, beyond, self.budget)
 
-    def draft(self, nodes: Nodes, guesses: Tensor | None = None, q: Tensor | None = None) -> Draft:
+    def draft(
+        self,
+        nodes: Nodes,
+        guesses: Tensor | None = None,
+        q: Tensor | None = None,
+        grade: Tensor | None = None,
+    ) -> Draft:
         """A draft over `nodes` from guesses [B, N-1] (None: the root alone)."""
         tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
-        return Draft(tokens, nodes, self, q)
+        return Draft(tokens, nodes, self, q, grade)
 
     def keys(self, depth: Tensor) -> Tensor:
         """[B, n] noise addresses of the tokens that follow nodes of `depth` [b, n].

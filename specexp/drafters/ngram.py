@@ -9,7 +9,6 @@ right: how many do is their grade.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -51,8 +50,8 @@ class NGram(Drafter):
         period = (last - end).clamp(min=1)  # past the end of the text the copy copies itself
         at = end + 1 + (step - 1) % period
         at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where none was found, `end` is anywhere
-        draft = seqs.draft(nodes, torch.where(found, seqs.tokens.gather(1, at), -1))
-        return replace(draft, grade=agrees[:, 0])
+        guesses = torch.where(found, seqs.tokens.gather(1, at), -1)
+        return seqs.draft(nodes, guesses, grade=agrees[:, 0])
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
         """The `count` best earlier ends of the row's suffix [B, count]: longest, then latest; and

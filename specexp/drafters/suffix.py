@@ -10,8 +10,6 @@ sure it is; beyond `SURE` of them more say no more.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -75,8 +73,7 @@ class Suffix(Drafter):
                 agree.append(agree[parent] & (follows == token) & made)
                 trust.append(sure)
                 guesses.append(torch.where(made, token, -1))
-        draft = seqs.draft(nodes, torch.cat(guesses, 1))
-        return replace(draft, grade=most[:, 0].clamp(max=SURE))
+        return seqs.draft(nodes, torch.cat(guesses, 1), grade=most[:, 0].clamp(max=SURE))
 
     def _agreed(self, seqs: Sequences) -> Tensor:
         """[B, S]: how many tokens that end here agree with the end of the row, up to `longest`."""

@@ -249,13 +249,12 @@ def open_race(
     filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in asked[:rows]]
     runs = {}
     for name in names:
-        made = bank(rig, name, rows, asked, space, watches[name])
-        made.rehearse(policy(rig, name, costs).widest - 1)
+        made, chosen = bank(rig, name, rows, asked, space, watches[name]), policy(rig, name, costs)
+        made.rehearse(chosen.widest - 1)
         watches[name].start()
         serve(Server(made, policy(rig, name, costs), chunk, queue=rows), Timed(filling))
         watches[name].stop()
-        server = Server(made, policy(rig, name, costs), chunk, queue)
-        runs[name] = Run(server, offered.arriving())
+        runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
     going, turn = list(names), 0
     with tqdm(total=len(asked) * len(names), desc="serving", unit="request", delay=1) as bar:
         while going:

@@ -87,7 +87,7 @@ class EngineBank:
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
-        self._told: tuple[list[int], tuple[int, ...]] = [], ()
+        self._told, self._said = list[int](), tuple[int, ...]()
         self._near = np.zeros(self.rows, dtype=np.int64)
         self._budget = torch.from_numpy(self._near).to(device)  # on a CPU the same memory
         self._reach = torch.full((engine.drafter.grades,), room, device=device)
@@ -188,11 +188,13 @@ class EngineBank:
         all_written = rows == len(budget) and min(budget) >= 0
         if not depth and (all_written or self.engine.graphs is not None):
             return self._window(0, rows, longest)
-        if self._told != (budget, reach):
-            self._told = list(budget), reach
+        if self._told != budget:
+            self._told = list(budget)
             self._near[: len(budget)], self._near[len(budget) :] = budget, -1
             if self._budget.is_cuda:
                 self._budget.copy_(torch.from_numpy(self._near))
+        if self._said != reach:
+            self._said = reach
             self._reach.copy_(torch.tensor(reach or [self.room] * len(self._reach)))
         return self._window(0, rows, longest, ragged=True)
 
