@@ -104,6 +104,11 @@ class EngineBank:
         """See `Engine.steady`."""
         return self.engine.steady
 
+    @property
+    def reads(self) -> bool:
+        """Has the drafter models, which read a text before they can go on with it?"""
+        return bool(self.engine.drafter.models)
+
     def clock(self) -> float:
         return self.timer.clock()
 

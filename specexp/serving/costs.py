@@ -157,6 +157,11 @@ class Costs:
         """How many the drafter tells apart (`Drafter.grades`)."""
         return int(self.about.get("grades", 1))
 
+    @property
+    def reads(self) -> bool:
+        """Has the drafter models that read a text (`EngineBank.reads`)?"""
+        return bool(self.about.get("reads"))
+
     def level_s(self, rows: float, depth: int, context: float) -> float:
         """What it takes so many rows to guess one deeper, to `depth`."""
         before = self.draft_s(rows, depth - 1, context) if depth > 1 else 0.0
@@ -315,7 +320,8 @@ def about(engine: Engine) -> dict[str, Any]:
         "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
         "temperature": engine.sampling.temperature, "parameters": target.parameters,
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
-        "grades": engine.drafter.grades, "passes": type(target.net).__name__.lower(),
+        "grades": engine.drafter.grades, "reads": bool(engine.drafter.models),
+        "passes": type(target.net).__name__.lower(),
         "rounds": "replayed" if engine.recordings else "run",
         **fingerprint(target.device, target.dtype),
     }  # fmt: skip

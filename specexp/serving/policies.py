@@ -120,7 +120,7 @@ class Bandit:
         if seconds is not None:
             self.sums[0] += sum(step.emitted for step in steps) / max(1, len(steps))
             self.sums[1] += seconds
-        if self.left or not self.sums[0]:
+        if self.left or not all(self.sums):
             return
         reward = math.log(self.sums[0] / self.sums[1])
         tried = self.tried.get(self.current, 0.0)

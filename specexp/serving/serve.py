@@ -2,9 +2,10 @@
 
 One step admits whoever fits, reads a chunk of the prompts that are not read yet, and runs one
 round, in which each row drafts as much as the policy says, after its drafter has read a chunk of
-what it lacks. A row that ends is free at once; its place goes to the next request, or the last row
-moves into it, so that passes cover no more rows than are in use. Nothing here knows what a bank is
-made of: an engine (bank.py) or a simulation (simulate.py).
+what it lacks; its first round is plain if the drafter would have to read the prompt. A row that
+ends is free at once; its place goes to the next request, or the last row moves into it, so that
+passes cover no more rows than are in use. Nothing here knows what a bank is made of: an engine
+(bank.py) or a simulation (simulate.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 from specexp.errors import UserError
-from specexp.policy import Load, Policy, Stream
+from specexp.policy import Load, Plan, Policy, Stream
 from specexp.serving.bank import OutOfMemory, window
 from specexp.trace import Step
 from specexp.tree import Tree
@@ -39,6 +40,8 @@ class Bank(Protocol):
     def context(self) -> int: ...
     @property
     def steady(self) -> bool: ...
+    @property
+    def reads(self) -> bool: ...
     def clock(self) -> float: ...
     def wait(self, until: float) -> None: ...
     def enter(self, row: int, text: Sequence[int], stream: int) -> None: ...
@@ -265,7 +268,7 @@ class Server:
             for s in used
         ))  # fmt: skip
         begin = self.now
-        plan = self.policy.choose(load)
+        plan = self._first_token_first(self.policy.choose(load), load)
         budget = [-1 if s is None else plan.depth(row) for row, s in enumerate(load.streams)]
         lacking = self._catch_up(budget, longest) if max(budget) > 0 else set()
         tree = plan.tree.cut(max(budget))
@@ -276,6 +279,14 @@ class Server:
         seconds = self.now - begin if self.bank.steady else None
         self.policy.learn(load, plan, judged, seconds)
         return budget, steps
+
+    def _first_token_first(self, plan: Plan, load: Load) -> Plan:
+        """The same plan, but no text's first token waits until a drafter has read the prompt."""
+        begins = [s is not None and not s.rounds for s in load.streams]
+        if not (plan.tree.depth and self.bank.reads and any(begins)):
+            return plan
+        budget = tuple(0 if new else plan.depth(row) for row, new in enumerate(begins))
+        return plan._replace(tree=plan.tree.cut(max(budget)), budget=budget)
 
     def _catch_up(self, budget: Sequence[int], longest: int) -> set[int]:
         """Of those who draft, whoever is far behind catches up alone, a chunk in all, and then all

@@ -42,7 +42,7 @@ class SimulatedBank:
     ) -> None:
         self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
         self.rows, self.slots, self.room = rows, slots, room
-        self.context = 1 << 30
+        self.context, self.reads = 1 << 30, costs.reads
         self.random = random.Random(seed).random
         self.time = 0.0
         self.texts: dict[int, _Row] = {}
