@@ -136,7 +136,7 @@ def test_an_end_of_text_does_not_empty_the_batch(rig):
 
 
 def test_costs_and_prediction_start_from_the_plain_step(rig):
-    costs = bench.pass_costs(rig, PROMPTS[0], [1, 3], repeats=3)
+    costs = bench.pass_costs(rig, PROMPTS, [1, 3], repeats=3)
     assert list(costs["gamma"]) == [0, 1, 3]
     assert (costs["verify_s"] > 0).all()
     costs = pd.DataFrame(
@@ -157,7 +157,7 @@ def test_rounds_are_kept_one_row_each(latency):
 
 
 def test_every_figure_is_drawn_with_a_title(acceptance, latency, throughput, rig):
-    costs = bench.pass_costs(rig, PROMPTS[0], [1, 3], repeats=3)
+    costs = bench.pass_costs(rig, PROMPTS, [1, 3], repeats=3)
     foretold = bench.predicted(costs, bench.pooled(latency[latency["gamma"] == 3]))
     warm = bench.acceptance([rig], PROMPTS, 8, [0.0, 1.0])
     by_batch = bench.speedups(throughput, "batch")

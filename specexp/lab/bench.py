@@ -8,7 +8,7 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -205,21 +205,14 @@ def duel(
     return pd.DataFrame(rows)
 
 
-def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFrame:
-    """One row an arm: median seconds to draft, to verify and to decide, in turns; `step_s` is a
+def costs(arms: dict[Any, Rig], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
+    """One row an arm: seconds to draft, to verify and to decide (see `_phases`); `step_s` is a
     plain step. `weights_mb` and `kv_bytes` (a token) are what the drafter adds to the target."""
     first = next(iter(arms.values()))
-    ids = first.encode([prompt.text])
     engines = {None: first.engine.plain(), **{arm: rig.engine for arm, rig in arms.items()}}
-    seen: dict[Any, list[tuple[float, float, float]]] = {arm: [] for arm in engines}
-    for visit in range(1 + -(-repeats // SEEN)):
-        for arm in list(engines) if visit % 2 else list(engines)[::-1]:
-            engine = engines[arm]  # arms share the target and its cache: each prefills again
-            seqs = Sequences.of(ids, 64, slack=engine.policy.widest, device=engine.target.device)
-            seqs = engine.begin(seqs)
-            seen[arm] += _rounds(engine, seqs, _tree(engine))
-    medians = {arm: np.median(times[SEEN:], axis=0) for arm, times in seen.items()}
-    step = float(medians.pop(None).sum())
+    kinds = {arm: (engine, _tree(engine)) for arm, engine in engines.items()}
+    found = _phases(kinds, first.encode([p.text for p in prompts]), repeats)
+    step = sum(found.pop(None))
     return pd.DataFrame(
         {
             "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
@@ -228,7 +221,7 @@ def costs(arms: dict[Any, Rig], prompt: Prompt, repeats: int = 15) -> pd.DataFra
             "kv_bytes": sum(m.kv_bytes_per_token for m in engines[arm].drafter.models
                             if m.cache is not engines[arm].target.cache),
         }
-        for arm, (draft, verify, rest) in medians.items()
+        for arm, (draft, verify, rest) in found.items()
     )  # fmt: skip
 
 
@@ -339,49 +332,66 @@ def full_batch(trace: Trace) -> tuple[float, int]:
 
 
 def pass_costs(
-    rig: Rig, prompt: Prompt, gammas: Sequence[int], batch: int = 1, repeats: int = 15
+    rig: Rig, prompts: Sequence[Prompt], gammas: Sequence[int], repeats: int = 40
 ) -> pd.DataFrame:
-    """Median seconds to draft gamma tokens and to verify them, phases timed apart on one prompt.
+    """Seconds to draft gamma tokens and to verify them, phases timed apart (see `_phases`).
 
     The row gamma = 0 is a plain step. The rule and the commit are in `rest_s`.
     """
-    engine = rig.engine
-    seqs = Sequences.of(
-        rig.encode([prompt.text]) * batch, 64, slack=max(gammas) + 1, device=engine.target.device
+    kinds = {g: (rig.engine, Tree.chain(g)) for g in sorted({0, *gammas})}
+    found = _phases(kinds, rig.encode([p.text for p in prompts]), repeats)
+    return pd.DataFrame(
+        {"gamma": gamma, "draft_s": draft, "verify_s": verify, "rest_s": rest}
+        for gamma, (draft, verify, rest) in found.items()
     )
-    seqs = engine.begin(seqs)
-    wanted = sorted({0, *gammas})
-    seen: dict[int, list[tuple[float, float, float]]] = {g: [] for g in wanted}
+
+
+def _phases(
+    kinds: Mapping[Any, tuple[Engine, Tree]], texts: Sequence[list[int]], repeats: int
+) -> dict[Any, tuple[float, ...]]:
+    """Seconds to draft, to verify, and for all else, of `repeats` rounds of each kind, which take
+    turns at going on with one text after another: the median of those that found as many guesses,
+    and the mean over how many they found."""
+    seen: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
+    deepest = max(tree.depth for _, tree in kinds.values())
+    size = max(map(len, texts)) + (CALM + SEEN) * (1 + deepest)  # one for all: recorded once
     for visit in range(1 + -(-repeats // SEEN)):
-        for gamma in wanted if visit % 2 else wanted[::-1]:
-            seen[gamma] += _rounds(engine, seqs, Tree.chain(gamma))
-    rows = []
-    for gamma, times in seen.items():
-        draft, verify, rest = np.median(times[SEEN:], axis=0)
-        rows.append({"gamma": gamma, "draft_s": draft, "verify_s": verify, "rest_s": rest})
-    return pd.DataFrame(rows)
+        for kind in list(kinds) if visit % 2 else list(kinds)[::-1]:
+            engine, tree = kinds[kind]  # kinds share the target and its cache: each reads again
+            found = _rounds(engine, tree, texts[visit % len(texts)], size)
+            seen[kind] += found if visit else []
+    return {kind: _typical(rounds) for kind, rounds in seen.items()}
+
+
+def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
+    alike = pd.DataFrame(rounds).groupby(0)
+    return tuple(np.average(alike.median(), axis=0, weights=alike.size()))
 
 
 @torch.inference_mode()
-def _rounds(engine: Engine, seqs: Sequences, tree: Tree) -> list[tuple[float, float, float]]:
-    """Seconds to draft, to verify, and for all else, of some rounds that find in the caches what
-    others like them left. Each is taken back."""
-    length, limit = seqs.length.clone(), seqs.limit.clone()
-    found: list[tuple[float, float, float]] = []
-    for _ in range((LEAD if tree.depth else CALM) + SEEN):
+def _rounds(
+    engine: Engine, tree: Tree, text: list[int], size: int
+) -> list[tuple[float, float, float, float]]:
+    """Guesses made, and seconds to draft, to verify, and for all else, of the rounds that go on
+    with a text, but for the first, which find in the caches what rounds unlike them left."""
+    new = max(1, min(size, engine.target.context) - len(text))
+    seqs = Sequences.of([text], new, slack=tree.room, device=engine.target.device)
+    seqs = engine.begin(seqs)
+    lead = max(LEAD if tree.depth else CALM, 1 + engine.warm)
+    found: list[tuple[float, float, float, float]] = []
+    live = 1
+    while live and len(found) < lead + SEEN:
         now = [_clock(engine)]
-        engine.report(seqs, tree)
-        now.append(_clock(engine))
-        seqs.length.copy_(length)
-        seqs.limit.copy_(limit)
-        now.append(_clock(engine))
         draft = engine.drafted(seqs, tree)
         now.append(_clock(engine))
         engine.verified(seqs, draft)
         now.append(_clock(engine))
-        whole, _, drafting, verifying = np.diff(now)
-        found.append((drafting, verifying, max(0.0, whole - drafting - verifying)))
-    return found[-SEEN:]
+        report = engine.report(seqs, tree)
+        now.append(_clock(engine))
+        drafting, verifying, whole = np.diff(now)
+        [step], [[_, _, live, *_]] = engine.steps(report), report
+        found.append((step.drafted, drafting, verifying, max(0.0, whole - drafting - verifying)))
+    return found[lead:] or found[-1:]
 
 
 def _tree(engine: Engine) -> Tree:
