@@ -85,7 +85,7 @@ class Rig:
 def build(
     target: str = "target-10m",
     drafter: str = "model",
-    gamma: int = 5,
+    gamma: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -97,9 +97,9 @@ def build(
 ) -> Rig:
     """Load and wire a pairing.
 
-    gamma: draft length of a chain, and depth of a grown tree; tree: see `Tree.parse`; rule: see
-    `rules.of`, or "auto": reject for guesses that are drawn, match for those that are chosen, as
-    all are at temperature 0.
+    gamma: draft length of a chain, and depth of a grown tree, by default the usual one; tree: see
+    `Tree.parse`; rule: see `rules.of`, or "auto": reject for guesses that are drawn, match for
+    those that are chosen, as all are at temperature 0.
     device "auto" takes the GPU when there is one. Raises UserError with one line for bad input.
     """
     tokenizer = _tokenizer(target)
@@ -110,6 +110,8 @@ def build(
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
+    if gamma is None:
+        options["gamma"] = usual_gamma(options)
     return _assemble(model, tokenizer, **options)
 
 
@@ -130,7 +132,7 @@ def warm(params: Mapping[str, Any]) -> None:
     """Load the models that `build` would for this target, drafter, dtype and device, and keep them:
     this process, and those forked from it, then need not. Raises as `build` does."""
     named = {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
-    _WARM.append(build(**named, gamma=usual_gamma(_DEFAULTS | named)))
+    _WARM.append(build(**named))
 
 
 _WARM: list[Rig] = []
@@ -421,7 +423,10 @@ def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
     fixed = _DEFAULTS | {name: value for name, value in params.items() if name in _DEFAULTS}
     lists = {name: values for name, values in named.items() if values}
     for values in itertools.product(*lists.values()):
-        yield fixed | dict(zip(lists, values, strict=True))
+        options = fixed | dict(zip(lists, values, strict=True))
+        if options["gamma"] is None:
+            options["gamma"] = usual_gamma(options)
+        yield options
 
 
 def _check_pairing(once: Once, *options: tuple[str, Any]) -> Pairing:

@@ -440,10 +440,9 @@ def foretold(
     overall = bench.pooled(accepted).conditional
     kept = {r.stream: kinds.get(r.kind, overall) for r in offered.requests}
     costs = replace(costs, about=costs.about | {"grades": 1})  # nobody is sure of what is imagined
-    deepest = max(costs.gammas)
     runs = {}
     for name in names:
-        chosen = policies.of("never" if name == "plain" else name, costs, deepest)
+        chosen = policies.of("never" if name == "plain" else name, costs)
         slots = slots_for(offered.requests, chosen.widest)
         made = SimulatedBank(
             costs.slower(*pace), kept.__getitem__, rows, slots, chosen.widest, overhead_s=overhead_s

@@ -59,9 +59,9 @@ def profile(
     force: bool = False,
 ) -> Costs:
     """The cost table of a rig: the stored one if it is of these models, this device and dtype and
-    has all these points, or else (or by `force`) a new one, which is stored. contexts: by default
-    those of `CONTEXTS` that the models reach."""
-    path = place(rig)
+    has all these points, or else (or by `force`) a new one, which is stored. gammas: those that the
+    drafter can do count; contexts: by default those of `CONTEXTS` that the models reach."""
+    path, gammas = place(rig), [g for g in gammas if g <= rig.deepest]
     if contexts is None:
         longest = min(rig.target.context, rig.engine.drafter.context)
         contexts = [c for c in CONTEXTS if c <= longest] or [longest]
@@ -73,7 +73,7 @@ def profile(
             if hours > FRESH:
                 log.warning("%s was measured %.0f hours ago: if the machine is otherwise busy now, "
                             "`specexp profile --force` measures it anew", path, hours)  # fmt: skip
-            return stored
+            return stored.upto(max(gammas))
     ids = rig.encode([prompt.text for prompt in load("all", limit=10)])
     with tqdm(desc="costs", unit="setting", delay=1) as bar:
 

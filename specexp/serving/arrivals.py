@@ -119,12 +119,13 @@ def read_csv(path: str | Path) -> list[Arrival]:
     """A trace in the columns of BurstGPT, times counted from its first row. Requests that failed
     (no response tokens) are left out. Raises UserError that names file and line."""
     try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as e:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise UserError(f"cannot read the trace {path}: {e}") from e
     found: list[Arrival] = []
-    for line, row in enumerate(rows, 2):
+    for line, row in rows:
         try:
             at, prompt, output = (float(row[COLUMNS[i]]) for i in (0, 2, 3))
         except (KeyError, TypeError, ValueError) as e:
@@ -135,7 +136,7 @@ def read_csv(path: str | Path) -> list[Arrival]:
             raise UserError(f"{path}:{line}: times and tokens must be finite and not negative")
         if found and at < found[-1].at_s:
             raise UserError(f"{path}:{line}: comes before the line above it; sort the trace")
-        if output and prompt:
+        if int(output) and int(prompt):
             found.append(Arrival(at, int(prompt), int(output)))
     if not found:
         raise UserError(f"{path} has no request with tokens in it")

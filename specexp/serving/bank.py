@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -87,7 +88,7 @@ class EngineBank:
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
-        self._told, self._said = list[int](), tuple[int, ...]()
+        self._told, self._said = tuple[int, ...](), tuple[int, ...]()
         self._near = np.zeros(self.rows, dtype=np.int64)
         self._budget = torch.from_numpy(self._near).to(device)  # on a CPU the same memory
         self._reach = torch.full((engine.drafter.grades,), room, device=device)
@@ -98,6 +99,11 @@ class EngineBank:
     def context(self) -> int:
         """The longest text that the target can continue."""
         return self.engine.target.context
+
+    @property
+    def drafter_context(self) -> int:
+        """The longest text that the drafter can continue, its guesses included."""
+        return self.engine.drafter.context
 
     @property
     def steady(self) -> bool:
@@ -160,9 +166,7 @@ class EngineBank:
     ) -> list[Step]:
         """One round of the first rows, none of them longer than `longest`: each drafts as deep as
         its budget, -1: it is not written, and as the reach of its grade, if given."""
-        tree = tree.cut(max(0, self.engine.drafter.context - longest))
-        tokens = self._covered(len(budget)) * (1 + tree.depth)
-        if all(tokens <= lm.net.sparing for lm in self.engine.models):
+        if self._spares(self._covered(len(budget)), tree):
             longest = self.slots  # costs nothing, and what is recorded serves texts of any length
         with _memory():
             report = self.engine.report(self._rows(budget, longest, tree.depth, reach), tree)
@@ -170,13 +174,24 @@ class EngineBank:
 
     def rehearse(self, deepest: int) -> None:
         """Where rounds are recorded, record those of every size that drafts up to so deep, before
-        anybody waits for them. Nothing is written."""
+        anybody waits for them, if they serve texts of any length and memory lasts: the smallest
+        last, for those are kept longest. Nothing is written."""
         if self.engine.recordings is None or self.engine.drafter.on_host:
             return
-        for rows in sorted({self._covered(n) for n in range(1, self.rows + 1)}):
-            for depth, part in [(0, 0), *((depth, -1) for depth in range(deepest + 1))]:
-                for _ in range(self.engine.warm + 1):
-                    self.round([part] * rows, 1, Tree.chain(depth))
+        sizes = sorted({self._covered(n) for n in range(1, self.rows + 1)}, reverse=True)
+        kinds = [(0, 0), *((depth, -1) for depth in range(deepest + 1))]
+        for rows, (depth, part) in product(sizes, kinds):
+            if self._spares(rows, Tree.chain(depth)):
+                try:
+                    for _ in range(self.engine.warm + 1):
+                        self.round([part] * rows, 1, Tree.chain(depth))
+                except OutOfMemory:
+                    return
+
+    def _spares(self, rows: int, tree: Tree) -> bool:
+        """Does such a pass read of each text only what there is, however many slots it covers?"""
+        tokens = rows * (1 + tree.depth)
+        return all(tokens <= lm.net.sparing for lm in self.engine.models)
 
     def _covered(self, rows: int) -> int:
         """Where rounds are recorded, as many free rows besides as make a size that is known: a
@@ -194,7 +209,7 @@ class EngineBank:
         if not depth and (all_written or self.engine.graphs is not None):
             return self._window(0, rows, longest)
         if self._told != budget:
-            self._told = list(budget)
+            self._told = tuple(budget)
             self._near[: len(budget)], self._near[len(budget) :] = budget, -1
             if self._budget.is_cuda:
                 self._budget.copy_(torch.from_numpy(self._near))

@@ -147,6 +147,13 @@ class Costs:
             return self.step_s(batch, context)
         return self.draft_s(batch, gamma, context) + self.verify_s(batch, gamma + 1, context)
 
+    def upto(self, deepest: int) -> Costs:
+        """The same as far as drafts of that length."""
+        n = sum(tokens <= 1 + deepest for tokens in self.tokens)
+        m = sum(gamma <= deepest for gamma in self.gammas)
+        return replace(self, tokens=self.tokens[:n], verify=self.verify[:, :n],
+                       gammas=self.gammas[:m], draft=self.draft[:, :m])  # fmt: skip
+
     @property
     def packs(self) -> bool:
         """Do the target's passes leave out guesses that were not made? Else they are paid for."""

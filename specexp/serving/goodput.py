@@ -364,7 +364,6 @@ class Goodput:
     def _digest(self) -> None:
         """Learn from all rounds since the last thought at once: each alone would be as slow as code
         is that has just been swept from the caches."""
-        drafting_s: dict[int, float] = {}  # of each plan
         for load, plan, steps, seconds in self.told:
             depth, behind = plan.tree.depth, 0
             self.plainly = 0 if depth else self.plainly + 1
@@ -378,9 +377,7 @@ class Goodput:
                 self._judge(load, plan, steps)
             calm = depth or self.plainly > self.calm
             if calm and behind < LONG and seconds is not None:
-                if id(plan) not in drafting_s:
-                    drafting_s[id(plan)] = self._drafting_s(load, plan)
-                price = drafting_s[id(plan)] + self._checking_s(load, plan, steps)
+                price = self._drafting_s(load, plan) + self._checking_s(load, plan, steps)
                 price += self.costs.catch_up_s(behind) if behind else 0.0
                 self.times[_size(self._paid(load)), depth].append(seconds / price)
         for (size, depth), times in self.times.items():

@@ -117,8 +117,8 @@ class Bandit:
         return max(self.gammas, key=hope)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        if seconds is not None:
-            self.sums[0] += sum(step.emitted for step in steps) / max(1, len(steps))
+        if steps and seconds is not None:
+            self.sums[0] += sum(step.emitted for step in steps) / len(steps)
             self.sums[1] += seconds
         if self.left or not all(self.sums):
             return

@@ -39,6 +39,8 @@ class Bank(Protocol):
     @property
     def context(self) -> int: ...
     @property
+    def drafter_context(self) -> int: ...
+    @property
     def steady(self) -> bool: ...
     @property
     def reads(self) -> bool: ...
@@ -194,8 +196,8 @@ class Server:
         """Stop a request: it keeps what was written and its row is free for the next one."""
         if answer.over:
             return
-        if answer in self.waiting:
-            self.waiting.remove(answer)
+        if answer.state == "waiting":
+            self.waiting = deque(other for other in self.waiting if other is not answer)
             self._end(answer, "cancelled")
             return
         row = next(i for i, seat in enumerate(self.seats) if seat and seat.answer is answer)
@@ -210,14 +212,14 @@ class Server:
         waiting = len(self.waiting)
         try:
             read = self._read()
-            budget, steps = self._round()
+            rows, steps = self._round()
         except OutOfMemory as e:
             self._shrink(str(e))
             return True
         self._compact()
         self.ticks.append(Tick(
-            begin, self.now, self._busy, waiting, read, live=len(steps),
-            rows=len(budget), speculated=sum(depth > 0 for depth in budget),
+            begin, self.now, self._busy, waiting, read, len(steps), rows,
+            speculated=sum(step.drafted > 0 for step in steps),
             drafted=sum(step.drafted for step in steps),
             accepted=sum(step.accepted for step in steps),
             emitted=sum(step.emitted for step in steps),
@@ -254,12 +256,12 @@ class Server:
                 break
         return self.chunk - left
 
-    def _round(self) -> tuple[list[int], list[Step]]:
-        """One round of the rows in use; how deep each of them drafted, and what became of it."""
+    def _round(self) -> tuple[int, list[Step]]:
+        """One round of the rows in use: how many they are, and what became of it."""
         top = 1 + max(row for row, seat in enumerate(self.seats) if seat)
         used = self.seats[:top]
         if not any(seat and seat.writing for seat in used):
-            return [], []
+            return 0, []
         longest = max(seat.length for seat in used if seat)
         context = window(longest + self.bank.room, self.bank.slots)
         load = Load(top, context, len(self.waiting), tuple(
@@ -268,25 +270,26 @@ class Server:
             for s in used
         ))  # fmt: skip
         begin = self.now
-        plan = self._first_token_first(self.policy.choose(load), load)
-        budget = [-1 if s is None else plan.depth(row) for row, s in enumerate(load.streams)]
-        lacking = self._catch_up(budget, longest) if max(budget) > 0 else set()
-        tree = plan.tree.cut(max(budget))
-        steps = self._timed(self.bank.round, budget, longest, tree, plan.reach)
+        plan = self._possible(self.policy.choose(load), load, longest)
+        lacking = self._catch_up(plan.budget, longest) if plan.tree.depth else set()
+        steps = self._timed(self.bank.round, plan.budget, longest, plan.tree, plan.reach)
         for step in steps:
-            self._settle(step, min(plan.asked(step), tree.depth))
+            self._settle(step, plan)
         judged = [step for step in steps if step.row not in lacking]
         seconds = self.now - begin if self.bank.steady else None
         self.policy.learn(load, plan, judged, seconds)
-        return budget, steps
+        return top, steps
 
-    def _first_token_first(self, plan: Plan, load: Load) -> Plan:
-        """The same plan, but no text's first token waits until a drafter has read the prompt."""
-        begins = [s is not None and not s.rounds for s in load.streams]
-        if not (plan.tree.depth and self.bank.reads and any(begins)):
-            return plan
-        budget = tuple(0 if new else plan.depth(row) for row, new in enumerate(begins))
-        return plan._replace(tree=plan.tree.cut(max(budget)), budget=budget)
+    def _possible(self, plan: Plan, load: Load, longest: int) -> Plan:
+        """What of a plan is done: drafts end with the drafter's context, and no first token waits
+        until a drafter has read the prompt. A budget for every row, -1: it is not written."""
+        most = max(0, self.bank.drafter_context - longest)
+        reads = self.bank.reads
+        budget = tuple(
+            -1 if s is None else 0 if reads and not s.rounds else min(most, plan.depth(row))
+            for row, s in enumerate(load.streams)
+        )
+        return plan._replace(tree=plan.tree.cut(max(0, *budget)), budget=budget)
 
     def _catch_up(self, budget: Sequence[int], longest: int) -> set[int]:
         """Of those who draft, whoever is far behind catches up alone, a chunk in all, and then all
@@ -307,18 +310,18 @@ class Server:
             seat.guided = seat.length - 1
         return {row for row, seat in writing if seat.behind}
 
-    def _settle(self, step: Step, asked: int) -> None:
-        """asked: how many guesses the row might have had."""
+    def _settle(self, step: Step, plan: Plan) -> None:
         seat = self.seats[step.row]
         assert seat is not None
         answer = seat.answer
         if step.broken:
             self._vacate(step.row, "failed", f"{step.broken} produced NaN or infinite logits")
             return
-        guided = not seat.behind
+        guided = not seat.behind and plan.depth(step.row) > 0
         seat.length += step.emitted
-        if asked and guided:
+        if guided:
             seat.guided = seat.length - 1
+        if guided and (asked := plan.asked(step)):
             seat.judged = FADE * seat.judged + min(step.accepted + 1, asked)
             seat.kept = FADE * seat.kept + step.accepted
             seat.asked = FADE * seat.asked + asked

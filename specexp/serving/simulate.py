@@ -23,10 +23,14 @@ class _Row:
     limit: int
     conditional: Sequence[float]
 
+    def chance(self, guess: int) -> float:
+        return self.conditional[min(guess, len(self.conditional) - 1)] if self.conditional else 0.0
+
 
 class SimulatedBank:
     """conditional(stream): P(guess i kept given that guess i - 1 was), i = 1, 2, ..., of the
-    request with that stream. overhead_s: what a step costs beside its passes."""
+    request with that stream, later ones being as likely as the last. overhead_s: what a step costs
+    beside its passes."""
 
     steady = True  # rounds take as long from the first
 
@@ -42,7 +46,8 @@ class SimulatedBank:
     ) -> None:
         self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
         self.rows, self.slots, self.room = rows, slots, room
-        self.context, self.reads = 1 << 30, costs.reads
+        self.context = self.drafter_context = 1 << 30
+        self.reads = costs.reads
         self.random = random.Random(seed).random
         self.time = 0.0
         self.texts: dict[int, _Row] = {}
@@ -81,9 +86,7 @@ class SimulatedBank:
             if text is None or text.length >= text.limit:
                 continue
             accepted = 0
-            for chance in text.conditional[:gamma]:
-                if self.random() >= chance:
-                    break
+            while accepted < gamma and self.random() < text.chance(accepted):
                 accepted += 1
             emitted = min(accepted + 1, text.limit - text.length)
             text.length += emitted
