@@ -84,6 +84,12 @@ def test_a_prompt_that_is_repeated_makes_no_interval_narrower(latency, throughpu
     of_speed = bench.speedups(pd.concat([part] * 20), "gamma")
     columns = ["speedup", "low", "high"]
     pd.testing.assert_frame_equal(of_speed[columns], bench.speedups(part, "gamma")[columns])
+    many = pd.concat([throughput[throughput["batch"] == 1]] * 20)
+    assert many["number"].nunique() == 3
+    of_batches = bench.speedups(many, "batch")[columns]
+    pd.testing.assert_frame_equal(
+        of_batches, bench.speedups(many[: len(many) // 20], "batch")[columns]
+    )
     found = bench.throughput_metrics(throughput)[0]
     once = throughput[(throughput["batch"] == 1) & (throughput["repeat"] == 0)]
     assert found["acceptance/rate_ci_low"] == bench.acceptance_metrics(once)[0][names[0]]

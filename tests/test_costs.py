@@ -518,9 +518,10 @@ def throughputs(table, factor):
     for gamma, batch in itertools.product((1, 3), (2, 8)):
         kept = Acceptance.pooled(SAMPLES["record"])
         told = table.speedup(batch, gamma, kept.conditional, 128)
-        for s in (0.9, 1.1):
+        for number, s in enumerate((0.9, 1.1)):
             rows.append(
-                {"gamma": gamma, "batch": batch, "context": 128, "s": s, "tokens": 10}
+                {"gamma": gamma, "batch": batch, "number": number, "context": 128}
+                | {"s": s, "tokens": 10}
                 | {"plain_s": factor * told * s, "plain_tokens": 10, "record": kept}
             )
     return pd.DataFrame(rows)
@@ -543,7 +544,7 @@ def test_a_sweep_and_the_tax_have_a_row_for_every_place(rig):
     taxes = maps.tax(rig, PROMPTS, [1, 2], 6, repeats=2)
     assert list(taxes["batch"]) == [1, 2]
     assert (taxes["low"] <= taxes["tax"]).all()
-    assert (taxes["low"] > -1).all()
+    assert (taxes["low"] >= -1).all()
 
 
 def test_the_idle_drafter_is_taxed_and_drafts_nothing(rig, monkeypatch):

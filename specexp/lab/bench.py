@@ -18,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 from specexp import theory
+from specexp.cache import rounded
 from specexp.engine import Engine
 from specexp.lab import stats
 from specexp.lab.build import Rig
@@ -32,6 +33,7 @@ from specexp.trace import Acceptance, Trace
 from specexp.tree import Tree
 
 WARM_UP_TOKENS = 8
+SOME = 3  # batches whose texts tell something of others
 SEEN = 5  # rounds of a kind whose phases are timed, at each visit
 
 
@@ -64,7 +66,7 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     """Metrics and per-position series of one pairing, checked, as they are logged."""
     record = pooled(samples)
     record.check()
-    rate = stats.share(*_units(samples, "accepted", "drafted"))
+    rate = stats.share(*units(samples, "accepted", "drafted"))
     metrics = {
         "acceptance/rate": record.rate,
         "acceptance/rate_ci_low": rate.low,
@@ -422,7 +424,7 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     """Speedup with its interval, tokens/s of both arms and acceptance length, by a column."""
     rows = []
     for key, part in samples.groupby(by):
-        s = stats.speedup(*_units(part, "plain_s", "plain_tokens", "s", "tokens"))
+        s = stats.speedup(*units(part, "plain_s", "plain_tokens", "s", "tokens"))
         rows.append(
             {by: key, "speedup": s.value, "low": s.low, "high": s.high}
             | {"tok_s": part["tokens"].sum() / part["s"].sum()}
@@ -432,11 +434,13 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
-    """Columns over the units of an interval: prompts, however often repeated, where rows have
-    one."""
-    if "question_id" in samples:
-        samples = samples.groupby("question_id", sort=False)[list(columns)].sum()
+def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
+    """Columns over the units of an interval, however often repeated: prompts, or batches of them.
+    Of fewer than `SOME` batches the repeats are the units: then the interval is one of times, and
+    says nothing of other texts."""
+    unit = "question_id" if "question_id" in samples else "number"
+    if unit == "question_id" or samples[unit].nunique() >= SOME:
+        samples = samples.groupby(unit, sort=False)[list(columns)].sum()
     return [samples[column].to_numpy() for column in columns]
 
 
@@ -480,13 +484,15 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -> None:
-    """A few tokens of the first batch; where graphs are recorded, all of every batch."""
-    for engine in engines:
-        if engine.graphs is None:
+    """A few tokens of the first batch; where rounds are recorded, all of a batch of every size. The
+    largest first: engines share the target's cache, and what is recorded goes when that grows."""
+    for engine in sorted(engines, key=lambda engine: -engine.policy.widest):
+        if engine.recordings is None:
             engine.generate(ids[0], WARM_UP_TOKENS)
-        else:
-            for batch in ids:
-                engine.generate(batch, most)
+            continue
+        longest = {rounded(max(map(len, b)) + most + engine.policy.widest): b for b in ids}
+        for _, batch in sorted(longest.items(), reverse=True):
+            engine.generate(batch, most)
 
 
 def _row(rig: Rig, prompt: Prompt) -> dict[str, Any]:

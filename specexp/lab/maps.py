@@ -176,7 +176,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     rows = []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
-        found = stats.speedup(part["plain_s"], part["plain_tokens"], part["s"], part["tokens"])
+        found = stats.speedup(*bench.units(part, "plain_s", "plain_tokens", "s", "tokens"))
         own = bench.pooled(part).conditional
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}

@@ -65,7 +65,9 @@ def peers(
     arms |= {("theirs", name): write for name, write in theirs.items()}
     few = [arm for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")]
     with same_settings([rig.target.module, *_draft_module(rig)], gamma, rig.engine.sampling):
-        alone = turns.take(arms, [[row] for row in ids] * repeats, device, "peers")
+        each = [[row] for row in ids]
+        longest_first = sorted(each, key=lambda rows: -len(rows[0]))
+        alone = turns.take(arms, each * repeats, device, "peers", warm=longest_first)
         packed = turns.take(
             {arm: arms[arm] for arm in few},
             [crowd] * max(repeats, stats.FEWEST),

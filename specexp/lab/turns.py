@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from specexp import graphs
 from specexp.lab import stats
 from specexp.lab.stats import Interval
 
@@ -43,14 +42,14 @@ def take(
     device: torch.device,
     about: str,
     lead: int = 0,
+    warm: Sequence[Item] = (),
 ) -> dict[Arm, list[Turn]]:
-    """Give every item to every arm, in reverse order every other turn, after a turn of the first
-    item that does not count; where graphs are recorded, of every item, since an item may have
-    shapes of its own. One turn an item, in order. about: what the progress bar says."""
+    """Give every item to every arm, in reverse order every other turn, after turns that do not
+    count: of `warm`, items of every shape where rounds are recorded, or else of the first one; and
+    before each turn `lead` more of its own. One turn an item, in order. about: what the progress
+    bar says."""
     seen: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
-    first = items[:1]
-    if graphs.on(device):
-        first = [item for i, item in enumerate(items) if item not in items[:i]]
+    first = warm or items[:1]
     with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, unit="call") as bar:
         for number, item in enumerate([*first, *items], 1 - len(first)):
             for arm in list(arms)[:: -1 if number % 2 else 1]:
