@@ -439,7 +439,7 @@ def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
     Of fewer than `SOME` batches the repeats are the units: then the interval is one of times, and
     says nothing of other texts."""
     unit = "question_id" if "question_id" in samples else "number"
-    if unit == "question_id" or samples[unit].nunique() >= SOME:
+    if unit == "question_id" or samples.get(unit, pd.Series()).nunique() >= SOME:
         samples = samples.groupby(unit, sort=False)[list(columns)].sum()
     return [samples[column].to_numpy() for column in columns]
 
