@@ -76,6 +76,16 @@ def test_failed_requests_of_a_trace_are_left_out(tmp_path):
     assert read_csv(file) == [Arrival(0.0, 9, 3)]
 
 
+def test_a_trace_saved_by_a_spreadsheet_is_read(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_bytes(("\ufeff" + ",".join(COLUMNS) + "\r\n\r\n5,m,9,3,12,l\r\n").encode())
+    assert read_csv(file) == [Arrival(0.0, 9, 3)]
+    with open(file, "a") as out:
+        out.write("x,m,9,3,12,l\r\n")
+    with pytest.raises(UserError, match=":4: not a request"):
+        read_csv(file)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -85,8 +95,10 @@ def test_failed_requests_of_a_trace_are_left_out(tmp_path):
         (["nan,m,1,2,3,l"], ":2: times and tokens must be finite"),
         (["1,m"], ":2: not a request"),
         ([], "no request"),
+        (["1,m,0.5,2,3,l"], "no request"),
+        (["x" * 200_000], "cannot read the trace"),
     ],
-    ids=["text", "order", "negative", "nan", "short", "empty"],
+    ids=["text", "order", "negative", "nan", "short", "empty", "less than a token", "no table"],
 )
 def test_a_bad_trace_is_one_line_that_names_the_place(tmp_path, lines, message):
     file = tmp_path / "t.csv"

@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
+from specexp.errors import UserError
 from specexp.lab import bench, build, plots, report
 from specexp.lab.prompts import Prompt
 from specexp.trace import Acceptance
@@ -153,6 +154,18 @@ def test_costs_and_prediction_start_from_the_plain_step(rig):
     assert foretold.loc[0, "speedup"] == 1
     assert foretold.loc[2, "tokens"] == record.length == 2
     assert foretold.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
+
+
+def test_what_rounds_cost_is_the_mean_over_how_many_guesses_they_found():
+    """Two rounds in three find nothing; one of those was disturbed."""
+    empty, full = (0, 1.0, 2.0, 0.5), (3, 1.0, 5.0, 0.5)
+    found = bench._typical([empty] * 5 + [full] * 3 + [(0, 9.0, 90.0, 9.0)])
+    assert found == pytest.approx((1.0, 3.0, 0.5))
+
+
+def test_where_nothing_is_drafted_there_is_no_acceptance(rig):
+    with pytest.raises(UserError, match="gamma is 0"):
+        bench.acceptance([rig.with_(gamma=0)], PROMPTS, 8)
 
 
 def test_rounds_are_kept_one_row_each(latency):

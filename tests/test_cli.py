@@ -161,6 +161,7 @@ BAD = {
         "gamma 4 or more",
     ),
     "prompts file": (["--prompts", "missing.jsonl", "--drafter", "null"], "missing.jsonl"),
+    "empty": (["--prompt", "", "--drafter", "null"], "a prompt is empty"),
     "too long": (["--prompt", "a b " * 200, "--drafter", "null"], "more than the 128-token"),
     "no tokens": (["--prompt", "a", "--drafter", "null", "--max-new-tokens", "0"], "1 or more"),
 }

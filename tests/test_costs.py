@@ -403,6 +403,16 @@ def test_fewer_points_are_served_from_what_is_kept_and_more_are_measured(rig, me
     assert len(measured) == 2
 
 
+def test_a_table_goes_no_deeper_than_asked_or_than_the_drafter_can(rig, measured):
+    maps.profile(rig, **SETTINGS)
+    assert maps.profile(rig, **SETTINGS | {"gammas": [0, 1]}).gammas == (0, 1)
+    deep = maps.profile(replace(rig, deepest=1), **SETTINGS)
+    assert (deep.gammas, deep.tokens) == ((0, 1), (1, 2))
+    assert len(measured) == 1
+    with pytest.raises(UserError, match="guesses nothing"):
+        maps.profile(rig.with_(drafter="null"))
+
+
 def test_a_table_of_yesterday_is_told_of(rig, measured, caplog):
     maps.profile(rig, **SETTINGS)
     maps.profile(rig, **SETTINGS)

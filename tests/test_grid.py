@@ -825,6 +825,32 @@ def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
     assert build.check(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]
 
 
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"gammas": []}, "gammas is empty; give at least one"),
+        ({"router": "leest"}, "router 'leest' is unknown; use least, round_robin, two_choices"),
+        ({"swing": 1.5}, "swing is 1.5; it is a share of the mean rate, from 0 to 1"),
+        ({"policy": "bandit", "requests_per_day": 9},
+         "bandit learns by trying, which a fluid model cannot: use goodput"),
+        ({"target": "./nowhere"}, "there is no folder ./nowhere"),
+        ({"target": "models/of/mine"}, "there is no folder models/of/mine"),
+    ],
+)  # fmt: skip
+def test_what_would_fail_late_is_missed_at_once(params, said):
+    assert build.check(params) == [said]
+
+
+def test_prompts_that_are_too_long_are_one_line():
+    [said] = build.check({"target": "target-10m", "max_new_tokens": 10**6})
+    assert said.endswith("more prompts are too long)")
+
+
+def test_the_usual_draft_length_is_one_that_the_drafter_can():
+    assert build.check({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]}) == []
+    assert build.build(drafter="medusa").engine.policy.tree.depth == 3
+
+
 def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
     def broken(params, texts, once):
         if params["x"] == 1:

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -232,12 +232,12 @@ STREAMS = st.one_of(
 
 @settings(max_examples=60)
 @given(
-    NAMED, st.booleans(), st.randoms(),
+    NAMED, st.booleans(), st.sampled_from([1, 3]), st.randoms(),
     st.lists(st.lists(STREAMS, min_size=1, max_size=12).filter(any), max_size=20),
 )  # fmt: skip
-def test_a_plan_covers_the_rows_and_is_never_wider_than_said(name, packs, rng, loads):
+def test_a_plan_covers_the_rows_and_is_never_wider_than_said(name, packs, grades, rng, loads):
     """Whatever the loads and however it goes; with rows that can be treated apart and without."""
-    policy = policies.of(name, table(packs=packs), deepest=5)
+    policy = policies.of(name, table(packs=packs, grades=grades), deepest=5)
     for streams in loads:
         known = tuple(streams) if rng.random() < 0.8 else ()
         rows = len(streams)
@@ -246,11 +246,15 @@ def test_a_plan_covers_the_rows_and_is_never_wider_than_said(name, packs, rng, l
         assert plan.tree.room <= policy.widest
         assert not plan.budget or (known and len(plan.budget) == rows)
         assert all(0 <= depth <= plan.tree.depth for depth in depths(plan, rows))
-        steps = [
-            Step(row, g := rng.randint(0, asked), k := rng.randint(0, g), k + 1)
-            for row, asked in enumerate(depths(plan, rows))
-            if not known or streams[row]
-        ]
+        assert not plan.reach or (known and len(plan.reach) == grades)
+        assert not plan.reach or max(plan.reach) == plan.tree.depth
+        steps = []
+        for row in range(rows):
+            if not known or streams[row]:
+                step = Step(row, 0, 0, 1, grade=rng.randrange(grades))
+                made = rng.randint(0, plan.asked(step))
+                kept = rng.randint(0, made)
+                steps.append(step._replace(drafted=made, accepted=kept, emitted=kept + 1))
         policy.learn(moment, plan, steps, rng.uniform(1e-3, 1e-1))
 
 
@@ -696,13 +700,39 @@ class Graded(SimulatedBank):
 
     def round(self, budget, longest, tree, reach=()):
         reach = reach or (tree.depth,) * len(self.law)
-        found = [sum(self.random() >= x for x in np.cumsum([p for p, _ in self.law[:-1]]))
-                 for _ in budget]  # fmt: skip
+        below = np.cumsum([p for p, _ in self.law[:-1]])
+        found = [int((self.random() >= below).sum()) for _ in budget]
         for row, text in self.texts.items():
             text.conditional = self.law[found[row]][1]
         depths = [min(g, reach[grade]) for g, grade in zip(budget, found, strict=True)]
         steps = super().round(depths, longest, tree)
         return [step._replace(grade=found[step.row]) for step in steps]
+
+
+def test_rows_that_are_not_sure_enough_have_had_no_guesses_and_lack_nothing(monkeypatch):
+    """Whoever has no guess is not counted as drafting, and its drafter has gone on reading."""
+    costs, caught_up = table(packs=True, grades=3), []
+    monkeypatch.setattr(SimulatedBank, "catch_up", lambda *args: caught_up.append(args[1:]))
+    policy = Always(Plan(Tree.chain(3), reach=(0, 0, 3)))
+    server = Server(Graded(costs, UNSURE, 2, policy.widest), policy, chunk=4096)
+    serve(server, Closed([Request([1], 200, stream=i) for i in range(4)], 2))
+    assert not caught_up
+    assert all(tick.speculated == tick.drafted / 3 for tick in server.ticks)
+    assert 0.3 < sum(t.speculated for t in server.ticks) / sum(t.live for t in server.ticks) < 0.5
+
+
+@dataclass
+class Always:
+    """The same plan for whoever is there."""
+
+    plan: Plan
+    widest: int = 8
+
+    def choose(self, load):
+        return self.plan
+
+    def learn(self, *told):
+        pass
 
 
 UNSURE = [(0.3, [0.1] * 5), (0.3, [0.5] * 5), (0.4, [0.95] * 5)]
@@ -789,7 +819,7 @@ def test_where_a_drafter_became_right_it_is_tried_again():
     serve(server, Closed([Request(range(20), 200, stream=i) for i in range(100)], 8))
     assert sum(plan.reach[0] > 0 for _, plan in policy.choices[-500:] if plan.reach) < 100
     law[0] = 0.3, [0.95] * 5
-    serve(server, Closed([Request(range(20), 200, stream=i) for i in range(100)], 8))
+    serve(server, Closed([Request(range(20), 200, stream=i) for i in range(200)], 8))
     assert sum(plan.reach[0] > 0 for _, plan in policy.choices[-500:] if plan.reach) > 400
 
 

@@ -104,6 +104,59 @@ def test_what_was_rehearsed_is_not_recorded_again_and_changes_no_text(kind):
         assert answer.tokens == alone(made, answer.request)
 
 
+@pytest.mark.compiler
+def test_rehearsal_ends_where_memory_does_and_small_sizes_come_last(monkeypatch):
+    made = engine("model", "chain", "match", temperature=0.0, dtype=torch.float32)
+    bank, todo = EngineBank(made, 3, SLOTS, ROOM), requests(5)
+    report, rows = Engine.report, []
+
+    def scarce(engine, seqs, tree):
+        rows.append(len(seqs.tokens))
+        if len(set(rows)) == 3:
+            raise torch.OutOfMemoryError("out of memory: tried to allocate")
+        return report(engine, seqs, tree)
+
+    monkeypatch.setattr(Engine, "report", scarce)
+    bank.rehearse(3)
+    assert list(dict.fromkeys(rows)) == [3, 2, 1]
+    monkeypatch.undo()
+    for answer in serve(Server(bank, Restless(1)), Closed(todo, 3)):
+        assert answer.tokens == alone(made, answer.request)
+
+
+def test_a_text_beyond_the_drafter_leaves_the_guesses_of_others_as_good_as_they_are():
+    """The target drafts for itself: whatever is guessed is kept. While a longer text than the
+    drafter can take is there nobody drafts, and nobody is judged."""
+    made = engine("self", "chain", "match")
+    made.drafter.context = 40
+    server = Server(EngineBank(made, 2, SLOTS, ROOM), Fixed(Tree.chain(3)))
+    long, short = server.submit(Request([3] * 30, 30)), server.submit(Request([1, 2, 5], 60))
+    passes = 0
+    while not long.over:
+        server.step()
+        seat = next(s for s in server.seats if s and s.answer is short)
+        assert seat.kept == pytest.approx(seat.made)
+        passes += short.drafted == 0
+    assert passes < short.passes < 40
+    drafted, kept = short.drafted, short.accepted
+    server.step()
+    server.step()
+    assert short.drafted - drafted == short.accepted - kept == 6
+    while server.step():
+        pass
+    assert short.tokens == alone(made, short.request)
+
+
+def test_of_two_equal_requests_the_one_that_is_cancelled_goes():
+    server = Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(0)))
+    first, *equal = (server.submit(Request([1, 2], 3), came_s=0.0) for _ in range(3))
+    server.step()
+    server.cancel(equal[1])
+    while server.step():
+        pass
+    assert [a.state for a in (first, *equal)] == ["done", "done", "cancelled"]
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("reach", "drafted"),
@@ -280,7 +333,7 @@ def test_a_policy_wider_than_the_bank_is_refused_before_anything_runs():
         Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(20)))
 
 
-def test_a_bank_that_does_not_fit_is_halved(monkeypatch):
+def test_a_bank_that_does_not_fit_is_halved_and_says_so(monkeypatch, caplog):
     made = engine("model", "chain", "match")
     allocate = LM.allocate
 
@@ -291,6 +344,7 @@ def test_a_bank_that_does_not_fit_is_halved(monkeypatch):
 
     monkeypatch.setattr(LM, "allocate", small)
     assert EngineBank(made, 8, SLOTS, ROOM).rows == 4
+    assert "more than 4 rows" in caplog.text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

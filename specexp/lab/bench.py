@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from specexp import theory
 from specexp.cache import rounded
 from specexp.engine import Engine
+from specexp.errors import UserError
 from specexp.lab import stats
 from specexp.lab.build import Rig
 from specexp.lab.prompts import Prompt
@@ -44,7 +45,10 @@ def acceptance(
     temperatures: Iterable[float] | None = None,
     batch: int = 16,
 ) -> pd.DataFrame:
-    """One row a pairing, temperature and prompt: counts and the `Acceptance` record itself."""
+    """One row a pairing, temperature and prompt: counts and the `Acceptance` record itself. Raises
+    UserError where nothing is drafted."""
+    if not all(_tree(rig.engine).depth for rig in rigs):
+        raise UserError("gamma is 0: nothing is drafted that could be accepted; use 1 or more")
     rows: list[dict[str, Any]] = []
     runs = [r.with_(temperature=t) for t in temperatures for r in rigs] if temperatures else rigs
     chunks = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]

@@ -31,7 +31,7 @@ from specexp.lab import prompts
 from specexp.policy import Fixed
 from specexp.rules import Rule
 from specexp.sampling import Sampling
-from specexp.serving import arrivals, policies
+from specexp.serving import arrivals, fleet, policies
 from specexp.tree import Tree
 from specexp.zoo import shelf
 
@@ -40,7 +40,8 @@ _LEAST = {
     "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1, "stream": 1,
     "turns": 2, "count": 1, "rows": 1, "chunk": 1, "queue": 0,
 }  # fmt: skip
-_POSITIVE = ("ttft_ms", "tpot_ms", "offered")
+_POSITIVE = ("ttft_ms", "tpot_ms", "offered", "tpot_steps")
+_NEEDED = ("gammas", "batches", "contexts", "measured_batches", "temperatures", "trees", "loads")
 ALONE = {
     "seed", "seeds", "repeats", "stream", "streams", "turns", "count", "rows", "chunk", "queue",
     *_POSITIVE, "arrivals",
@@ -220,9 +221,11 @@ def locate(name: str) -> str:
     bare, how = quantised.split(name)
     if how:
         return locate(bare) + how
-    if name in {m.name for m in shelf.models()} or not _HUB_ID.fullmatch(name):
+    if name in {m.name for m in shelf.models()}:
         return str(shelf.find(name))
-    return name
+    if name.startswith((".", "~", "/")) or name.count("/") > 1:
+        raise UserError(f"there is no folder {name}")
+    return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
 
 
 def _tokenizer(name: str) -> Any:
@@ -248,7 +251,7 @@ def vocabulary(tokenizer: Any, name: str) -> int:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    tokens = list(tokenizer(text).input_ids)
+    tokens = list(tokenizer(text).input_ids) if text else []
     if not tokens:
         raise UserError("a prompt is empty; give it at least one character")
     return tokens
@@ -303,6 +306,9 @@ def problems_of(
     for name in _POSITIVE:
         if not 0 < params.get(name, 1) < math.inf:
             problems.append(f"{name} is {params[name]}; it must be positive and finite")
+    for name in _NEEDED:
+        if params.get(name) == []:
+            problems.append(f"{name} is empty; give at least one")
     for value in _values(params, "temperature", "temperatures"):
         attempt(Sampling, value)
     attempt(Sampling, 0.0, params.get("top_k", 0), params.get("top_p", 1.0))
@@ -314,6 +320,10 @@ def problems_of(
             attempt(Tree.parse, shape, gamma)
     if named := params.get("arrivals"):
         attempt(arrivals.parse, arrivals.at_rate(named, 1.0), 1)
+    if params.get("router", "least") not in fleet.ROUTERS:
+        problems.append(f"router {params['router']!r} is unknown; use {', '.join(fleet.ROUTERS)}")
+    if not 0 <= params.get("swing", 0) <= 1:
+        problems.append(f"swing is {params['swing']}; it is a share of the mean rate, from 0 to 1")
     if params.get("dtype", "float32") not in lm.DTYPES:
         problems.append(f"dtype {params['dtype']!r} is unknown; use {', '.join(lm.DTYPES)}")
     device = params.get("device", "auto")
@@ -335,6 +345,8 @@ def problems_of(
             problems += attempt(_check_memory, params, pairings, longest) or []
         deepest = min([deepest, *(ready.deepest for _, ready in filter(None, pairings))])
     for policy in _values(params, "policy", "policies"):
+        if policy == "bandit" and "requests_per_day" in params:
+            problems.append("bandit learns by trying, which a fluid model cannot: use goodput")
         if policy not in ("plain", "goodput"):
             attempt(policies.of, policy, None, deepest)
     return list(dict.fromkeys(problems))
@@ -358,7 +370,7 @@ def _check_models(
     ]
     context = lm.reach(config)
     new = params.get("max_new_tokens", 0)
-    problems = []
+    problems, too_long = [], []
     for gamma in _values(params, "gamma", "gammas"):
         if gamma >= context:
             problems.append(f"gamma {gamma} exceeds the {context}-token context of {target}")
@@ -367,10 +379,14 @@ def _check_models(
         need = len(attempt(once, encode, tokenizer, prompt.text) or []) + new
         longest = max(longest, need)
         if need > context:
-            problems.append(
-                f"prompt {prompt.question_id} and {new} new tokens need {need} tokens, "
-                f"{need - context} more than the {context}-token context of {target}"
-            )
+            too_long.append((need, prompt.question_id))
+    if too_long:
+        need, name = max(too_long, key=lambda pair: pair[0])
+        others = f" ({len(too_long) - 1} more prompts are too long)" if len(too_long) > 1 else ""
+        problems.append(
+            f"prompt {name} and {new} new tokens need {need} tokens, {need - context} more than "
+            f"the {context}-token context of {target}{others}"
+        )
     return problems, pairings, longest
 
 

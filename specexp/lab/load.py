@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -178,6 +178,7 @@ def race(
         made = bank(rig, name, concurrency, asked, space, watches[name])
         server = Server(made, policy(rig, name, costs), chunk, queue=len(asked))
         runs[name] = Run(server, Closed(asked, concurrency))
+    _alike(runs)
     for name, run in runs.items():
         watches[name].start()
         while not full(run, concurrency) and run.advance():
@@ -208,6 +209,13 @@ def in_turn(names: Collection[str], number: int) -> list[str]:
     """All of them, in another order every time and by chance, for whoever follows one that drafts
     finds fewer of the target's weights in the caches than who follows one that does not."""
     return random.Random(number).sample(list(names), len(names))
+
+
+def _alike(runs: Mapping[str, Run]) -> None:
+    """As many rows for everybody: a bank that is made later may have found less memory."""
+    least = min(run.server.rows for run in runs.values())
+    for run in runs.values():
+        run.server.rows = least
 
 
 def full(run: Run, concurrency: int) -> bool:
@@ -255,6 +263,7 @@ def open_race(
         serve(Server(made, policy(rig, name, costs), chunk, queue=rows), Timed(filling))
         watches[name].stop()
         runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
+    _alike(runs)
     going, turn = list(names), 0
     with tqdm(total=len(asked) * len(names), desc="serving", unit="request", delay=1) as bar:
         while going:

@@ -61,6 +61,11 @@ def profile(
     """The cost table of a rig: the stored one if it is of these models, this device and dtype and
     has all these points, or else (or by `force`) a new one, which is stored. gammas: those that the
     drafter can do count; contexts: by default those of `CONTEXTS` that the models reach."""
+    if not rig.engine.drafter.context:
+        raise UserError(
+            f"drafter {rig.drafter} guesses nothing, so that there is nothing to choose: name "
+            "another one, or leave out policy goodput"
+        )
     path, gammas = place(rig), [g for g in gammas if g <= rig.deepest]
     if contexts is None:
         longest = min(rig.target.context, rig.engine.drafter.context)

@@ -8,6 +8,7 @@ holds no text.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from specexp.errors import UserError, first_line, ran_out
 from specexp.sequences import Sequences
 from specexp.trace import Step
 from specexp.tree import Tree
+
+log = logging.getLogger(__name__)
 
 SLOTS = 64  # windows grow by this many slots, so that there are few shapes
 
@@ -269,6 +272,7 @@ def _allocated(engine: Engine, rows: int, slots: int) -> int:
             if rows == 1:
                 raise
             rows //= 2
+            log.warning("too little memory for more than %d rows of %d slots", rows, slots)
 
 
 @contextmanager
