@@ -2,8 +2,8 @@
 
 Targets and draft models are the same thing here. Contact with transformers is in this file, in
 cache.py and in heads.py; fused.py knows how its layers are built. An explicit mask and explicit
-positions are enough to run a ragged batch of trees through the unmodified model, and common
-families run with less work.
+positions are enough to run a ragged batch of trees through the unmodified model, or it is refused;
+common families run with less work.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import psutil
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from specexp import fused, memory, native, pages, quantised
 from specexp.cache import SlotCache
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, first_line, ran_out
 from specexp.memory import PREFILL
 from specexp.sequences import Draft, Sequences, Verdict
-from specexp.tree import tree_mask
+from specexp.tree import Tree, tree_mask
 
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # on which modules are tried
+ALIBI = {"bloom", "mpt"}  # Falcon's configs say whether they have it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -109,6 +112,8 @@ class LM:
         servable(self.config, name)
         self.cache: SlotCache | None = None
         self.fault = torch.zeros(0)
+        if isinstance(self.net, Unfused) and isinstance(module, PreTrainedModel):
+            _tried(self)
 
     @property
     def parameters(self) -> int:
@@ -221,6 +226,52 @@ class LM:
         return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
 
 
+def _tried(lm: LM) -> None:
+    """Refuse a module that makes other logits of a round's passes than by itself; once a module."""
+    if lm.module in _TRIED:
+        return
+    said = f"{lm.name} ({lm.config.model_type}) cannot be served; choose another model: "
+    try:
+        off = _off(lm)
+    except Exception as e:  # whatever a module raises that was never meant to be driven so
+        if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
+            raise
+        raise UserError(f"{said}in {lm.dtype} it fails over a tree: {first_line(e)}") from e
+    finally:
+        lm.cache, lm.fault = None, torch.zeros(0)
+    if off > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
+        raise UserError(
+            f"{said}its logits over a tree differ by {off:.1e} of their size from those of each "
+            "path alone"
+        )
+    _TRIED.add(lm.module)
+
+
+@torch.inference_mode()
+def _off(lm: LM) -> float:
+    """By how much of their size the logits of a tree after a text, for two texts at once, differ
+    from those that the module makes of each path by itself, where both are numbers."""
+    ids = torch.arange(21, device=lm.device) * 7919 % lm.vocab
+    texts = [ids[:6].tolist(), ids[6:7].tolist()]
+    seqs = Sequences.of(texts, 0, slack=2 * len(TREE), device=lm.device)
+    draft = seqs.draft(TREE.nodes(lm.device), ids[7:].view(2, -1))
+    lm.allocate(*seqs.tokens.shape)
+    lm.prefill(seqs, 0, len(texts[0]) - 1)
+    made = lm.verify(seqs, draft).logits
+    alone, ours = [], []
+    for leaf in set(range(len(TREE))) - set(TREE.parents):
+        path = draft.nodes.ancestors[0, leaf].nonzero()[:, 0]
+        for row, text in enumerate(texts):
+            alone.append(torch.cat([seqs.tokens[row, : len(text) - 1], draft.tokens[row, path]]))
+            ours.append(made[row, path])
+    seen = lm.module(input_ids=pad_sequence(alone, batch_first=True), use_cache=False).logits
+    pairs = zip(seen, alone, ours, strict=True)
+    wanted = torch.cat([x[len(text) - len(o) : len(text), : lm.vocab] for x, text, o in pairs])
+    given = torch.cat(ours)
+    known = given.isfinite() & wanted.isfinite()
+    return float((given - wanted)[known].float().norm() / wanted[known].float().norm())
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on the device."""
     if device.type == "cuda":
@@ -236,21 +287,25 @@ def reach(config: Any) -> int:
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     long = (kind for kind in kinds if kind.get("rope_type") == "longrope")
     ends = (kind["original_max_position_embeddings"] for kind in long)
-    return min([getattr(config, "max_position_embeddings", None) or 1 << 30, *ends])
+    names = "max_position_embeddings", "max_seq_len"
+    said = (getattr(config, name, None) or 1 << 30 for name in names)
+    return min([*said, *ends])
 
 
 def servable(config: Any, name: str) -> None:
-    """Refuse, by its config alone, a model whose state a roll back cannot restore."""
+    """Refuse, by its config alone, a model whose state a roll back cannot restore, or that counts
+    distances in slots."""
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder; use a decoder-only causal LM")
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    layers = getattr(config, "layer_types", None) or []
+    kinds = set(layers) - {"full_attention"}
     window = getattr(config, "sliding_window", None)
-    if "sliding_attention" in kinds and window and window >= config.max_position_embeddings:
+    if window and window >= reach(config):
         kinds.discard("sliding_attention")
-    if not kinds and not getattr(config, "layer_types", None) and window:
-        sliding = getattr(config, "use_sliding_window", True)
-        if sliding and window < config.max_position_embeddings:
-            kinds = {"sliding_attention"}
+    elif window and not layers and getattr(config, "use_sliding_window", True):
+        kinds = {"sliding_attention"}
+    if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo's own words
+        kinds.add("local_attention")
     if kinds:
         raise UserError(
             f"{name} has {', '.join(sorted(kinds))} layers; rolling back needs full attention in "
@@ -258,6 +313,11 @@ def servable(config: Any, name: str) -> None:
         )
     if not hasattr(config, "num_hidden_layers") or not hasattr(config, "num_attention_heads"):
         raise UserError(f"{name} ({config.model_type}) has no attention cache to roll back")
+    if config.model_type in ALIBI or getattr(config, "alibi", False):
+        raise UserError(
+            f"{name} has ALiBi in place of positions, which is wrong for drafts that branch: "
+            "choose a model without it"
+        )
 
 
 def read_config(source: str | Path) -> Any:
@@ -397,4 +457,5 @@ def _counted(described: str, small: bool) -> tuple[int, int]:
     return numbers, quantised.reckoned(weights)
 
 
+_TRIED: WeakSet[Any] = WeakSet()  # modules that may be driven as they are
 _LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # weights that somebody still uses

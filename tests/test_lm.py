@@ -1,5 +1,6 @@
 """Parity with transformers' own forward, and what is refused before a weight is read."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -12,19 +13,29 @@ from tiny import FAMILIES, PROMPTS, module, slowly
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BloomConfig,
+    FalconConfig,
     Gemma3TextConfig,
+    GPTNeoConfig,
     LlamaConfig,
     Mamba2Config,
     MistralConfig,
+    MptConfig,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Phi3Config,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RoFormerConfig,
+    RoFormerForCausalLM,
     T5Config,
 )
 
 from specexp import lm as lms
 from specexp.drafters.model import DraftModel
+from specexp.drafters.null import Null
 from specexp.engine import Engine
-from specexp.errors import UserError
+from specexp.errors import NonFiniteLogits, UserError
 from specexp.lm import LM
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
@@ -86,8 +97,9 @@ def test_the_reach_of_a_config_is_that_of_its_layers():
         num_attention_heads=4, pad_token_id=0,
         rope_scaling={"type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
     )  # fmt: skip
-    plain = LlamaConfig(max_position_embeddings=64)
-    assert [*map(lms.reach, (beside, phi, plain, SimpleNamespace()))] == [16, 32, 64, 1 << 30]
+    plain, mpt = LlamaConfig(max_position_embeddings=64), MptConfig(max_seq_len=48)
+    found = [*map(lms.reach, (beside, phi, plain, mpt, SimpleNamespace()))]
+    assert found == [16, 32, 64, 48, 1 << 30]
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
@@ -208,13 +220,73 @@ def test_what_says_nothing_is_told_by_its_kind(folder, monkeypatch):
         (Gemma3TextConfig(sliding_window=64, max_position_embeddings=128), "sliding_attention"),
         (Qwen3NextConfig(), "linear_attention"),
         (Mamba2Config(), "linear_attention"),
+        (RecurrentGemmaConfig(), "sliding_attention"),
+        (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "local_attention"),
         (T5Config(), "encoder-decoder"),
+        (MptConfig(), "ALiBi"),
+        (BloomConfig(), "ALiBi"),
+        (FalconConfig(alibi=True), "ALiBi"),
     ],
     ids=lambda x: getattr(x, "model_type", ""),
 )
 def test_models_whose_state_cannot_be_rolled_back_are_refused_by_name(config, said):
     with pytest.raises(UserError, match=said):
         lms.servable(config, "mine")
+
+
+def gpt():
+    return OpenAIGPTLMHeadModel(
+        OpenAIGPTConfig(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    )
+
+
+def roformer():
+    return RoFormerForCausalLM(
+        RoFormerConfig(
+            vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=64, initializer_range=0.4, is_decoder=True,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "said"), [(gpt, "fails over a tree"), (roformer, "logits over")])
+def test_a_module_that_a_round_cannot_drive_is_refused_in_a_line(make, said, dtype):
+    torch.manual_seed(0)
+    net = make().to(dtype)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"mine \(.*\) cannot be served; .*{said}") as refused:
+            LM(net, "mine")
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_module_is_tried_once_and_leaves_no_cache(monkeypatch):
+    net = copy.deepcopy(module("gpt2"))
+    assert LM(net).cache is None
+    monkeypatch.setattr(lms, "_off", None)
+    LM(net)
+
+
+def test_a_module_of_no_numbers_is_left_to_whoever_runs_it():
+    net = copy.deepcopy(module("gpt2"))
+    net.transformer.wte.weight.data[::2] = torch.nan
+    greedy = Engine(LM(net), Null(), Fixed(Tree.chain(0)))
+    with pytest.raises(NonFiniteLogits):
+        greedy.generate(PROMPTS, 4)
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_module(monkeypatch):
+    def out(*_, **__):
+        raise torch.OutOfMemoryError
+
+    net = copy.deepcopy(module("gpt2"))
+    monkeypatch.setattr(net, "forward", out)
+    with pytest.raises(torch.OutOfMemoryError):
+        LM(net)
+
+
+def test_global_layers_of_gpt_neo_are_served():
+    lms.servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
 
 
 def test_a_window_as_wide_as_the_context_is_full_attention():
