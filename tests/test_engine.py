@@ -26,6 +26,7 @@ from tiny import (
 )  # fmt: skip
 
 from specexp import native
+from specexp.drafters.early_exit import lower
 from specexp.drafters.model import DraftModel
 from specexp.drafters.null import Null
 from specexp.engine import Engine
@@ -52,6 +53,31 @@ def test_greedy_text_is_the_cache_free_text(kind, tree, rule):
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
 def test_greedy_text_is_the_cache_free_text_in_every_family(family, kind, tree):
     assert engine(kind, tree, family=family).generate(PROMPTS, NEW).tokens == expected(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_early_exit_is_the_first_layers_of_every_family(family):
+    net, ids = module(family), torch.tensor([PROMPTS[1]])
+    cut = copy.deepcopy(net)
+    [layers] = [part for part in cut.modules() if isinstance(part, torch.nn.ModuleList)]
+    del layers[1:]
+    cut.config.num_hidden_layers = 1
+    with torch.no_grad():
+        found, wanted, whole = (
+            made(ids, use_cache=False).logits for made in (lower(net, 1), cut, net)
+        )
+    assert torch.equal(found, wanted)
+    assert not torch.allclose(found, whole)
+    assert engine("early_exit", "branching", family=family).generate(
+        PROMPTS, NEW
+    ).tokens == expected(family)
+
+
+def test_a_model_without_a_list_of_layers_has_no_early_exit():
+    net = copy.deepcopy(module("opt"))
+    net.config.num_hidden_layers = 7
+    with pytest.raises(UserError, match="cannot leave OPTForCausalLM: it has no list of its 7"):
+        lower(net, 1)
 
 
 @pytest.mark.parametrize("tree", TREES)

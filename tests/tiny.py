@@ -14,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -78,11 +80,18 @@ def neox():
     return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
 
 
+def opt():
+    return OPTForCausalLM(
+        OPTConfig(vocab_size=V, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, init_std=0.4,
+                  num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=CONTEXT)
+    )  # fmt: skip
+
+
 SHAPE = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": CONTEXT, "initializer_range": 0.4,
 }  # fmt: skip
-FAMILIES = {f.__name__: f for f in (llama, qwen3, gemma, gpt2, neox)}
+FAMILIES = {f.__name__: f for f in (llama, qwen3, gemma, gpt2, neox, opt)}
 
 
 @functools.cache

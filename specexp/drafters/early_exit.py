@@ -46,18 +46,29 @@ class EarlyExit(Drafter):
 
 
 def lower(module: Any, layers: int) -> Any:
-    """The same model cut off after its first layers: shared weights, nothing copied."""
-    top, base = _shallow(module), _shallow(module.base_model)
-    setattr(top, module.base_model_prefix, base)
-    [name] = [
+    """The same model cut off after its first layers: shared weights, nothing copied. Raises
+    UserError where they are in no list."""
+    L = module.config.num_hidden_layers
+    found = [
         name
-        for name, part in module.base_model.named_children()
-        if isinstance(part, nn.ModuleList) and len(part) == module.config.num_hidden_layers
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == L
     ]
-    setattr(base, name, getattr(base, name)[:layers])
-    for part in (top, base):
-        part.config = copy.copy(module.config)
-        part.config.num_hidden_layers = layers
+    if not found:
+        raise UserError(
+            f"early_exit cannot leave {type(module).__name__}: it has no list of its {L} layers; "
+            "use another drafter"
+        )
+    *above, name = found[0].split(".")
+    parts = [top := _shallow(module)]
+    for within in above:
+        parts.append(_shallow(getattr(parts[-1], within)))
+        setattr(parts[-2], within, parts[-1])
+    setattr(parts[-1], name, getattr(parts[-1], name)[:layers])
+    config = copy.copy(module.config)
+    config.num_hidden_layers = layers
+    for part in parts:
+        part.config = config
     return top
 
 
