@@ -204,34 +204,36 @@ class Fused:
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
-def of(module: Any, name: str) -> Fused | Native | None:
-    """The module's passes with less work, or None, and a line that says why not."""
-    if module not in _KNOWN:
-        _KNOWN[module], why = _tried(module)
+def of(module: Any, name: str, vocab: int) -> Fused | Native | None:
+    """The module's passes with less work, and logits of the first `vocab` tokens; or None, and a
+    line that says why not."""
+    known = _KNOWN.setdefault(module, {})
+    if vocab not in known:
+        known[vocab], why = _tried(module, vocab)
         if why:
             log.warning("%s is run by transformers, unfused: %s", name, why)
-    return _KNOWN[module]
+    return known[vocab]
 
 
-_KNOWN: WeakKeyDictionary[Any, Fused | Native | None] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, dict[int, Fused | Native | None]] = WeakKeyDictionary()
 # By how much of their size rounding alone makes logits differ, through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 @torch.inference_mode()
-def _tried(module: Any) -> tuple[Fused | Native | None, str]:
+def _tried(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     kind = type(module).__name__
     if kind not in FAMILIES:
         return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"
     if not all(map(quantised.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
     try:
-        base, head = module.model, module.lm_head.weight
+        base, head = module.model, module.lm_head.weight[:vocab]
         fused = Fused(base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight)
     except AttributeError as e:
         return None, str(e)
     tokens = probe(module)
-    wanted = module(input_ids=tokens, use_cache=False).logits
+    wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
     return agreed(ways(fused), len(fused.layers), tokens, wanted)
 
 

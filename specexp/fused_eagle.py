@@ -51,19 +51,20 @@ class FusedEagle:
         return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
 
 
-def of(eagle: Eagle, name: str) -> FusedEagle | None:
-    """The layer's passes with less work, or None, and a line that says why not."""
-    found, why = _tried(eagle)
+def of(eagle: Eagle, name: str, vocab: int | None = None) -> FusedEagle | None:
+    """The layer's passes with less work, and logits of the first `vocab` tokens, by default of all;
+    or None, and a line that says why not."""
+    found, why = _tried(eagle, vocab or eagle.shape.vocab)
     if why:
         log.warning("%s is run as it is: %s", name, why)
     return found
 
 
 @torch.inference_mode()
-def _tried(eagle: Eagle) -> tuple[FusedEagle | None, str]:
+def _tried(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
-    net = _three(eagle) if eagle.shape.fused else _one(eagle)
+    net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)
 
     def ways() -> Iterator[FusedEagle]:
         return (FusedEagle(eagle, way) for way in fused.ways(net))
@@ -72,20 +73,24 @@ def _tried(eagle: Eagle) -> tuple[FusedEagle | None, str]:
     features = torch.linspace(-1, 1, tokens.shape[1] * eagle.shape.width, device=eagle.device)
     features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
     at, cache = fused.aimed(1, tokens)
-    wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits
+    wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
     return fused.agreed(ways(), 1, tokens, wanted, features=features)
 
 
-def _one(eagle: Eagle) -> Fused:
-    return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight)
+def _one(eagle: Eagle, vocab: int) -> Fused:
+    return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight[:vocab])
 
 
-def _three(eagle: Eagle) -> Fused:
-    layer, ids = eagle.midlayer, eagle.draft_ids
+def _three(eagle: Eagle, vocab: int) -> Fused:
+    layer, ids, head = eagle.midlayer, eagle.draft_ids, eagle.lm_head.weight
     every = torch.equal(ids, torch.arange(eagle.shape.vocab, device=eagle.device))
+    if every:
+        head = head[:vocab]
+    elif not (there := ids < vocab).all():
+        ids, head = ids[there], head[there]
     return Fused(
-        [layer], eagle.rotary, eagle.norm, eagle.lm_head.weight, eagle.borrowed[0].weight,
+        [layer], eagle.rotary, eagle.norm, head, eagle.borrowed[0].weight,
         beside=(layer.input_layernorm, layer.hidden_norm),
         adds="norm_before_residual" in eagle.shape.norms,
-        ids=None if every else ids.contiguous(), vocab=eagle.shape.vocab,
+        ids=None if every else ids.contiguous(), vocab=vocab,
     )  # fmt: skip

@@ -102,11 +102,11 @@ class LM:
     ) -> None:  # fmt: skip
         self.module = module.eval().requires_grad_(False)
         self.name = name
-        if net is None and isinstance(module, PreTrainedModel):
-            net = fused.of(module, name)
-        self.net: Network = net or Unfused(module)
         self.config = module.config.get_text_config()
         self.vocab = vocab or self.config.vocab_size
+        if net is None and isinstance(module, PreTrainedModel):
+            net = fused.of(module, name, self.vocab)
+        self.net: Network = net or Unfused(module)
         self.context = reach(self.config)
         self.device, self.dtype = module.device, module.dtype
         servable(self.config, name)

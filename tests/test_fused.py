@@ -188,7 +188,10 @@ def broken(net):
 
 
 def renamed(net):
-    del net.model.layers[0].mlp.up_proj
+    mlp = net.model.layers[0].mlp
+    mlp.widen = mlp.up_proj
+    del mlp.up_proj
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.widen(x))
 
 
 @pytest.mark.parametrize(

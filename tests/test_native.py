@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_fused import NETS, made, passed, unfused
 from tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
 
-from specexp import fused, native
+from specexp import fused, native, replays
 from specexp.cache import SlotCache
 from specexp.drafters.lookahead import POOL, Lookahead
 from specexp.drafters.null import Null
@@ -93,6 +93,36 @@ def test_text_is_that_of_plain_decoding_whatever_drafts(kind, tree):
         assert isinstance(made.target.net, Native)
         plain = made.plain()
         assert made.generate(PROMPTS, NEW).tokens == plain.generate(PROMPTS, NEW).tokens
+
+
+@torch.inference_mode()
+def steps(made: Engine) -> list[object]:
+    """What a round does, one by one, but for what only looks."""
+    seqs = made.begin(Sequences.of(PROMPTS, NEW, slack=9))
+    made.round(seqs, made.policy.tree)
+    with replays.noting() as noted:
+        made.round(seqs, made.policy.tree)
+    return [getattr(x, "func", None) or x.function for x in replays.changing(noted.steps)]
+
+
+@pytest.mark.parametrize("kind", ["null", "recycle", "early_exit", "medusa", "eagle", "eagle3"])
+def test_rounds_of_a_padded_vocabulary_take_no_other_steps(kind):
+    """Logits of padding are not made; nothing is held twice."""
+    whole, padded = (
+        engine(kind, "chain", "match", temperature=0.9, dtype=torch.float32, vocab=vocab)
+        for vocab in (None, 26)
+    )
+    assert steps(padded) == steps(whole)
+    assert padded.target.net.fused.head.shape == (26, 32)
+    assert padded.target.net.fused.head.data_ptr() == whole.target.module.lm_head.weight.data_ptr()
+    made = padded.generate(PROMPTS, NEW)
+    if kind == "null":
+        assert isinstance(padded.replays.latest[1].again, replays._Compiled)
+    assert max(map(max, made.tokens)) < 26
+    plain = padded.plain()
+    plain.target = unfused(plain.target.module)
+    plain.target.vocab = 26
+    assert made.tokens == plain.generate(PROMPTS, NEW).tokens
 
 
 # --- the same to the last bit --------------------------------------------------------------------

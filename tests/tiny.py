@@ -178,9 +178,9 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
 
 
 def engine(kind="model", tree="chain", rule="reject", family="llama", temperature=0.0,
-           dtype=torch.float64, seed=0, eos=(), device="cpu") -> Engine:  # fmt: skip
+           dtype=torch.float64, seed=0, eos=(), device="cpu", vocab=None) -> Engine:  # fmt: skip
     law = Sampling(temperature)
-    target = LM(module(family, dtype, device), "target")
+    target = LM(module(family, dtype, device), "target", vocab)
     shape = TREES[tree] if isinstance(tree, str) else tree
     guess = drafter(kind, target, law, seed)
     return Engine(target, guess, Fixed(shape), law, RULES[rule], seed, eos)

@@ -28,7 +28,7 @@ class EagleLayer(Drafter):
         self.name = net.shape.kind
         self.net, self.sampling = net, sampling
         name = f"{self.name} of {target.name}"
-        self.lm = LM(net, name, target.vocab, fused_eagle.of(net, name))
+        self.lm = LM(net, name, target.vocab, fused_eagle.of(net, name, target.vocab))
         self.models: tuple[LM, ...] = (self.lm,)
         self.taps = net.shape.taps
         self.context = self.lm.context = target.context  # as far as the target's, positions go on

@@ -47,7 +47,7 @@ class MedusaHeads(Drafter):
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         def step(level: Level) -> Tensor:
-            logits = self.heads.guess(level.depth, self.last[seqs.rows])[..., : self.vocab]
+            logits = self.heads.guess(level.depth, self.last[seqs.rows], self.vocab)
             return logits.expand(-1, level.tokens.shape[1], -1)
 
         drawn = rng if self.sampling.temperature > 0 else None
