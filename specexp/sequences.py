@@ -123,13 +123,15 @@ class Sequences:
                 raise UserError(f"prompt {row} is empty; give it at least one token")
         if max_new_tokens < 0:
             raise UserError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
+        rows = range(len(prompts)) if streams is None else streams
+        if len(rows) != len(prompts):
+            raise UserError(f"{len(rows)} streams for {len(prompts)} prompts; name one for each")
         longest = max(map(len, prompts))
         S = longest + max_new_tokens + slack
         tokens = torch.zeros(len(prompts), S, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
         length = torch.tensor([len(p) for p in prompts])
-        rows = range(len(prompts)) if streams is None else streams
         return cls(
             tokens.to(device),
             length.to(device),

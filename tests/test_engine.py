@@ -314,6 +314,12 @@ def test_an_empty_prompt_is_refused(prompts):
         engine().generate(prompts, 4)
 
 
+@pytest.mark.parametrize("streams", [[], [0], [0, 1, 2]])
+def test_there_is_a_stream_for_every_prompt(streams):
+    with pytest.raises(UserError, match=f"{len(streams)} streams for 2 prompts"):
+        engine(temperature=0.9).generate([[1, 2], [3]], 4, streams=streams)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("culprit", ["target", "draft"])
 def test_logits_that_are_no_numbers_stop_the_run_and_name_the_model(culprit, value):
