@@ -4,10 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import NEW, engine
 
 from specexp import native
-from specexp.drafters.ngram import NGram
+from specexp.drafters import Drafter, Plan
+from specexp.drafters.ngram import NGram, prepare
 from specexp.errors import UserError
+from specexp.lm import LM
 from specexp.sampling import Certain
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -36,14 +39,14 @@ def continuation(text: list[int], end: int, count: int) -> list[int]:
     return grown[len(text) :]
 
 
-def drafted(texts: list[list[int]], tree: Tree, n: int) -> Draft:
+def drafted(texts: list[list[int]], tree: Tree, n: int, vocab: int = 100) -> Draft:
     """Compiled, where there is a compiler, and by torch's operations."""
     slots = max(map(len, texts)) + len(tree)
     seqs = Sequences.of(texts, 8, slack=len(tree)).window(0, len(texts), slots)
-    made = NGram(n).propose(seqs, tree, Certain())
+    made = NGram(n, vocab).propose(seqs, tree, Certain())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "by", lambda *read: None)
-        again = NGram(n).propose(seqs, tree, Certain())
+        again = NGram(n, vocab).propose(seqs, tree, Certain())
     assert again.tokens.equal(made.tokens)
     assert len(tree) == 1 or again.grade.equal(made.grade)
     return made
@@ -92,6 +95,27 @@ def test_a_longer_match_beats_a_later_one():
     text = [1, 2, 3, 4, 9, 3, 5, 1, 2, 3]
     assert propose([text], Tree.chain(1), 3).tolist() == [[3, 4]]
     assert propose([text], Tree.chain(1), 1).tolist() == [[3, 5]]
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 4))
+def test_ids_beyond_the_vocabulary_are_not_guessed(texts, vocab):
+    tree = Tree.branching(2, 1, 1)
+    every, known = (drafted(texts, tree, 3, size).tokens[:, 1:] for size in (4, vocab))
+    assert known.equal(every.where(every < vocab, -1))
+
+
+def test_a_target_is_not_asked_about_ids_that_it_cannot_say():
+    made = engine("ngram", "branching", "match", temperature=0.9, dtype=torch.float32, vocab=9)
+    made.drafter = prepared(made.target)
+    trace = made.generate([[1, 20, 2, 1, 20, 2, 1], [30, 8, 30]], NEW).trace
+    assert max(guess for step in trace.steps() for guess in step.guesses) < 9
+
+
+def prepared(target: LM) -> Drafter:
+    """What `ngram:3` is for a target, of whatever tokenizer and sampling."""
+    asked = dict.fromkeys(["config", "tokenizer", "sampling", "tree", "dtype", "seed", "source"])
+    plan = Plan(method="ngram", argument="3", target="target", vocab=target.vocab, **asked)
+    return prepare(plan).make(target)
 
 
 def test_a_suffix_of_no_tokens_is_refused():

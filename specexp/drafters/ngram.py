@@ -25,10 +25,11 @@ from specexp.tree import Tree
 class NGram(Drafter):
     name = "ngram"
 
-    def __init__(self, n: int = 3) -> None:
+    def __init__(self, n: int = 3, vocab: int = 1 << 62) -> None:
+        """vocab: ids beyond it are not guessed, though a prompt may hold them."""
         if n < 1:
             raise UserError(f"ngram n is {n}; look up at least 1 token")
-        self.n, self.grades = n, n + 1
+        self.n, self.grades, self.vocab = n, n + 1, vocab
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """Each leaf of the tree, in order, follows the next best occurrence; -1 where none is."""
@@ -41,7 +42,7 @@ class NGram(Drafter):
             made = torch.empty(B, len(tree), dtype=torch.int64)
             read = branch, nodes.depth, seqs.length, seqs.tokens
             grade = torch.empty(B, dtype=torch.int64)
-            code.lookup(B, len(tree), self.n, leaves, stride, *read, made, grade)
+            code.lookup(B, len(tree), self.n, leaves, self.vocab, stride, *read, made, grade)
             return Draft(made, nodes, seqs, grade=grade)
         ends, agrees = self._occurrences(seqs, leaves)  # [B, leaves]
         step = nodes.depth[:, 1:]
@@ -50,7 +51,8 @@ class NGram(Drafter):
         period = (last - end).clamp(min=1)  # past the end of the text the copy copies itself
         at = end + 1 + (step - 1) % period
         at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where none was found, `end` is anywhere
-        guesses = torch.where(found, seqs.tokens.gather(1, at), -1)
+        guess = seqs.tokens.gather(1, at)
+        guesses = torch.where(found & (guess < self.vocab), guess, -1)
         return seqs.draft(nodes, guesses, grade=agrees[:, 0])
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
@@ -86,4 +88,4 @@ def _first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
 def prepare(plan: Plan) -> Ready:
     """`ngram:3`: suffixes of up to three tokens."""
     n = plan.whole(default=3)
-    return Ready(lambda target: NGram(n))
+    return Ready(lambda target: NGram(n, target.vocab))

@@ -80,8 +80,8 @@ static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t 
 
 // What followed the best earlier ends of a text's last words, as drafters/ngram.py has it; branch:
 // for each guess which of the `ends` it follows.
-static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t stride,
-            const int64_t *branch, const int64_t *depth, const int64_t *length,
+static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t vocab,
+            int64_t stride, const int64_t *branch, const int64_t *depth, const int64_t *length,
             const int64_t *tokens, int64_t *made, int64_t *grade) {
     struct End { int64_t agrees, at; };
     const auto better = [](End a, End b) {
@@ -101,6 +101,7 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
         for (int64_t i = 1; i < nodes; i++) {
             const End end = best[branch[i - 1]]; // past the end of the text the copy copies itself
             made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
+            if (made[i] >= vocab) made[i] = -1;
         }
     }
 }
