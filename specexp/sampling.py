@@ -19,6 +19,7 @@ from specexp import native
 from specexp.errors import UserError
 
 TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes; ACCEPT takes a lane per sibling
+LEAST = torch.finfo(torch.float32).tiny  # temperature; float32 rounds less to none
 _GOLDEN = -0x61C8864680B583EB
 
 
@@ -37,7 +38,9 @@ def likeliest(w: Tensor) -> Tensor:
 
 
 def ranked(w: Tensor, k: int) -> Tensor:
-    """int64 [..., k]: where w [..., V] is largest, the largest first."""
+    """int64 [..., k]: where w [..., V] is largest, the largest first. Raises UserError if k > V."""
+    if k > w.shape[-1]:
+        raise UserError(f"a vocabulary of {w.shape[-1]} has no {k} likeliest tokens; use fewer")
     if k == 1:
         return likeliest(w)[..., None]
     code = native.by(w)
@@ -141,6 +144,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}; use 0 (greedy) or more")
+        if 0 < self.temperature < LEAST:
+            raise UserError(
+                f"temperature is {self.temperature}; use 0 (greedy) or at least {LEAST:.2g}"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}; use 0 (keep all) or more")
         if not 0 < self.top_p <= 1:

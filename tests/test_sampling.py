@@ -8,8 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from specexp import native
 from specexp.errors import UserError
-from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, likeliest, mix
+from specexp.sampling import (
+    ACCEPT,
+    LEAST,
+    RESIDUAL,
+    TOKEN,
+    Certain,
+    Noise,
+    Sampling,
+    likeliest,
+    mix,
+    ranked,
+)
 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda x: x / 8), min_size=1, max_size=9)
 
@@ -49,11 +61,24 @@ def test_the_law_is_temperature_then_top_k_then_top_p(logits, temperature, top_k
     assert law.tolist() == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, LEAST])
 def test_a_vanishing_temperature_is_greedy_without_overflow(temperature):
     logits = torch.tensor([[3.0, 50.0, -80.0, 49.0]])
-    cold = Sampling(temperature).law(logits)
-    assert torch.equal(cold, Sampling(0.0).law(logits))
+    with pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):  # compiled, where there is a compiler, and by torch's operations
+            cold = Sampling(temperature).law(logits)
+            assert torch.equal(cold, Sampling(0.0).law(logits))
+            patch.setattr(native, "by", lambda *read: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_more_tokens_are_ranked_than_there_are(dtype):
+    w = torch.rand(2, 3, dtype=dtype)
+    assert ranked(w, 3).sort().values.tolist() == [[0, 1, 2]] * 2
+    with pytest.raises(UserError, match="vocabulary of 3 has no 4 likeliest"):
+        ranked(w, 4)
+    with pytest.raises(UserError, match="vocabulary of 3 has no 4"):
+        Noise(0).draw(w, 4, torch.arange(2))
 
 
 def test_greedy_ties_go_to_the_lowest_token():
@@ -73,6 +98,8 @@ def test_laws_are_float32_at_least(dtype):
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 1e-39}, r"use 0 \(greedy\) or at least 1.2e-38"),
+        ({"temperature": 1e-320}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
