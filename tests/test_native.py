@@ -356,6 +356,18 @@ def test_guesses_are_those_of_single_operations(seed):
     assert alike(seed, guessed)
 
 
+@pytest.mark.parametrize("last", [(20, 21), (21, 20)])
+def test_votes_are_counted_one_by_one_however_long_the_text(last):
+    """Two tokens that have followed as often, the last time three places apart."""
+    text = [t for said in (last * 6666) for t in (1, 2, said)] + [1, 2]
+    seqs, tree = Sequences.of([text], 4, slack=4), Tree.branching(2)
+    found = [Suffix(64, 2).propose(seqs, tree, Certain()).tokens.tolist()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "by", lambda *read: None)
+        found.append(Suffix(64, 2).propose(seqs, tree, Certain()).tokens.tolist())
+    assert found == [[[2, *reversed(last)]]] * 2
+
+
 @pytest.mark.parametrize("size", [3, 16, 1000])
 def test_of_equals_the_first_is_ranked_first(size):
     w = torch.randint(0, 5, (2, 4, size)).float()

@@ -56,13 +56,11 @@ class Suffix(Drafter):
                 continue
             depth = tree.depths[parent] + 1
             follows = text[parent].roll(-depth, 1)
-            voters = agree[parent].float()
+            voters = agree[parent].long()
             known = follows.clamp(max=self.vocab)  # ids beyond the vocabulary share a bin
             votes = voters.new_zeros(B, self.vocab + 1).scatter_add(1, known, voters)
-            latest = torch.zeros_like(votes).scatter_reduce(
-                1, known, voters * (place + 1) / (S + 1), "amax"
-            )
-            best = (votes + latest)[:, :-1].topk(children).indices
+            latest = torch.zeros_like(votes).scatter_reduce(1, known, voters * (place + 1), "amax")
+            best = (votes * (S + 1) + latest)[:, :-1].topk(children).indices
             share = votes.gather(1, best) / voters.sum(1, keepdim=True).clamp(min=1)
             for rank in range(children):
                 token = best[:, rank : rank + 1]
