@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tiny import (
     RULES,
     SHAPES,
     TREES,
+    Alphabet,
     NoHostReads,
     V,
     draft_module,
@@ -26,6 +28,7 @@ from tiny import (
 )  # fmt: skip
 
 from specexp import native
+from specexp.drafters.crossed import Crossed, Tongues
 from specexp.drafters.early_exit import lower
 from specexp.drafters.model import DraftModel
 from specexp.drafters.null import Null
@@ -147,6 +150,24 @@ class Alternating:
         return Plan(Tree.chain(self.pattern[self.round % len(self.pattern)]))
 
     def learn(self, load, plan, steps, seconds): ...
+
+
+class Wordy(Alphabet):
+    """Spells all but one letter in eight pieces."""
+
+    def get_vocab(self):
+        return {"A": 5}
+
+    def __call__(self, text, **_):
+        return SimpleNamespace(input_ids=[i for c in text for i in ([5] if c == "A" else range(8))])
+
+
+@pytest.mark.parametrize("new", [4, 30])
+def test_a_text_that_the_draft_spells_at_length_is_written_to_its_end(new):
+    law = Sampling()
+    crossed = Crossed(LM(draft_module(), "draft"), Tongues(Alphabet(0), Wordy(5), V), law)
+    made = Engine(LM(module(), "target"), crossed, Fixed(Tree.chain(1)), law)
+    assert made.generate([[5]], new).tokens == [slowly(module(), [5], new)]
 
 
 def test_the_seed_and_the_stream_name_the_sample():

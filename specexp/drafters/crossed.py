@@ -108,9 +108,11 @@ class Crossed(Drafter):
         pieces = torch.where((at < seqs.length[:, None])[..., None], self.spelling[new], -1)
         pieces = pieces.flatten(1)
         said = pieces >= 0
-        end = text.tokens.shape[1] - 1  # a slot that no text reaches takes the padding
+        end = (
+            text.tokens.shape[1] - 1
+        )  # a slot that no text reaches takes padding, and what is over
         slot = torch.where(said, text.length[:, None] + said.cumsum(1) - 1, end)
-        text.tokens.scatter_(1, slot, pieces.clamp(min=0))
+        text.tokens.scatter_(1, slot.clamp(max=end), pieces.clamp(min=0))
         text.length += said.sum(1)
         text.length.clamp_(max=self.longest)
         told.copy_(torch.maximum(told, seqs.length))  # a prompt is read in parts, but told whole
