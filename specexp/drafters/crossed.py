@@ -108,9 +108,7 @@ class Crossed(Drafter):
         pieces = torch.where((at < seqs.length[:, None])[..., None], self.spelling[new], -1)
         pieces = pieces.flatten(1)
         said = pieces >= 0
-        end = (
-            text.tokens.shape[1] - 1
-        )  # a slot that no text reaches takes padding, and what is over
+        end = text.tokens.shape[1] - 1  # no text reaches it: it takes padding, and what is over
         slot = torch.where(said, text.length[:, None] + said.cumsum(1) - 1, end)
         text.tokens.scatter_(1, slot.clamp(max=end), pieces.clamp(min=0))
         text.length += said.sum(1)

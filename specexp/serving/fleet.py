@@ -7,8 +7,8 @@ sharing), so that what a stream has been given is the difference of one clock of
 
 What is simplified: tokens flow evenly, and the luck with guesses is drawn once a request; all texts
 have one acceptance and all streams one context; a prompt is read at once, when its request gets a
-place, and nobody writes meanwhile; who joins others waits for half of their round; what a draft
-model reads is spread over the rounds.
+place, and nobody writes meanwhile; who joins others waits for half of their round; its first round
+is like its others; what a draft model reads is spread over the rounds.
 """
 
 from __future__ import annotations
