@@ -439,6 +439,24 @@ def test_a_rebuild_leaves_out_what_is_torn_and_says_so(filled):
     assert len(track.runs()) == 2
 
 
+def committed(name: str, series: dict) -> Path:
+    """A result of a version that refused less than this one."""
+    key = f"byhand-{name}"
+    attempt = store.new_attempt(key)
+    metrics = {"acceptance/rate": 0.5}
+    record = {"experiment": "mine", "params": {}, "metrics": metrics, "series": series}
+    (attempt / store.RESULT).write_text(json.dumps(record))
+    return store.commit(attempt, key, {"status": "FINISHED"})
+
+
+def test_a_rebuild_passes_over_what_mlflow_cannot_show_and_goes_on(filled):
+    odd = committed("odd", {"c/d": {"0.5": 1.0}})
+    fine = committed("fine", {"c/d": {"5": 1.0}})
+    assert rebuild.rebuild(quiet()).torn == (odd,)
+    assert len(track.runs()) == 4
+    assert track.published(fine)
+
+
 TORN = {
     "empty": lambda path: path.write_bytes(b""),
     "half": lambda path: os.truncate(path, path.stat().st_size // 2),

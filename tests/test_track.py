@@ -33,7 +33,7 @@ def test_by_hand_a_run_is_committed_and_published_at_once(store, capsys):
         "mine",
         {"drafter": "ngram", "gammas": [1, 2]},
         METRICS,
-        {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32: 0.9}},
+        {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1.0: 2.0, 32: 0.9}},
         tags={"why": "test"},
         tables={"rounds": pd.DataFrame({"accepted": [1, 2]})},
         figures={"empty": figure},
@@ -58,6 +58,12 @@ def test_by_hand_a_run_is_committed_and_published_at_once(store, capsys):
         ({"rate": 1.0}, {}, "group/name"),
         ({"a/b%": 1.0}, {}, "group/name"),
         ({"a/b": 1.0}, {"c@d/e": [1.0]}, "group/name"),
+        ({"a/..": 1.0}, {}, "group/name"),
+        ({"a/" + "b" * 249: 1.0}, {}, "has 251 characters, more than 250"),
+        ({"a/b": 1.0}, {"c/" + "d" * 249: [1.0]}, "has 251 characters, more than 250"),
+        ({"a/b": 1.0}, {"c/d": {0.5: 1.0}}, "c/d has the step 0.5, not a whole number"),
+        ({"a/b": 1.0}, {"c/d": {float("inf"): 1.0}}, "the step inf"),
+        ({"a/b": 1.0}, {"c/d": {2**70: 1.0}}, "not a whole number of 64 bits"),
     ],
 )
 def test_what_could_not_be_compared_is_refused_and_nothing_is_kept(store, metrics, series, said):

@@ -19,6 +19,7 @@ import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from specexp.lab.backend import Away, Backend, Damaged
 
 __all__ = ["Away", "Damaged"]
 REMEDY = "; results are safe: make it anew by `specexp store rebuild`"
-_METRIC = re.compile(r"[a-z0-9_]+/[A-Za-z0-9_.-]+")
+_METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
+_STEP = re.compile(r"-?\d{1,18}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
+_LONGEST_NAME = 250  # MLflow refuses longer ones
 _LONGEST_PARAM = 6000  # MLflow cuts what is longer
 _VERSIONS = ("specexp", "torch", "transformers")
 
@@ -73,7 +76,7 @@ def log(
         "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
         "params": dict(params),
         "metrics": {name: float(value) for name, value in metrics.items()},
-        "series": {n: {str(k): float(v) for k, v in c.items()} for n, c in curves.items()},
+        "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
         "tags": {**provenance(), **(tags or {})},
     }
     problems = problems_of(record)
@@ -99,6 +102,11 @@ def log(
     print(f"logged to {where()}; compare with: specexp ui")
 
 
+def _step(step: Any) -> str:
+    """A step as a record has it: 2.0 is 2; what is no whole number stays, to be refused."""
+    return str(int(step) if isinstance(step, Real) and step % 1 == 0 else step)
+
+
 def _write(
     attempt: Path, record: dict[str, Any],
     tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Any],
@@ -121,13 +129,24 @@ def _file_name(name: str) -> str:
 
 
 def problems_of(record: Mapping[str, Any]) -> list[str]:
-    """Why a record cannot be published: bad names, values that are not finite."""
+    """Why a record cannot be published: bad names and steps, values that are not finite."""
     flat = dict(record["metrics"])
     for name, curve in record["series"].items():
         flat |= {f"{name} at {step}": value for step, value in curve.items()}
     names = [*record["metrics"], *record["series"]]
     return [
         *(f"metric {n!r} is not named group/name" for n in names if not _METRIC.fullmatch(n)),
+        *(
+            f"the name {n[:40]}... has {len(n)} characters, more than {_LONGEST_NAME}"
+            for n in names
+            if len(n) > _LONGEST_NAME
+        ),
+        *(
+            f"{n} has the step {step}, not a whole number of 64 bits"
+            for n, curve in record["series"].items()
+            for step in curve
+            if not _STEP.fullmatch(str(step))
+        ),
         *(f"{n} is {v}, not a finite number" for n, v in flat.items() if not math.isfinite(v)),
     ]
 
@@ -235,13 +254,15 @@ def marker(folder: Path) -> Path:
 
 
 def publishable(folder: Path) -> bool:
-    """May MLflow be told of this folder? A result as it was committed may be shown, and a failed
-    attempt of which enough is left: nobody saw to it that it reached the disk.
+    """May MLflow be told of this folder? A result as it was committed may be shown, if MLflow takes
+    such a record, and a failed attempt of which enough is left: nobody saw to it that it reached
+    the disk.
 
     Raises OSError where that cannot be told now.
     """
     if folder.parent.name == "results":
-        return store.intact(folder)
+        record = folder / store.RESULT
+        return store.intact(folder) and store.sound(lambda: not problems_of(store.load(record)))
 
     def tells() -> bool:
         tags, point = store.load(folder / store.TAGS), store.load(folder / store.POINT)
