@@ -187,7 +187,7 @@ def test_the_code_is_python_and_what_is_compiled(tmp_path, monkeypatch, name):
     for folder in ("lab", "native", "native/__pycache__"):
         (tmp_path / folder).mkdir()
     monkeypatch.setattr(identity, "PACKAGE", tmp_path)
-    of = identity.code_digest.__wrapped__
+    of = identity.code_digest
     before = of()
     (tmp_path / "native/__pycache__/new.so").write_text("1")
     assert of() == before

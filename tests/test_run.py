@@ -18,7 +18,7 @@ from conftest import TRIVIAL
 from mlflow.exceptions import MlflowException
 from rich.console import Console
 
-from specexp.lab import grid, places, run, track
+from specexp.lab import grid, identity, places, run, track
 from specexp.lab.execute import Failure
 from specexp.lab.store import claim, holder, intact
 
@@ -137,6 +137,17 @@ def test_a_notebook_edited_while_its_grid_runs_is_not_taken_for_what_it_was(stor
     [after] = grid.load([file])
     assert go([after])[0] == 0
     assert intact(store / "results" / after.run_key)
+
+
+def test_code_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, points, monkeypatch):
+    [before] = points(x=[1])
+    with monkeypatch.context() as edited:
+        edited.setattr(identity, "code_digest", lambda: "other code")
+        code, said = go([before])
+        assert (code, list(store.glob("results/*"))) == (1, [])
+        assert "specexp itself was edited while the grid ran: run the grid again" in said
+        [after] = points(x=[1])
+        assert after.run_key != before.run_key
 
 
 def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path):

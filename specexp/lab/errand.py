@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -54,7 +55,7 @@ class Answer:
 def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
     """Execute the point on this machine."""
     node = socket.gethostname()
-    if code_digest() != errand.code:
+    if _imported() != errand.code:
         found = f"other code than the runner's is imported there, from {store.ROOT}"
         return Answer(node, failure=("error", found, ""))
 
@@ -70,6 +71,12 @@ def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
         except Failure as e:
             failure = e.kind, str(e), traceback.format_exc()
         return Answer(node, *packed(folder, failure))
+
+
+@cache
+def _imported() -> str:
+    """The digest of the code as it was at this process's first errand, which imported it."""
+    return code_digest()
 
 
 _slots: dict[tuple[object, ...], kernels.Slot] = {}
@@ -175,6 +182,7 @@ class Errands:
                 raise UserError(f"{point.notebook} is not below {store.ROOT}, all that workers get")
         self._forked, self._together = forked, together
         self._modules = kernels.modules_of(sorted({p.notebook for p in points}))
+        self._code = code_digest()
         about = track.provenance()
         self._environment = {
             "SPECEXP_GIT": f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
@@ -186,5 +194,5 @@ class Errands:
     def of(self, point: Point) -> Errand:
         return Errand(
             point, point.notebook.relative_to(store.ROOT), self._modules, self._forked,
-            code_digest(), self._environment,
+            self._code, self._environment,
         )  # fmt: skip

@@ -25,13 +25,13 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
 from specexp.errors import ran_out
-from specexp.lab import notebook, secret, store, track
+from specexp.lab import identity, notebook, secret, store, track
 from specexp.lab.grid import Point
 from specexp.lab.kernels import Slot
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
-EDITED = "the notebook was edited while the grid ran: run the grid again"
+EDITED = "{} was edited while the grid ran: run the grid again"
 MOST_OUTPUT = 10_000_000
 _HTML = threading.Lock()
 
@@ -118,7 +118,9 @@ def _run(
     code = (cell for cell in ran.cells if cell.cell_type == "code")
     own = (cell.source for cell in code if notebook.INJECTED not in cell.metadata.get("tags", []))
     if notebook.digest_of(own)[:16] != point.surroundings["notebook"]:
-        raise Failure("invalid-result", EDITED)
+        raise Failure("invalid-result", EDITED.format("the notebook"))
+    if identity.code_digest()[:16] != point.surroundings["code"]:
+        raise Failure("invalid-result", EDITED.format("specexp itself"))
 
 
 def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """What a result depends on: parameters, notebook, code, models, data and device, each a digest.
 
 Two points with the same identity are the same experiment, on whatever day and machine they run.
-Files are read once a process for as long as their size and time of change stay the same.
+Models and data are read once a process for as long as size and time of change stay the same.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         self.known: dict[Any, dict[str, str]] = {}
+        self.code = code_digest()[:16]
 
     def of(self, params: Mapping[str, Any], notebook: str) -> dict[str, str]:
         """Everything but the parameters; points that agree share one dictionary. Raises UserError
@@ -50,7 +51,7 @@ class Surroundings:
         read = {n: params[n] for n in (*_MODELS, *_DATA, "device") if n in params}
         key = repr(read), notebook
         if key not in self.known:
-            parts = {"notebook": notebook[:16], "code": code_digest()[:16]}
+            parts = {"notebook": notebook[:16], "code": self.code}
             if sources := build.sources(dict(params)):
                 parts["models"] = digest(sorted([name_of(s), model_digest(s)] for s in sources))
             if files := list(_data_files(read)):
@@ -61,9 +62,8 @@ class Surroundings:
         return self.known[key]
 
 
-@lru_cache(maxsize=1)
 def code_digest() -> str:
-    """A digest of the library's source: results of other code are other results."""
+    """A digest of the library's source as it is now: results of other code are other results."""
     total = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
         if path.suffix in SOURCE:
