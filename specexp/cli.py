@@ -6,6 +6,7 @@ Imports are inside the commands, so that `--help` does not wait for torch.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
+    if given := os.environ.get("SPECEXP_MLRUNS"):  # kernels run in other folders
+        os.environ["SPECEXP_MLRUNS"] = os.path.abspath(given)
     try:
         app()
     except UserError as e:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -277,6 +278,13 @@ def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     monkeypatch.setattr("specexp.theory.predict", full)
     code, _, err = run("theory", "--alpha", "0.5", "--gamma", "1")
     assert (code, err.strip()) == (5, "disk full: No space left on device: steps.csv")
+
+
+def test_a_store_that_is_named_from_here_is_the_same_from_everywhere(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECEXP_MLRUNS", "mine")
+    assert run("theory", "--alpha", "0.5", "--gamma", "1")[0] == 0
+    assert os.environ["SPECEXP_MLRUNS"] == str(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("port", ["0", "65536"])

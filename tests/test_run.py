@@ -150,6 +150,18 @@ def test_code_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, poi
         assert after.run_key != before.run_key
 
 
+def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypatch):
+    own, file = tmp_path / "elsewhere" / "own.ipynb", tmp_path / "own.yaml"
+    own.parent.mkdir()
+    asks = f"import os; assert os.environ['SPECEXP_MLRUNS'] == '{store}'"
+    own.write_text(TRIVIAL.read_text().replace("import os", asks))
+    file.write_text("notebook: elsewhere/own.ipynb\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECEXP_MLRUNS", "mlruns")
+    code, said = go(grid.load([file]))
+    assert code == 0, said
+
+
 def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path):
     [point] = points(x=[2])
     go([point])

@@ -86,6 +86,7 @@ def _run(
     watchdog.start()
     env = os.environ | {
         "SPECEXP_ATTEMPT": str(folder), "SPECEXP_EXPERIMENT": point.experiment,
+        "SPECEXP_MLRUNS": str(store.root()),
         "MLFLOW_DISABLE_TELEMETRY": "true", "TOKENIZERS_PARALLELISM": "false",
         **environment,
     }  # fmt: skip
