@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -511,6 +512,19 @@ def test_a_runner_that_is_killed_leaves_nothing_for_five_seconds(helpers, tmp_pa
     while Path(folder).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("length", [74, 75, 150])
+def test_a_folder_for_temporary_files_may_have_a_long_name(go, tmp_path, monkeypatch, length):
+    home = Path(tempfile.mkdtemp(dir="/tmp"))
+    long = home / ("x" * (length - len(str(home)) - 1))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with kernels.Kernels(forked=False) as k, k.slot() as slot:
+        assert k.folder.is_relative_to(long) == (length == 74)
+        assert go(slot, "print(1)") == ["1"]
+    long.rmdir()
+    home.rmdir()
 
 
 def test_forking_is_for_linux(monkeypatch):

@@ -41,6 +41,8 @@ MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
 # No sqlite for the history; and who ends with whom is zygote.py's business.
 ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
 COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *ARGUMENTS]
+# A socket's path has at most 107 bytes, and 33 of them are our names below this folder.
+LONGEST_PLACE = 107 - len("/specexp-12345678/tmp12345678/k-5")
 # Figures go into cells, whatever the environment says; and nobody debugs.
 ALWAYS = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -88,7 +90,9 @@ class Kernels:
         return f"plain: {self.why}" if self.why else "forked"
 
     def __enter__(self) -> Kernels:
-        self.folder = Path(tempfile.mkdtemp(prefix="specexp-"))
+        usual = tempfile.gettempdir()
+        where = usual if len(os.fsencode(usual)) <= LONGEST_PLACE else "/tmp"
+        self.folder = Path(tempfile.mkdtemp(prefix="specexp-", dir=where))
         self._start()
         return self
 
