@@ -9,18 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp.errors import UserError
 from specexp.lab.build import build
-from specexp.zoo import shelf, twins
+from specexp.zoo import heads, shelf, twins
 from specexp.zoo.cards import measure
-from specexp.zoo.corpus import gather, is_held_out, passages, pieces
+from specexp.zoo.corpus import PIECE, cut, gather, is_held_out, passages, pieces
 from specexp.zoo.edits import echo, edit, rename
+from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Course, Phase, quick_version
 from specexp.zoo.records import record
 from specexp.zoo.rows import Rows, encode, train_tokenizer
-from specexp.zoo.train import _loss, continued, continued_once, fit, train_zoo
+from specexp.zoo.train import GIVEN, _loss, continued, continued_once, fit, train_zoo
 
 NAMES = ["target-10m", "target-exit-1m", "sibling-3m", "sibling-1m", "random-tiny"]
 HEADS = ["target-10m-medusa", "target-10m-eagle3"]
@@ -252,6 +254,49 @@ def test_the_target_continues_what_it_is_given(documents):
         np.array_equal(a, b)
         for a, b in zip(texts, continued(model, given, count=3, given=8, new=5), strict=True)
     )
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A target that is not of the zoo, in a folder."""
+    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
+    folder = tmp_path / "mine"
+    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_target_continues_a_text_from_many_places(mine, tmp_path, monkeypatch):
+    seen = []
+
+    def noted(target, documents, *rest):
+        seen.extend(documents)
+        return continued_once(target, documents, *rest)
+
+    monkeypatch.setattr(heads, "continued_once", noted)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
+    train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+    starts = {tuple(document[:GIVEN]) for document in seen if len(document) > GIVEN}
+    assert len(starts) > 10
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, PIECE + 10])
+def test_a_text_too_short_to_learn_from_is_said_so(mine, tmp_path, size):
+    text = tmp_path / "text.txt"
+    text.write_text("abc\n" * (size // 4))
+    with pytest.raises(UserError, match=r"text\.txt is too short to learn from"):
+        train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+
+
+@pytest.mark.parametrize("line", [1, 60, 3 * PIECE])
+def test_a_text_is_cut_at_ends_of_lines_and_nothing_is_lost(line):
+    text = ("x" * line + "\n") * (5 * PIECE // line + 2) + "the end"
+    parts = cut(text)
+    assert "".join(parts) == text
+    assert all(PIECE // 2 <= len(part) <= PIECE + 1 for part in parts[:-1])
+    if line < PIECE // 2:
+        assert all(part.endswith("\n") for part in parts[:-1])
 
 
 def test_a_quick_training_makes_a_whole_shelf(tmp_path):

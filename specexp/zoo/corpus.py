@@ -143,6 +143,11 @@ def pieces(source: str) -> list[str]:
     return [p.strip("\n") + "\n" for p in cut if len(p.strip()) > 200]
 
 
+def cut(text: str) -> list[str]:
+    """Any text, all of it, in pieces of `PIECE` characters or what ends with a line before that."""
+    return re.findall(rf"(?s).{{{PIECE // 2},{PIECE}}}(?:\n|\Z)|.{{1,{PIECE}}}", text)
+
+
 def passages(source: str) -> list[str]:
     """The prose of a source: docstrings under the name they explain, and long comments."""
     if not _is_code(source):

@@ -24,10 +24,10 @@ from specexp.heads import Eagle, EagleShape, Medusa, default_taps, save
 from specexp.lm import load, read_tokenizer
 from specexp.quantised import split
 from specexp.zoo import cards, shelf
-from specexp.zoo.corpus import gather
+from specexp.zoo.corpus import cut, gather
 from specexp.zoo.recipes import HEADS, HeadRecipe
 from specexp.zoo.rows import Documents, Rows, encode
-from specexp.zoo.train import Loss, can_compile, continued_once, fingerprint, fit
+from specexp.zoo.train import GIVEN, Loss, can_compile, continued_once, fingerprint, fit
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
 Laws = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
@@ -237,10 +237,13 @@ def _text(
         if not text.is_file():
             raise UserError(f"no text file at {text}")
         whole = text.read_text(errors="replace")
-        cut = max(1, len(whole) // 20)
-        sides = {"text": [whole[cut:]]}, {"text": [whole[:cut]]}
+        pieces = cut(whole)
+        few = max(1, len(pieces) // 20)
+        sides = {"text": pieces[few:]}, {"text": pieces[:few]}
         facts = {"file": text.name, "characters": len(whole)}
     train, held = ({k: encode(tokenizer, v) for k, v in side.items()} for side in sides)
+    if not any(len(document) > GIVEN for found in train.values() for document in found):
+        raise UserError(f"{text} is too short to learn from: it needs some thousand characters")
     return train, held, facts
 
 

@@ -35,6 +35,7 @@ from specexp.zoo.recipes import END, RECIPES, Course, Recipe, quick_version
 from specexp.zoo.rows import Documents, Rows, encode, train_tokenizer, wrap
 
 CHECKPOINT_EVERY = 100
+GIVEN = 64  # tokens of a document that the target continues
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -230,7 +231,7 @@ def continued(
     target: LlamaForCausalLM,
     documents: Documents,
     count: int,
-    given: int = 64,
+    given: int = GIVEN,
     new: int = 191,
     temperature: float = 0.8,
     batch: int = 64,
