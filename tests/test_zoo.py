@@ -20,6 +20,7 @@ from specexp.zoo.corpus import PIECE, cut, gather, is_held_out, passages, pieces
 from specexp.zoo.edits import echo, edit, rename
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, RECIPES, TARGET, VOCABULARY, Course, Phase, quick_version
+from specexp.zoo.recipes import HEADS as RECIPES_OF_HEADS
 from specexp.zoo.records import record
 from specexp.zoo.rows import Rows, encode, train_tokenizer
 from specexp.zoo.train import GIVEN, _loss, continued, continued_once, fit, train_zoo
@@ -279,6 +280,15 @@ def test_the_target_continues_a_text_from_many_places(mine, tmp_path, monkeypatc
     train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
     starts = {tuple(document[:GIVEN]) for document in seen if len(document) > GIVEN}
     assert len(starts) > 10
+
+
+def test_steps_go_on_from_one_course_to_the_next(mine, tmp_path):
+    text, steps = tmp_path / "text.txt", []
+    text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
+    train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text,
+                watch=lambda step, figures: steps.append(step))  # fmt: skip
+    first, second = (course.steps for course in RECIPES_OF_HEADS["medusa"].quick().courses)
+    assert steps == [first, first + second, first + second]
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000, PIECE + 10])

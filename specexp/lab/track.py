@@ -104,7 +104,7 @@ def log(
 
 def _step(step: Any) -> str:
     """A step as a record has it: 2.0 is 2; what is no whole number stays, to be refused."""
-    return str(int(step) if isinstance(step, Real) and step % 1 == 0 else step)
+    return str(math.floor(step) if isinstance(step, Real) and step % 1 == 0 else step)
 
 
 def _write(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,20 +196,20 @@ def train_heads(
     laws = laws_of(head, net, recipe.unroll)
     rows = {name: _rows(documents, device) for name, documents in held.items()}
 
-    def look(step: int, loss: float) -> None:
+    def look(before: int, step: int, loss: float) -> None:
         found = [accuracy(laws, part, device) for part in rows.values()]
         each = torch.tensor(found).mean(0).tolist()
         named = {f"accuracy/at_{i}": a for i, a in enumerate(each, 1)}
-        watch(step, {"training/loss": loss} | named)
+        watch(before + step, {"training/loss": loss} | named)
 
     losses: list[float] = []
     aim = recipe.unroll, fingerprint(net)
     name = f"{Path(target).name}-{kind}"
     for course in recipe.courses:
-        loss = loss_of(laws, device)
+        loss, look_on = loss_of(laws, device), partial(look, len(losses))
         losses += fit(name, course, Rows(train, course.repeats), work, head, loss, device,
-                      not quick and can_compile(device), watch=look, aim=aim)  # fmt: skip
-    look(len(losses), float(np.mean(losses[-20:])))
+                      not quick and can_compile(device), watch=look_on, aim=aim)  # fmt: skip
+    look(len(losses), 0, float(np.mean(losses[-20:])))
     figures = {
         part: {f"at_{i}": round(a, 4) for i, a in enumerate(accuracy(laws, held_rows, device), 1)}
         for part, held_rows in rows.items()
