@@ -626,6 +626,17 @@ def test_a_ratio_is_worse_when_the_intervals_lie_apart_the_wrong_way_round(now, 
     assert [c.what for c in found if c.better] == ([better] if better else [])
 
 
+@pytest.mark.parametrize("alone", [as_json(3.0, 0.1), None])
+def test_a_batch_of_one_that_is_compared_twice_is_not_taken_for_one_figure(alone):
+    report = figures(peer=alone)
+    plain = report["suites"]["peers"]["rows"][0]
+    report["suites"]["peers"]["rows"].append(plain | {"ratio": as_json(1.0, 0.1)})
+    found = guard.changes(report, report)
+    assert not any(change.worse or change.better for change in found)
+    said = [change.what for change in found if "peers" in change.what]
+    assert said == ["peers: plain, batch 1"] * bool(alone) + ["peers: plain, batch 1, together"]
+
+
 def test_the_figures_that_are_kept_can_be_compared_with():
     for file in ("bench.json", "bench_bfloat16.json"):
         kept = json.loads((MEASURED / file).read_text())

@@ -78,10 +78,13 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
-    """What it is, the ratio, and whether more of it is better."""
+    """What it is, the ratio, and whether more of it is better; no two have one name."""
+    alone: set[str] = set()
     for row in suites.get("peers", {}).get("rows", ()):
+        what = f"peers: {WORK[row['work']]}, batch {row['batch']}"
+        what += ", together" if what in alone else ""  # a batch of one is compared twice
+        alone.add(what)
         if row["ratio"]:
-            what = f"peers: {WORK[row['work']]}, batch {row['batch']}"
             yield what, Interval(**row["ratio"]), True
     for row in suites.get("roofline", {}).get("rows", ()):
         what = f"pass: {row['model']}, {row['tokens']} tokens"
