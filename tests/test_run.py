@@ -14,11 +14,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import yaml
 from conftest import TRIVIAL
 from mlflow.exceptions import MlflowException
 from rich.console import Console
 
-from specexp.lab import grid, identity, places, run, track
+from specexp.lab import grid, identity, places, rebuild, run, track
 from specexp.lab.execute import Failure
 from specexp.lab.store import claim, holder, intact
 
@@ -268,6 +269,25 @@ def test_two_runners_share_a_grid_and_no_point_is_done_twice(store, points, tmp_
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
     assert len(list((store / "results").iterdir())) == 8
     assert not list((store / "failed").iterdir())
+
+
+def test_a_grid_has_the_points_that_another_made_first(store, tmp_path):
+    def file(name: str, *xs: int) -> Path:
+        path = tmp_path / f"{name}.yaml"
+        spec = {"notebook": str(TRIVIAL), "experiment": "shared", "grid": {"x": list(xs)}}
+        path.write_text(yaml.safe_dump(spec))
+        return path
+
+    def shown(name: str) -> list[str]:
+        return sorted(track.runs(grid=name)["params.x"])
+
+    assert go(grid.load([file("one", 1, 2)]))[0] == 0
+    assert go(grid.load([file("two", 2, 3), file("three", 3, 4)]))[0] == 0
+    assert [shown(name) for name in ("one", "two", "three")] == [["1", "2"], ["2", "3"], ["3", "4"]]
+    assert go(grid.load([file("two", 4)]))[0] == 0
+    assert shown("two") == ["2", "3", "4"]
+    rebuild.rebuild(Console(quiet=True))
+    assert shown("two") == ["2", "3", "4"]
 
 
 def test_a_killed_holder_leaves_no_claim_behind(store):

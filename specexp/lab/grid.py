@@ -31,7 +31,8 @@ LOADED = ("target", "dtype", "device", "drafter", "draft")  # slowest first in t
 class Point:
     """One notebook run. `params`: every parameter, defaults included; `varying`: the grid's own;
     `surroundings`: the parts of its identity besides the parameters; `timed`: it measures time, so
-    nothing else should run beside it."""
+    nothing else should run beside it; `others`: grids that were loaded with this one and have the
+    same point."""
 
     grid: str
     notebook: Path
@@ -42,6 +43,11 @@ class Point:
     surroundings: dict[str, str] = field(hash=False)
     run_key: str
     timed: bool = True
+    others: tuple[str, ...] = ()
+
+    @property
+    def grids(self) -> tuple[str, ...]:
+        return self.grid, *self.others
 
     @property
     def label(self) -> str:
@@ -74,7 +80,9 @@ def load(
     if sum(sheet.most for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
             for point in _points(sheet, Checks(sheet, once, surroundings), report):
-                points.setdefault(point.run_key, point)
+                first = points.setdefault(point.run_key, point)
+                if point.grid not in first.grids:
+                    points[point.run_key] = replace(first, others=(*first.others, point.grid))
     report.refuse()
     return _ordered(list(points.values()))
 

@@ -64,6 +64,8 @@ def run(
                     track.initialise()
                 except track.Away as e:
                     board.say(f"going on without MLflow for now: {e}")
+                for name in {name for p in points for name in p.grids}:
+                    store.remember(name, {p.run_key for p in points if name in p.grids})
             work = Work(points, board, retry_failed, force)
             with _signals(work), place or places.Here(points) as where:
                 work.recover()

@@ -2,8 +2,8 @@
 
 It is `mlruns/` at the repository root, or SPECEXP_MLRUNS. `attempts/` holds work in progress,
 `results/` what was committed, `failed/` and `replaced/` what was set aside, `claims/` who is at
-work. Locks are the operating system's: a killed holder leaves none behind. Nothing here knows
-MLflow or notebooks.
+work, `grids/` which keys are a grid's, whichever grid it was that made them. Locks are the
+operating system's: a killed holder leaves none behind. Nothing here knows MLflow or notebooks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,22 @@ def alone(what: str, waiting: Callable[[str], None] = lambda said: None) -> Iter
             raise StoreBusy(f"{root()}: {what} is held by {holder(what)}; wait, or stop it")
         waiting(f"waiting for {holder(what) or 'another run'}")
         time.sleep(0.1)
+
+
+# --- grids ----------------------------------------------------------------------------------------
+
+
+def remember(grid: str, keys: Set[str]) -> None:
+    """These keys are of points of a grid."""
+    if new := keys - keys_of(grid):
+        with (folder("grids") / f"{grid}.txt").open("a") as file:
+            file.writelines(f"\n{key}" for key in sorted(new))
+
+
+def keys_of(grid: str) -> set[str]:
+    """All that were ever remembered."""
+    file = root() / "grids" / f"{grid}.txt"
+    return set(file.read_text().split()) if file.exists() else set()
 
 
 # --- attempts and results -----------------------------------------------------------------------

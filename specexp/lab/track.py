@@ -373,15 +373,15 @@ def there() -> bool:
 
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
-    """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. Raises Away,
-    Damaged."""
-    place = backend()
+    """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. `grid`: only
+    runs of its points, those that another grid made, too. Raises Away, Damaged."""
+    place, keys = backend(), store.keys_of(grid or "")
     found = [
         (e.name, run)
         for e in (place.experiments() if there() else [])
         if experiment in (None, e.name)
         for run in place.runs(e.experiment_id, "attributes.status = 'FINISHED'")
-        if grid in (None, run.data.tags.get("grid"))
+        if grid in (None, run.data.tags.get("grid")) or run.data.tags.get("run_key") in keys
     ]
     return pd.DataFrame(
         {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}
