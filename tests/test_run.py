@@ -19,7 +19,7 @@ from conftest import TRIVIAL
 from mlflow.exceptions import MlflowException
 from rich.console import Console
 
-from specexp.lab import grid, identity, places, rebuild, run, track
+from specexp.lab import check, grid, identity, places, rebuild, run, track
 from specexp.lab.execute import Failure
 from specexp.lab.store import claim, holder, intact
 
@@ -161,6 +161,24 @@ def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypat
     monkeypatch.setenv("SPECEXP_MLRUNS", "mlruns")
     code, said = go(grid.load([file]))
     assert code == 0, said
+
+
+@pytest.mark.parametrize("name", ["a?b=c", "a%41b", "a{x}b{}", "a b#c&d", "ü@b:c[d]"])
+def test_a_store_may_be_called_anything(tmp_path, monkeypatch, name):
+    home, file = tmp_path / name, tmp_path / name / "own.yaml"
+    home.mkdir()
+    shutil.copy(TRIVIAL, home / "own.ipynb")
+    file.write_text("notebook: own.ipynb\n")
+    store = home / "mlruns"
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
+    code, said = go(grid.load([file]))
+    assert code == 0, said
+    assert (store / "mlflow.db").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name]
+    assert check.problems() == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", track.backend().uri)
+    assert track.backend().file == store / "mlflow.db"
+    assert len(track.runs()) == 1
 
 
 def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path):

@@ -86,10 +86,10 @@ class Backend:
                 "the http:// of a server"
             )
         if scheme == "sqlite":
-            path = Path(address.partition(":///")[2].partition("?")[0])
+            path = Path(_database(address))
             if not path.name:
                 raise UserError(f"{address} names no file: give sqlite:///PATH")
-            return cls(f"sqlite:///{path.resolve()}", path.resolve().parent, remedy)
+            return cls.of(path.resolve(), remedy)
         if scheme == "postgresql":  # SQLAlchemy 2.0 and 2.1 differ in the driver they take unasked
             driver = driver or "psycopg2"
             if not importlib.util.find_spec(driver):
@@ -97,10 +97,15 @@ class Backend:
             address = f"postgresql+{driver}:{address.partition(':')[2]}"
         return cls(address.rstrip("/"), home, remedy)
 
+    @classmethod
+    def of(cls, file: Path, remedy: str = "") -> Backend:
+        """A SQLite file's."""
+        return cls(_address(file), file.parent, remedy)
+
     @property
     def file(self) -> Path | None:
         """The SQLite file, or None for what is not one."""
-        return Path(self.uri.removeprefix("sqlite:///")) if self.uri[:6] == "sqlite" else None
+        return Path(_database(self.uri)) if self.uri[:6] == "sqlite" else None
 
     @property
     def served(self) -> bool:
@@ -196,7 +201,7 @@ class Backend:
         for half in file.parent.glob(f"{file.name}.new-*"):
             half.unlink()
         new = file.with_name(f"{file.name}.new-{uuid.uuid4().hex[:8]}")
-        self._make(f"sqlite:///{new}")
+        self._make(_address(new))
         with contextlib.closing(sqlite3.connect(new)) as db:
             db.execute("PRAGMA journal_mode=wal")
         for old in ("-wal", "-shm"):  # of a file that is gone
@@ -298,6 +303,28 @@ class Backend:
         if ".." in parts:
             raise self.damaged(f"names artifacts outside their folder: {uri}")
         return self.artifacts.joinpath(*parts[1:])
+
+
+def _address(file: Path) -> str:
+    """As SQLAlchemy reads it, whatever characters are in the path."""
+    from sqlalchemy import URL
+
+    plain = f"sqlite:///{file}"
+    if _database(plain) == str(file):
+        return plain
+    # by the driver's name, too, or MLflow would make a folder of the escaped path
+    return URL.create("sqlite+pysqlite", database=str(file)).render_as_string()
+
+
+def _database(address: str) -> str:
+    """The path in a SQLite address, or ""."""
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return make_url(address).database or ""
+    except ArgumentError:
+        return ""
 
 
 def hidden(address: str) -> str:

@@ -96,7 +96,7 @@ def _run(
             seed=int(point.run_key[:8], 16), warm=_models(point.params),
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             ran = papermill.execute_notebook(
-                str(point.notebook), str(folder / NOTEBOOK), parameters=point.params,
+                _literal(point.notebook), _literal(folder / NOTEBOOK), parameters=point.params,
                 engine_name="specexp", kernel_name="python3", language="python",
                 progress_bar=False, km=kernel, log_file=log, watch=watch,
             )  # fmt: skip
@@ -122,6 +122,11 @@ def _run(
         raise Failure("invalid-result", EDITED.format("the notebook"))
     if identity.code_digest()[:16] != point.surroundings["code"]:
         raise Failure("invalid-result", EDITED.format("specexp itself"))
+
+
+def _literal(path: Path) -> str:
+    """A path in which papermill, which puts parameters for {names}, finds none."""
+    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -200,7 +200,7 @@ def backend() -> Backend:
 
 def database() -> Backend:
     """The store's own database."""
-    return Backend.at(f"sqlite:///{store.root() / 'mlflow.db'}", store.root(), REMEDY)
+    return Backend.of(store.root() / "mlflow.db", REMEDY)
 
 
 def where() -> str:
