@@ -354,22 +354,33 @@ def pass_costs(
 
 def _phases(
     kinds: Mapping[Any, tuple[Engine, Tree]], texts: Sequence[list[int]], repeats: int
-) -> dict[Any, tuple[float, ...]]:
+) -> dict[Any, tuple[float, float, float]]:
     """Seconds to draft, to verify, and for all else, of `repeats` rounds of each kind, which take
-    turns at going on with one text after another: the median of those that found as many guesses,
-    and the mean over how many they found."""
-    seen: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
+    turns at going on with one text after another. They add up to a round as it is when it is not
+    taken apart: what a phase takes longer by itself is not the round's."""
+    whole: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
+    apart: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     deepest = max(tree.depth for _, tree in kinds.values())
-    size = max(map(len, texts)) + (CALM + SEEN) * (1 + deepest)  # one for all: recorded once
+    size = max(map(len, texts)) + (CALM + 2 * SEEN) * (1 + deepest)  # of all: recorded once
     for visit in range(1 + -(-repeats // SEEN)):
         for kind in list(kinds) if visit % 2 else list(kinds)[::-1]:
             engine, tree = kinds[kind]  # kinds share the target and its cache: each reads again
-            found = _rounds(engine, tree, texts[visit % len(texts)], size)
-            seen[kind] += found if visit else []
-    return {kind: _typical(rounds) for kind, rounds in seen.items()}
+            rounds, phases = _rounds(engine, tree, texts[visit % len(texts)], size)
+            if visit:
+                whole[kind] += rounds
+                apart[kind] += phases
+    found = {}
+    for kind in kinds:
+        (all_s,), (draft, verify) = _typical(whole[kind]), _typical(apart[kind])
+        draft = min(draft, all_s)
+        verify = min(verify, all_s - draft)
+        found[kind] = draft, verify, all_s - draft - verify
+    return found
 
 
 def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of times after the number of guesses that a round found: the median of rounds that found as
+    many, and the mean over how many they found."""
     alike = pd.DataFrame(rounds).groupby(0)
     return tuple(np.average(alike.median(), axis=0, weights=alike.size()))
 
@@ -377,27 +388,38 @@ def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
 @torch.inference_mode()
 def _rounds(
     engine: Engine, tree: Tree, text: list[int], size: int
-) -> list[tuple[float, float, float, float]]:
-    """Guesses made, and seconds to draft, to verify, and for all else, of the rounds that go on
-    with a text, but for the first, which find in the caches what rounds unlike them left."""
+) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Of rounds that go on with a text, the guesses they found and seconds; and of more, seconds to
+    draft and to verify. The first do not count: they find in the caches what rounds unlike them
+    left. Where the text ends it begins again."""
     new = max(1, min(size, engine.target.context) - len(text))
     seqs = Sequences.of([text], new, slack=tree.room, device=engine.target.device)
     seqs = engine.begin(seqs)
+    length, limit = seqs.length.clone(), seqs.limit.clone()
     lead = max(LEAD if tree.depth else CALM, 1 + engine.warm)
-    found: list[tuple[float, float, float, float]] = []
-    live = 1
-    while live and len(found) < lead + SEEN:
+    whole: list[tuple[float, ...]] = []
+    apart: list[tuple[float, ...]] = []
+
+    def found(report: list[list[int]]) -> int:
+        [step] = engine.steps(report)
+        if step.done:
+            seqs.length.copy_(length)
+            seqs.limit.copy_(limit)
+        return step.drafted
+
+    while len(whole) < lead + SEEN:
+        begin = _clock(engine)
+        for report, end in engine.launch(seqs, tree, lead + SEEN - len(whole))():
+            whole.append((found(report), end - begin))
+            begin = end
+    while len(apart) < SEEN:
         now = [_clock(engine)]
         draft = engine.drafted(seqs, tree)
         now.append(_clock(engine))
         engine.verified(seqs, draft)
         now.append(_clock(engine))
-        report = engine.report(seqs, tree)
-        now.append(_clock(engine))
-        drafting, verifying, whole = np.diff(now)
-        [step], [[_, _, live, *_]] = engine.steps(report), report
-        found.append((step.drafted, drafting, verifying, max(0.0, whole - drafting - verifying)))
-    return found[lead:] or found[-1:]
+        apart.append((found(engine.report(seqs, tree)), *np.diff(now)))
+    return whole[lead:], apart
 
 
 def _tree(engine: Engine) -> Tree:
