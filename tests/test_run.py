@@ -17,6 +17,7 @@ import pytest
 import yaml
 from conftest import TRIVIAL
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE
 from rich.console import Console
 
 from specexp.lab import check, grid, identity, places, rebuild, run, track
@@ -543,6 +544,49 @@ def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, mo
     assert code == 0
     assert "0 of 2 points to run" in said
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, monkeypatch):
+    todo = points(x=[1, 2])
+    publish = track._publish
+
+    def refuses(folder):
+        if folder.name == todo[0].run_key:
+            raise MlflowException("x is\nbeyond", INVALID_PARAMETER_VALUE)
+        return publish(folder)
+
+    monkeypatch.setattr(track, "_publish", refuses)
+    begin = time.monotonic()
+    code, said = go(todo)
+    assert code == 1
+    assert time.monotonic() - begin < run.PATIENCE_S / 2
+    refused = store / "results" / todo[0].run_key
+    assert f"MLflow refuses {refused}: {store}/mlflow.db: x is" in said
+    assert "the result is safe; MLflow refuses it" in said
+    assert "run the same command again" not in said
+    assert statuses() == {todo[1].run_key: "FINISHED"}
+    monkeypatch.setattr(track, "_publish", publish)
+    assert go(todo)[0] == 0
+
+
+def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypatch):
+    todo = points(x=[1, 2])
+    assert go(todo)[0] == 0
+    publish = track._publish
+
+    def refuses(folder):
+        if folder.name == todo[0].run_key:
+            raise MlflowException("x is beyond", BAD_REQUEST)
+        return publish(folder)
+
+    monkeypatch.setattr(track, "_publish", refuses)
+    console = Console(record=True, width=300)
+    made = rebuild.rebuild(console)
+    rebuild.show(made, console)
+    assert (made.results, made.torn) == (1, ())
+    said = console.export_text()
+    assert f"left out, as MLflow refuses it: {store}/results/{todo[0].run_key}: " in said
+    assert "x is beyond" in said
 
 
 def test_a_full_disk_says_so_commits_nothing_and_stops(store, points, monkeypatch):

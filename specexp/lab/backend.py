@@ -47,6 +47,7 @@ _AWAY = {
     "could not translate host name": "no such host",
     "password authentication failed": "user or password is wrong",
 }
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _TRIGGERS = {"prevent_secrets_aad_mutation"}
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -59,6 +60,10 @@ class Away(UserError):
     """MLflow cannot be reached, or is busy, now; what was to be shown is safe and can be later."""
 
     code = 1
+
+
+class Refused(Away):
+    """MLflow answers, and would say the same again: what was to be shown is not what it takes."""
 
 
 class Damaged(UserError):
@@ -130,7 +135,7 @@ class Backend:
 
     @contextlib.contextmanager
     def reaching(self) -> Iterator[None]:
-        """Tell why a call failed: Away, Damaged, or OSError where a disk is full."""
+        """Tell why a call failed: Away, Refused, Damaged, or OSError where a disk is full."""
         from mlflow.exceptions import MlflowException
         from requests import RequestException
         from sqlalchemy.exc import SQLAlchemyError
@@ -145,7 +150,9 @@ class Backend:
                 if self.file and words in said:
                     raise self.damaged(what) from e
             short = next((what for words, what in _AWAY.items() if words in said), None)
-            raise Away(f"{self}: {short or secret.hide(said.strip().splitlines()[0][:200])}") from e
+            line = f"{self}: {short or secret.hide(said.strip().splitlines()[0][:200])}"
+            refused = not short and getattr(e, "error_code", "") in _REFUSALS
+            raise (Refused if refused else Away)(line) from e
 
     def damaged(self, what: str) -> Damaged:
         return Damaged(f"{self} {what}{self.remedy}")

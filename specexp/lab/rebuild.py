@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +15,14 @@ from specexp.lab import store, track
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """How many results and failures were published, what was set aside, what was left out."""
+    """How many results and failures were published, what was set aside, what was left out: torn,
+    or refused by MLflow and why."""
 
     results: int
     failures: int
     aside: tuple[Path, ...]
     torn: tuple[Path, ...]
+    refused: Mapping[Path, str]
 
 
 def rebuild(console: Console) -> Rebuilt:
@@ -37,19 +40,27 @@ def rebuild(console: Console) -> Rebuilt:
         track.backend().prepare()
         torn = [f for f in folders if not track.publishable(f)]
         whole = [f for f in folders if f not in torn]
+        refused: dict[Path, str] = {}
         with Progress(console=console, transient=True) as progress:
             for folder in progress.track(whole, description="publishing"):
                 with store.claim(_key(folder)) as ours:
                     if ours:
-                        track.publish(folder)
-    results = sum(f.parent.name == "results" for f in whole)
-    return Rebuilt(results, len(whole) - results, aside, tuple(torn))
+                        try:
+                            track.publish(folder)
+                        except track.Refused as e:
+                            refused[folder] = str(e)
+    done = [f for f in whole if f not in refused]
+    results = sum(f.parent.name == "results" for f in done)
+    return Rebuilt(results, len(done) - results, aside, tuple(torn), refused)
 
 
 def show(made: Rebuilt, console: Console) -> None:
     """Say what was done, one line a thing."""
     lines = [f"{made.results} results and {made.failures} failures are in {track.where()}"]
     lines += [f"left out, as it is damaged: {path}" for path in made.torn]
+    lines += [
+        f"left out, as MLflow refuses it: {path}: {why}" for path, why in made.refused.items()
+    ]
     if made.aside:
         names = ", ".join(path.name for path in made.aside)
         lines += [f"set aside: {names}; delete them when you miss nothing",

@@ -93,7 +93,7 @@ def run(
         console.print(
             f"{'failed':10s} {why}; --retry-failed runs them again", highlight=False, soft_wrap=True
         )
-    return FAILED if board.failed or work.unpublished else DONE
+    return FAILED if board.failed or work.unpublished or work.refused else DONE
 
 
 @dataclass
@@ -106,6 +106,7 @@ class Work:
     force: bool = False
     queue: deque[Point] = field(default_factory=deque)
     unpublished: list[Path] = field(default_factory=list)
+    refused: set[Path] = field(default_factory=set)
     stopped: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
@@ -196,7 +197,8 @@ class Work:
         if track.published(store.result_of(point.run_key)):
             self.board.ended(point.label, "done", said)
         else:
-            self.board.ended(point.label, "kept", "the result is safe; MLflow does not answer")
+            why = "refuses it" if store.result_of(point.run_key) in self.refused else "is away"
+            self.board.ended(point.label, "kept", f"the result is safe; MLflow {why}")
 
     def _attempt(self, point: Point, seat: places.Seat) -> None:
         attempt = store.new_attempt(point.run_key)
@@ -241,9 +243,10 @@ class Work:
             self._publish(kept)
 
     def _publish(self, folder: Path) -> bool:
-        """Try for PATIENCE_S; only once if the last one failed. What fails is tried at the end."""
+        """Try for PATIENCE_S; only once if the last one failed. What fails is tried at the end.
+        Says whether MLflow answered: what it refuses is told and left."""
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(track.Away),
+            retry=tenacity.retry_if_exception(_passes),
             stop=tenacity.stop_after_delay(0.0 if self._away else PATIENCE_S)
             | tenacity.stop_when_event_set(self._stopping),
             wait=tenacity.wait_fixed(2),
@@ -254,6 +257,9 @@ class Work:
         with self._publishing:
             try:
                 attempts(track.publish, folder)
+            except track.Refused as e:
+                self.refused.add(folder)
+                self.board.say(f"MLflow refuses {folder}: {e}", once=True)
             except track.Away as e:
                 self._away = True
                 if folder not in self.unpublished:
@@ -306,6 +312,11 @@ def _signals(work: Work) -> Iterator[None]:
     finally:
         for number, handler in before.items():  # stopped, this process is on its way out
             signal.signal(number, signal.SIG_IGN if work.stopped else handler)
+
+
+def _passes(e: BaseException) -> bool:
+    """Is MLflow away for now?"""
+    return isinstance(e, track.Away) and not isinstance(e, track.Refused)
 
 
 def _write_point(point: Point, attempt: Path) -> None:

@@ -27,9 +27,9 @@ import pandas as pd
 
 from specexp.errors import UserError
 from specexp.lab import store, view
-from specexp.lab.backend import Away, Backend, Damaged
+from specexp.lab.backend import Away, Backend, Damaged, Refused
 
-__all__ = ["Away", "Damaged"]
+__all__ = ["Away", "Damaged", "Refused"]
 REMEDY = "; results are safe: make it anew by `specexp store rebuild`"
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
 _STEP = re.compile(r"-?\d{1,18}")
@@ -96,6 +96,9 @@ def log(
             with store.alone("setup"):
                 initialise()
             publish(result)
+        except Refused as e:
+            print(f"kept in {result}; MLflow refuses it: {e}")
+            return
         except Away as e:
             print(f"kept in {result}; not in MLflow yet: {e}; `specexp store rebuild` shows it")
             return
@@ -274,7 +277,7 @@ def publishable(folder: Path) -> bool:
 
 def publish(folder: Path) -> str:
     """Show a result or a failed attempt in MLflow, once, and remember it; returns the run's id.
-    Raises Away, Damaged, or OSError where a disk is full or the folder cannot be read now.
+    Raises Away, Refused, Damaged, or OSError where a disk is full or the folder cannot be read now.
 
     The folder's tags.json holds the run's tags, `run_key`, `attempt` and `status` among them.
     """
