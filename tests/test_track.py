@@ -1,5 +1,6 @@
 """What a notebook may log, how it reaches MLflow, and the UI's safety."""
 
+import importlib.metadata
 import json
 import multiprocessing
 import socket
@@ -101,6 +102,21 @@ def test_without_git_a_run_is_logged_all_the_same(store, monkeypatch):
     track.log("mine", {"x": 1}, METRICS)
     [run] = track.runs("mine").to_dict("records")
     assert (run["tags.git.commit"], run["tags.git.dirty"]) == ("", "false")
+
+
+def test_where_specexp_is_not_installed_a_run_is_logged_all_the_same(store, monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "specexp":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    track.log("mine", {"x": 1}, METRICS)
+    [run] = track.runs("mine").to_dict("records")
+    assert run["tags.version.specexp"] == "unknown"
+    assert run["tags.version.torch"] == real("torch")
 
 
 def _first_touch(root: str, barrier) -> None:

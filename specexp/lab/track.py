@@ -18,7 +18,6 @@ import re
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,9 @@ def provenance() -> dict[str, str]:
     """Tags that say where a run came from: versions, device, threads, load, commit."""
     import torch
 
-    versions = {f"version.{name}": metadata.version(name) for name in _VERSIONS}
+    from specexp.lab import doctor
+
+    versions = {f"version.{name}": doctor.version(name) or "unknown" for name in _VERSIONS}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     commit, dirty = os.environ.get("SPECEXP_GIT", "").split() or _git_state()
     return {
