@@ -40,7 +40,7 @@ zoo_app = typer.Typer(help="The small models that ship with the project.", no_ar
 app.add_typer(grid_app, name="grid")
 app.add_typer(store_app, name="store")
 app.add_typer(zoo_app, name="zoo")
-console = Console()
+console = Console(markup=False, emoji=False, highlight=False)  # what is said is no markup
 
 GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
 TargetName = Annotated[
@@ -210,17 +210,16 @@ def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool)
     )
     console.print()
     if rounds:
-        console.print("[dim]round  kept/guessed[/]")
+        console.print("round  kept/guessed", style="dim")
         console.print(look.by_round(rig, trace.rounds, made.tokens[0]), soft_wrap=True)
     console.print(look.legend())
     console.print(
         f"{record.emitted} tokens in {record.passes} target passes: {record.length:.2f} tokens "
         f"a pass, {record.rate:.0%} of {record.drafted} guesses kept, "
         f"{1 / trace.tpot_s:.0f} tokens/s",
-        highlight=False,
         soft_wrap=True,
     )
-    console.print(str(exact), highlight=False)
+    console.print(str(exact))
 
 
 @app.command()
@@ -241,7 +240,7 @@ def theory(
         return
     for name, value in found.items():
         said = f"{value:.4g}" if isinstance(value, float) else value
-        console.print(f"{name:16s} {said}", highlight=False)
+        console.print(f"{name:16s} {said}")
 
 
 @app.command()
@@ -299,7 +298,7 @@ def profile(
         print(files[-1].read_text())
     else:
         _show_costs(costs, slots[0])
-        console.print(f"kept in {_relative(files[-1])}", highlight=False, soft_wrap=True)
+        console.print(f"kept in {_relative(files[-1])}", soft_wrap=True)
 
 
 def _numbers(name: str, listed: str) -> list[int]:
@@ -327,7 +326,7 @@ def _show_costs(costs: Costs, context: int) -> None:
     console.print(
         f"a pass takes {maps.in_words(fit, context)}; the floor ends at about {knee:.0f} tokens, "
         f"batch {knee:.0f} by plain decoding or batch {knee / widest:.0f} with γ = {widest - 1}",
-        highlight=False, soft_wrap=True,
+        soft_wrap=True,
     )  # fmt: skip
 
 
@@ -404,7 +403,7 @@ def serve(
         said = f"{len(offered.requests)} requests, {load}, {rig.target.name}, {drafter}"
         _show_served(figures, said)
         for note in serving.notes(runs):
-            console.print(note, highlight=False, soft_wrap=True)
+            console.print(note, soft_wrap=True)
     if out and picture:
         serving.steps(runs).to_csv(out, index=False)
         tables = {name: serving.timeline(run.ticks) for name, run in runs.items()}
@@ -508,7 +507,7 @@ def bench(
     rig = build.build(**options)
     report["about"] = lab.about(rig.target.device, rig.target.dtype)
     if not as_json:
-        console.print(suite_views.heading(report["about"]), highlight=False, soft_wrap=True)
+        console.print(suite_views.heading(report["about"]), soft_wrap=True)
     if warning := report["about"]["warning"]:
         _complain("warning", warning)
     for name in names:
@@ -519,15 +518,15 @@ def bench(
             suite_views.figure(name, found).savefig(picture, dpi=110, bbox_inches="tight")
         if not as_json:
             shown, notes = suite_views.tables(name, found)
-            console.print(*shown, *notes, "", highlight=False, soft_wrap=True, sep="\n")
+            console.print(*shown, *notes, "", soft_wrap=True, sep="\n")
     if as_json:
         print(json.dumps(report))
     elif out:
-        console.print(f"kept in {_relative(out)}", highlight=False, soft_wrap=True)
+        console.print(f"kept in {_relative(out)}", soft_wrap=True)
     if earlier:
         seen = guard.changes(earlier, report)
         if not as_json:
-            console.print(guard.table(seen, earlier, report), highlight=False, soft_wrap=True)
+            console.print(guard.table(seen, earlier, report), soft_wrap=True)
         raise typer.Exit(int(any(change.worse for change in seen)))
 
 
@@ -559,7 +558,7 @@ def models(as_json: AsJson = False) -> None:
         methods.add_row(method, about)
     console.print(methods)
     said = "\nA model is named by its zoo name, a folder or a hub id; NAME+int8 has 8-bit weights."
-    console.print(said, highlight=False, soft_wrap=True)
+    console.print(said, soft_wrap=True)
 
 
 @app.command()
@@ -648,7 +647,7 @@ def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]
 def grid_validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     """Check grid files completely, without running anything."""
     points = _points(files, only, yes)
-    console.print(f"{len(points)} points in {len(files)} files: ready to run", highlight=False)
+    console.print(f"{len(points)} points in {len(files)} files: ready to run")
 
 
 @grid_app.command("run")
@@ -694,7 +693,7 @@ def grid_run(
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be 1 or more")
     points = _points(files, only, yes)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(console.print, soft_wrap=True)
     place = places.of(on, points, forked=not fresh, together=together, say=say)
     raise typer.Exit(
         run.run(
@@ -712,7 +711,7 @@ def grid_status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     points = _points(files, only, yes)
     console.print(run.status(points))
     for line in run.changed(points):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 @zoo_app.command("train")
@@ -751,7 +750,7 @@ def zoo_train(
     from specexp.zoo.train import train_zoo
 
     for folder in train_zoo(only or None, out, device=device, quick=quick):
-        console.print(f"made {_relative(folder)}", highlight=False)
+        console.print(f"made {_relative(folder)}")
 
 
 def _train_heads(
@@ -773,7 +772,7 @@ def _train_heads(
     method = {"eagle3": "eagle"}.get(kind, kind)
     console.print(
         f"made {_relative(folder)}; use it as --drafter {method}:{_relative(folder)}",
-        highlight=False, soft_wrap=True,
+        soft_wrap=True,
     )  # fmt: skip
     track.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
 
@@ -823,7 +822,7 @@ def zoo_twin(
         f"made {place}-target of {facts['parameters']:,} parameters, and {place}-draft\n"
         f"{reached}; deep layers damped by {seen['damp']}\n"
         f"use them as --target {pair} --dtype {dtype}",
-        highlight=False, soft_wrap=True,
+        soft_wrap=True,
     )  # fmt: skip
 
 

@@ -271,6 +271,17 @@ def test_a_folder_that_cannot_be_written_to_is_not_called_missing(run, tmp_path,
     assert "missing" not in out
 
 
+def test_paths_are_shown_to_the_letter(run, tiny_folders, tmp_path, monkeypatch):
+    folder = tmp_path / "[bold]a:cat:"
+    folder.mkdir()
+    monkeypatch.setattr("specexp.zoo.train.train_zoo", lambda *_, **__: [folder])
+    assert run("zoo", "train")[1].split() == ["made", str(folder)]
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(folder))
+    monkeypatch.setattr("specexp.lab.doctor.missing", lambda: ["x: pip install 'x[all]>=1'"])
+    said = run("doctor")[1].replace("\n", "")
+    assert "pip install 'x[all]>=1'" in said
+
+
 def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "steps.csv")

@@ -164,7 +164,9 @@ def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypat
     assert code == 0, said
 
 
-@pytest.mark.parametrize("name", ["a?b=c", "a%41b", "a{x}b{}", "a b#c&d", "ü@b:c[d]"])
+@pytest.mark.parametrize(
+    "name", ["a[bold]b:cat:", "a?b=c", "a%41b", "a{x}b{}", "a b#c&d", "ü@b:c[d]"]
+)
 def test_a_store_may_be_called_anything(tmp_path, monkeypatch, name):
     home, file = tmp_path / name, tmp_path / name / "own.yaml"
     home.mkdir()
@@ -174,12 +176,27 @@ def test_a_store_may_be_called_anything(tmp_path, monkeypatch, name):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
     code, said = go(grid.load([file]))
     assert code == 0, said
+    assert f"runs       {store}/mlflow.db\n" in said
     assert (store / "mlflow.db").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == [name]
     assert check.problems() == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", track.backend().uri)
     assert track.backend().file == store / "mlflow.db"
     assert len(track.runs()) == 1
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    console = Console(record=True, width=300)
+    assert check.show(console)
+    rebuild.show(rebuild.rebuild(console), console)
+    assert console.export_text().count(f"{store}/mlflow.db") == 2
+
+
+def test_what_stops_a_grid_is_told_to_the_letter(store, points, monkeypatch):
+    def damaged() -> None:
+        raise track.Damaged("a [red]door[/] at [/x] :cat:")
+
+    monkeypatch.setattr(track, "initialise", damaged)
+    code, said = go(points(x=[1]))
+    assert (code, said) == (4, "damaged: a [red]door[/] at [/x] :cat:\n")
 
 
 def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path):

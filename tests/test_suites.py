@@ -637,6 +637,15 @@ def test_a_batch_of_one_that_is_compared_twice_is_not_taken_for_one_figure(alone
     assert said == ["peers: plain, batch 1"] * bool(alone) + ["peers: plain, batch 1, together"]
 
 
+def test_names_in_the_comparison_are_shown_to_the_letter():
+    report = figures()
+    report["suites"]["roofline"]["rows"][0]["model"] = "[bold]m[/]"
+    console = Console(width=200, record=True)
+    with console.capture() as said:
+        console.print(guard.table(guard.changes(report, report), report, report))
+    assert "pass: [bold]m[/], 4 tokens / one" in said.get()
+
+
 def test_the_figures_that_are_kept_can_be_compared_with():
     for file in ("bench.json", "bench_bfloat16.json"):
         kept = json.loads((MEASURED / file).read_text())

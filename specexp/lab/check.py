@@ -97,7 +97,7 @@ def show(console: Console) -> bool:
             console.print(Text(f"                {line}", ""), soft_wrap=True)
     for key, who in store.claims().items():
         console.print(Text(f"at work         {key}: {who}", ""), soft_wrap=True)
-    console.print(f"store {store.root()}, runs in {track.where()}", soft_wrap=True, highlight=False)
+    console.print(Text(f"store {store.root()}, runs in {track.where()}"), soft_wrap=True)
     return not any(promise.broken for promise in found)
 
 

@@ -12,6 +12,7 @@ import torch
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specexp import native
 from specexp.lab import store
@@ -37,10 +38,9 @@ def examine(console: Console) -> bool:
     facts.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {_load()}")
     facts.add_row("CPU passes", "compiled" if native.library() else "by single operations")
     root = store.root()
-    facts.add_row(
-        "store", f"{root}, {shutil.disk_usage(_existing(root)).free / 2**30:.1f} GiB free"
-    )
-    facts.add_row("zoo", ", ".join(m.name for m in shelf.models()) or "missing")
+    free = shutil.disk_usage(_existing(root)).free
+    facts.add_row("store", Text(f"{root}, {free / 2**30:.1f} GiB free"))
+    facts.add_row("zoo", Text(", ".join(m.name for m in shelf.models()) or "missing"))
     console.print(facts)
     console.print(speeds(device))
     problems = [("missing", problem) for problem in missing()]
@@ -51,9 +51,9 @@ def examine(console: Console) -> bool:
         said = "the zoo's models: get a complete checkout, or run `specexp zoo train`"
         problems.append(("missing", said))
     for what, problem in problems:
-        console.print(f"[bold red]{what}[/] {problem}", highlight=False)
+        console.print(Text(what, "bold red") + Text(f" {problem}", ""), soft_wrap=True)
     if not problems:
-        console.print("[green]ready[/]: nothing is missing")
+        console.print(Text("ready", "green") + Text(": nothing is missing", ""))
     return not problems
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
+from rich.text import Text
 
 from specexp.errors import UserError
 from specexp.lab.stats import Interval
@@ -102,9 +103,10 @@ def table(found: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) ->
     title = "against an earlier run"
     if then.get("about", {}).get("device") != now["about"]["device"]:
         title += f" on another device ({then.get('about', {}).get('device')})"
-    made = Table("ratio", "then", "now", "", title=title, title_justify="left", title_style="",
+    made = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
                  box=None, header_style="bold")  # fmt: skip
     for change in found:
-        said = "[red]worse" if change.worse else "[green]better" if change.better else ""
-        made.add_row(change.what, str(change.then), str(change.now), said)
+        said = Text("better", "green") if change.better else Text()
+        said = Text("worse", "red") if change.worse else said
+        made.add_row(Text(change.what), str(change.then), str(change.now), said)
     return made

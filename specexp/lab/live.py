@@ -72,7 +72,7 @@ class Board:
             if once and line == self._note:
                 return
             self._note = line
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(Text(line), soft_wrap=True)
 
     @property
     def left(self) -> str:
@@ -87,7 +87,7 @@ class Board:
             now = time.monotonic()
             rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
             for label, (begin, said) in self._running.items():
-                rows.add_row("running", duration(now - begin), label, Text(said, "dim"))
+                rows.add_row("running", duration(now - begin), Text(label), Text(said, "dim"))
             totals = Table.grid(padding=(0, 2, 0, 0))
             bar = ProgressBar(self.total, self.done + self.failed, width=24)
             counts = f"{self.done} done, {self.failed} failed of {self.total}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 from specexp.lab import store, track
 
@@ -29,7 +30,7 @@ def rebuild(console: Console) -> Rebuilt:
     """Publish every result and failure again, in the order in which they came, those that were
     logged by hand too. The store's own database and artifacts are set aside first; a server's stay,
     and only what it lacks is added. Raises StoreBusy while anybody is at work."""
-    with store.alone("setup", lambda said: console.print(said, highlight=False)):
+    with store.alone("setup", lambda said: console.print(Text(said))):
         others = [who for key, who in store.claims().items() if key != "setup"]
         if others:
             raise store.StoreBusy(f"{others[0]} is at work here: stop it first")
@@ -65,7 +66,7 @@ def show(made: Rebuilt, console: Console) -> None:
         names = ", ".join(path.name for path in made.aside)
         lines += [f"set aside: {names}; delete them when you miss nothing",
                   "start `specexp ui` or `specexp store serve` again if one is open"]  # fmt: skip
-    console.print(*lines, sep="\n", highlight=False, soft_wrap=True, markup=False)
+    console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _committed() -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specexp.lab import store, track
 
@@ -40,7 +41,7 @@ def show(console: Console, run_keys: Collection[str]) -> None:
         "notebooks": store.root() / "results" / "*" / "notebook.html",
         "compare": "make ui (or specexp ui), then open the link it prints",
     }.items():
-        console.print(f"{what:10s} {where}", soft_wrap=True, highlight=False)
+        console.print(Text(f"{what:10s} {where}"), soft_wrap=True)
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
@@ -48,9 +49,10 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
     view = overview(runs.drop(columns="experiment"))
     if "speedup" in view:
         view = view.drop(columns=[c for c in CATEGORIES if c in view])
-    out = Table(*view, title=experiment, title_justify="left", box=None, header_style="bold")
+    title = Text(experiment, "table.title")
+    out = Table(*view, title=title, title_justify="left", box=None, header_style="bold")
     for row in view.itertuples(index=False):
-        out.add_row(*row)
+        out.add_row(*map(Text, row))
     return out
 
 

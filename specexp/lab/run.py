@@ -87,12 +87,11 @@ def run(
             return _sorry(console, "disk full", said, DISK_FULL)
         return _sorry(console, "cannot go on", f"{e}; {GO_ON}", FAILED)
     except track.Away as e:
-        console.print(f"no comparison now: {e}", highlight=False, soft_wrap=True)
+        console.print(Text(f"no comparison now: {e}"), soft_wrap=True)
     if board.failed:
         why = store.root() / "failed" / "*" / ERROR
-        console.print(
-            f"{'failed':10s} {why}; --retry-failed runs them again", highlight=False, soft_wrap=True
-        )
+        said = f"{'failed':10s} {why}; --retry-failed runs them again"
+        console.print(Text(said), soft_wrap=True)
     return FAILED if board.failed or work.unpublished or work.refused else DONE
 
 
@@ -408,7 +407,7 @@ def _free() -> str:
 
 
 def _sorry(console: Console, what: str, why: str, code: int) -> int:
-    console.print(f"[bold red]{what}[/]: {why}", highlight=False, soft_wrap=True)
+    console.print(Text(what, "bold red") + Text(f": {why}", ""), soft_wrap=True)
     return code
 
 
@@ -431,7 +430,7 @@ def status(points: Sequence[Point]) -> Table:
         else:
             state, said = "to do", ""
         counts[state] += 1
-        table.add_row(Text(state, STATES[state]), point.label, point.run_key, Text(said))
+        table.add_row(Text(state, STATES[state]), Text(point.label), point.run_key, Text(said))
     total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     if took and (left := counts["to do"] + counts["running"]):
         seconds = sum(took) / len(took) * left / max(1, counts["running"])
