@@ -502,6 +502,8 @@ def test_a_folder_gets_a_file_that_says_what_was_measured(tmp_path, monkeypatch)
     options = {"device": "cpu", "dtype": "bfloat16", "target": "some/mine"}
     assert suites.place(tmp_path, options) == tmp_path / "bench_NVIDIA-X-9_f8_mine.json"
     assert suites.place(tmp_path / "x.json", options) == tmp_path / "x.json"
+    (tmp_path / "v0.3").mkdir()
+    assert suites.place(tmp_path / "v0.3", options).parent == tmp_path / "v0.3"
 
 
 @pytest.fixture

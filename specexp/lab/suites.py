@@ -59,7 +59,7 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def place(out: Path, options: dict[str, Any]) -> Path:
     """The file to write: `out`, or, if that is a folder, one in it that says what was measured."""
-    if out.suffix:
+    if out.suffix and not out.is_dir():
         return out
     device = torch.device(build.where(options["device"]))
     said = fingerprint(device, DTYPES[options["dtype"]])
