@@ -140,6 +140,7 @@ def test_what_slurm_is_asked_for(points, site):
     assert OnSlurm([on_gpu]).demand(on_gpu) == wanted
     own = OnSlurm([on_gpu], "gpus_per_node=2,time=60,mem=8GB")
     assert own.demand(on_gpu) == wanted | {"gpus_per_node": "2", "time": "60", "mem": "8GB"}
+    assert OnSlurm([on_gpu], "gpus-per-node=2,time=60,mem=8GB").demand(on_gpu) == own.demand(on_gpu)
     assert own.at_once(None, timed=True) == 16
     assert own.at_once(3, timed=False) == 3
 

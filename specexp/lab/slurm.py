@@ -29,7 +29,7 @@ LONGER_MIN = 10  # what a job gets beyond its point's own limit: kernels start i
 
 
 class OnSlurm:
-    """`asked`: options of sbatch for every job, `partition=gpu,gpus_per_node=1`.
+    """`asked`: options of sbatch for every job, `partition=gpu,gpus-per-node=1`.
 
     A job gets one CPU, or, for a point that times something, a machine of its own, unless
     `together`; and one GPU if the point's device is one. Raises UserError.
@@ -43,12 +43,15 @@ class OnSlurm:
             raise UserError('points on Slurm need submitit: pip install "specexp[slurm]"')
         if shutil.which("sbatch") is None or shutil.which("srun") is None:
             raise UserError("there is no sbatch here: run this where jobs of Slurm are submitted")
-        pairs = [option.partition("=") for option in asked.split(",") if option]
-        if odd := [name for name, _, value in pairs if not (name.isidentifier() and value)]:
-            raise UserError(
-                f"{odd[0]!r} is no option for Slurm: write slurm:partition=gpu,account=me"
-            )
-        self.asked = {name: value for name, _, value in pairs}
+        self.asked: dict[str, str] = {}
+        for option in filter(None, asked.split(",")):
+            name, _, value = option.partition("=")
+            spelt = name.replace("-", "_")  # as submitit has it; Slurm has dashes
+            if not (spelt.isidentifier() and value):
+                raise UserError(
+                    f"{name!r} is no option for Slurm: write slurm:partition=gpu,account=me"
+                )
+            self.asked[spelt] = value
         self.say = say
         self._errands = errand.Errands(points, forked, together)
         self._over = threading.Event()
