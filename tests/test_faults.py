@@ -194,7 +194,10 @@ def test_a_forced_run_that_is_killed_loses_no_point(bench):
     b.again()
     assert b.go(arguments=["--force"], inject={"do": "kill", "at": moved + 1}).code == -9
     [gone] = before.keys() - committed(b.store).keys()
-    assert b.go().code == 0
+    end = b.go()
+    assert end.code == 0
+    assert end.said.startswith("0 of 2 points to run")
+    assert committed(b.store).keys() == before.keys()
     assert b.wrong() == []
     [kept] = (b.store / "replaced").iterdir()
     assert kept.name.startswith(gone)

@@ -281,10 +281,12 @@ class Work:
                     self._mend(key)
 
     def _mend(self, key: str) -> None:
-        """Set right what is left of a point that is ours now: attempts of the dead are set aside,
-        so is a damaged result, and what MLflow has not seen is published."""
+        """Set right what is left of a point that is ours now: attempts of the dead are committed
+        where only that was left to do, else set aside, so is a damaged result, and what MLflow has
+        not seen is published."""
         for attempt in store.of(key, "attempts"):
-            set_aside(attempt, Failure("interrupted", "the runner was killed"))
+            if not store.finish(attempt):
+                set_aside(attempt, Failure("interrupted", "the runner was killed"))
         result = store.result_of(key)
         if result.exists() and not track.publishable(result):
             store.set_aside(result, "replaced")

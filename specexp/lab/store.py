@@ -206,13 +206,26 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
     A result that is there already is set aside under `replaced/`.
     """
     (attempt / TAGS).write_text(json.dumps({"run_key": key, "attempt": attempt.name, **tags}))
-    files = files_in(attempt)
-    digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files}
+    digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
+    return _settle(attempt, folder("results") / key)
+
+
+def finish(attempt: Path) -> bool:
+    """Make an attempt a result whose `commit` was cut short when it was whole. False where it was
+    not, or a result is there."""
+    result = folder("results") / key_of(attempt)
+    if result.exists() or not intact(attempt):
+        return False
+    _settle(attempt, result)
+    return True
+
+
+def _settle(attempt: Path, result: Path) -> Path:
+    files = files_in(attempt)
     folders = sorted({p.parent for p in files} | {attempt}, reverse=True)
-    for path in [*files, attempt / MANIFEST, *folders]:
+    for path in [*files, *folders]:
         _fsync(path)
-    result = folder("results") / key
     if result.exists():
         set_aside(result, "replaced")
     os.rename(attempt, result)
