@@ -9,9 +9,11 @@ from conftest import tiny_llama
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
-from specexp.lab.certify import certify, near_winners
+from specexp.lab import certify as lab
+from specexp.lab.certify import Reference, certify, compare, near_winners
 from specexp.lm import LM
 from specexp.policy import Fixed
+from specexp.quantised import quantise
 from specexp.rules import Match, Reject
 from specexp.sampling import Sampling
 from specexp.tree import Tree
@@ -94,12 +96,49 @@ def test_a_row_that_stops_early_is_a_bug(monkeypatch):
 def test_a_near_tie_is_a_tie_and_a_clear_lead_is_not():
     made = engine()
     head = made.target.module.lm_head.weight
-    text = PROMPTS[0]
+    text, reference = PROMPTS[0], Reference(made.target)
     logits = made.target.module(torch.tensor([text])).logits[0, -1]
     best = int(logits.argmax())
     other = (best + 1) % 32
-    assert near_winners(made, text, 0) == {best}
+    assert near_winners(made, text, 0, reference) == {best}
     head.data[other] = head.data[best] * (1 + 1e-6)
-    assert near_winners(made, text, 0) == {best, other}
+    assert near_winners(made, text, 0, reference) == {best, other}
     head.data[other] = head.data[best] * 0.9
-    assert near_winners(made, text, 0) == {best}
+    assert near_winners(made, text, 0, reference) == {best}
+
+
+@pytest.mark.parametrize("free", [1 << 40, 0])
+def test_the_float32_copy_is_made_once_for_all_differences(monkeypatch, free):
+    made = engine(dtype=torch.bfloat16)
+    plain = made.plain().generate(PROMPTS, 8).tokens
+    odd = [[*row[:3], (row[3] + 1) % 32, *row[4:]] for row in plain]
+    copied, deepcopy = [], copy.deepcopy
+    monkeypatch.setattr(lab, "free_memory", lambda device: free)
+    monkeypatch.setattr(lab.copy, "deepcopy", lambda *a: copied.append(deepcopy(*a)) or copied[-1])
+    assert compare(made, PROMPTS, plain, 8, range(3)).divergences == []
+    assert copied == []
+    assert len(compare(made, PROMPTS, odd, 8, range(3)).divergences) == 3
+    [module] = [m for m in copied if isinstance(m, torch.nn.Module)]
+    weights, before = module.state_dict(), made.target.module.state_dict()
+    assert all(w.dtype == torch.float32 for w in weights.values())
+    assert all(torch.equal(w, before[name].float()) for name, w in weights.items())
+    assert made.target.module.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_tied_weights_stay_tied_in_the_float32_copy():
+    target = LM(tiny_llama(0, tie_word_embeddings=True).to(torch.bfloat16), "target")
+    whole = copy.deepcopy(target.module).float()
+    reference = Reference(target)
+    wanted = whole(torch.tensor([PROMPTS[0]])).logits[0, -1, :32]
+    assert torch.equal(reference.logits(PROMPTS[0]), wanted)
+    made = reference._module
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+
+
+@pytest.mark.torchao
+def test_differences_under_quantised_weights_in_bfloat16_are_judged():
+    module = tiny_llama(0).to(torch.bfloat16).eval()
+    quantise(module, "cpu")
+    logits = Reference(LM(module, "target")).logits(PROMPTS[0])
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()

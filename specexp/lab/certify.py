@@ -13,11 +13,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
+from torch import nn
 
 from specexp.engine import Engine
-from specexp.lm import LM
+from specexp.lm import LM, free_memory
 from specexp.rules import Match
 from specexp.sampling import TOKEN, Noise, mix
 
@@ -87,7 +90,7 @@ def compare(
     plain = engine.plain().generate(prompts, max_new_tokens, streams).tokens
     rule = engine.rule
     lossy = rule.name if rule.lossy and engine.sampling.temperature > 0 else ""
-    found = Exactness(len(prompts), lossy)
+    found, reference = Exactness(len(prompts), lossy), Reference(engine.target)
     for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
         if same is None and len(a) != len(b):
@@ -97,15 +100,17 @@ def compare(
             continue
         x, y = (t[same] if same < len(t) else -1 for t in (a, b))
         text = [*prompt, *a[:same]]
-        tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, streams[row])
+        tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, streams[row], reference)
         found.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
     return found
 
 
-def near_winners(engine: Engine, text: Sequence[int], stream: int) -> set[int]:
+def near_winners(
+    engine: Engine, text: Sequence[int], stream: int, reference: Reference
+) -> set[int]:  # fmt: skip
     """Tokens that rounding could make follow `text` on this noise, from a float32 forward."""
     target, sampling = engine.target, engine.sampling
-    logits = reference_logits(target, text)
+    logits = reference.logits(text)
     eps = TOLERANCE[target.dtype]
     slack = eps * float(logits.abs().max())
     if sampling.temperature == 0:
@@ -121,11 +126,35 @@ def near_winners(engine: Engine, text: Sequence[int], stream: int) -> set[int]:
     return winners
 
 
-@torch.inference_mode()
-def reference_logits(target: LM, text: Sequence[int]) -> torch.Tensor:
-    """float32 logits [V] after `text`, by the unmodified model without a cache."""
-    module = target.module
-    if target.dtype == torch.bfloat16:
-        module = copy.deepcopy(module).float()
-    ids = torch.tensor([list(text)], device=target.device)
-    return module(input_ids=ids, use_cache=False).logits[0, -1, : target.vocab].float()
+class Reference:
+    """The target in float32 at least, without a cache. The copy that bfloat16 takes is made once,
+    when it is first asked: on the target's device, or in main memory if that has no room."""
+
+    def __init__(self, target: LM) -> None:
+        self.target = target
+
+    def logits(self, text: Sequence[int]) -> torch.Tensor:
+        """After `text`: [V], on the target's device."""
+        module, ids = self._module, torch.tensor([list(text)], device=self._device)
+        with torch.inference_mode():
+            last = module(input_ids=ids, use_cache=False).logits[0, -1, : self.target.vocab]
+        return last.float().to(self.target.device)
+
+    @cached_property
+    def _device(self) -> torch.device:
+        need = 4 * sum(p.numel() for p in self.target.module.parameters())
+        here = self.target.dtype != torch.bfloat16 or need < free_memory(self.target.device)
+        return self.target.device if here else torch.device("cpu")
+
+    @cached_property
+    def _module(self) -> Any:
+        module = self.target.module
+        if self.target.dtype != torch.bfloat16:
+            return module
+
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            return (x.detach().float() if x.is_floating_point() else x).to(self._device)
+
+        copies = {id(b): moved(b) for b in module.buffers()}
+        copies |= {id(p): nn.Parameter(moved(p), requires_grad=False) for p in module.parameters()}
+        return copy.deepcopy(module, copies)
