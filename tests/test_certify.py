@@ -41,6 +41,12 @@ def test_the_engine_passes(dtype, temperature, drafter):
         assert found.tokens == 24 * 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_check_of_another_rule_than_that_of_the_run_says_so(temperature):
+    said = str(certify(engine(temperature), PROMPTS, 4))
+    assert ("Match in place of reject" in said) == (temperature > 0)
+
+
 def test_top_k_and_top_p_pass():
     assert certify(engine(0.9, top_k=7, top_p=0.8), PROMPTS, 24).bugs == 0
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -304,6 +305,14 @@ def test_a_damaged_database_is_named_with_the_repair_and_made_anew(filled, point
     assert any("damaged-" in p.name for p in made.aside)
     assert check.problems() == []
     assert shown() == before
+
+
+def test_where_there_is_no_store_nothing_is_said_to_be_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "mistyped"))
+    console = Console(file=io.StringIO(), width=200)
+    assert check.show(console)
+    assert console.file.getvalue() == f"no store at {tmp_path / 'mistyped'} yet: nothing to check\n"
+    assert not (tmp_path / "mistyped").exists()
 
 
 @pytest.mark.parametrize("how", HOSTILE)

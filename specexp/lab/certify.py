@@ -41,10 +41,12 @@ class Divergence:
 @dataclass
 class Exactness:
     """tokens: compared before the first difference of each row. `lossy`: the name of a rule that
-    does not keep the target's law, whatever the comparison says; else ""."""
+    does not keep the target's law, whatever the comparison says; `spared`: of one in whose place
+    Match was compared; else ""."""
 
     rows: int
     lossy: str = ""
+    spared: str = ""
     tokens: int = 0
     divergences: list[Divergence] = field(default_factory=list)
 
@@ -67,7 +69,8 @@ class Exactness:
 
     def __str__(self) -> str:
         said = "identical" if not self.divergences else f"{self.ties} near ties, {self.bugs} bugs"
-        told = f"{self.tokens} tokens of {self.rows} rows compared with plain decoding: {said}"
+        how = f", Match in place of {self.spared}," if self.spared else ""
+        told = f"{self.tokens} tokens of {self.rows} rows{how} compared with plain decoding: {said}"
         return f"{told}; but the rule is {self.lossy}" if self.lossy else told
 
 
@@ -89,8 +92,10 @@ def compare(
     """Class every difference of these texts, made greedily or under Match, to plain decoding."""
     plain = engine.plain().generate(prompts, max_new_tokens, streams).tokens
     rule = engine.rule
-    lossy = rule.name if rule.lossy and engine.sampling.temperature > 0 else ""
-    found, reference = Exactness(len(prompts), lossy), Reference(engine.target)
+    sampled = engine.sampling.temperature > 0
+    lossy = rule.name if rule.lossy and sampled else ""
+    spared = rule.name if not rule.samples and sampled else ""
+    found, reference = Exactness(len(prompts), lossy, spared), Reference(engine.target)
     for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
         if same is None and len(a) != len(b):

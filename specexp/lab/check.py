@@ -89,6 +89,9 @@ def _look() -> list[Promise]:
 
 def show(console: Console) -> bool:
     """Print a line a promise, what breaks it, and who is at work; says whether all are kept."""
+    if not store.root().exists():
+        console.print(Text(f"no store at {store.root()} yet: nothing to check"), soft_wrap=True)
+        return True
     found = check()
     for promise in found:
         state = Text("broken  ", "bold red") if promise.broken else Text("kept    ", "green")
