@@ -750,7 +750,7 @@ def zoo_train(
     from specexp.zoo.train import train_zoo
 
     for folder in train_zoo(only or None, out, device=device, quick=quick):
-        console.print(f"made {_relative(folder)}")
+        console.print(f"made {_relative(folder)}", soft_wrap=True)
 
 
 def _train_heads(

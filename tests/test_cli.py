@@ -325,7 +325,7 @@ def test_serve_answers_the_same_requests_under_every_policy(run, tiny_folders, t
     plain, always = json.loads(out)
     assert (plain["policy"], always["policy"]) == ("plain", "always:2")
     assert plain["load/speculated"] == 0
-    assert always["load/speculated"] == 1
+    assert 0.5 < always["load/speculated"] < 1  # a text's first round is plain
     for figures in (plain, always):
         assert figures["throughput/req_s"] > 0
         assert figures["latency/e2e_p50_ms"] >= figures["latency/ttft_p50_ms"] > 0
