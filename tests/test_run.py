@@ -563,16 +563,22 @@ def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, mo
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
-def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, monkeypatch):
-    todo = points(x=[1, 2])
+def refusing(monkeypatch, key, why, code):
+    """MLflow refuses the run of that key; what publishes otherwise."""
     publish = track._publish
 
     def refuses(folder):
-        if folder.name == todo[0].run_key:
-            raise MlflowException("x is\nbeyond", INVALID_PARAMETER_VALUE)
+        if folder.name == key:
+            raise MlflowException(why, code)
         return publish(folder)
 
     monkeypatch.setattr(track, "_publish", refuses)
+    return publish
+
+
+def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, monkeypatch):
+    todo = points(x=[1, 2])
+    publish = refusing(monkeypatch, todo[0].run_key, "x is\nbeyond", INVALID_PARAMETER_VALUE)
     begin = time.monotonic()
     code, said = go(todo)
     assert code == 1
@@ -589,14 +595,7 @@ def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, m
 def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypatch):
     todo = points(x=[1, 2])
     assert go(todo)[0] == 0
-    publish = track._publish
-
-    def refuses(folder):
-        if folder.name == todo[0].run_key:
-            raise MlflowException("x is beyond", BAD_REQUEST)
-        return publish(folder)
-
-    monkeypatch.setattr(track, "_publish", refuses)
+    refusing(monkeypatch, todo[0].run_key, "x is beyond", BAD_REQUEST)
     console = Console(record=True, width=300)
     made = rebuild.rebuild(console)
     rebuild.show(made, console)
