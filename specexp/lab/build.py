@@ -320,10 +320,8 @@ def problems_of(
             attempt(Tree.parse, shape, gamma)
     if named := params.get("arrivals"):
         attempt(arrivals.parse, arrivals.at_rate(named, 1.0), 1)
-    if params.get("router", "least") not in fleet.ROUTERS:
-        problems.append(f"router {params['router']!r} is unknown; use {', '.join(fleet.ROUTERS)}")
-    if not 0 <= params.get("swing", 0) <= 1:
-        problems.append(f"swing is {params['swing']}; it is a share of the mean rate, from 0 to 1")
+    attempt(fleet.check_router, params.get("router", "least"))
+    attempt(arrivals.check_swing, params.get("swing", 0.0))
     if params.get("dtype", "float32") not in lm.DTYPES:
         problems.append(f"dtype {params['dtype']!r} is unknown; use {', '.join(lm.DTYPES)}")
     device = params.get("device", "auto")
@@ -345,8 +343,8 @@ def problems_of(
             problems += attempt(_check_memory, params, pairings, longest) or []
         deepest = min([deepest, *(ready.deepest for _, ready in filter(None, pairings))])
     for policy in _values(params, "policy", "policies"):
-        if policy == "bandit" and "requests_per_day" in params:
-            problems.append("bandit learns by trying, which a fluid model cannot: use goodput")
+        if "requests_per_day" in params:
+            attempt(fleet.check_policy, policy)
         if policy not in ("plain", "goodput"):
             attempt(policies.of, policy, None, deepest)
     return list(dict.fromkeys(problems))

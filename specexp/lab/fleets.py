@@ -40,8 +40,7 @@ class Day:
     def __post_init__(self) -> None:
         if self.requests < 1:
             raise UserError(f"requests_per_day is {self.requests}; a day has at least one")
-        if not 0 <= self.swing <= 1:
-            raise UserError(f"swing is {self.swing}; it is a share of the mean rate, from 0 to 1")
+        arrivals.check_swing(self.swing)
 
     @property
     def mean(self) -> float:

@@ -93,6 +93,12 @@ def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8
     return many_of_a_day(rate, count, lengths, seed, swing).each()
 
 
+def check_swing(swing: float) -> None:
+    """Raises UserError for a load that would be less than nothing."""
+    if not 0 <= swing <= 1:
+        raise UserError(f"swing is {swing}; it is a share of the mean rate, from 0 to 1")
+
+
 def many_of_a_day(
     rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8
 ) -> Arrivals:
@@ -102,8 +108,7 @@ def many_of_a_day(
     Inhomogeneous Poisson, by thinning (Lewis and Shedler 1979).
     """
     _positive(rate=rate)
-    if not 0 <= swing <= 1:
-        raise UserError(f"swing is {swing}; it is a share of the mean rate, from 0 to 1")
+    check_swing(swing)
     rng = np.random.default_rng(seed)
     length, peak = count / rate, rate * (1 + swing)
     found = np.zeros(0)

@@ -82,6 +82,7 @@ def pace(
         raise UserError(f"rows is {rows}; a replica serves at least one stream")
     if output <= 0:
         raise UserError(f"output is {output}; an answer has at least one token")
+    check_policy(name)
     deepest = costs.gammas[-1]
     gammas = [0, *(g for g in GAMMAS if g <= deepest)]
 
@@ -93,8 +94,6 @@ def pace(
 
     if name == "goodput":
         chosen = [max(gammas, key=partial(tokens_s, b)) for b in range(1, rows + 1)]
-    elif name == "bandit":
-        raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
     else:
         policy = policies.of("never" if name == "plain" else name, deepest=deepest)
         plans = [policy.choose(Load(b, int(context))) for b in range(1, rows + 1)]
@@ -275,6 +274,18 @@ def simulate(
     )  # fmt: skip
 
 
+def check_policy(name: str) -> None:
+    """Raises UserError for one that has no pace."""
+    if name == "bandit":
+        raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
+
+
+def check_router(router: str) -> None:
+    """Raises UserError for one that is not there."""
+    if router not in ROUTERS:
+        raise UserError(f"router {router!r} is unknown; use one of {', '.join(ROUTERS)}")
+
+
 def _route(router: str, load: list[int], seed: int) -> Callable[[int], int]:
     """The router of a name: the replica of the i-th request, from how many each has."""
     replicas, draw = len(load), random.Random(seed).random
@@ -288,8 +299,7 @@ def _route(router: str, load: list[int], seed: int) -> Callable[[int], int]:
         "round_robin": lambda i: i % replicas,
         "two_choices": two_choices,
     }
-    if router not in routes:
-        raise UserError(f"router {router!r} is unknown; use one of {', '.join(ROUTERS)}")
+    check_router(router)
     return routes[router]
 
 
