@@ -372,9 +372,8 @@ def _phases(
     found = {}
     for kind in kinds:
         (all_s,), (draft, verify) = _typical(whole[kind]), _typical(apart[kind])
-        draft = min(draft, all_s)
-        verify = min(verify, all_s - draft)
-        found[kind] = draft, verify, all_s - draft - verify
+        share = min(1.0, all_s / (draft + verify))
+        found[kind] = draft * share, verify * share, max(0.0, all_s - draft - verify)
     return found
 
 
