@@ -249,7 +249,10 @@ def test_sojourn_times_are_those_of_processor_sharing(rho, law):
 @pytest.mark.parametrize("gamma", [1, 3, 5])
 def test_rounds_of_an_answer_vary_as_renewal_theory_says(gamma):
     """Against the exact law of the number of rounds, by dynamic programming."""
-    table = pace(planted(), f"always:{gamma}", KEPT, 1, 64)
+    costs = planted()
+    reading = dataclasses.replace(costs, about=costs.about | {"reads": True})
+    table, plain_first = (pace(c, f"always:{gamma}", KEPT, 1, 64) for c in (costs, reading))
+    assert plain_first.over[1] == pytest.approx(table.over[1] + table.round[1] - 1)
     at_least = [1.0, *itertools.accumulate(KEPT[:gamma], lambda a, b: a * b), 0.0]
     law = [a - b for a, b in itertools.pairwise(at_least)]  # of 1, 2, ... tokens
     new = 80
@@ -273,11 +276,13 @@ def test_rounds_of_an_answer_vary_as_renewal_theory_says(gamma):
 # --- the server ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize(
     ("name", "rate"), [("plain", 8), ("plain", 22), ("always:3", 20), ("goodput", 8)]
 )
-def test_one_replica_is_like_the_server_on_a_simulated_bank(name, rate):
+def test_one_replica_is_like_the_server_on_a_simulated_bank(name, rate, reads):
     costs, rows = planted(slot=0), 16
+    costs = dataclasses.replace(costs, about=costs.about | {"reads": reads})
     asked = many_bursty(rate, 700, LENGTHS, 1, 1.0)
     policy = policies.of("never" if name == "plain" else name, costs, 5)
     bank = SimulatedBank(costs, lambda _: KEPT, rows, 500, policy.widest)

@@ -31,8 +31,9 @@ def methods() -> list[str]:
 class Drafter(ABC):
     """What the engine asks of a drafter. All but `propose` may be left as it is here.
 
-    `taps`: hidden states of the target it wants to see. `models`: the models it runs. `context`:
-    the longest text it can draft for; past it the engine drafts less. `state`: what it keeps for
+    `taps`: hidden states of the target it wants to see. `models`: the models it runs. `reads`: they
+    read a text, in caches of their own, before they can go on with it (`catch_up`). `context`: the
+    longest text it can draft for; past it the engine drafts less. `state`: what it keeps for
     every row [B, ...] between rounds, besides the caches of its models; `seqs.rows` says which of
     them a call is about. `on_host`: it reads values or decides shapes on the host, so that no round
     of it can be recorded as a graph. `shaped_by`: numbers on the host, besides the tree, that shape
@@ -43,6 +44,7 @@ class Drafter(ABC):
     name: str
     taps: tuple[int, ...] = ()
     models: tuple[LM, ...] = ()
+    reads: bool = False
     context: int = 1 << 30
     on_host: bool = False
     grades: int = 1

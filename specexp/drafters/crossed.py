@@ -62,6 +62,8 @@ def _plain(token: str) -> str:
 
 
 class Crossed(Drafter):
+    reads = True
+
     def __init__(self, lm: LM, tongues: Tongues, sampling: Sampling) -> None:
         self.lm, self.tongues, self.sampling = lm, tongues, sampling
         self.name = f"{lm.name} (crossed)"

@@ -24,6 +24,8 @@ from specexp.tree import Tree
 
 
 class EagleLayer(Drafter):
+    reads = True
+
     def __init__(self, net: Eagle, target: LM, sampling: Sampling) -> None:
         self.name = net.shape.kind
         self.net, self.sampling = net, sampling

@@ -60,7 +60,8 @@ class Lookahead(Drafter):
         found = self._grams(seqs, tokens[0])
         latest, none = found[:, 0], found[:, 0, :0]
         head = _either(latest, old[:, : self.n - 1])
-        line = [*head.split(1, 1), *old[:, self.n - 1 :].split(1, 1)]
+        beyond = [torch.full_like(tokens[0], -1)] * (tree.depth - self.depth)
+        line = [*head.split(1, 1), *old[:, self.n - 1 :].split(1, 1), *beyond]
         tails = [none]  # of a node: what is left of its n-gram
         for parent in range(len(tree)):
             tail = tails[parent]
@@ -100,8 +101,8 @@ class Lookahead(Drafter):
         line = said.gather(1, torch.minimum(ahead, last).clamp(min=0))
         self.lines[seqs.rows] = torch.where(last < 0, self.lines[seqs.rows], line)
         d = said.shape[1] - 1
-        if d >= self.n - 1:
-            keys = torch.where(heard[:, self.n - 1 :] > 0, read[:, : d - self.n + 2], -1)
+        if d >= self.n - 2:
+            keys = torch.where(heard[:, self.n - 2 :] > 0, read[:, : d - self.n + 3], -1)
             grams = torch.stack([said[:, i : i + keys.shape[1]] for i in range(self.n - 1)], -1)
             self._learn(seqs, keys, grams)
 

@@ -27,6 +27,8 @@ class DraftModel(Drafter):
     """Children are drawn from the draft's law under `sampling`, or, at temperature 0 or when
     `chosen`, are its most likely tokens."""
 
+    reads = True
+
     def __init__(self, lm: LM, sampling: Sampling, chosen: bool = False) -> None:
         self.lm, self.sampling = lm, sampling
         self.chosen = chosen or sampling.temperature == 0

@@ -33,7 +33,7 @@ class Planted(Drafter):
         self.name = f"planted {alpha:g}"
         self.alpha, self.target, self.worker, self.depth = alpha, target, worker, depth
         self.sampling, self.rng = sampling, sampling.rng(seed)
-        self.models, self.context = worker.models, worker.context
+        self.models, self.reads, self.context = worker.models, worker.reads, worker.context
 
     def allocate(self, B: int, S: int) -> None:
         self.worker.allocate(B, S)

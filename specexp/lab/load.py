@@ -224,17 +224,17 @@ def full(run: Run, concurrency: int) -> bool:
 
 
 def sums(ticks: Sequence[Tick]) -> dict[str, float]:
-    """Of a stretch of steps: seconds, tokens, rows and how much of them was speculated."""
+    """Of a stretch of steps: seconds, those of all streams, tokens, rows and how much of them was
+    speculated."""
     return {
         "s": sum(t.end_s - t.begin_s for t in ticks),
         "busy_s": sum(t.busy_s for t in ticks),
         "tokens": sum(t.emitted for t in ticks),
         "rows": sum(t.rows for t in ticks),
-        "live": sum(t.live for t in ticks),
+        "stream_s": sum(t.live * (t.end_s - t.begin_s) for t in ticks),
         "speculated": sum(t.speculated for t in ticks),
         "drafted": sum(t.drafted for t in ticks),
         "accepted": sum(t.accepted for t in ticks),
-        "steps": len(ticks),
     }
 
 
@@ -382,7 +382,7 @@ def served_metrics(
         "throughput/req_s": len(done) / seconds,
         "goodput/share": within.sum() / len(table),
         "goodput/req_s": within.sum() / seconds,
-        "load/occupancy": total["live"] / max(1, total["steps"]),
+        "load/occupancy": total["stream_s"] / (total["s"] or float("nan")),
         "load/speculated": total["speculated"] / max(1, total["rows"]),
         "load/refused": (table["state"] == "refused").sum(),
         "load/overhead": 1 - total["busy_s"] / (total["s"] or float("nan")),

@@ -358,9 +358,9 @@ def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
 
 
 def _models(rig: Rig) -> list[LM]:
-    """The target and the drafter's models; for a target of the zoo, all of the zoo."""
+    """The target and the drafter's models; for a target that ships, all that ship."""
     found = causal(rig)
-    known = {model.name: model for model in shelf.models()}
+    known = {model.name: model for model in shelf.models(shelf.SHELF)}
     if rig.options["target"] in known:
         names = {lm.name for lm in found}
         dtype, device = rig.options["dtype"], str(rig.target.device)

@@ -115,8 +115,8 @@ class EngineBank:
 
     @property
     def reads(self) -> bool:
-        """Has the drafter models, which read a text before they can go on with it?"""
-        return bool(self.engine.drafter.models)
+        """See `Drafter.reads`."""
+        return self.engine.drafter.reads
 
     def clock(self) -> float:
         return self.timer.clock()

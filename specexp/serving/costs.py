@@ -95,7 +95,7 @@ class Costs:
     about: target, drafter, rule, dtype, device and sizes, plain values that JSON knows.
     verify [batch, tokens, context]: all else of a round: a target pass, the rule, the commit and
     the read that ends it.
-    draft [batch, gamma, context]: making the guesses; gamma 0 is what an idle drafter costs.
+    draft [batch, gamma, context]: making the guesses, nothing at gamma 0.
     prefill [length]: the target reads that many tokens of one row. catch_up [length]: the drafter.
 
     Raises UserError for axes and tables that do not belong together.
@@ -166,7 +166,7 @@ class Costs:
 
     @property
     def reads(self) -> bool:
-        """Has the drafter models that read a text (`EngineBank.reads`)?"""
+        """See `Drafter.reads`."""
         return bool(self.about.get("reads"))
 
     def level_s(self, rows: float, depth: int, context: float) -> float:
@@ -327,7 +327,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
         "temperature": engine.sampling.temperature, "parameters": target.parameters,
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
-        "grades": engine.drafter.grades, "reads": bool(engine.drafter.models),
+        "grades": engine.drafter.grades, "reads": engine.drafter.reads,
         "passes": type(target.net).__name__.lower(),
         "rounds": "replayed" if engine.recordings else "run",
         **fingerprint(target.device, target.dtype),
@@ -390,12 +390,12 @@ def measure(
             for n in lengths[:: way * (-1) ** repeat]:
                 took = _prefill(engine, rows(1, n + 1, contexts[-1]))
                 reads[n] += [took] if repeat else []
-    draft, verify = _quartiles(rounds, len(batches), len(gammas), len(contexts))
+    draft, whole = _quartiles(rounds, len(batches), len(gammas), len(contexts))
     prefill, catch_up = _quartiles(reads, len(lengths))
     tokens = (g + 1 for g in gammas)
     return Costs(
-        about(engine), tuple(batches), tuple(tokens), tuple(contexts), verify,
-        tuple(gammas), draft, tuple(lengths), prefill, catch_up,
+        about(engine), tuple(batches), tuple(tokens), tuple(contexts),
+        np.maximum(whole - draft, 1e-9), tuple(gammas), draft, tuple(lengths), prefill, catch_up,
     )  # fmt: skip
 
 
@@ -464,8 +464,8 @@ def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
 
 @torch.inference_mode()
 def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
-    """A round that is taken back; seconds to draft, and for all else. Both follow a whole round, as
-    in use: a drafter that has just drafted finds its weights in the caches."""
+    """A round that is taken back; seconds to draft, and for all of it. Both follow a whole round,
+    as in use: a drafter that has just drafted finds its weights in the caches."""
     length, limit = seqs.length.clone(), seqs.limit.clone()
 
     def took(call: Callable[[Sequences, Tree], Any]) -> float:
@@ -479,8 +479,7 @@ def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
     if tree.depth:
         took(engine.report)
     whole = took(engine.report)
-    draft = took(engine.drafted) if tree.depth else 0.0
-    return draft, max(whole - draft, 1e-9)
+    return took(engine.drafted) if tree.depth else 0.0, whole
 
 
 def _clock(engine: Engine) -> float:

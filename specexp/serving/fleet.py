@@ -7,8 +7,9 @@ sharing), so that what a stream has been given is the difference of one clock of
 
 What is simplified: tokens flow evenly, and the luck with guesses is drawn once a request; all texts
 have one acceptance and all streams one context; a prompt is read at once, when its request gets a
-place, and nobody writes meanwhile; who joins others waits for half of their round; its first round
-is like its others; what a draft model reads is spread over the rounds.
+place, and nobody writes meanwhile; who joins others waits for half of their round; its first round,
+plain where a draft model would have to read the prompt, takes as long as its others; what that
+reads is spread over the rounds.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Pace:
     """How a replica writes under a policy; lists over its streams, 0 ... rows.
 
     gamma: guesses a round; tokens_s: tokens a second of each stream; round: tokens that a round
-    brings a stream; over: those that the last round of an answer brings too many; luck: an answer
-    of n tokens takes as long as n + over + luck * sqrt(n) * z do on average, z being normal.
+    brings a stream; over: those that the last round of an answer brings too many, and a plain
+    first one too few; luck: an answer of n tokens takes as long as n + over + luck * sqrt(n) * z
+    do on average, z being normal.
     """
 
     name: str
@@ -102,7 +104,8 @@ def pace(
     moments = [_moments(conditional, gamma) for gamma in chosen]
     return Pace(
         name, chosen, [0.0, *(tokens_s(b, chosen[b]) for b in range(1, rows + 1))],
-        [mean for mean, _ in moments], [(square / mean - 1) / 2 for mean, square in moments],
+        [mean for mean, _ in moments],
+        [(square / mean - 1) / 2 + costs.reads * (mean - 1) for mean, square in moments],
         [math.sqrt(max(0.0, square / mean - mean)) for mean, square in moments],
     )  # fmt: skip
 

@@ -252,6 +252,8 @@ class Server:
             if seat.read == seat.length - 1:
                 self._timed(self.bank.begin, row, seat.limit)
                 seat.answer.state = "writing"
+                if not self.bank.reads:
+                    seat.guided = seat.length - 1
             if not left:
                 break
         return self.chunk - left
@@ -319,7 +321,7 @@ class Server:
             return
         guided = not seat.behind and plan.depth(step.row) > 0
         seat.length += step.emitted
-        if guided:
+        if guided or not self.bank.reads:
             seat.guided = seat.length - 1
         if guided and (asked := plan.asked(step)):
             seat.judged = FADE * seat.judged + min(step.accepted + 1, asked)
