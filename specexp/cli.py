@@ -394,7 +394,7 @@ def serve(
     rig = build.build(**options)
     texts = questions.load(prompts)
     offered = serving.traffic(rig, texts, load, count, max_new_tokens, seed)
-    costs = serving.prices(rig, names)
+    costs = serving.prices(rig, names, offered.requests)
     runs = serving.open_race(rig, names, costs, offered, rows, chunk, queue)
     figures = serving.figures(runs, ttft_ms, tpot_ms)
     if as_json:

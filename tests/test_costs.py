@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -399,8 +400,24 @@ def test_fewer_points_are_served_from_what_is_kept_and_more_are_measured(rig, me
     maps.profile(rig, **SETTINGS)
     maps.profile(rig, **SETTINGS | {"batches": [2], "gammas": [2]})
     assert len(measured) == 1
-    assert maps.profile(rig, **SETTINGS | {"batches": [1, 2, 3]}).batches == (1, 2, 3)
-    assert len(measured) == 2
+    more = maps.profile(rig, **SETTINGS | {"batches": [3], "gammas": [1]})
+    assert (more.batches, more.gammas) == ((1, 2, 3), (0, 1))
+    maps.profile(rig, **SETTINGS)
+    assert len(measured) == 2, "what was kept is kept"
+
+
+def test_a_table_reaches_as_far_as_the_texts_it_is_for(rig, monkeypatch, store):
+    asked = []
+    monkeypatch.setattr(
+        costs, "measure", lambda engine, ids, batches, gammas, contexts, *a: asked.append(contexts)
+    )
+    monkeypatch.setattr(maps, "CONTEXTS", (16, 32))
+    for longest in (0, 32, 33, 65, 1 << 20):
+        with suppress(TypeError):
+            maps.profile(rig, longest=longest)
+    most = rig.target.context
+    assert [max(contexts) for contexts in asked] == [32, 32, 64, 128, most]
+    assert all({16, 32} < {*contexts} for contexts in asked[2:])
 
 
 def test_a_table_goes_no_deeper_than_asked_or_than_the_drafter_can(rig, measured):
@@ -597,6 +614,31 @@ def test_every_map_can_be_drawn(table, tmp_path):
         figure.savefig(tmp_path / "figure.png")
         assert figure.get_suptitle()
     assert [len(f.axes) for f in figures] == [2, 2, 3, 2]
+
+
+@pytest.mark.parametrize("few", [planted().upto(1), replace(
+    planted(), batches=(1,), verify=planted().verify[:1], draft=planted().draft[:1]
+)])  # fmt: skip
+def test_maps_of_one_draft_length_or_one_batch_can_be_drawn(few, tmp_path):
+    for figure in maps.break_even_alpha_map(few), maps.break_even(few, SAMPLES):
+        figure.savefig(tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize(("passes", "made"), [("native", 0.25), ("fused", 1.0)])
+def test_guesses_that_are_not_made_are_not_paid_for_where_passes_pack(passes, made):
+    table = planted()
+    table = replace(table, about=table.about | {"passes": passes})
+    spared = table.sparing(0.25)
+    for gamma in GAMMAS:
+        wanted = table.verify_s(4, 1 + made * gamma, 64)
+        assert spared.verify_s(4, 1 + gamma, 64) == pytest.approx(wanted)
+    assert np.array_equal(spared.draft, table.draft)
+
+
+def test_the_share_of_guesses_made_is_of_all_that_were_asked_for():
+    records = [Acceptance(6, 5, 0, (3, 1)), Acceptance(20, 9, 0, (0, 4))]
+    samples = pd.DataFrame({"gamma": [3, 5], "record": records})
+    assert bench.made(samples) == 26 / (3 * 4 + 5 * 4)
 
 
 def test_the_title_tells_where_it_pays():

@@ -394,7 +394,7 @@ def settled(tpot_steps=1.4, names=("plain", "always:3", "goodput"), kept=KEPT, *
     reached = [1.0, *itertools.accumulate(kept, lambda a, b: a * b), 0.0]
     counts = [round(10_000 * (a - b)) for a, b in itertools.pairwise(reached)]
     record = Acceptance(5 * sum(counts), 0, 0, tuple(counts))
-    accepted = pd.DataFrame({"record": [record]})
+    accepted = pd.DataFrame({"gamma": [5], "record": [record]})
     return fleets.setting(planted(), accepted, names, Day(**day), 16, 1000, tpot_steps)
 
 

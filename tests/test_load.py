@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,8 +103,8 @@ def test_served_figures_are_those_counted_by_hand(few):
     wanted = {
         "throughput/tok_s": 10 / 4, "throughput/req_s": 3 / 4,
         "goodput/share": 3 / 5, "goodput/req_s": 3 / 4,
-        "load/occupancy": 8 / 3.5, "load/speculated": 3 / 8, "load/refused": 1,
-        "load/overhead": 1 - 3.0 / 3.5, "acceptance/rate": 4 / 8,
+        "load/occupancy": 8 / 3.5, "load/speculated": 3 / 8, "load/refused": 1, "load/failed": 0,
+        "load/overhead": 1 - 3.0 / 3.5, "served/rate": 4 / 8,
         "latency/ttft_p50_ms": 1000, "latency/ttft_p95_ms": 1000, "latency/ttft_p99_ms": 1000,
         "latency/tpot_p50_ms": 375 / 2, "latency/tpot_p95_ms": 375 * 0.95,
         "latency/tpot_p99_ms": 375 * 0.99,
@@ -319,6 +320,23 @@ def test_a_simulated_round_brings_as_many_tokens_as_its_guesses_are_good(gamma):
     assert all(a.drafted == gamma * a.passes for a in answers)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_simulated_guesses_that_are_not_found_are_paid_for_only_where_passes_do_not_pack(packs):
+    costs = planted(slot=0)
+    costs = replace(costs, about=costs.about | {"passes": "native" if packs else "fused"})
+    bank = SimulatedBank(costs, lambda stream: [0.6], 1, 512, 6, made=lambda stream: 0.75)
+    answers = serve(Server(bank, Fixed(Tree.chain(1))), Timed(requests([(0.0, 20, 300)] * 40)))
+    passes, made = sum(a.passes for a in answers), sum(a.drafted for a in answers)
+    kept = sum(a.accepted for a in answers)
+    assert made / passes == pytest.approx(0.75, abs=0.02)
+    assert kept / passes == pytest.approx(0.6, abs=0.02)
+    paid = made if packs else passes
+    read = 40 * costs.prefill_s(19)
+    assert bank.time - read == pytest.approx(
+        paid * costs.round_s(1, 1, 512) + (passes - paid) * costs.step_s(1, 512), rel=0.05
+    )
+
+
 def test_simulated_time_is_that_of_the_table():
     """Windows are 64 slots wide, or as many times that as the longest text and a draft need."""
     costs = planted()
@@ -369,7 +387,7 @@ def test_the_same_seed_gives_the_same_answers_and_another_others():
 def test_what_is_foretold_knows_each_kind_of_request_and_answers_all():
     """Guesses on code are always kept, on messy text never."""
     accepted = pd.DataFrame({
-        "category": ["code", "messy"],
+        "category": ["code", "messy"], "gamma": 5,
         "record": [Acceptance(50, 60, 0, (0, 0, 0, 0, 0, 10)), Acceptance(50, 10, 0, (10,))],
     })  # fmt: skip
     offered = load.traffic(LETTERS, PROMPTS, "poisson:40", 12, 24)
@@ -388,7 +406,8 @@ def test_what_is_foretold_knows_each_kind_of_request_and_answers_all():
 
 def test_a_simulation_finds_out_how_fast_the_machine_was():
     """Runs on a machine that was slower than its table says, which policies did not know."""
-    accepted = pd.DataFrame({"category": ["a"], "record": [Acceptance(50, 75, 0, (10,) * 6)]})
+    record = Acceptance(300, 210, 0, (10,) * 6)
+    accepted = pd.DataFrame({"category": ["a"], "gamma": [5], "record": [record]})
     offered = load.traffic(LETTERS, PROMPTS, "poisson:40", 60, 24)
     names = ["plain", "always:3", "goodput"]
     real = load.foretold(planted(), accepted, names, offered, rows=3, pace=(1.5, 1.2))
@@ -415,11 +434,10 @@ def texts(answers) -> dict[int, list[int]]:
 
 def test_in_a_race_turns_are_paired_and_everybody_writes_the_same(rig):
     asked = load.requests(rig, PROMPTS, 14, 10)
-    table, runs = load.race(rig, NAMES, planted(), asked, 3, tokens=24)
+    table, runs = load.race(rig, NAMES, planted(), asked, 3, tokens=24, turns=2)
     turns = table.groupby("policy")["turn"].agg(list)
     assert set(turns.index) == set(NAMES)
-    assert all(t == turns["plain"] and t == list(range(len(t))) for t in turns)
-    assert len(turns["plain"]) >= 2
+    assert all(t == [0, 1] for t in turns)
     assert (table["tokens"] >= 24).all()
     assert (table[["s", "busy_s"]] > 0).all().all()
     assert (table["busy_s"] <= table["s"]).all()
@@ -427,16 +445,25 @@ def test_in_a_race_turns_are_paired_and_everybody_writes_the_same(rig):
     assert table.loc[["plain", "never"], ["drafted", "speculated"]].sum().sum() == 0
     assert (table.loc[["always:1", "always:3"], "drafted"] > 0).all()
     for run in runs.values():
-        while run.advance():
-            pass
-        assert texts(run.answers) == texts(runs["plain"].answers)
-        assert set(texts(run.answers)) == set(range(14))
+        while sum(a.over for a in run.answers) < 14:
+            run.advance()
+        shared = texts(run.answers).keys() & texts(runs["plain"].answers).keys()
+        assert len(shared) >= 12
+        assert all(texts(run.answers)[i] == texts(runs["plain"].answers)[i] for i in shared)
 
 
-def test_a_race_shorter_than_its_turns_is_one_turn(rig):
+def test_a_race_of_few_requests_begins_again_until_its_turns_are_done(rig):
     asked = load.requests(rig, PROMPTS, 3, 4)
-    table, _ = load.race(rig, ["plain", "always:1"], None, asked, 2, tokens=1000)
-    assert table[["policy", "turn"]].to_numpy().tolist() == [["plain", 0], ["always:1", 0]]
+    table, runs = load.race(rig, ["plain", "always:1"], None, asked, 2, tokens=10, turns=3)
+    assert sorted(table["turn"]) == [0, 0, 1, 1, 2, 2]
+    assert len(runs["plain"].answers) > 3
+
+
+def test_a_race_of_requests_that_bring_nothing_ends(rig, monkeypatch):
+    asked = [Request([1] * 9, 1 << 20)] * 3
+    monkeypatch.setattr(load, "slots_for", lambda asked, room: 64)
+    with pytest.raises(UserError, match=r"3 requests did not bring 10 tokens: plain: .* refused"):
+        load.race(rig, ["plain"], None, asked, 2, tokens=10, turns=3)
 
 
 def test_in_open_traffic_everybody_answers_all_of_it_alike(rig):

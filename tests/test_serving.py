@@ -208,6 +208,17 @@ def test_no_first_token_waits_for_a_drafter_to_read_the_prompt(kind, first):
     assert [a.tokens for a in answers] == [alone(made, a.request) for a in answers]
 
 
+def test_who_reads_nothing_lags_behind_nothing_and_is_judged_at_once():
+    """After many plain rounds, of texts that are longer than a chunk."""
+    made, policy = engine("ngram", "chain", "match"), Restless(0, [Tree.chain(0)] * 40)
+    server = Server(EngineBank(made, 2, SLOTS, ROOM), policy, chunk=2)
+    for _ in range(2):
+        server.submit(Request([1, 2, 3] * 9, NEW))
+    for _ in range(30):
+        server.step()
+    assert all(s is None or s.behind == 0 for s in server.seats)
+
+
 @settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1))
 def test_whoever_comes_or_goes_at_whatever_time(seed):

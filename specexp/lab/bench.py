@@ -66,6 +66,13 @@ def pooled(samples: pd.DataFrame) -> Acceptance:
     return Acceptance.pooled(samples["record"])
 
 
+def made(samples: pd.DataFrame) -> float:
+    """The share of guesses that were made, of those asked for in rows of `acceptance`: a lookup
+    does not always find some, and where a text ends drafts are cut."""
+    asked = sum(g * r.passes for g, r in zip(samples["gamma"], samples["record"], strict=True))
+    return pooled(samples).drafted / asked
+
+
 def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Metrics and per-position series of one pairing, checked, as they are logged."""
     record = pooled(samples)

@@ -119,6 +119,7 @@ def setting(
     UserError."""
     if "plain" not in names:
         raise UserError("plain decoding is what the others are compared with: name it, too")
+    costs = costs.sparing(bench.made(accepted))
     few = day.window(1.0, 20_000)
     prompt, output = float(few.prompt.mean()), float(few.output.mean())
     kept, context = bench.pooled(accepted).conditional, prompt + output

@@ -51,10 +51,10 @@ SHOWN = {
     **{f"latency/{kind}_p{q}_ms": f"{kind.upper()} p{q}, ms"
        for kind in ("ttft", "tpot", "itl", "e2e") for q in (50, 95)},
     "load/occupancy": "streams written at once", "load/speculated": "rows speculated",
-    "acceptance/rate": "guesses kept", "load/overhead": "scheduler's share of the time",
-    "load/refused": "refused",
+    "served/rate": "guesses kept", "load/overhead": "scheduler's share of the time",
+    "load/refused": "refused", "load/failed": "failed",
 }  # fmt: skip
-SHARES = ("goodput/share", "load/speculated", "acceptance/rate", "load/overhead")
+SHARES = ("goodput/share", "load/speculated", "served/rate", "load/overhead")
 
 
 @dataclass
@@ -162,14 +162,16 @@ def race(
     asked: Sequence[Request],
     concurrency: int,
     tokens: int,
+    turns: int,
     chunk: int = 512,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:
-    """A closed loop of `concurrency` streams under every policy, side by side.
+    """A closed loop of `concurrency` streams under every policy, side by side; after the last of
+    the requests the first comes again.
 
     One row a policy and turn: seconds for the turn's tokens, and what was speculated. Turns begin
-    when every row has been written once, the first `LEARNING` do not count, and the last is the one
-    before requests run out; each server delivers `tokens` or more a turn, a piece at a time.
-    Returns the runs, too.
+    when every row has been written once, and `LEARNING` come before those that count; each server
+    delivers `tokens` or more a turn, a piece at a time. Returns the runs, too. Raises UserError for
+    requests that bring nothing.
     """
     space = room(rig, names, costs)
     watches = {name: Stopwatch() for name in names}
@@ -177,32 +179,33 @@ def race(
     for name in names:
         made = bank(rig, name, concurrency, asked, space, watches[name])
         server = Server(made, policy(rig, name, costs), chunk, queue=len(asked))
-        runs[name] = Run(server, Closed(asked, concurrency))
+        runs[name] = Run(server, Closed(asked, concurrency, again=True))
     _alike(runs)
-    for name, run in runs.items():
+    begun = dict.fromkeys(runs, 0)
+
+    def go(name: str, enough: float) -> None:
+        run, most = runs[name], len(runs[name].answers) + len(asked)
         watches[name].start()
-        while not full(run, concurrency) and run.advance():
-            pass
+        while sum(t.emitted for t in run.ticks[begun[name] :]) < enough:
+            run.advance()
+            if len(run.answers) > most:
+                why = "; ".join(notes(runs)) or "their texts end at once"
+                raise UserError(f"{len(asked)} requests did not bring {tokens} tokens: {why}")
         watches[name].stop()
+
+    for name, run in runs.items():
+        while not full(run, concurrency):
+            go(name, 1 + sum(t.emitted for t in run.ticks))
     rows: list[dict[str, Any]] = []
-    for turn in itertools.count():
+    for turn in range(-LEARNING, turns):
         begun = {name: len(run.ticks) for name, run in runs.items()}
         for piece in range(1, PIECES + 1):
             for name in in_turn(runs, turn * PIECES + piece):
-                run, watch = runs[name], watches[name]
-                watch.start()
-                while run.arriving.left and (
-                    sum(t.emitted for t in run.ticks[begun[name] :]) < tokens * piece / PIECES
-                ):
-                    run.advance()
-                watch.stop()
-        for name, run in runs.items():
-            rows.append({"policy": name, "turn": turn} | sums(run.ticks[begun[name] :]))
-        if not all(run.arriving.left for run in runs.values()):
-            break
-    whole = rows[: -len(runs)] or rows  # somebody's last turn was cut short
-    found = pd.DataFrame(whole[LEARNING * len(runs) :] or whole)
-    return found.assign(turn=found["turn"] - found["turn"].min()), runs
+                go(name, tokens * piece / PIECES)
+        if turn >= 0:
+            for name, run in runs.items():
+                rows.append({"policy": name, "turn": turn} | sums(run.ticks[begun[name] :]))
+    return pd.DataFrame(rows), runs
 
 
 def in_turn(names: Collection[str], number: int) -> list[str]:
@@ -260,9 +263,11 @@ def open_race(
         made, chosen = bank(rig, name, rows, asked, space, watches[name]), policy(rig, name, costs)
         made.rehearse(chosen.widest - 1)
         watches[name].start()
-        serve(Server(made, policy(rig, name, costs), chunk, queue=rows), Timed(filling))
+        filled = Server(made, policy(rig, name, costs), chunk, queue=rows)
+        serve(filled, Timed(filling))
         watches[name].stop()
         runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
+        runs[name].server.rows = filled.rows
     _alike(runs)
     going, turn = list(names), 0
     with tqdm(total=len(asked) * len(names), desc="serving", unit="request", delay=1) as bar:
@@ -289,14 +294,14 @@ def bake_off(
     max_new_tokens: int,
     turns: int = 12,
 ) -> pd.DataFrame:
-    """`race` at every load, about `turns` turns each: one row a load, policy and turn."""
+    """`race` at every load, `turns` turns each: one row a load, policy and turn."""
     parts = []
     with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
         for c in concurrency:
             tokens = 256 + 20 * c
             count = 2 * c + -(-(turns + LEARNING) * tokens // max_new_tokens)
             asked = staggered(requests(rig, prompts, count, max_new_tokens), c)
-            part, _ = race(rig, names, costs, asked, c, tokens)
+            part, _ = race(rig, names, costs, asked, c, tokens, turns)
             parts.append(part.assign(load=c))
             bar.update()
     return pd.concat(parts, ignore_index=True)
@@ -385,8 +390,9 @@ def served_metrics(
         "load/occupancy": total["stream_s"] / (total["s"] or float("nan")),
         "load/speculated": total["speculated"] / max(1, total["rows"]),
         "load/refused": (table["state"] == "refused").sum(),
+        "load/failed": (table["state"] == "failed").sum(),
         "load/overhead": 1 - total["busy_s"] / (total["s"] or float("nan")),
-        "acceptance/rate": total["accepted"] / max(1, total["drafted"]),
+        "served/rate": total["accepted"] / max(1, total["drafted"]),
     }
     series = {"ttft": done["ttft_s"], "tpot": done["tpot_s"].dropna(), "e2e": done["e2e_s"],
               "itl": gaps(answers)}  # fmt: skip
@@ -443,20 +449,24 @@ def foretold(
     pace: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Run]:
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
-    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind. pace: factors
-    on the table's times of rounds and of reading prompts; policies are not told."""
-    kinds = {kind: bench.pooled(part).conditional for kind, part in accepted.groupby("category")}
-    overall = bench.pooled(accepted).conditional
-    kept = {r.stream: kinds.get(r.kind, overall) for r in offered.requests}
+    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind, and has
+    guesses as often. pace: factors on the table's times of rounds and of reading prompts; policies
+    are not told."""
+    parts = dict(list(accepted.groupby("category")))
+    alike = {r.stream: parts.get(r.kind, accepted) for r in offered.requests}
+    kept = {stream: bench.pooled(part).conditional for stream, part in alike.items()}
+    made = {stream: bench.made(part) for stream, part in alike.items()}
     costs = replace(costs, about=costs.about | {"grades": 1})  # nobody is sure of what is imagined
     runs = {}
     for name in names:
-        chosen = policies.of("never" if name == "plain" else name, costs)
+        deepest = costs.gammas[-1] if name in ("goodput", "bandit") else policies.MOST
+        chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
-        made = SimulatedBank(
-            costs.slower(*pace), kept.__getitem__, rows, slots, chosen.widest, overhead_s=overhead_s
-        )
-        runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
+        imagined = SimulatedBank(
+            costs.slower(*pace), kept.__getitem__, rows, slots, chosen.widest,
+            overhead_s=overhead_s, made=made.__getitem__,
+        )  # fmt: skip
+        runs[name] = Run(Server(imagined, chosen, chunk, queue), offered.arriving())
         while runs[name].advance():
             pass
     return runs
@@ -510,9 +520,10 @@ def compare_runs(
     return pd.DataFrame(rows).dropna()
 
 
-def prices(rig: Rig, names: Iterable[str]) -> Costs | None:
-    """The cost table, measured if need be, where one of these policies reads it."""
-    return maps.profile(rig) if "goodput" in names else None
+def prices(rig: Rig, names: Iterable[str], asked: Sequence[Request]) -> Costs | None:
+    """The cost table of these requests, measured if need be, where one of these policies reads
+    it."""
+    return maps.profile(rig, longest=slots_for(asked, 0)) if "goodput" in names else None
 
 
 def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:

@@ -37,11 +37,12 @@ from specexp.lab.plots import PLAIN, PREDICTED, batch_axis, panels
 from specexp.lab.prompts import Prompt, load
 from specexp.lab.stats import Interval
 from specexp.serving import costs as tables
+from specexp.serving import goodput
 from specexp.serving.costs import Costs, Fit
 
 log = logging.getLogger("specexp")
 
-BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5), (128, 256)
+BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, *goodput.GAMMAS), (128, 256)
 ROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # speedups on a colour bar
 TICKS = sorted((*ROUND, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5))  # and on one that does not reach far
 FRESH = 6  # hours; what is foretold with an older table may be about another machine (LOG.md)
@@ -57,10 +58,12 @@ def profile(
     contexts: Sequence[int] | None = None,
     repeats: int = 5,
     force: bool = False,
+    longest: int = 0,
 ) -> Costs:
     """The cost table of a rig: the stored one if it is of these models, this device and dtype and
-    has all these points, or else (or by `force`) a new one, which is stored. gammas: those that the
-    drafter can do count; contexts: by default those of `CONTEXTS` that the models reach."""
+    has all these points, or else (or by `force`) a new one, with what the stored one had besides,
+    which is stored. gammas: those that the drafter can do count; contexts: by default those of
+    `CONTEXTS` that the models reach, and one for texts of so many tokens if they are longer."""
     if not rig.engine.drafter.context:
         raise UserError(
             f"drafter {rig.drafter} guesses nothing, so that there is nothing to choose: name "
@@ -68,17 +71,24 @@ def profile(
         )
     path, gammas = place(rig), [g for g in gammas if g <= rig.deepest]
     if contexts is None:
-        longest = min(rig.target.context, rig.engine.drafter.context)
-        contexts = [c for c in CONTEXTS if c <= longest] or [longest]
+        most = min(rig.target.context, rig.engine.drafter.context)
+        contexts = [c for c in CONTEXTS if c <= most] or [most]
+        if longest > contexts[-1]:
+            contexts.append(min(most, 1 << (longest - 1).bit_length()))
+    asked, deepest = (batches, gammas, contexts), max(gammas)
+    had: tuple[Sequence[int], ...] = (), (), ()
     with suppress(UserError):  # none there, or damaged
         stored = Costs.load(path)
-        axes = (stored.batches, batches), (stored.gammas, gammas), (stored.contexts, contexts)
-        if not force and stored.about == about(rig) and all(set(a) >= set(b) for a, b in axes):
-            hours = (time.time() - path.stat().st_mtime) / 3600
-            if hours > FRESH:
-                log.warning("%s was measured %.0f hours ago: if the machine is otherwise busy now, "
-                            "`specexp profile --force` measures it anew", path, hours)  # fmt: skip
-            return stored.upto(max(gammas))
+        if stored.about == about(rig):
+            had = stored.batches, stored.gammas, stored.contexts
+    if not force and all(set(a) >= set(b) for a, b in zip(had, asked, strict=True)):
+        hours = (time.time() - path.stat().st_mtime) / 3600
+        if hours > FRESH:
+            log.warning("%s was measured %.0f hours ago: if the machine is otherwise busy now, "
+                        "`specexp profile --force` measures it anew", path, hours)  # fmt: skip
+        return stored.upto(deepest)
+    batches, gammas, contexts = ([*{*a, *b}] for a, b in zip(had, asked, strict=True))
+    gammas = [g for g in gammas if g <= rig.deepest]
     ids = rig.encode([prompt.text for prompt in load("all", limit=10)])
     with tqdm(desc="costs", unit="setting", delay=1) as bar:
 
@@ -89,7 +99,7 @@ def profile(
         found = tables.measure(rig.engine, ids, batches, gammas, contexts, repeats, watch)
     found = replace(found, about=about(rig))
     found.save(path)
-    return found
+    return found.upto(deepest)
 
 
 def about(rig: Rig) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def tax(
     )
     rows = []
     for batch, part in samples.groupby("batch"):
-        more = stats.speedup(part["s"], part["tokens"], part["plain_s"], part["plain_tokens"])
+        more = stats.speedup(*bench.units(part, "s", "tokens", "plain_s", "plain_tokens"))
         rows.append(
             {"batch": batch, "tax": more.value - 1, "low": more.low - 1, "high": more.high - 1}
         )
@@ -376,10 +386,11 @@ def break_even_alpha_map(costs: Costs, contexts: Sequence[int] | None = None) ->
             axes.set_facecolor("#b0b0b0")
             possible = np.ma.masked_greater(values, 1 - 1e-9)
             mesh = _paint(axes, costs, possible, cmap="crest", vmin=0, vmax=1)
-            lines = axes.contour(
-                *_axes(costs), values, [0.5, 0.6, 0.7, 0.8, 0.9], colors="w", linewidths=1
-            )
-            axes.clabel(lines, fontsize=9)
+            if min(values.shape) > 1:
+                lines = axes.contour(
+                    *_axes(costs), values, [0.5, 0.6, 0.7, 0.8, 0.9], colors="w", linewidths=1
+                )
+                axes.clabel(lines, fontsize=9)
             axes.set_title(f"buffer of {context} slots")
         figure.colorbar(mesh, ax=every, label="acceptance probability α at break-even", pad=0.02)
         alphas = [break_even_alpha(costs, b, 1, contexts[0]) for b in costs.batches]
@@ -394,10 +405,8 @@ def break_even_alpha_map(costs: Costs, contexts: Sequence[int] | None = None) ->
 
 def _axes(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
     """Batches, even in log, and draft lengths of a map."""
-    return (
-        np.geomspace(costs.batches[0], costs.batches[-1], 97),
-        np.arange(1, max(costs.gammas[-1], 1) + 1),
-    )
+    first, last = costs.batches[0], costs.batches[-1]
+    return np.geomspace(first, last, 97 if last > first else 1), np.arange(1, costs.gammas[-1] + 1)
 
 
 def _grid(costs: Costs, value: Any) -> np.ndarray:
@@ -408,8 +417,10 @@ def _grid(costs: Costs, value: Any) -> np.ndarray:
 
 def _paint(axes: Axes, costs: Costs, values: np.ndarray, **shade: Any) -> Any:
     x, y = _axes(costs)
+    half = (x[1] / x[0]) ** 0.5 if len(x) > 1 else 2**0.5
+    edges = np.append(x / half, x[-1] * half), np.append(y - 0.5, y[-1] + 0.5)
     axes.grid(False)
-    mesh = axes.pcolormesh(x, y, values, shading="nearest", rasterized=True, **shade)
+    mesh = axes.pcolormesh(*edges, values, rasterized=True, **shade)
     batch_axis(axes, costs.batches)
     axes.set_yticks(y)
     axes.set_ylabel("draft length γ")

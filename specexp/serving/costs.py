@@ -206,6 +206,17 @@ class Costs:
             self.step_s(batch, context),
         )
 
+    def sparing(self, made: float) -> Costs:
+        """The same of a drafter that makes this share of its guesses: passes that pack leave out
+        the rest."""
+        if not self.packs:
+            return self
+        fed = [1 + made * (tokens - 1) for tokens in self.tokens]
+        verify = [
+            [[self.verify_s(b, n, c) for c in self.contexts] for n in fed] for b in self.batches
+        ]
+        return replace(self, verify=np.array(verify))
+
     def slower(self, rounds: float, reads: float) -> Costs:
         """The same on a machine on which rounds and the reading of prompts take so many times as
         long: it may have another pace for arithmetic than for reading memory."""
@@ -376,6 +387,7 @@ def measure(
     for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
         for at, (batch, context) in enumerate(places[::way], 1):
             seqs = rows(batch, room + context - contexts[-1], context)
+            engine.allocate(*seqs.tokens.shape)
             _prefill(engine, seqs)
             count = times * max(1, FULL // batch)
             for turn, done in enumerate(range(0, count, BLOCK)):
@@ -386,6 +398,7 @@ def measure(
                     rounds[batch, gamma, context] += turns[before:]
             if watch:
                 watch(at + (way < 0) * len(places), 2 * len(places))
+        engine.allocate(1, contexts[-1])
         for repeat in range(times + 1):
             for n in lengths[:: way * (-1) ** repeat]:
                 took = _prefill(engine, rows(1, n + 1, contexts[-1]))
@@ -452,7 +465,6 @@ def _at_least(least: int, x: Tensor) -> Tensor:
 def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
     """Read the prompts; seconds of the target and of the drafter."""
     known = int(seqs.length.max()) - 1
-    engine.allocate(*seqs.tokens.shape)
     now = [_clock(engine)]
     hidden = engine.target.prefill(seqs, 0, known, engine.drafter.taps)
     now.append(_clock(engine))

@@ -428,14 +428,18 @@ class Timed:
 
 
 class Closed:
-    """A closed loop: as soon as a request leaves, the next one comes."""
+    """A closed loop: as soon as a request leaves, the next one comes; `again`: after the last, the
+    first, for ever."""
 
-    def __init__(self, requests: Iterable[Request], concurrency: int) -> None:
-        self.requests, self.concurrency = deque(requests), concurrency
+    def __init__(self, requests: Iterable[Request], concurrency: int, again: bool = False) -> None:
+        self.requests, self.concurrency, self.again = deque(requests), concurrency, again
 
     def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
         count = min(len(self.requests), max(0, self.concurrency - open_))
-        return [(now, self.requests.popleft()) for _ in range(count)]
+        found = [self.requests.popleft() for _ in range(count)]
+        if self.again:
+            self.requests.extend(found)
+        return [(now, request) for request in found]
 
     def next_s(self) -> float | None:
         return None

@@ -22,15 +22,20 @@ class _Row:
     length: int
     limit: int
     conditional: Sequence[float]
+    made: float
 
     def chance(self, guess: int) -> float:
-        return self.conditional[min(guess, len(self.conditional) - 1)] if self.conditional else 0.0
+        """That a guess which was made is kept, if the one before it was."""
+        if not self.conditional:
+            return 0.0
+        kept = self.conditional[min(guess, len(self.conditional) - 1)]
+        return kept if guess else kept / self.made
 
 
 class SimulatedBank:
     """conditional(stream): P(guess i kept given that guess i - 1 was), i = 1, 2, ..., of the
-    request with that stream, later ones being as likely as the last. overhead_s: what a step costs
-    beside its passes."""
+    request with that stream, later ones being as likely as the last; made(stream): how often it has
+    guesses at all, 1 where that is not given. overhead_s: what a step costs beside its passes."""
 
     steady = True  # rounds take as long from the first
 
@@ -43,8 +48,10 @@ class SimulatedBank:
         room: int,
         seed: int = 0,
         overhead_s: float = 0.0,
+        made: Callable[[int], float] | None = None,
     ) -> None:
         self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
+        self.made = made or (lambda stream: 1.0)
         self.rows, self.slots, self.room = rows, slots, room
         self.context = self.drafter_context = 1 << 30
         self.reads = costs.reads
@@ -59,7 +66,8 @@ class SimulatedBank:
         self.time = max(self.time, until)
 
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
-        self.texts[row] = _Row(len(text), len(text), self.conditional(stream))
+        chances = self.conditional(stream), self.made(stream)
+        self.texts[row] = _Row(len(text), len(text), *chances)
 
     def read(self, row: int, start: int, stop: int) -> None:
         self.time += self.costs.prefill_s(stop - start)
@@ -78,8 +86,10 @@ class SimulatedBank:
         self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
     ) -> list[Step]:
         context = window(longest + self.room, self.slots)
-        guesses = [min(g, tree.depth) for g in budget]
-        self.time += self.costs.plan_s(guesses, context) + self.overhead_s
+        asked = [min(g, tree.depth) for g in budget]
+        guesses = [self._found(at, gamma) for at, gamma in enumerate(asked)]
+        paid = guesses if self.costs.packs else asked
+        self.time += self.costs.plan_s(paid, context) + self.overhead_s
         steps = []
         for at, gamma in enumerate(guesses):
             text = self.texts.get(at)
@@ -92,6 +102,12 @@ class SimulatedBank:
             text.length += emitted
             steps.append(Step(at, gamma, accepted, emitted, done=text.length >= text.limit))
         return steps
+
+    def _found(self, row: int, gamma: int) -> int:
+        """How many guesses a row has that was asked for so many."""
+        text = self.texts.get(row)
+        luckless = gamma > 0 and text and text.made < 1 and self.random() >= text.made
+        return 0 if luckless else gamma
 
     def move(self, source: int, target: int, length: int) -> None:
         self.texts[target] = self.texts[source]
