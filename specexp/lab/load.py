@@ -488,14 +488,13 @@ def simulated(
         return float(np.median([seconds(real[n]) / max(seconds(runs[n]), 1e-9) for n in real]))
 
     for _ in range(20):
-        runs = foretold(
-            costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=(rounds, reads)
-        )
+        pace = rounds, reads
+        runs = foretold(costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=pace)
         found = off(runs, False), off(runs, True)
         if np.allclose(found, 1, atol=0.005):
             break
         rounds, reads = rounds * found[0], reads * found[1]
-    return runs, (rounds, reads)
+    return runs, pace
 
 
 def compare_runs(

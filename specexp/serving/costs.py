@@ -138,7 +138,7 @@ class Costs:
         return _read(self._lists["draft"], batch, gamma, context)
 
     def step_s(self, batch: float, context: float) -> float:
-        """A step of plain decoding."""
+        """A step without guesses."""
         return self.verify_s(batch, 1, context)
 
     def round_s(self, batch: float, gamma: float, context: float) -> float:
