@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Slots(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache: Any = proxy(cache)  # a cycle would keep its memory
         self.of: tuple[slice, int] | None = None  # the rows and slots of `window`
         self.window: tuple[Tensor, Tensor]
 

@@ -220,6 +220,8 @@ class Engine:
         """Room for B rows of S slots, in every cache. Raises UserError when there is too little."""
         if known := self.recordings:
             known.clear()
+        for lm in self.models:
+            lm.cache = None  # before what is free is counted
         self.target.allocate(B, S)
         self.drafter.allocate(B, S)
 
@@ -240,19 +242,17 @@ class Engine:
     def _seat(self, seqs: Sequences, known: graphs.Graphs) -> Sequences:
         """Copy a batch to the seats: as many and as long as a batch has wanted so far."""
         B, slots = seqs.tokens.shape
-        S, held = rounded(slots), self.target.cache
-        if any(bool(lm.fault.any()) for lm in self.models):
-            held = None  # there are slots that hold no number
-        if held is None or held.batch < B or held.size < S:
+        S, (batch, size, mark) = rounded(slots), self._held()
+        broken = any(bool(lm.fault.any()) for lm in self.models)  # there are slots of no number
+        if broken or batch < B or size < S:
             self._make_room(B, S)
-        elif self.seated[:2] != (held.mark, self.drafter):  # another engine has made room
-            self.drafter.allocate(held.batch, held.size)
-        held = self.target.cache
-        assert held is not None
-        wanted = held.mark, self.drafter, tuple(seqs.eos.tolist())
+            batch, size, mark = self._held()
+        elif self.seated[:2] != (mark, self.drafter):  # another engine has made room
+            self.drafter.allocate(batch, size)
+        wanted = mark, self.drafter, tuple(seqs.eos.tolist())
         if self.seats is None or self.seated != wanted:
             known.clear()
-            self.seats = Sequences.empty(held.batch, held.size, wanted[2], self.target.device)
+            self.seats = Sequences.empty(batch, size, wanted[2], self.target.device)
             self.budget = torch.empty_like(self.seats.length)
             self.seated = wanted
         rows = self.seats.window(0, B, S)
@@ -262,17 +262,19 @@ class Engine:
 
     def _make_room(self, B: int, S: int) -> None:
         """Allocate, and no less than there was if that much fits."""
-        held = self.target.cache
-        room = [(max(B, held.batch), max(S, held.size))] if held else []
-        del held
-        for lm in self.models:
-            lm.cache = None  # before what is free is counted
-        for rows, size in dict.fromkeys([*room, (B, S)]):
+        batch, size, _ = self._held()
+        for room in dict.fromkeys([(max(B, batch), max(S, size)), (B, S)]):
             try:
-                return self.allocate(rows, size)
+                return self.allocate(*room)
             except UserError:
-                if (rows, size) == (B, S):
+                if room == (B, S):
                     raise
+
+    def _held(self) -> tuple[int, int, object]:
+        """Rows and slots of the target's cache, and its mark; whoever knows these keeps no cache
+        alive."""
+        cache = self.target.cache
+        return (cache.batch, cache.size, cache.mark) if cache else (0, 0, None)
 
     @torch.inference_mode()
     def generate(

@@ -124,7 +124,9 @@ class LM:
         return memory.kv_bytes(self.config, self.dtype.itemsize)
 
     def allocate(self, B: int, S: int) -> None:
-        """An empty cache for B rows of S slots. Raises UserError when it cannot fit."""
+        """An empty cache for B rows of S slots in place of the one there was. Raises UserError when
+        it cannot fit."""
+        self.cache = None
         need, free = B * S * self.kv_bytes_per_token, free_memory(self.device)
         if need > free:
             raise UserError(

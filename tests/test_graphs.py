@@ -332,6 +332,31 @@ def test_engines_that_share_a_target_settle_in_one_memory():
     assert one.target.cache.size >= 70 + NEW
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", ["model", "early_exit"])
+def test_a_cache_has_gone_when_room_for_a_larger_one_is_counted(kind, recorded, monkeypatch):
+    made, there = engine(kind, "chain"), []
+    made = taped(made) if recorded else made
+    assert (made.recordings is not None) == recorded
+    made.generate(PROMPTS[:1], NEW)
+    held = [x for lm in made.models for x in (lm.cache, *lm.cache._buffers())]
+    old = [weakref.ref(x) for x in held]
+    del held
+
+    def free_memory(device):
+        there.extend(ref() is not None for ref in old)
+        return 2**40
+
+    monkeypatch.setattr("specexp.lm.free_memory", free_memory)
+    gc.disable()
+    try:
+        made.generate(PROMPTS, NEW)
+        assert there
+        assert not any(there)
+    finally:
+        gc.enable()
+
+
 def test_nothing_is_replayed_in_memory_that_is_gone():
     made = taped(engine("null", "empty"))
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))

@@ -1,8 +1,10 @@
 """Parity with transformers' own forward, and what is refused before a weight is read."""
 
 import copy
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +121,19 @@ def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(lms, "free_memory", lambda device: 2**20)
     with pytest.raises(UserError, match=r"batch 1000 x 4000 tokens needs .* GiB .* smaller batch"):
         target.allocate(1000, 4000)
+
+
+def test_room_is_counted_without_the_cache_that_goes(monkeypatch):
+    target, there = LM(module()), []
+    filled(target, Sequences.of([[1, 2, 3]], 5, slack=2))
+    old = weakref.ref(target.cache)
+    monkeypatch.setattr(lms, "free_memory", lambda device: there.append(old()) or 2**40)
+    gc.disable()
+    try:
+        target.allocate(1, 20)
+    finally:
+        gc.enable()
+    assert there == [None]
 
 
 def test_bytes_per_token_are_those_of_the_cache():
