@@ -236,9 +236,9 @@ def of(name: str) -> Rule:
 
 def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> Verdict | None:
     """The verdict of a rule that weighs p against q, where it is compiled."""
-    if not isinstance(rng, Noise):
-        return None
     children, q = draft.nodes.children, draft.q
+    if not isinstance(rng, Noise) or (q is not None and q.shape != p.shape):
+        return None
     laws = (p,) if q is None else (p, q)
     if not (code := native.by(draft.tokens, children, draft.keys, *laws)):
         return None
