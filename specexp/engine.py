@@ -249,7 +249,8 @@ class Engine:
             batch, size, mark = self._held()
         elif self.seated[:2] != (mark, self.drafter):  # another engine has made room
             self.drafter.allocate(batch, size)
-        wanted = mark, self.drafter, tuple(seqs.eos.tolist())
+        state = tuple(x.data_ptr() for x in self.drafter.state)  # others may have moved it
+        wanted = mark, self.drafter, tuple(seqs.eos.tolist()), state
         if self.seats is None or self.seated != wanted:
             known.clear()
             self.seats = Sequences.empty(batch, size, wanted[2], self.target.device)

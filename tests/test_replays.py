@@ -313,6 +313,7 @@ def test_what_torch_reckons_is_reckoned_again(case):
 
 @torch.inference_mode()
 def test_chance_falls_anew():
+    torch.manual_seed(0)
     again, made = replays.Calls().record(lambda: torch.rand(8) + 1, None)
     before = made.clone()
     again()
@@ -406,6 +407,15 @@ def test_nothing_is_replayed_in_memory_that_is_gone():
     latest = made.replays.latest
     made.report(seqs, TREES["chain"])
     assert made.replays.latest is not latest
+
+
+def test_what_another_engine_moved_of_a_drafter_is_found():
+    """Both engines run one drafter, whose tables are made anew by whoever begins."""
+    one = fast("recycle")
+    other = Engine(one.target, one.drafter, one.policy, one.sampling, one.rule)
+    wanted = told(slow("recycle").generate(PROMPTS, LONG))
+    for made in (one, other, one):
+        assert told(made.generate(PROMPTS, LONG)) == wanted
 
 
 def test_a_network_that_changes_is_another_replay():
