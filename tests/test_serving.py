@@ -2,6 +2,7 @@
 
 import copy
 import random
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
 
 from specexp import native
+from specexp.cache import Slots
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
@@ -358,6 +360,49 @@ def test_a_bank_that_does_not_fit_is_halved_and_says_so(monkeypatch, caplog):
     assert "more than 4 rows" in caplog.text
 
 
+@pytest.fixture
+def room(monkeypatch):
+    """room(bytes): so many there are, for the keys and values of whatever is alive."""
+    made, make = WeakSet(), Slots.lazy_initialization
+
+    def taken():
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in made)
+
+    def set_room(size: int):
+        def scarce(layer, keys, values):
+            make(layer, keys, values)
+            if taken() + layer.keys.nbytes + layer.values.nbytes > size:
+                raise torch.OutOfMemoryError("out of memory: tried to allocate")
+            made.add(layer)
+
+        monkeypatch.setattr(Slots, "lazy_initialization", scarce)
+        monkeypatch.setattr("specexp.lm.free_memory", lambda device: size - taken())
+
+    return set_room
+
+
+def test_banks_take_their_memory_when_they_are_made(room):
+    """What is there would do for eight rows of the target's, were there no drafter."""
+    first, second = (engine("model", "chain", "match") for _ in range(2))
+    sizes = [lm.kv_bytes_per_token * SLOTS for lm in first.models]
+    room(8 * sizes[0])
+    banks = [EngineBank(made, 8, SLOTS, ROOM) for made in (first, second)]
+    assert [bank.rows for bank in banks] == [4, 1]
+    todo = requests(7)
+    for bank, made in zip(banks, (first, second), strict=True):
+        server = Server(bank, Restless(2))
+        answers = serve(server, Closed(todo, 7))
+        assert [a.tokens for a in answers] == [alone(made, r) for r in todo]
+        assert server.notes == []
+
+
+def test_a_row_that_does_not_fit_is_refused_in_a_line(room):
+    made = engine("model", "chain", "match")
+    room(made.target.kv_bytes_per_token * SLOTS)
+    with pytest.raises(UserError, match="not one row of 96 slots fits: serve shorter texts"):
+        EngineBank(made, 2, SLOTS, ROOM)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("at", [3, 5, 6, 8, 13])
 def test_when_memory_runs_out_the_bank_shrinks_and_nobody_notices(monkeypatch, at, temperature):
@@ -377,6 +422,7 @@ def test_when_memory_runs_out_the_bank_shrinks_and_nobody_notices(monkeypatch, a
     assert [a.tokens for a in answers] == texts
     assert "out of memory with" in server.notes[0]
     assert server.rows <= 3
+    assert Server(server.bank, Restless(2)).rows == server.rows
 
 
 def test_a_request_that_alone_exceeds_the_memory_fails_and_says_so(monkeypatch):

@@ -81,7 +81,8 @@ class OutOfMemory(Exception):
 
 
 class EngineBank:
-    """`rows` texts of up to `slots` tokens. `room`: slots that a round may write past a text."""
+    """`rows` texts of up to `slots` tokens; fewer, if that is too many for the memory or turns out
+    to be. `room`: slots that a round may write past a text."""
 
     def __init__(
         self, engine: Engine, rows: int, slots: int, room: int, timer: Timer | None = None
@@ -97,6 +98,7 @@ class EngineBank:
         self._reach = torch.full((engine.drafter.grades,), room, device=device)
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
+        self.leave(0, broken=True)  # who came to take the memory
 
     @property
     def context(self) -> int:
@@ -261,16 +263,22 @@ class EngineBank:
         return [int(t) for t in self.seqs.tokens[row, start:stop].tolist()]
 
 
+@torch.inference_mode()
 def _allocated(engine: Engine, rows: int, slots: int) -> int:
-    """Allocate for as many rows as fit, at most `rows`; how many do."""
+    """Allocate for as many rows as fit, at most `rows`; how many do. The memory is taken at once:
+    as models make keys and values in their first pass, they read the first of two tokens."""
+    text = Sequences.of([[0, 0]], 0, slack=0, device=engine.target.device)
     while True:
         try:
             with _memory():
                 engine.allocate(rows, slots)
+                engine.target.prefill(text, 0, 1)
+                engine.drafter.catch_up(text, 1)
             return rows
-        except (UserError, OutOfMemory):
+        except (UserError, OutOfMemory) as e:
             if rows == 1:
-                raise
+                said = f"not one row of {slots} slots fits: serve shorter texts ({e})"
+                raise UserError(said) from e
             rows //= 2
             log.warning("too little memory for more than %d rows of %d slots", rows, slots)
 

@@ -365,7 +365,7 @@ class Server:
         if used == [0]:
             self._vacate(0, "failed", f"out of memory with one request alone: {why}")
             return
-        self.rows = max(1, (used[-1] + 1) // 2)
+        self.rows = self.bank.rows = max(1, (used[-1] + 1) // 2)
         for row in reversed(range(self.rows, len(self.seats))):
             seat = self.seats[row]
             if seat:
