@@ -123,8 +123,9 @@ def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
         target.allocate(1000, 4000)
 
 
-def test_room_is_counted_without_the_cache_that_goes(monkeypatch):
-    target, there = LM(module()), []
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_room_is_counted_without_the_cache_that_goes(family, monkeypatch):
+    target, there = LM(module(family)), []
     filled(target, Sequences.of([[1, 2, 3]], 5, slack=2))
     old = weakref.ref(target.cache)
     monkeypatch.setattr(lms, "free_memory", lambda device: there.append(old()) or 2**40)
