@@ -263,11 +263,9 @@ def open_race(
         made, chosen = bank(rig, name, rows, asked, space, watches[name]), policy(rig, name, costs)
         made.rehearse(chosen.widest - 1)
         watches[name].start()
-        filled = Server(made, policy(rig, name, costs), chunk, queue=rows)
-        serve(filled, Timed(filling))
+        serve(Server(made, policy(rig, name, costs), chunk, queue=rows), Timed(filling))
         watches[name].stop()
         runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
-        runs[name].server.rows = filled.rows
     _alike(runs)
     going, turn = list(names), 0
     with tqdm(total=len(asked) * len(names), desc="serving", unit="request", delay=1) as bar:
