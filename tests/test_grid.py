@@ -195,6 +195,16 @@ def test_the_code_is_python_and_what_is_compiled(tmp_path, monkeypatch, name):
     assert of() != before
 
 
+def test_the_code_is_not_what_editors_leave_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "PACKAGE", tmp_path)
+    before = identity.code_digest()
+    (tmp_path / ".#run.py").symlink_to("somebody@here.1:2")
+    (tmp_path / "run.py").symlink_to("gone.py")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "run-checkpoint.py").write_text("1")
+    assert identity.code_digest() == before
+
+
 def changed(one: grid.Point, two: grid.Point) -> set[str]:
     names = one.identity.keys() | two.identity.keys()
     return {name for name in names if one.identity.get(name) != two.identity.get(name)}
@@ -270,6 +280,14 @@ def test_the_ends_of_a_large_file_and_its_size_are_hashed(tmp_path, monkeypatch)
     assert digest(whole + b"\0") != plain
     for at, same in ((9, False), (37, False), (200, True), (499, False), (507, False)):
         assert (digest(whole[:at] + b"x" + whole[at + 1 :]) == plain) is same
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])
+def test_a_changed_byte_of_weights_changes_the_key_whatever_their_format(tmp_path, name):
+    (tmp_path / name).write_bytes(b"01")
+    before = identity.model_digest(str(tmp_path))
+    (tmp_path / name).write_bytes(b"02")
+    assert identity.model_digest(str(tmp_path)) != before
 
 
 def test_a_hub_id_stands_for_its_revision_in_the_cache(tmp_path, monkeypatch):
@@ -737,6 +755,23 @@ def test_relative_files_are_those_beside_the_notebook_where_kernels_run(load, fo
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=r"here\.jsonl"):
         load(spec | {"grid": {"prompts": ["here.jsonl"]}})
+
+
+def test_notebooks_of_two_folders_each_have_the_relative_files_beside_them(tmp_path):
+    files, question = [], '{"question_id": 1, "category": "code", "turns": ["%s"]}\n'
+    for name in ("one", "two"):
+        (tmp_path / name / "grids").mkdir(parents=True)
+        (tmp_path / name / "mine.jsonl").write_text(question % name)
+        asked = 'prompts: str = "mine.jsonl"  # which'
+        write(tmp_path / name / "asks.ipynb", "print(prompts)", parameters=asked)
+        files.append(tmp_path / name / "grids" / "g.yaml")
+        files[-1].write_text("notebook: ../asks.ipynb\n")
+    [one], [two] = (grid.load([file]) for file in files)
+    assert changed(one, two) == {"data"}
+    assert [p.run_key for p in grid.load(files)] == [one.run_key, two.run_key]
+    (tmp_path / "two" / "mine.jsonl").unlink()
+    with pytest.raises(UserError, match=r"two/grids/g\.yaml:.*mine\.jsonl"):
+        grid.load(files)
 
 
 def test_a_notebook_elsewhere_is_not_run(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,9 +77,11 @@ def load(
     if not report.problems:
         _ask(sheets, ask, report)
     points: dict[str, Point] = {}
-    once, surroundings = build.Once(), identity.Surroundings()
+    onces: dict[Path, build.Once] = defaultdict(build.Once)
+    surroundings = identity.Surroundings()
     if sum(sheet.most for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
+            once = onces[sheet.notebook.path.parent]  # what is relative is so to this
             for point in _points(sheet, Checks(sheet, once, surroundings), report):
                 first = points.setdefault(point.run_key, point)
                 if point.grid not in first.grids:

@@ -25,6 +25,7 @@ SOURCE = (".py", ".cpp", ".h")
 WHOLE, ENDS = 1_000_000_000, 1 << 20
 _FILES = (
     "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.safetensors",
+    "*.pt", "*.bin",
 )  # fmt: skip
 _MODELS = ("target", "targets", "draft", "drafts", "drafter", "drafters", "rivals")
 _DATA = ("prompts", "arrivals")
@@ -49,7 +50,7 @@ class Surroundings:
         """Everything but the parameters; points that agree share one dictionary. Raises UserError
         for a model that is not there."""
         read = {n: params[n] for n in (*_MODELS, *_DATA, "device") if n in params}
-        key = repr(read), notebook
+        key = os.getcwd(), repr(read), notebook  # what is relative is so to the folder
         if key not in self.known:
             parts = {"notebook": notebook[:16], "code": self.code}
             if sources := build.sources(dict(params)):
@@ -66,7 +67,8 @@ def code_digest() -> str:
     """A digest of the library's source as it is now: results of other code are other results."""
     total = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
-        if path.suffix in SOURCE:
+        hidden = any(part[0] == "." for part in path.relative_to(PACKAGE).parts)  # an editor's own
+        if path.suffix in SOURCE and not hidden and path.is_file():
             total.update(path.read_bytes())
     return total.hexdigest()
 
