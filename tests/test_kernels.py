@@ -443,8 +443,19 @@ def test_a_zygote_that_dies_is_replaced_once(go):
             assert k.how == how
         k.zygote.kill()
         slot.close()
-        with pytest.raises(DeadKernelError, match="the process that forks"):
-            go(slot, "print(1)")
+        for _ in range(2):
+            with pytest.raises(kernels.NoZygote, match="the process that forks killed by SIGKILL"):
+                go(slot, "print(1)")
+
+
+def test_what_lies_where_the_runner_was_started_is_not_imported(go, tmp_path, monkeypatch):
+    (tmp_path / "specexp").mkdir()
+    (tmp_path / "random.py").write_text("raise RuntimeError")
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with kernels.Kernels() as k, k.slot() as slot:
+        assert go(slot, "print(1)", cwd=home) == ["1"]
+        assert k.how == "forked"
 
 
 @pytest.mark.parametrize("stuck", ["importing", "loading"])

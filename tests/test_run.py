@@ -211,6 +211,18 @@ def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path
     assert go([again])[0] == 0
 
 
+def test_where_no_kernel_can_be_forked_every_point_says_why_and_runs_again_unasked(
+    store, points, monkeypatch
+):
+    todo = points(x=[1, 2])
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", shutil.which("false"))
+        code, said = go(todo)
+    assert code == 1
+    assert said.count("lost: the process that forks exited with status 1") == 2
+    assert go(todo)[0] == 0
+
+
 def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, points):
     begin, before = time.monotonic(), set(psutil.Process().children(recursive=True))
     code, _ = go(points(timeout_s=4, how=["hangs"]))

@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -188,6 +189,14 @@ def test_the_shared_view_is_small_and_names_only_known_metrics(store):
     assert "viewStateShareKey=specexp" in view.url("1", 5000)
 
 
+def test_a_server_imports_nothing_from_where_it_was_asked_for(store, tmp_path, monkeypatch):
+    there = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.execvpe", lambda *_: there.append(Path.cwd()))
+    server.serve(0)
+    assert there == [store]
+
+
 def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
     track.log("mine", {"drafter": "ngram"}, METRICS)
     with socket.socket() as probe:
@@ -212,7 +221,7 @@ def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
             try:
                 assert status(f"127.0.0.1:{port}") == 200
                 break
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # refused, or no answer yet
                 assert time.monotonic() < deadline
                 time.sleep(0.5)
         assert status(f"localhost:{port}") == 200
@@ -225,4 +234,4 @@ def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
             assert status(foreign) == 403, foreign
     finally:
         running.terminate()
-        running.wait(20)
+        running.wait(120)

@@ -27,7 +27,7 @@ from papermill.engines import NBClientEngine, papermill_engines
 from specexp.errors import ran_out
 from specexp.lab import identity, notebook, secret, store, track
 from specexp.lab.grid import Point
-from specexp.lab.kernels import Slot
+from specexp.lab.kernels import NoZygote, Slot
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
@@ -107,8 +107,10 @@ def _run(
     except Exception as e:
         if expired.is_set():
             raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
+        if isinstance(e, NoZygote):
+            raise Failure("lost", str(e)) from e
         if isinstance(e, DeadKernelError):
-            raise Failure("kernel-died", _death(slot.ended)) from e
+            raise Failure("kernel-died", _death(slot.ended) if slot.ended else str(e)) from e
         if isinstance(e, OSError) and e.errno in store.FULL:
             raise Failure("disk", f"{e.strerror}: {e.filename or folder}") from e
         if isinstance(e, OSError) and e.errno:  # ours: the notebook's own are told by papermill
@@ -145,7 +147,7 @@ def _kind(name: str, value: str) -> str:
 def _death(ended: str) -> str:
     if "SIGKILL" in ended:
         return f"the kernel was {ended}: most likely this machine ran out of memory"
-    return f"the kernel {ended or 'died'}: a crash or an exit in the notebook"
+    return f"the kernel {ended}: a crash or an exit in the notebook"
 
 
 class _Client(PapermillNotebookClient):

@@ -36,6 +36,7 @@ from nbclient.exceptions import DeadKernelError
 
 from specexp.lab.zygote import words
 
+ROOT = Path(__file__).resolve().parents[2]
 # What a kernel imports by name when it starts: half of the time that takes.
 MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
 # No sqlite for the history; and who ends with whom is zygote.py's business.
@@ -48,6 +49,10 @@ ALWAYS = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
+
+
+class NoZygote(DeadKernelError):
+    """There is nothing that kernels could come from any more."""
 
 
 def modules_of(notebooks: Iterable[Path]) -> tuple[str, ...]:
@@ -81,6 +86,7 @@ class Kernels:
 
     def __init__(self, modules: Sequence[str] = (), forked: bool = True) -> None:
         self.modules, self.deaths, self.lock = modules, 0, threading.Lock()
+        self.gone = ""  # how the last zygote died
         self.why = "" if forked else "as asked"
         if forked and sys.platform != "linux":
             self.why = f"no safe fork on {sys.platform}"
@@ -110,15 +116,18 @@ class Kernels:
             slot.close()
 
     def connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
-        """A line to a slot to be, and the zygote that forks it if it lives."""
-        here, there = Pipe()
-        with there, self.lock, contextlib.suppress(ConnectionError):
-            send_handle(self.control, there.fileno(), self.zygote.pid)
-        return here, self.zygote
+        """A line to a slot to be, and the zygote that forks it if it lives. Raises NoZygote."""
+        with self.lock:
+            if self.gone:
+                raise NoZygote(self.gone)
+            here, there = Pipe()
+            with there, contextlib.suppress(ConnectionError):
+                send_handle(self.control, there.fileno(), self.zygote.pid)
+            return here, self.zygote
 
     def bury(self, dead: subprocess.Popen[bytes]) -> None:
         """Start a zygote anew, unless that has been done; the second time one that imports nothing.
-        Raises DeadKernelError after the third."""
+        Raises NoZygote after the third."""
         with self.lock:
             if dead is not self.zygote:
                 return
@@ -127,7 +136,8 @@ class Kernels:
             *_, last = ["", *(self.folder / "zygote.log").read_text().strip().splitlines()]
             how = f"the process that forks {words(dead.returncode)} {last}".strip()
             if self.deaths > 2:
-                raise DeadKernelError(how)
+                self.gone = how
+                raise NoZygote(how)
             if self.deaths == 2:
                 self.why = self.why or how
             self._start()
@@ -140,7 +150,7 @@ class Kernels:
             self.zygote = subprocess.Popen(
                 [sys.executable, "-m", "specexp.lab.zygote", *tied, *modules],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[there.fileno()],
-                start_new_session=True, env={**os.environ, **ALWAYS},
+                start_new_session=True, env={**os.environ, **ALWAYS}, cwd=ROOT,
             )  # fmt: skip
 
     def _stop(self, patience: float) -> None:

@@ -81,8 +81,9 @@ def environment(place: Backend) -> dict[str, str]:
 
 
 def _become(place: Backend, host: str, port: int) -> None:
-    """In place of this process, so that what stops us stops it."""
+    """In place of this process, so that what stops us stops it; in a folder without modules."""
     sys.stdout.flush()
+    os.chdir(store.root())
     asked = command(place, host, port)
     os.execvpe(asked[0], asked, environment(place))
 
