@@ -395,7 +395,8 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
     logging.disable_progress_bar()
-    weights = tuple(sorted(str(f.stat()) for f in Path(bare).glob("*.safetensors")))
+    files = (f.stat() for f in Path(bare).glob("*.safetensors"))
+    weights = tuple(sorted((s.st_ino, s.st_size, s.st_mtime_ns) for s in files))
     key = (str(source), weights, dtype, device)
     if key in _LOADED:
         return LM(_LOADED[key], name, vocab)

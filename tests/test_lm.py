@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import os
 import shutil
 import weakref
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_the_reach_of_a_config_is_that_of_its_layers():
     plain, mpt = LlamaConfig(max_position_embeddings=64), MptConfig(max_seq_len=48)
     found = [*map(lms.reach, (beside, phi, plain, mpt, SimpleNamespace()))]
     assert found == [16, 32, 64, 48, 1 << 30]
+
+
+def test_weights_that_were_only_read_since_are_not_loaded_twice(tiny_folders):
+    file = Path(tiny_folders[0]) / "model.safetensors"
+    one = lms.load(tiny_folders[0], "one", "float32", "cpu")
+    os.utime(file, ns=(0, file.stat().st_mtime_ns))
+    assert lms.load(tiny_folders[0], "two", "float32", "cpu").module is one.module
+    os.utime(file)
+    assert lms.load(tiny_folders[0], "three", "float32", "cpu").module is not one.module
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
