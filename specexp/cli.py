@@ -503,7 +503,7 @@ def bench(
     report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:
         out = lab.place(out, options)
-        write_whole(out, json.dumps(report, indent=1))
+        _picture(out)
     rig = build.build(**options)
     report["about"] = lab.about(rig.target.device, rig.target.dtype)
     if not as_json:

@@ -657,6 +657,16 @@ def test_the_figures_that_are_kept_can_be_compared_with():
         assert not any(change.worse or change.better for change in found)
 
 
+def test_an_earlier_report_is_there_until_something_was_measured(bench, tmp_path, monkeypatch):
+    def fails(*args):
+        raise UserError("planted")
+
+    (out := tmp_path / "then.json").write_text("earlier figures")
+    monkeypatch.setattr(suites, "run", fails)
+    assert bench("round", "--out", str(out))[0] == 2
+    assert out.read_text() == "earlier figures"
+
+
 def test_bench_ends_with_1_where_something_became_worse(bench, tmp_path):
     out = tmp_path / "then.json"
     assert bench("round", "--out", str(out))[0] == 0
