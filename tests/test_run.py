@@ -158,8 +158,7 @@ def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypat
     asks = f"import os; assert os.environ['SPECEXP_MLRUNS'] == '{store}'"
     own.write_text(TRIVIAL.read_text().replace("import os", asks))
     file.write_text("notebook: elsewhere/own.ipynb\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SPECEXP_MLRUNS", "mlruns")
+    monkeypatch.setenv("SPECEXP_MLRUNS", f"{own.parent}/../mlruns")
     code, said = go(grid.load([file]))
     assert code == 0, said
 

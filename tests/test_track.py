@@ -17,7 +17,7 @@ from rich.console import Console
 
 from specexp.errors import UserError
 from specexp.lab import report, server, track, view
-from specexp.lab.store import alone
+from specexp.lab.store import ROOT, alone, root
 
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25, "category/code": 0.75}
 
@@ -96,6 +96,14 @@ def test_a_read_only_store_gets_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(blocked / "mlruns"))
     with pytest.raises(UserError, match=r"cannot write to .*set SPECEXP_MLRUNS"):
         track.log("mine", {}, METRICS)
+
+
+def test_a_store_has_one_place_whatever_folder_a_notebook_is_in(monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", "")
+    assert root() == ROOT / "mlruns"
+    monkeypatch.setenv("SPECEXP_MLRUNS", "mlruns")
+    with pytest.raises(UserError, match=r"SPECEXP_MLRUNS is 'mlruns'.*give the whole path"):
+        root()
 
 
 def test_without_git_a_run_is_logged_all_the_same(store, monkeypatch):

@@ -25,6 +25,7 @@ from typing import Any
 
 from specexp.errors import UserError
 from specexp.lab import secret
+from specexp.zoo import shelf
 
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
@@ -42,7 +43,7 @@ class StoreBusy(UserError):
 
 
 def root() -> Path:
-    return Path(os.environ.get("SPECEXP_MLRUNS", ROOT / "mlruns")).resolve()
+    return shelf.made("")
 
 
 def folder(name: str) -> Path:

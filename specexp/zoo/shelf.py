@@ -32,9 +32,15 @@ class ZooModel:
 
 
 def made(what: str) -> Path:
-    """Where what is trained or made here goes: a folder of the store, which is not in git."""
-    store = os.environ.get("SPECEXP_MLRUNS", SHELF.parents[1] / "mlruns")
-    return Path(store).resolve() / what
+    """Where what is trained or made here goes: a folder of the store, `mlruns/` at the repository
+    root, which is not in git, or SPECEXP_MLRUNS. Raises UserError where that is relative."""
+    store = Path(os.environ.get("SPECEXP_MLRUNS") or SHELF.parents[1] / "mlruns")
+    if not store.is_absolute():
+        raise UserError(
+            f"SPECEXP_MLRUNS is {str(store)!r}, which is another folder for every notebook: give "
+            "the whole path"
+        )
+    return store.resolve() / what
 
 
 def models(shelf: Path | None = None) -> list[ZooModel]:
