@@ -12,8 +12,9 @@ from conftest import TRIVIAL
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from specexp import native
 from specexp.errors import UserError
-from specexp.lab import build, grid, identity, lines, notebook
+from specexp.lab import build, grid, identity, lines, notebook, track
 
 ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
 GRIDS = sorted((grid.ROOT / "notebooks" / "grids").glob("*.yaml"))
@@ -229,7 +230,17 @@ def test_opening_saving_and_running_a_notebook_keeps_the_key_and_editing_code_do
     assert changed(before, load(GOOD)[0]) == {"notebook"}
 
 
-def test_the_key_changes_with_a_model_its_data_and_the_device(folder, tiny_folders, monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
+    """Nothing is switched off, and there is a compiler."""
+    monkeypatch.setattr(native, "compiler", lambda: "c++")
+    for name in identity.SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_key_changes_with_a_model_its_data_and_the_device(
+    folder, tiny_folders, compiled, monkeypatch
+):
     target, draft = tiny_folders
     questions = folder / "q.jsonl"
     questions.write_text('{"question_id": 1, "category": "c", "turns": ["mean"]}')
@@ -255,6 +266,22 @@ def test_the_key_changes_with_a_model_its_data_and_the_device(folder, tiny_folde
     assert changed(before, point()) == {"data"}
     monkeypatch.setattr(identity, "device_class", lambda device: "Some GPU")
     assert changed(before, point()) == {"data", "device"}
+
+
+@pytest.mark.parametrize("name", identity.SWITCHES)
+def test_what_is_not_compiled_is_another_point_than_what_is(folder, compiled, monkeypatch, name):
+    file = folder / "g.yaml"
+    file.write_text(f"notebook: {ACCEPTANCE}\nfixed: {{drafter: ngram, device: cpu}}\n")
+    [usual] = grid.load([file])
+    assert "engine" not in track.provenance()
+    monkeypatch.setenv(name, "off")
+    [off] = grid.load([file])
+    assert changed(usual, off) == {"engine"}
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    assert identity.engine("cpu") == f"{name} off, no compiler"
+    monkeypatch.delenv(name)
+    [none] = grid.load([file])
+    assert changed(usual, none) == {"engine"}
 
 
 def test_a_gpu_is_known_by_its_name(monkeypatch):

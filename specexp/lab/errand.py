@@ -24,7 +24,7 @@ from specexp.errors import UserError
 from specexp.lab import kernels, store, track
 from specexp.lab.execute import Failure, Watch, execute
 from specexp.lab.grid import Point
-from specexp.lab.identity import code_digest
+from specexp.lab.identity import SWITCHES, code_digest
 
 MOST_BYTES = 200_000_000
 RETRIES = 3
@@ -184,7 +184,7 @@ class Errands:
         self._modules = kernels.modules_of(sorted({p.notebook for p in points}))
         self._code = code_digest()
         about = track.provenance()
-        self._environment = {
+        self._environment = {name: os.environ.get(name, "") for name in SWITCHES} | {
             "SPECEXP_GIT": f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
         }
 

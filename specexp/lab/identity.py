@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from specexp import quantised
+from specexp import native, quantised
 from specexp.lab import build, prompts
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,6 +29,7 @@ _FILES = (
 )  # fmt: skip
 _MODELS = ("target", "targets", "draft", "drafts", "drafter", "drafters", "rivals")
 _DATA = ("prompts", "arrivals")
+SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS")
 
 
 def digest(value: Any) -> str:
@@ -55,6 +56,8 @@ class Surroundings:
             parts = {"notebook": notebook[:16], "code": self.code}
             if sources := build.sources(dict(params)):
                 parts["models"] = digest(sorted([name_of(s), model_digest(s)] for s in sources))
+                if slower := engine(params.get("device", "auto")):
+                    parts["engine"] = slower
             if files := list(_data_files(read)):
                 parts["data"] = digest([file_digest(file) for file in files])
             if "device" in read:
@@ -78,6 +81,14 @@ def device_class(device: str) -> str:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+
+
+def engine(device: str) -> str:
+    """What of the engine is switched off, or not compiled as there is no compiler; else nothing."""
+    off = [f"{name} off" for name in SWITCHES if os.environ.get(name) == "off"]
+    if device_class(device) == "cpu" and not native.compiler():
+        off.append("no compiler")
+    return ", ".join(off)
 
 
 def name_of(source: str) -> str:

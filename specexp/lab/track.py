@@ -157,13 +157,15 @@ def provenance() -> dict[str, str]:
     """Tags that say where a run came from: versions, device, threads, load, commit."""
     import torch
 
-    from specexp.lab import doctor
+    from specexp.lab import doctor, identity
 
     versions = {f"version.{name}": doctor.version(name) or "unknown" for name in _VERSIONS}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     commit, dirty = os.environ.get("SPECEXP_GIT", "").split() or _git_state()
+    slower = identity.engine("auto")
     return {
         **versions,
+        **({"engine": slower} if slower else {}),
         "version.python": platform.python_version(),
         "device": device,
         "threads": str(torch.get_num_threads()),
