@@ -463,6 +463,16 @@ def test_force_does_it_all_again_and_keeps_one_run_a_point(store, points):
     assert intact(replaced)
 
 
+def test_a_forced_result_is_shown_though_the_clock_was_put_back(store, points):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    [old] = all_runs()
+    track.client().set_terminated(old.info.run_id, end_time=old.info.end_time + 3_600_000)
+    assert go(todo, force=True)[0] == 0
+    [new] = all_runs()
+    assert new.info.run_id != old.info.run_id
+
+
 def test_a_forced_run_that_fails_leaves_the_result_as_it_was(store, points, monkeypatch):
     todo = points(x=[1])
     assert go(todo)[0] == 0

@@ -549,6 +549,29 @@ def test_a_store_can_be_moved_and_copied(filled, points, monkeypatch, tmp_path):
     assert not filled.exists()
 
 
+def ends():
+    """When each run of MLflow ended, by its key."""
+    place = track.backend()
+    runs = [r for e in place.experiments() for r in place.runs(e.experiment_id)]
+    return {r.data.tags["run_key"]: r.info.end_time for r in runs}
+
+
+def test_a_copied_store_knows_when_its_runs_ended(filled, points, monkeypatch, tmp_path):
+    todo = points(1, 13)
+    assert go(todo)[0] == 1
+    before, failures = ends(), run.failures_of(todo)
+    tags = [json.loads(file.read_text()) for file in filled.glob("*/*/tags.json")]
+    assert sorted(t["ended"] for t in tags) == sorted(before.values())
+    shutil.copytree(filled, tmp_path / "copy")
+    for file in (tmp_path / "copy").glob("*/*/tags.json"):
+        os.utime(file, (0, 0))
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "copy"))
+    rebuild.rebuild(Console(quiet=True))
+    assert ends() == before
+    assert run.failures_of(todo) == failures
+    assert check.problems() == []
+
+
 # --- several at once -----------------------------------------------------------------------------
 
 

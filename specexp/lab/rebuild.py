@@ -74,7 +74,7 @@ def _committed() -> list[Path]:
     found = [
         p for name in ("results", "failed") for p in store.root().glob(f"{name}/*/{store.TAGS}")
     ]
-    return [p.parent for p in sorted(found, key=lambda p: p.stat().st_mtime_ns)]
+    return sorted((p.parent for p in found), key=store.ended_ms)
 
 
 def _key(folder: Path) -> str:

@@ -359,6 +359,7 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
             "attempt": attempt.name, "error": message.splitlines()[0][:500],
             "error.kind": failure.kind,
             "status": "KILLED" if failure.kind == "interrupted" else "FAILED",
+            "ended": store.now_ms(),
         }  # fmt: skip
         (attempt / store.TAGS).write_text(json.dumps(tags))
     return store.set_aside(attempt, "failed")
@@ -371,14 +372,14 @@ def failures_of(
     dead machine tore says nothing."""
     keys = {p.run_key for p in points}
     kept = [
-        path / store.TAGS
+        path
         for path in store.folder("failed").iterdir()
         if store.key_of(path) in keys and path.name not in besides and track.publishable(path)
     ]
     found = {}
-    for file in sorted(kept, key=lambda path: path.stat().st_mtime_ns):
-        tags = store.load(file)
-        found[store.key_of(file.parent)] = tags["error.kind"], tags["error"]
+    for path in sorted(kept, key=store.ended_ms):
+        tags = store.load(path / store.TAGS)
+        found[store.key_of(path)] = tags["error.kind"], tags["error"]
     return found
 
 

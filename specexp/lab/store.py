@@ -206,10 +206,22 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
 
     A result that is there already is set aside under `replaced/`.
     """
-    (attempt / TAGS).write_text(json.dumps({"run_key": key, "attempt": attempt.name, **tags}))
+    known = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
+    (attempt / TAGS).write_text(json.dumps(known))
     digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
     return _settle(attempt, folder("results") / key)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def ended_ms(folder: Path) -> int:
+    """When what a result or a failed attempt holds ended. Of one that does not say, as older ones,
+    when its tags were written."""
+    said = read(folder / TAGS).get("ended")
+    return said if isinstance(said, int) else (folder / TAGS).stat().st_mtime_ns // 1_000_000
 
 
 def finish(attempt: Path) -> bool:

@@ -282,7 +282,8 @@ def publish(folder: Path) -> str:
     """Show a result or a failed attempt in MLflow, once, and remember it; returns the run's id.
     Raises Away, Refused, Damaged, or OSError where a disk is full or the folder cannot be read now.
 
-    The folder's tags.json holds the run's tags, `run_key`, `attempt` and `status` among them.
+    The folder's tags.json holds the run's tags, `run_key`, `attempt` and `status` among them, and
+    when it `ended`.
     """
     if not published(folder):
         with backend().reaching():
@@ -295,14 +296,18 @@ def _publish(folder: Path) -> str:
     """The run is made, filled and marked whole; then what it replaces is deleted."""
     place = backend()
     tags = store.load(folder / store.TAGS) | {"store": store.identity()}
-    status = tags.pop("status")
+    status, _ = tags.pop("status"), tags.pop("ended", None)
     record = store.load(folder / (store.RESULT if status == "FINISHED" else store.POINT))
     experiment = experiment_id(record["experiment"])
     wanted = f"tags.run_key = '{tags['run_key']}'"
     same = [
         r.info.run_id
         for r in place.runs(experiment, wanted)
-        if is_whole(r) and (r.data.tags.get("attempt") == tags["attempt"] or _since(r, folder))
+        if is_whole(r)
+        and (
+            r.data.tags.get("attempt") == tags["attempt"]
+            or (status != "FINISHED" and _since(r, folder))
+        )
     ]
     run_id = same[0] if same else _show(folder, experiment, status, tags, record)
     for old in place.runs(experiment, wanted):
@@ -313,8 +318,8 @@ def _publish(folder: Path) -> str:
 
 
 def _since(run: Any, folder: Path) -> bool:
-    """Did this run end well after what the folder holds had ended? Then that need not be told."""
-    later = run.info.end_time > int((folder / store.TAGS).stat().st_mtime * 1000)
+    """Did this run end well after the failure in the folder? Then that need not be told."""
+    later = run.info.end_time > store.ended_ms(folder)
     return later and is_ours(run) and run.info.status == "FINISHED"
 
 
@@ -324,7 +329,7 @@ def _show(
     from mlflow.entities import Metric, Param, RunTag
 
     place, mlflow = backend(), client()
-    ended = int((folder / store.TAGS).stat().st_mtime * 1000)
+    ended = store.ended_ms(folder)
     begun = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
     run = mlflow.create_run(experiment, begun, record.get("tags", {}) | tags, name)
