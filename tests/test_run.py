@@ -584,6 +584,28 @@ def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, mo
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
+def test_a_point_that_succeeded_later_is_kept_not_failed_while_mlflow_is_away(
+    store, points, monkeypatch
+):
+    [point] = points(x=[1])
+    with monkeypatch.context() as planted:
+
+        def fails(*args):
+            raise Failure("error", "planted")
+
+        planted.setattr(places, "execute", fails)
+        assert go([point])[0] == 1
+    with monkeypatch.context() as away:
+        away.setattr(run, "PATIENCE_S", 0.0)
+        away.setattr(track, "_publish", Outage(1000))
+        assert "kept" in go([point], retry_failed=True)[1]
+        code, said = go([point])
+    assert code == 1
+    assert "the result is safe; MLflow is away" in said
+    assert "planted" not in said
+    assert go([point])[0] == 0
+
+
 def refusing(monkeypatch, key, why, code):
     """MLflow refuses the run of that key; what publishes otherwise."""
     publish = track._publish

@@ -122,7 +122,10 @@ class Work:
         for point in self.points:
             if not self.force and track.published(store.result_of(point.run_key)):
                 self.board.done += 1
-            elif failures.get(point.run_key, ("", ""))[0] in ("", *AGAIN):
+            elif (
+                store.result_of(point.run_key).exists()  # and MLflow does not know yet
+                or failures.get(point.run_key, ("", ""))[0] in ("", *AGAIN)
+            ):
                 self.queue.append(point)
             else:
                 self.board.ended(point.label, "failed", ": ".join(failures[point.run_key]))
