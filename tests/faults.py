@@ -586,6 +586,9 @@ def quick_place(job: dict[str, Any]) -> Any:
         def at_once(self, jobs: int | None, timed: bool) -> int:
             return 1 if timed else jobs or 1
 
+        def alone(self) -> Any:
+            return contextlib.nullcontext(True)
+
         @contextlib.contextmanager
         def seat(self, number: int) -> Iterator[Quick]:
             yield self

@@ -375,6 +375,35 @@ def test_to_ask_who_is_at_work_takes_the_key_from_nobody(store):
     assert all(found)
 
 
+def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
+    store, points, monkeypatch
+):
+    done, taken = [], []
+
+    def executed(point, *rest):
+        done.append(point)
+        raise Failure("error", "planted")
+
+    def through(point, together=False):
+        work = run.Work([point], run.live.Board(Console(quiet=True), 1), queue=[point])
+        monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, seat)))
+        work.through(places.Here([point]), 1, together)
+
+    monkeypatch.setattr(places, "execute", executed)
+    timed, other, third = points(x=[1, 2, 3])
+    seat = places._Chair(None, 0)
+    with places.Here([]).alone() as ours:
+        assert ours
+        through(timed)
+        assert (taken, done) == ([False], [])
+        through(other, together=True)
+        through(replace(third, timed=False))
+        assert len(done) == 2
+    through(timed)
+    assert taken == [False, True, True, True]
+    assert done[-1] == timed
+
+
 def test_what_is_left_is_reckoned_by_how_many_run_at_once(store, points, monkeypatch):
     todo = points(x=[1, 2, 3])
     todo = [replace(p, timed=p.params["x"] == 3) for p in todo]

@@ -171,6 +171,9 @@ class OnRay:
         fit = [cpus for cpus, there in self._nodes if there >= gpus]
         return {"num_cpus": max([1, *fit]) if self._errands.alone(point) else 1, "num_gpus": gpus}
 
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        return contextlib.nullcontext(True)  # `demand` sees to it
+
     @contextlib.contextmanager
     def seat(self, number: int) -> Iterator[errand.Seat]:
         yield errand.Seat(self, number)

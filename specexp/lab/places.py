@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from specexp.lab import kernels
+from specexp.lab import kernels, store
 from specexp.lab.execute import Watch, execute
 from specexp.lab.grid import Point
 
@@ -36,6 +37,10 @@ class Place(Protocol):
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
         """How many points run side by side, given `jobs` or None."""
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        """Entered around a point that measures time: True if no other runner's runs where it is to
+        run."""
 
     def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
         """Seat 0, 1, 2 ...; each is used by one thread."""
@@ -78,6 +83,9 @@ class Here:
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
         return 1 if timed else jobs or 1
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        return store.claim(f"timing-{socket.gethostname()}")
 
     def __enter__(self) -> Here:
         self._kernels.__enter__()

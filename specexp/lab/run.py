@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +112,7 @@ class Work:
         self._stopping = threading.Event()
         self._publishing = threading.Lock()
         self._where: places.Place | None = None
+        self._room: Callable[[], contextlib.AbstractContextManager[bool]]
         self._away = False
         self._earlier: set[str] = set()
 
@@ -146,6 +147,7 @@ class Work:
         self._where = where
         for clocked in (False, True):
             queue = deque(p for p in self.queue if (p.timed and not together) == clocked)
+            self._room = where.alone if clocked else lambda: contextlib.nullcontext(True)
             workers = min(where.at_once(jobs, clocked), len(queue))
             self.board.jobs = workers or 1
             with ThreadPoolExecutor(workers or 1, "point") as pool:
@@ -192,8 +194,16 @@ class Work:
             elif others and others[key][0] not in AGAIN:
                 self.board.ended(point.label, "failed", f"in another run: {others[key][1]}")
             else:
-                self._attempt(point, seat)
+                return self._in_room(point, seat)
             return True
+
+    def _in_room(self, point: Point, seat: places.Seat) -> bool:
+        with self._room() as ours:
+            if ours:
+                self._attempt(point, seat)
+            else:
+                self.board.say(f"waiting: {point.label} is timed, and so is another run", once=True)
+            return ours
 
     def _done(self, point: Point, said: str) -> None:
         if track.published(store.result_of(point.run_key)):
