@@ -499,7 +499,7 @@ STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck"
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_runner_that_is_killed_leaves_nothing_for_five_seconds(helpers, tmp_path, state):
+def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
     """Nor does what hangs before its first kernel."""
     cell = textwrap.dedent(CHILDREN) + "time.sleep(600)"
     runner = subprocess.Popen(
@@ -518,8 +518,8 @@ def test_a_runner_that_is_killed_leaves_nothing_for_five_seconds(helpers, tmp_pa
     assert all(map(alive, pids))
     runner.kill()
     runner.wait()
-    deadline = time.monotonic() + 5
-    assert gone(pids, within=5)
+    assert gone(pids)
+    deadline = time.monotonic() + 20
     while Path(folder).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

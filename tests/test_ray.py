@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import TRIVIAL
-from test_run import go, statuses, until
+from test_run import alive, go, statuses, until
 
 from specexp.errors import UserError
 from specexp.lab import build, cluster, errand, grid, places, track
@@ -117,7 +117,7 @@ def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
     assert not list((store / "failed").glob("*"))
     [line] = heard
     assert "lost 1 times" in line
-    until(lambda: not any(p.is_running() for p in below))
+    until(lambda: not any(alive(p) for p in below))
 
 
 @ray
@@ -146,7 +146,7 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
     assert statuses() == {todo[0].run_key: "FINISHED", todo[1].run_key: "KILLED"}
     [commit] = track.runs()["tags.git.commit"]
     assert commit == track.provenance()["git.commit"]
-    until(lambda: not any(p.is_running() for p in [worker, *below]))
+    until(lambda: not any(alive(p) for p in [worker, *below]))
 
 
 def test_a_machine_lost_again_and_again_is_a_loss(points):
