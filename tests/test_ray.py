@@ -17,7 +17,7 @@ from conftest import TRIVIAL
 from test_run import alive, go, statuses, until
 
 from specexp.errors import UserError
-from specexp.lab import build, cluster, errand, grid, places, track
+from specexp.lab import build, cluster, errand, grid, identity, places, track
 from specexp.lab.cluster import OnRay
 from specexp.lab.errand import Answer, Errand, packed, unpack
 from specexp.lab.execute import Failure
@@ -147,6 +147,15 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
     [commit] = track.runs()["tags.git.commit"]
     assert commit == track.provenance()["git.commit"]
     until(lambda: not any(alive(p) for p in [worker, *below]))
+
+
+def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
+    native, graphs = identity.SWITCHES
+    monkeypatch.setenv(native, "off")
+    monkeypatch.delenv(graphs, raising=False)
+    [point] = points(x=[1])
+    told = errand.Errands([point], True, False).of(point).environment
+    assert (told[native], told[graphs]) == ("off", "")
 
 
 def test_a_machine_lost_again_and_again_is_a_loss(points):
