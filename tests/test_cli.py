@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specexp import cli, drafters
+from specexp.lab import build
 
 
 @pytest.fixture
@@ -110,6 +111,7 @@ BAD = {
     "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
     "empty prompt": (["--prompt", "", "--drafter", "null"], "empty"),
     "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "did you mean 'model'?"),
+    "like a method": (["--prompt", "a", "--drafter", "draft-model"], "draft model is model:NAME"),
     "draft without model": (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "ngram:x"),
     "unknown draft": (["--prompt", "a", "--draft", "siblin-3m"], "siblin-3m"),
     "no sibling": (["--prompt", "a"], "name one"),
@@ -201,6 +203,14 @@ def test_what_ships_drafts_without_being_told_more(run, drafter):
     made = json.loads(run(*options, "--max-new-tokens", "8")[1])
     assert made["exact"]["pass"] is True
     assert made["exact"]["lossy"] == ""
+
+
+def test_a_folder_that_is_called_much_like_a_method_is_a_draft_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "draft-model").mkdir()
+    for name in ("draft-model", "./my-model", "models/ft", "me/my-model"):
+        assert build.split(name) == ("model", name)
+    assert build.split("eagl:me/heads") == ("eagl", "me/heads")
 
 
 def test_a_lossy_rule_does_not_pass_for_exact(run):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import TRIVIAL
+from conftest import TRIVIAL, tiny_llama
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from specexp import native
+from specexp import lm, native
 from specexp.errors import UserError
 from specexp.lab import build, grid, identity, lines, notebook, track
 
@@ -902,6 +902,23 @@ def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
 )  # fmt: skip
 def test_what_would_fail_late_is_missed_at_once(params, said):
     assert build.check(params) == [said]
+
+
+@pytest.mark.parametrize("method", ["", "model:", "crossed:", "planted:0.5,"])
+def test_a_draft_whose_head_is_too_short_for_its_tokenizer_is_missed(
+    tiny_folders, tmp_path, method
+):
+    tokenizer = lm.read_tokenizer(tiny_folders[0])
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(0, 1, vocab=len(tokenizer) - 3).save_pretrained(tmp_path)
+    [said] = build.check({"target": tiny_folders[0], "drafter": f"{method}{tmp_path}"}, [])
+    assert said.startswith(f"{tmp_path} has {len(tokenizer) - 3} logits for a tokenizer of")
+
+
+def test_a_draft_of_another_tokenizer_is_named_as_it_was_asked_for(tiny_folders):
+    [said] = build.check({"target": "target-10m", "drafter": tiny_folders[1]})
+    assert said.endswith(f"translate with drafter crossed:{tiny_folders[1]}")
+    assert build.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
 
 
 def test_prompts_that_are_too_long_are_one_line():

@@ -146,7 +146,8 @@ def prepare(plan: Plan) -> Ready:
         near = difflib.get_close_matches(plan.method, methods(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"drafter {plan.method!r} is unknown{hint} (there are {', '.join(methods())})"
+            f"drafter {plan.method!r} is unknown{hint} (there are {', '.join(methods())}; and a "
+            "draft model is model:NAME)"
         )
     found: Ready = importlib.import_module(f"{__name__}.{plan.method}").prepare(plan)
     return found

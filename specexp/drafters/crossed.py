@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters.model import all_rows
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.lm import LM, Forward, load, read_config, read_tokenizer
@@ -149,8 +150,9 @@ def prepare(plan: Plan) -> Ready:
     if not plan.argument:
         raise UserError("drafter crossed needs a draft model: crossed:NAME")
     source = plan.source(plan.method, plan.argument)
-    config = read_config(source).get_text_config()
-    tongues = Tongues(plan.tokenizer, read_tokenizer(source), plan.vocab)
+    config, tokenizer = read_config(source).get_text_config(), read_tokenizer(source)
+    all_rows(config, max(tokenizer.get_vocab().values()) + 1, plan.argument)
+    tongues = Tongues(plan.tokenizer, tokenizer, plan.vocab)
     if not (tongues.common >= 0).any():
         raise UserError(f"{plan.target} and {source} have no token in common: nothing to guess")
 

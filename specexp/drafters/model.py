@@ -62,8 +62,10 @@ def prepare(plan: Plan) -> Ready:
     """`model:NAME`: a zoo name, a folder or a hub id, `+int8` behind it or not; without a name, the
     zoo's draft."""
     source = plan.source(plan.method, plan.argument)
+    named = plan.argument or Path(source).name
     config = read_config(source).get_text_config()
-    same_tokens(plan.tokenizer, plan.target, read_tokenizer(source), Path(source).name)
+    same_tokens(plan.tokenizer, plan.target, read_tokenizer(source), named)
+    all_rows(config, plan.vocab, named)
 
     def make(target: LM) -> DraftModel:
         name = Path(source).name
@@ -74,6 +76,15 @@ def prepare(plan: Plan) -> Ready:
         return DraftModel(draft, plan.sampling)
 
     return Ready(make, draws=True, config=config)
+
+
+def all_rows(config: Any, V: int, name: str) -> None:
+    """Refuse a model whose head has no row for some of its tokenizer's V tokens."""
+    if config.vocab_size < V:
+        raise UserError(
+            f"{name} has {config.vocab_size} logits for a tokenizer of {V} tokens; they do not "
+            "match: choose another model"
+        )
 
 
 @lru_cache(maxsize=64)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from specexp import drafters, lm, memory, quantised, rules
+from specexp.drafters.model import all_rows
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, first_line
 from specexp.lab import prompts
@@ -197,6 +198,8 @@ def split(drafter: str) -> tuple[str, str]:
     method, _, argument = drafter.partition(":")
     if method in drafters.methods():
         return method, argument
+    if "/" in method or Path(drafter).is_dir():
+        return "model", drafter
     if difflib.get_close_matches(method, drafters.methods(), n=1):
         return method, argument
     return "model", drafter
@@ -242,11 +245,7 @@ def _known(target: str) -> tuple[Any, int, Any]:
 def vocabulary(tokenizer: Any, name: str) -> int:
     """V: the ids the tokenizer can produce. Logits beyond it are padding and are never emitted."""
     V = max(tokenizer.get_vocab().values()) + 1
-    rows = lm.read_config(locate(name)).get_text_config().vocab_size
-    if rows < V:
-        raise UserError(
-            f"{name} has {rows} logits for a tokenizer of {V} tokens; they do not match"
-        )
+    all_rows(lm.read_config(locate(name)).get_text_config(), V, name)
     return V
 
 
