@@ -163,6 +163,18 @@ def test_the_comparison_shows_what_differs_and_what_was_logged(store):
     assert set(view["exact"]) == {"yes"}
 
 
+def test_the_comparison_tells_lossy_from_broken_and_simulated_from_measured():
+    names = ["exact/pass", "exact/bugs", "throughput/tok_s", "acceptance/rate"]
+    rows = [(1, 0, 9, 0.5), (0, 0, 9, 0.5), (0, 2, 9, 0.5), (1, 0, 9, 0.5)]
+    runs = pd.DataFrame(rows, columns=[f"metrics.{name}" for name in names])
+    runs["tags.simulated"] = [None, None, None, "fleet, throughput"]
+    view = report.overview(runs)
+    assert list(view["exact"]) == ["yes", "lossy", "BUG", "yes"]
+    assert list(view["tok/s"]) == ["9", "9", "9", "9 simulated"]
+    assert set(view["kept"]) == {"50%"}
+    assert report.overview(runs.head(0)).empty
+
+
 def test_runs_of_all_experiments_come_newest_first_whatever_their_grids_are_called(store):
     for name in ("one", "two", "one"):
         track.log(name, {"x": 1}, METRICS, tags={"grid": "o'clock"})

@@ -57,7 +57,8 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def overview(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row a run: the parameters that differ between runs, then the figures that were logged."""
+    """One row a run: the parameters that differ between runs, then the figures that were logged;
+    those that a run's tag `simulated` is about say so."""
     view = pd.DataFrame(index=runs.index)
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
@@ -78,8 +79,8 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     view["tok/s"] = _metric(runs, "throughput/tok_s", "{:.0f}")
     view["bias"] = _metric(runs, "exact/total_variation", "{:.1%}")
     exact = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG", "": ""})
-    lossy = runs.get("tags.lossy", pd.Series("", index=runs.index)).fillna("") != ""
-    view["exact"] = exact.mask(lossy & (runs.get("metrics.exact/bugs", 1) == 0), "lossy")
+    lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
+    view["exact"] = exact.mask(lossy, "lossy")
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 
@@ -97,7 +98,13 @@ def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
 
 def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:
     values = runs.get(f"metrics.{name}", pd.Series(float("nan"), index=runs.index))
-    return values.map(lambda v: "" if pd.isna(v) else form.format(v))
+    simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
+    group = name.partition("/")[0]
+    said = [
+        "" if pd.isna(v) else form.format(v) + " simulated" * (group in groups.split(", "))
+        for v, groups in zip(values, simulated, strict=True)
+    ]
+    return pd.Series(said, runs.index, dtype=object)
 
 
 def _interval(runs: pd.DataFrame) -> pd.Series:
