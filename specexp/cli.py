@@ -160,9 +160,7 @@ def generate(
         chosen = load(str(prompts), None, limit)
     else:
         chosen = [Prompt(0, "command line", (prompt,))]
-    problems = build.check(options | {"max_new_tokens": max_new_tokens}, chosen)
-    if problems:
-        raise UserError("\n".join(problems))
+    build.insist(options | {"max_new_tokens": max_new_tokens}, chosen)
     rig = build.build(**options)
     for text in (p.text for p in chosen):
         made = rig.generate([text], max_new_tokens)

@@ -19,6 +19,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import psutil
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -394,7 +395,10 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         raise UserError("no CUDA device is available; use --device cpu")
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
-    logging.disable_progress_bar()
+    silent = are_progress_bars_disabled()
+    logging.disable_progress_bar()  # of reading weights; and of downloads, which take long
+    if not silent:
+        enable_progress_bars()
     files = (f.stat() for f in Path(bare).glob("*.safetensors"))
     weights = tuple(sorted((s.st_ino, s.st_size, s.st_mtime_ns) for s in files))
     key = (str(source), weights, dtype, device)

@@ -921,6 +921,36 @@ def test_a_draft_of_another_tokenizer_is_named_as_it_was_asked_for(tiny_folders)
     assert build.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
 
 
+def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
+    monkeypatch.setattr(lm, "load", None)
+    for wrong, said in (
+        ({"drafter": "ngram", "rule": "block", "temperature": 1.0}, "use rule match"),
+        ({"drafter": "early_exit:99"}, "leave before the last"),
+        ({"tree": "9999"}, "at most 1024"),
+        ({"drafter": "nowhere"}, "nowhere"),
+    ):
+        with pytest.raises(UserError, match=said):
+            build.build(**wrong)
+
+
+def test_all_that_is_wrong_with_a_notebook_is_said_in_its_first_cell_of_work():
+    with pytest.raises(UserError, match=r"limit is 0; .*\ngammas is empty"):
+        build.insist({"limit": 0, "gammas": []})
+    for name in ("10_acceptance", "20_latency", "40_drafters", "50_trees", "60_rules"):
+        cells = json.loads((grid.ROOT / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+        [built] = [cell["source"] for cell in cells if "build.build(" in "".join(cell["source"])]
+        assert built[0] == "build.insist(params)\n"
+
+
+def test_rivals_are_checked_at_the_temperature_at_which_they_are_drawn():
+    base = {"target": "target-10m", "drafter": "sibling-3m", "rivals": ["ngram"], "rule": "reject"}
+    assert build.check(base | {"temperatures": [0.0, 1.0]}) == []
+    [said] = build.check(base | {"temperature": 1.0})
+    assert "chosen, not drawn" in said
+    [said] = build.check(base | {"temperatures": [0.0, 1.0], "drafter": "suffix"})
+    assert "suffix" in said
+
+
 def test_prompts_that_are_too_long_are_one_line():
     [said] = build.check({"target": "target-10m", "max_new_tokens": 10**6})
     assert said.endswith("more prompts are too long)")

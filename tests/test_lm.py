@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny_llama
+from huggingface_hub.utils import are_progress_bars_disabled
 from tiny import FAMILIES, PROMPTS, module, slowly
 from transformers import (
     BertConfig,
@@ -33,6 +34,7 @@ from transformers import (
     RoFormerForCausalLM,
     T5Config,
 )
+from transformers.utils import logging as transformers_logging
 
 from specexp import lm as lms
 from specexp.drafters.model import DraftModel
@@ -337,3 +339,9 @@ def test_unknown_dtypes_and_absent_devices_are_refused(folder, option, said):
         options["device"], said = "cuda:99", "CUDA"
     with pytest.raises(UserError, match=said):
         lms.load(folder, "mine", **options)
+
+
+def test_downloads_show_how_far_they_are(tiny_folders):
+    lms.load(tiny_folders[1], "draft", "float32", "cpu")
+    assert not are_progress_bars_disabled()
+    assert not transformers_logging.is_progress_bar_enabled()

@@ -102,18 +102,20 @@ def build(
     gamma: draft length of a chain, and depth of a grown tree, by default the usual one; tree: see
     `Tree.parse`; rule: see `rules.of`, or "auto": reject for guesses that are drawn, match for
     those that are chosen, as all are at temperature 0.
-    device "auto" takes the GPU when there is one. Raises UserError with one line for bad input.
+    device "auto" takes the GPU when there is one. Raises UserError with one line for bad input,
+    before a weight is loaded if it is the pairing that is wrong.
     """
     tokenizer = _tokenizer(target)
     _settle()
-    name = Path(target).name
-    model = lm.load(locate(target), name, dtype, where(device), vocabulary(tokenizer, target))
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
     if gamma is None:
         options["gamma"] = usual_gamma(options)
+    _check_pairing(Once(), *options.items())
+    name = Path(target).name
+    model = lm.load(locate(target), name, dtype, where(device), vocabulary(tokenizer, target))
     return _assemble(model, tokenizer, **options)
 
 
@@ -284,6 +286,12 @@ def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> 
     return problems_of(params, texts, Once())
 
 
+def insist(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> None:
+    """Raises UserError with all that `check` finds, a line each."""
+    if problems := check(params, texts):
+        raise UserError("\n".join(problems))
+
+
 def problems_of(
     params: dict[str, Any], texts: list[prompts.Prompt] | None, once: Once
 ) -> list[str]:
@@ -425,9 +433,17 @@ def needed(
 
 
 def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of options that these parameters name, singly or in lists."""
+    """Every combination of options that these parameters name, singly or in lists. `rivals` are
+    drawn beside the drafter at `temperature`, not at each of `temperatures`."""
+    yield from _combined(params)
+    beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures")}
+    for rival in _values(params, "rivals"):
+        yield from _combined(beside | {"drafter": rival})
+
+
+def _combined(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
     named = {
-        "drafter": _values(params, "drafter", "drafters", "rivals"),
+        "drafter": _values(params, "drafter", "drafters"),
         "gamma": _values(params, "gamma", "gammas"),
         "temperature": _values(params, "temperature", "temperatures"),
         "rule": _values(params, "rule", "rules"),
