@@ -245,9 +245,28 @@ def test_what_libraries_brought_is_left_alone_and_what_was_loaded_is_not(tiny_fo
 def test_runs_of_different_categories_share_a_picture():
     names = ["params.drafter", "metrics.category/code", "metrics.category/prose"]
     rows = [("ngram", 0.5, None), ("model", None, 0.25), ("none", None, None)]
-    figure = plots.runs_by_category(pd.DataFrame(rows, columns=names))
+    runs = pd.DataFrame(rows, columns=names).assign(experiment="acceptance")
+    figure = plots.runs_by_category(runs)
     assert "Kept most: ngram on code (50%)" in title(figure)
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ngram", "model"]
+
+
+def test_only_runs_that_are_alike_are_averaged():
+    names = ["experiment", "tags.notebook", "params.drafter", "params.gamma", "params.target",
+             "params.seed", "metrics.category/code"]  # fmt: skip
+    rows = [
+        ("acceptance", None, "ngram", "3", "big", "0", 0.5),
+        ("acceptance", None, "ngram", "3", "big", "1", 0.7),
+        ("mine", "10_acceptance.ipynb", "ngram", "5", "big", "0", 0.3),
+        ("rules", "60_rules.ipynb", "ngram", "3", "big", "0", 0.9),
+        ("latency", None, "other", "3", "big", "0", 0.9),
+    ]
+    runs = pd.DataFrame(rows, columns=names)
+    axes = plots.runs_by_category(runs).axes[0]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["ngram, gamma 3", "ngram, gamma 5"]
+    assert [t.get_text() for t in axes.texts] == ["60%", "30%"]
+    assert "10_acceptance" in axes.get_xlabel()
+    assert "run 10" in plots.runs_by_category(runs.tail(2)).axes[0].texts[0].get_text()
 
 
 def test_figures_of_no_runs_say_what_to_run():

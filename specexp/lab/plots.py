@@ -20,6 +20,7 @@ from specexp.lab import bench, stats
 from specexp.trace import Acceptance
 
 CATEGORIES = ("code", "prose", "records", "editing", "messy")
+PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
 PLAIN, SPECULATIVE, PREDICTED = "#8c8c8c", "#0173b2", "#de8f05"
 
 
@@ -364,18 +365,30 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
 
 
 def runs_by_category(runs: pd.DataFrame) -> Figure:
-    """Runs from `track.runs`: acceptance by drafter and category, as a heat map."""
+    """Runs from `track.runs`, those of 10_acceptance, as the others weigh guesses differently:
+    acceptance by drafter, by whatever else of `PAIRING` differs, and by category, as a heat map."""
+    nothing = "No run has acceptance by category yet: run 10_acceptance"
     columns = {c: c.rpartition("/")[2] for c in runs if c.startswith("metrics.category/")}
     if not columns:
-        return _nothing("No run has acceptance by category yet: run 10_acceptance")
-    have = runs.dropna(subset=list(columns), how="all")
-    rates = have.groupby("params.drafter")[list(columns)].mean().rename(columns=columns)
+        return _nothing(nothing)
+    made = runs.get("tags.notebook", runs["experiment"]) == "10_acceptance.ipynb"
+    have = runs[made | (runs["experiment"] == "acceptance")].dropna(subset=list(columns), how="all")
+    if have.empty:
+        return _nothing(nothing)
+    pairing = have.reindex(columns=[f"params.{name}" for name in PAIRING]).fillna("").astype(str)
+    labels = pairing["params.drafter"].copy()
+    for name in PAIRING[1:]:
+        value = pairing[f"params.{name}"]
+        if (value != value.iloc[0]).any():
+            labels += (f", {name} " + value).where(value != "", "")
+    rates = have.groupby(labels)[list(columns)].mean().rename(columns=columns)
+    rates = rates.dropna(axis=1, how="all")
     order = [c for c in CATEGORIES if c in rates] + [c for c in rates if c not in CATEGORIES]
     rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index, order]
     with canvas(8, 1.2 + 0.6 * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=True, fmt=".0%", vmin=0, vmax=1, cmap="crest", ax=axes,
                     cbar_kws={"format": lambda y, _: f"{y:.0%}"})  # fmt: skip
-        axes.set(xlabel="", ylabel="")
+        axes.set(xlabel="share of guesses kept, in runs of 10_acceptance", ylabel="")
         axes.tick_params(axis="y", rotation=0)
         category = rates.max().idxmax()
         drafter, most = rates[category].idxmax(), rates[category].max()
