@@ -156,6 +156,14 @@ def test_costs_and_prediction_start_from_the_plain_step(rig):
     assert foretold.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
 
 
+def test_what_a_round_costs_is_logged_whole_in_plain_steps(latency):
+    costs = {"arm": ["x"], "draft_s": 2.0, "verify_s": 5.0, "rest_s": 1.0, "step_s": 4.0,
+             "weights_mb": 0.0, "kv_bytes": 0}  # fmt: skip
+    metrics, _ = bench.duel_metrics(latency.assign(arm="x"), pd.DataFrame(costs))
+    names = ("cost/draft_steps", "cost/verify_steps", "cost/rest_steps")
+    assert [metrics[name] for name in names] == [0.5, 1.25, 0.25]
+
+
 def test_what_rounds_cost_is_the_mean_over_how_many_guesses_they_found():
     """Two rounds in three find nothing; one of those was disturbed."""
     found = bench._typical([(0, 1.0, 2.0)] * 5 + [(3, 1.0, 5.0)] * 3 + [(0, 9.0, 90.0)])

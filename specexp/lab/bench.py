@@ -131,6 +131,7 @@ def duel_metrics(
         "latency/ttft_ms": 1e3 * samples["ttft_s"].median(),
         "cost/draft_steps": row["draft_s"] / row["step_s"],
         "cost/verify_steps": row["verify_s"] / row["step_s"],
+        "cost/rest_steps": row["rest_s"] / row["step_s"],
         "memory/weights_mb": row["weights_mb"],
         "memory/kv_bytes_per_token": row["kv_bytes"],
     }, series  # fmt: skip
