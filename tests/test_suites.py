@@ -486,6 +486,14 @@ def test_an_emulated_dtype_is_warned_of(monkeypatch, times, said):
 # --- the command ---------------------------------------------------------------------------------
 
 
+def test_doctor_times_reading_and_not_launching():
+    """On the fastest memory there is, in the smaller dtype."""
+    width, count = doctor.SHAPES["cuda"]
+    read_s, launch_s = 2 * width**2 / 5e12, 5e-6
+    assert read_s > 4 * launch_s
+    assert 4 * count * width**2 <= 2**30
+
+
 def test_doctor_tells_what_is_absent_from_what_is_too_old(monkeypatch):
     there = {"torch": "2.4.0", "numpy": "2.1", "pandas": None}
     asked = ["torch>=2.11", "numpy", "pandas>=2"]

@@ -22,7 +22,9 @@ from specexp.zoo import shelf
 
 SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
 EMULATED = 4.0  # times the time of float32: double precision honestly takes twice as long
-_WIDTH, _LAYERS = 1024, 32  # 128 MiB of float32 weights: too large for the caches that matter
+SHAPES = {"cpu": (1024, 32), "cuda": (8192, 4)}
+"""Width and number of matrices: together too large for the caches that matter, and on a GPU each
+takes longer to read than to launch."""
 
 
 def examine(console: Console) -> bool:
@@ -89,7 +91,7 @@ def speeds(device: torch.device) -> Table:
         title_justify="left", title_style="", box=None, header_style="bold",
     )  # fmt: skip
     for dtype in (torch.float32, torch.bfloat16):
-        weights = [torch.randn(_WIDTH, _WIDTH, device=device, dtype=dtype) for _ in range(_LAYERS)]
+        weights = [w.to(dtype) for w in _matrices(device)]
         best = {n: min(_pass(weights, n) for _ in range(9)) for n in counts}
         size = sum(w.numel() * w.element_size() for w in weights)
         table.add_row(
@@ -104,8 +106,7 @@ def slow(dtype: torch.dtype, device: torch.device) -> str:
     processor has no such arithmetic and it is emulated; else ""."""
     if dtype == torch.float32:
         return ""
-    shape = _WIDTH, _WIDTH
-    single = [torch.randn(shape, device=device) for _ in range(_LAYERS)]
+    single = _matrices(device)
     times = [
         min(_pass(weights, 1) for _ in range(4))
         for weights in ([w.to(dtype) for w in single], single)
@@ -119,8 +120,13 @@ def slow(dtype: torch.dtype, device: torch.device) -> str:
     )
 
 
+def _matrices(device: torch.device) -> list[torch.Tensor]:
+    width, count = SHAPES[device.type]
+    return [torch.randn(width, width, device=device) for _ in range(count)]
+
+
 def _pass(weights: list[torch.Tensor], n: int) -> float:
-    x = torch.ones(n, _WIDTH, device=weights[0].device, dtype=weights[0].dtype)
+    x = weights[0].new_ones(n, len(weights[0]))
     begin = clock(x.device)
     for w in weights:
         torch.nn.functional.linear(x, w)
