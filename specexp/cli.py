@@ -733,13 +733,16 @@ def zoo_train(
         Optional[Path],  # noqa: UP045
         typer.Option(help="With --heads: a text file to learn on; default: the zoo's own text."),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A smoke run of a few steps.")] = False,
 ) -> None:
     """Train the zoo from the text this Python installation holds; resumes where it was killed.
 
     Example: `specexp zoo train --heads eagle3 --target target-10m`
     """
+    from specexp.lab import build
+
+    device = build.where(device)
     if heads is not None:
         if only:
             raise UserError("--only names models and --heads trains heads: give one of them")

@@ -292,6 +292,21 @@ def test_paths_are_shown_to_the_letter(run, tiny_folders, tmp_path, monkeypatch)
     assert "pip install 'x[all]>=1'" in said
 
 
+def test_training_is_told_which_device_there_is(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr("specexp.lab.build.where", lambda device: f"for {device}")
+
+    def train(*_, device, **__):
+        asked.append(device)
+        return []
+
+    monkeypatch.setattr("specexp.zoo.train.train_zoo", train)
+    monkeypatch.setattr("specexp.cli._train_heads", lambda *args: asked.append(args[3]))
+    run("zoo", "train")
+    run("zoo", "train", "--heads", "medusa")
+    assert asked == ["for auto", "for auto"]
+
+
 def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "steps.csv")

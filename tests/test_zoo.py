@@ -268,11 +268,15 @@ def mine(tmp_path):
 
 
 def test_the_target_continues_a_text_from_many_places(mine, tmp_path, monkeypatch):
-    seen = []
+    seen, tokenizer = [], AutoTokenizer.from_pretrained(mine)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(mine)
 
     def noted(target, documents, *rest):
         seen.extend(documents)
-        return continued_once(target, documents, *rest)
+        made = continued_once(target, documents, *rest)
+        assert all(document[-1] == tokenizer.eos_token_id != END for document in made)
+        return made
 
     monkeypatch.setattr(heads, "continued_once", noted)
     text = tmp_path / "text.txt"
@@ -326,6 +330,8 @@ def test_bad_requests_are_one_clear_line(tmp_path):
         train_zoo(["target-9m"], tmp_path, tmp_path)
     with pytest.raises(UserError, match="cannot train on 'warp'"):
         train_zoo(["random-tiny"], tmp_path, tmp_path, device="warp")
+    with pytest.raises(UserError, match="cannot train on 'warp'"):
+        train_heads("medusa", shelf.find("target-10m"), device="warp")
     with pytest.raises(UserError, match=r"no target-10m in .*: train it first"):
         train_zoo(["sibling-1m"], tmp_path, tmp_path, quick=True)
 

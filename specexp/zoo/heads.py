@@ -28,7 +28,15 @@ from specexp.zoo import cards, shelf
 from specexp.zoo.corpus import cut, gather
 from specexp.zoo.recipes import HEADS, HeadRecipe
 from specexp.zoo.rows import Documents, Rows, encode
-from specexp.zoo.train import GIVEN, Loss, can_compile, continued_once, fingerprint, fit
+from specexp.zoo.train import (
+    GIVEN,
+    Loss,
+    can_compile,
+    check_device,
+    continued_once,
+    fingerprint,
+    fit,
+)
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
 Laws = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
@@ -79,7 +87,7 @@ def loss_of(laws: Laws, device: str) -> Loss:
     """
 
     def loss(batch: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(torch.device(device).type, torch.bfloat16):
             parts = []
             for i, (logits, law) in enumerate(laws(batch)):
                 kept = logits.float().log_softmax(-1)
@@ -92,7 +100,7 @@ def loss_of(laws: Laws, device: str) -> Loss:
 @torch.no_grad()
 def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
     """For each drafted position, how often its likeliest token is the target's; rows [B, T + 1]."""
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
         return [
             float((logits.argmax(-1) == law.argmax(-1)).float().mean())
             for logits, law in laws(rows)
@@ -183,6 +191,7 @@ def train_heads(
         raise UserError(
             f"{Path(target).name}: heads learn from weights as they are; leave out +int8"
         )
+    check_device(device)
     work = work or shelf.made("zoo")
     recipe = HEADS[kind].quick() if quick else HEADS[kind]
     model = load(target, Path(target).name, "float32", device)
@@ -190,7 +199,8 @@ def train_heads(
     train, held, facts = _text(text, tokenizer, quick)
     net = model.module
     given = [d for kind_, found in train.items() if kind_ != "echoes" for d in found]
-    train["continued"] = continued_once(net, given, 8 if quick else 512, work)
+    count = 8 if quick else 512
+    train["continued"] = continued_once(net, given, count, work, tokenizer.eos_token_id)
     counts = np.bincount(np.concatenate(given), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts))
     laws = laws_of(head, net, recipe.unroll)

@@ -58,7 +58,7 @@ def train_zoo(
     work = work or shelf.made("zoo")
     out = out or work / ("quick" if quick else "models")
     recipes = _chosen(only)
-    _check(device)
+    check_device(device)
     corpus = gather(records=80, edits=80, limit=24) if quick else gather()
     made = []
     for recipe in recipes:
@@ -115,7 +115,7 @@ def _chosen(only: list[str] | None) -> list[Recipe]:
     return [recipe for recipe in RECIPES if only is None or recipe.name in only]
 
 
-def _check(device: str) -> None:
+def check_device(device: str) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -144,14 +144,14 @@ def _tokenizer(corpus: Corpus, recipe: Recipe, out: Path) -> PreTrainedTokenizer
 
 
 def continued_once(
-    target: LlamaForCausalLM, documents: Documents, count: int, work: Path
+    target: LlamaForCausalLM, documents: Documents, count: int, work: Path, end: int = END
 ) -> Documents:
     """What the target continued, from the file that an earlier run left if there is one."""
-    digest = hashlib.sha256(fingerprint(target).encode())
+    digest = hashlib.sha256(f"{fingerprint(target)} {end}".encode())
     digest.update(np.concatenate(documents).tobytes())
     path = work / f"continued-{count}-{digest.hexdigest()[:12]}.pt"
     if not path.exists():
-        _write(path, torch.from_numpy(np.stack(continued(target, documents, count))))
+        _write(path, torch.from_numpy(np.stack(continued(target, documents, count, end=end))))
     return list(torch.load(path, weights_only=True).numpy())
 
 
