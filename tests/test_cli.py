@@ -95,6 +95,22 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
     assert "accepted  corrected  bonus" in out
 
 
+def test_generate_tells_the_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
+    generate, paces = build.Rig.generate, iter([1.0, 0.01])
+
+    def timed(rig, *asked):
+        made = generate(rig, *asked)
+        pace = next(paces)
+        monkeypatch.setattr(type(made.trace), "tpot_s", pace)
+        return made
+
+    monkeypatch.setattr(build.Rig, "generate", timed)
+    options = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompt", "x y x")
+    out = run(*options, "--max-new-tokens", "6")[1]
+    assert "100 tokens/s" in out
+    assert out.count("x y x") == 1
+
+
 def test_generate_reads_a_prompts_file_one_json_object_a_line(run, tiny_folders, tmp_path):
     file = tmp_path / "question.jsonl"
     lines = [{"question_id": i, "category": "mine", "turns": [f"text {i}"]} for i in range(3)]
