@@ -41,9 +41,11 @@ def gib(size: float) -> str:
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Keys and values of one token, in all layers."""
+    """Keys and values of one token, in all layers, or what latent attention makes them of."""
     _, K, d = _heads(config)
-    return 2 * int(config.num_hidden_layers) * K * d * itemsize
+    latent = getattr(config, "kv_lora_rank", None)
+    numbers = latent + config.qk_rope_head_dim if latent else 2 * K * d
+    return int(config.num_hidden_layers) * numbers * itemsize
 
 
 def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
@@ -81,7 +83,9 @@ def work_bytes(
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
-    """Heads, of them keys, and their width."""
+    """Heads, of them keys, and their width. (Falcon's newer layers hold a key for every head.)"""
     H = int(config.num_attention_heads)
     K = getattr(config, "num_key_value_heads", None) or H
+    if getattr(config, "multi_query", False):
+        K = H if getattr(config, "new_decoder_architecture", False) else 1
     return H, int(K), int(getattr(config, "head_dim", None) or config.hidden_size // H)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from tiny import module
+from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig
 
 from specexp import lm as lms
 from specexp import native, rules
@@ -124,6 +125,47 @@ def test_weights_and_cache_are_reckoned_without_loading(tiny_folders, monkeypatc
         monkeypatch.undo()
     config.quantization_config = {"bits": 4}
     assert lms.weight_bytes(config, torch.float32) == 0
+
+
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+LATENT = {
+    "intermediate_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+ODD = {
+    "one key": FalconConfig(**SHAPE),
+    "a key a head": FalconConfig(**SHAPE, multi_query=False),
+    "a key a head, from fewer": FalconConfig(**SHAPE, new_decoder_architecture=True,
+                                             num_kv_heads=2),
+    "latent": DeepseekV3Config(**SHAPE, **LATENT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_keys_and_values_are_as_many_as_a_cache_holds(name):
+    net = LM(AutoModelForCausalLM.from_config(ODD[name]))
+    seqs = Sequences.of([[3] * 9] * 2, 4, slack=2)
+    net.allocate(*seqs.tokens.shape)
+    net.prefill(seqs, 0, 8)
+    assert kv_bytes(net.config, 4) == peaks.held_per_token(net)
+
+
+def test_a_crossed_draft_has_a_longer_text_and_slots_come_in_steps(tiny_folders):
+    base = {"target": tiny_folders[0], "gamma": 2, "max_new_tokens": 20, "temperature": 0.0}
+    for name, slots in ((tiny_folders[1], 1), (f"crossed:{tiny_folders[1]}", 3)):
+        rig = build.build(tiny_folders[0], name, gamma=2)
+        rig.generate(["def mean(values):"], 20)
+        models = rig.engine.models
+        held = sum(peaks.held_per_token(m) * m.cache.batch * m.cache.size for m in models)
+        [options] = build._each(base | {"drafter": name})
+        plan, ready = build._check_pairing(build.Once(), *options.items())
+        tokens = len(rig.encode(["def mean(values):"])[0]) + 20
+        assert ready.slots == slots
+        assert held <= build.needed(plan, ready, torch.float32, 1, tokens).cache
 
 
 def test_sizes_are_said_so_that_one_can_read_them():

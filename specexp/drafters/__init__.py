@@ -123,12 +123,14 @@ class Plan:
 class Ready:
     """`make` gives the drafter for the loaded target. `draws`: its guesses are drawn from a law
     that the rule is shown (else they are chosen). `deepest`: the longest draft it can make.
-    `config`: of the model that it loads, if it does."""
+    `config`: of the model that it loads, if it does; `slots`: of that model's cache for each of the
+    target's."""
 
     make: Callable[[LM], Drafter]
     draws: bool = False
     deepest: int = 1 << 30
     config: Any = None
+    slots: int = 1
 
 
 def described() -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
 _LONGEST = 8  # pieces of one respelt token; what is longer is cut
+_SLOTS = 3  # of the draft's text for each of the target's
 
 
 class Tongues:
@@ -76,9 +77,9 @@ class Crossed(Drafter):
     def allocate(self, B: int, S: int) -> None:
         """A text of the draft's may be twice as long; beyond that its guesses are worth nothing."""
         self.longest, self.most = 2 * S, 1
-        self.texts = Sequences.empty(B, 3 * S, device=self.lm.device)
+        self.texts = Sequences.empty(B, _SLOTS * S, device=self.lm.device)
         self.told = torch.ones(B, dtype=torch.int64, device=self.lm.device)
-        self.lm.allocate(B, 3 * S)
+        self.lm.allocate(B, _SLOTS * S)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -160,4 +161,4 @@ def prepare(plan: Plan) -> Ready:
         draft = load(source, Path(source).name, plan.dtype, str(target.device))
         return Crossed(draft, tongues, plan.sampling)
 
-    return Ready(make, draws=True, config=config)
+    return Ready(make, draws=True, config=config, slots=_SLOTS)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from specexp import drafters, lm, memory, quantised, rules
+from specexp.cache import rounded
 from specexp.drafters.model import all_rows
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, first_line
@@ -402,7 +403,7 @@ def _check_memory(params: dict[str, Any], pairings: list[Pairing], longest: int)
     batch = max(_values(params, "batch", "batches"), default=1)
 
     def need(batch: int) -> memory.Need:
-        found = (needed(plan, ready.config, dtype, batch, longest) for plan, ready in pairings)
+        found = (needed(plan, ready, dtype, batch, longest) for plan, ready in pairings)
         return max(found, key=lambda need: need.total)
 
     most = need(batch)
@@ -411,23 +412,25 @@ def _check_memory(params: dict[str, Any], pairings: list[Pairing], longest: int)
     fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
     advice = f"a batch of {fits} would fit" if fits else lm.smaller(config, dtype, free)
     return [
-        f"{params['target']} on batch {batch} x {longest} tokens needs {most}, and "
+        f"{params['target']} on batch {batch} x {longest} tokens needs at least {most}, and "
         f"{memory.gib(free)} GiB are free: {advice}"
     ]
 
 
 def needed(
-    plan: drafters.Plan, draft: Any, dtype: torch.dtype, batch: int, tokens: int
+    plan: drafters.Plan, ready: drafters.Ready, dtype: torch.dtype, batch: int, tokens: int
 ) -> memory.Need:
-    """Of rows of so many tokens, the new ones included; draft: the config of a draft model. (Heads
-    are small beside their target, and are left out.)"""
+    """At least, of rows of so many tokens, the new ones included. (Heads are small beside their
+    target, and are left out.)"""
+    draft = ready.config
     models = [plan.config, *([draft] if draft else [])]
     own = models[:1] if draft == plan.config else models  # a target that drafts for itself
-    size, slots = dtype.itemsize, tokens + plan.tree.room
+    size, slots = dtype.itemsize, rounded(tokens + plan.tree.room)
     law = memory.law_bytes("any", plan.sampling.temperature)
+    held = zip(models, (1, ready.slots), strict=False)
     return memory.Need(
         sum(lm.weight_bytes(model, dtype) for model in own),
-        sum(batch * slots * memory.kv_bytes(model, size) for model in models),
+        sum(batch * slots * times * memory.kv_bytes(model, size) for model, times in held),
         memory.work_bytes(models, size, batch, slots, tokens, len(plan.tree), law),
     )
 
