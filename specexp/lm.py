@@ -396,7 +396,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
     silent = are_progress_bars_disabled()
-    logging.disable_progress_bar()  # of reading weights; and of downloads, which take long
+    logging.disable_progress_bar()  # of reading weights; it hides those of downloads, too
     if not silent:
         enable_progress_bars()
     files = (f.stat() for f in Path(bare).glob("*.safetensors"))

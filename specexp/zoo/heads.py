@@ -87,7 +87,7 @@ def loss_of(laws: Laws, device: str) -> Loss:
     """
 
     def loss(batch: Tensor) -> Tensor:
-        with torch.autocast(torch.device(device).type, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             parts = []
             for i, (logits, law) in enumerate(laws(batch)):
                 kept = logits.float().log_softmax(-1)
@@ -100,7 +100,7 @@ def loss_of(laws: Laws, device: str) -> Loss:
 @torch.no_grad()
 def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
     """For each drafted position, how often its likeliest token is the target's; rows [B, T + 1]."""
-    with torch.autocast(torch.device(device).type, torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         return [
             float((logits.argmax(-1) == law.argmax(-1)).float().mean())
             for logits, law in laws(rows)
