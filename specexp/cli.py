@@ -280,9 +280,7 @@ def profile(
     }  # fmt: skip
     gamma = build.usual_gamma(options) if gamma_max is None else gamma_max
     options["gamma"] = gamma
-    problems = build.check(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
-    if problems:
-        raise UserError("\n".join(problems))
+    build.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if out:
         _picture(out)
     rig = build.build(**options)
@@ -388,8 +386,7 @@ def serve(
         "count": count, "rows": rows, "chunk": chunk, "queue": queue, "ttft_ms": ttft_ms,
         "tpot_ms": tpot_ms,
     }  # fmt: skip
-    if problems := build.check(asked):
-        raise UserError("\n".join(problems))
+    build.insist(asked)
     picture = _picture(out) if out else None
     rig = build.build(**options)
     texts = questions.load(prompts)
