@@ -100,6 +100,7 @@ def become(monkeypatch):
     def call(*args):
         monkeypatch.setattr("os.execvpe", lambda file, args, env: seen.append((args, env)))
         monkeypatch.setattr(sys, "argv", ["specexp", *args])
+        monkeypatch.chdir(".")  # and back when the test ends
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         return (stopped.value.code or 0, *(seen or [([], {})])[-1])
