@@ -205,24 +205,6 @@ def test_lookahead_solves_a_line_that_the_target_would_write():
         assert made.drafter.propose(seqs, Tree.chain(4), made.rng).tokens[0, 1:].tolist() == line
 
 
-def test_lookahead_pools_every_ngram_of_a_line_to_its_end():
-    made, tree = engine("lookahead", Tree.chain(4)), Tree.chain(4)
-    seqs = Sequences.of([PROMPTS[1]], 24, slack=5)
-    made.begin(seqs)
-    with torch.inference_mode():
-        for _ in range(3):
-            draft = made.drafter.propose(seqs, tree, made.rng)
-            seen = made.target.verify(seqs, draft)
-            verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
-            made.drafter.observe(seqs, tree, verdict, seen)
-            seqs.commit(verdict)
-        said = seen.logits[0].argmax(-1).tolist()
-        last = {token: said[i : i + 2] for i, token in enumerate(draft.tokens[0, :4].tolist())}
-        assert len(last) > 1
-        for token, gram in last.items():
-            assert gram in made.drafter._grams(seqs, torch.tensor([[token]]))[0].tolist()
-
-
 @pytest.mark.parametrize("shape", [Tree.chain(7), Tree.branching(2, 2, 1, 1, 1)])
 def test_lookahead_drafts_deeper_than_its_line(shape):
     made = engine("lookahead", Tree.chain(2))

@@ -286,6 +286,14 @@ def test_the_target_continues_a_text_from_many_places(mine, tmp_path, monkeypatc
     assert len(starts) > 10
 
 
+def test_a_tokenizer_without_an_end_of_text_is_said_so(mine):
+    tokenizer = AutoTokenizer.from_pretrained(mine)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(mine)
+    with pytest.raises(UserError, match="has no end of text"):
+        train_heads("medusa", mine, quick=True)
+
+
 def test_steps_go_on_from_one_course_to_the_next(mine, tmp_path):
     text, steps = tmp_path / "text.txt", []
     text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))

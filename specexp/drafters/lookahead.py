@@ -101,8 +101,8 @@ class Lookahead(Drafter):
         line = said.gather(1, torch.minimum(ahead, last).clamp(min=0))
         self.lines[seqs.rows] = torch.where(last < 0, self.lines[seqs.rows], line)
         d = said.shape[1] - 1
-        if d >= self.n - 2:
-            keys = torch.where(heard[:, self.n - 2 :] > 0, read[:, : d - self.n + 3], -1)
+        if d >= self.n - 1:
+            keys = torch.where(heard[:, self.n - 1 :] > 0, read[:, : d - self.n + 2], -1)
             grams = torch.stack([said[:, i : i + keys.shape[1]] for i in range(self.n - 1)], -1)
             self._learn(seqs, keys, grams)
 

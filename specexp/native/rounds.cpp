@@ -198,7 +198,7 @@ static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int6
     for (; rows--; fed += nodes, said += nodes, n++, lines += line) {
         int64_t heard = 0;
         while (heard < steps && fed[branch[heard]] >= 0) heard++;
-        const int64_t grams = std::max<int64_t>(heard - size + 1, 0);
+        const int64_t grams = std::max<int64_t>(heard - size, 0);
         for (int64_t i = 0; heard && i < line; i++)
             lines[i] = said[branch[std::min(*n + 1 + i, heard - 1)]];
         for (int64_t g = 0; g < grams; g++) {

@@ -414,7 +414,7 @@ class Goodput:
     def _drafting_s(self, load: Load, plan: Plan) -> float:
         """What the table says of the guesses of a plan."""
         levels = self.priced(load)[0][: plan.tree.depth]
-        if not self.costs.packs:
+        if not (levels and self.costs.packs):
             return sum(level[load.rows] for level in levels)
         depths = [plan.depth(row) for row in _written(load)]
         return sum([level[len([g for g in depths if g > d])] for d, level in enumerate(levels)])

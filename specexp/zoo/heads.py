@@ -194,8 +194,13 @@ def train_heads(
     check_device(device)
     work = work or shelf.made("zoo")
     recipe = HEADS[kind].quick() if quick else HEADS[kind]
-    model = load(target, Path(target).name, "float32", device)
     tokenizer = read_tokenizer(target)
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer of {Path(target).name} has no end of text, which the texts that heads "
+            "learn from need: name its eos_token"
+        )
+    model = load(target, Path(target).name, "float32", device)
     train, held, facts = _text(text, tokenizer, quick)
     net = model.module
     given = [d for kind_, found in train.items() if kind_ != "echoes" for d in found]
