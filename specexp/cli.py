@@ -411,12 +411,17 @@ def _picture(out: Path) -> Path:
     """The figure beside a file that is still to be written, which can be. Raises UserError."""
     if out.suffix == ".png":
         raise UserError(f"{out} would be overwritten by the picture beside it: name it otherwise")
+    _writable(out)
+    return out.with_suffix(".png")
+
+
+def _writable(out: Path) -> None:
+    """Raises UserError for a file that cannot be written; what it holds stays."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
     except OSError as e:
         raise UserError(f"cannot write {out}: {e.strerror}; choose another place") from e
-    return out.with_suffix(".png")
 
 
 def _show_served(figures: Any, title: str) -> None:
@@ -500,7 +505,7 @@ def bench(
     report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:
         out = lab.place(out, options)
-        _picture(out)
+        _writable(out)
     rig = build.build(**options)
     report["about"] = lab.about(rig.target.device, rig.target.dtype)
     if not as_json:

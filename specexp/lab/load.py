@@ -450,10 +450,9 @@ def foretold(
     accepted: rows of `bench.acceptance`; a request is as easy as others of its kind, and has
     guesses as often. pace: factors on the table's times of rounds and of reading prompts; policies
     are not told."""
-    parts = dict(list(accepted.groupby("category")))
-    alike = {r.stream: parts.get(r.kind, accepted) for r in offered.requests}
-    kept = {stream: bench.pooled(part).conditional for stream, part in alike.items()}
-    made = {stream: bench.made(part) for stream, part in alike.items()}
+    parts = [*accepted.groupby("category"), (None, accepted)]
+    known = {kind: (bench.pooled(part).conditional, bench.made(part)) for kind, part in parts}
+    alike = {r.stream: known.get(r.kind, known[None]) for r in offered.requests}
     costs = replace(costs, about=costs.about | {"grades": 1})  # nobody is sure of what is imagined
     runs = {}
     for name in names:
@@ -461,8 +460,8 @@ def foretold(
         chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
         imagined = SimulatedBank(
-            costs.slower(*pace), kept.__getitem__, rows, slots, chosen.widest,
-            overhead_s=overhead_s, made=made.__getitem__,
+            costs.slower(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
+            overhead_s=overhead_s, made=lambda stream: alike[stream][1],
         )  # fmt: skip
         runs[name] = Run(Server(imagined, chosen, chunk, queue), offered.arriving())
         while runs[name].advance():

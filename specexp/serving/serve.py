@@ -97,11 +97,13 @@ class Answer:
 
 @dataclass
 class Seat:
-    """An occupied row: tokens of the text, of them read by the target and by the drafter."""
+    """An occupied row: tokens of the text, of them read by the target and, if it `reads`, by the
+    drafter."""
 
     answer: Answer
     length: int
     limit: int
+    reads: bool
     read: int = 0
     guided: int = 0
     judged: float = 0.0
@@ -115,7 +117,7 @@ class Seat:
 
     @property
     def behind(self) -> int:
-        return self.length - 1 - self.guided
+        return self.length - 1 - self.guided if self.reads else 0
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ class Server:
                 answer.begun_s = self.now if answer.begun_s is None else answer.begun_s
                 text = [*answer.request.prompt, *answer.tokens]
                 limit = len(answer.request.prompt) + answer.request.new
-                self.seats[row] = Seat(answer, len(text), limit)
+                self.seats[row] = Seat(answer, len(text), limit, self.bank.reads)
                 self.bank.enter(row, text, answer.request.stream)
 
     def _read(self) -> int:
@@ -252,8 +254,6 @@ class Server:
             if seat.read == seat.length - 1:
                 self._timed(self.bank.begin, row, seat.limit)
                 seat.answer.state = "writing"
-                if not self.bank.reads:
-                    seat.guided = seat.length - 1
             if not left:
                 break
         return self.chunk - left
@@ -321,7 +321,7 @@ class Server:
             return
         guided = not seat.behind and plan.depth(step.row) > 0
         seat.length += step.emitted
-        if guided or not self.bank.reads:
+        if guided:
             seat.guided = seat.length - 1
         if guided and (asked := plan.asked(step)):
             seat.judged = FADE * seat.judged + min(step.accepted + 1, asked)
