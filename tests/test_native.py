@@ -4,6 +4,7 @@ import logging
 import random
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -819,3 +820,55 @@ def test_processors_with_narrower_vectors_are_served_too(anew, monkeypatch, marc
 def test_without_one_it_is_not(anew, monkeypatch):
     monkeypatch.setattr(native, "FLAGS", tuple(f.replace("-O3", "-O1") for f in native.FLAGS))
     assert right()
+
+
+# --- products by tiles ---------------------------------------------------------------------------
+
+AMX = "amx_bf16" in native._processor()
+
+
+def wide_is_right() -> bool:
+    """In bfloat16, 16 rows of 31 tokens through matrices of three and five tiles: near transformers
+    in float64, and each row as it is alone."""
+    shape = {"hidden_size": 96, "intermediate_size": 160, "attention_bias": True}
+    net = tiny_llama(0, **shape).to(torch.bfloat16).requires_grad_(False)
+    for parameter in net.parameters():  # biases begin as zeros
+        parameter += 0.1 * torch.randn_like(parameter)
+    lm, module = LM(net), deepcopy(net).to(torch.float64)
+    assert isinstance(lm.net, Native)
+    texts = torch.randint(0, 32, (16, 31), generator=torch.manual_seed(0))
+    rows = texts.tolist()
+    logits = fed(lm, rows, [31])
+    wanted = module(texts).logits
+    alone = fed(lm, rows[3:4], [1, 30]), fed(lm, rows[:2], [31])
+    same = torch.equal(alone[0], logits[3:4]) and torch.equal(alone[1], logits[:2])
+    return same and apart(logits, wanted) < NEAR[torch.bfloat16]
+
+
+def test_many_rows_of_wide_matrices_in_bfloat16():
+    assert wide_is_right()
+
+
+TILE_BUGS = {
+    "packed for the tile before": ("packed + c * TILE", "packed + c / 2 * TILE"),
+    "weights of the first inputs": ("w + u * lump + c * DEEP", "w + u * lump"),
+    "the first sixteen outputs for all": ("w + u * lump + c * DEEP", "w + c * DEEP"),
+    "tokens for pairs": ("rows - 1) * inputs + at);\n        transpose(row);",
+                         "rows - 1) * inputs + at);"),
+    "the first sixteen tokens for all": ("std::min(first + t, rows - 1)", "std::min(t, rows - 1)"),
+    "sums go on": ("each<N>([&](auto u) { zero_tile<u>(); });", ""),
+    "a bias for sixteen outputs": ("load(bias + u * SIDE)", "load(bias)"),
+    "set where it is added": ("added ? load(to) + sums : sums", "sums"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not AMX, reason="this processor has no AMX")
+@pytest.mark.parametrize("bug", TILE_BUGS)
+def test_a_bug_planted_in_tiles_is_caught(anew, once, monkeypatch, bug):
+    good, bad = TILE_BUGS[bug]
+    source = (native.FOLDER / "tiles.h").read_text()
+    assert source.count(good) == 1
+    changed(monkeypatch, anew.parent / "copy", lambda text: text.replace(good, bad), "tiles.h")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(once))
+    monkeypatch.setattr(fused, "_off", lambda *_: 0.0)
+    assert not wide_is_right()

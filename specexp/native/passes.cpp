@@ -8,10 +8,12 @@
 // describes Layer, Net and Pass to Python.
 
 #include "calls.h"
+#include "tiles.h"
 #include "vectors.h"
 #include <atomic>
 #include <chrono>
 #include <omp.h>
+#include <optional>
 #include <vector>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -25,6 +27,7 @@ constexpr int TALL = 3, BROAD = 4;
 #endif
 constexpr int AHEAD = 1 << 14; // bytes
 constexpr int64_t FEW = 1 << 12; // numbers that every thread norms for itself, for waiting is slower
+constexpr int64_t SHORT = 1 << 16; // numbers that every thread packs for itself, for the same reason
 #ifdef __AVX__
 #define HELD(x) asm("" : "+v"(x)) // stays in its register, and is not loaded again for every use
 #else
@@ -86,14 +89,6 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
     if constexpr (M > 1) blocks<M - 1>(rows, f, r);
 }
 
-// f of every number below N, each a constant, so that what it indexes can be a register.
-template <typename F, int... I> static inline void each(F f, std::integer_sequence<int, I...>) {
-    (f(std::integral_constant<int, I>()), ...);
-}
-template <int N, typename F> static inline void each(F f) {
-    each(f, std::make_integer_sequence<int, N>());
-}
-
 // M rows of x and N of w, all `size` long: their products y [M, N], set or added. Weights come from
 // far away: those AHEAD are asked for in time, into the second cache, for the first is for x.
 template <int M, int N, typename num>
@@ -147,15 +142,34 @@ struct Share {
     }
 };
 
-// My outputs of rows x [rows, inputs] times w [outputs, inputs].
+template <typename num> constexpr bool TILED = TILES && std::is_same_v<num, bfloat16>;
+
+// Activations [rows, inputs], and the same packed for tiles (tiles.h), or null.
+template <typename num> struct Input {
+    const num *x, *packed;
+};
+
+// This thread's outputs of these rows times w [outputs, inputs]. Which kernel multiplies depends on
+// the shape of w alone, so a token's outputs do not depend on the rows beside it.
 template <typename num>
-static void linear(int64_t rows, const num *x, const num *w, const num *bias, int64_t inputs,
+static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, int64_t inputs,
                    float *y, int64_t outputs, bool added = false) {
     const Share mine(outputs, LANES);
     int64_t o = mine.from;
+    if constexpr (TILED<num>)
+        if (in.packed && outputs % SIDE == 0) {
+            auto next = [&](auto N) {
+                tiled<N>(rows, in.packed, w + o * inputs, bias ? bias + o : bias, inputs, y + o, outputs,
+                         added);
+                o += N * SIDE;
+            };
+            while (rows > SIDE && o + 4 * SIDE <= mine.to) next(std::integral_constant<int, 4>());
+            while (o < mine.to) next(std::integral_constant<int, 1>());
+            return;
+        }
     auto next = [&](auto N) {
         blocks(rows, [&](auto M, int64_t r) {
-            tile<M, N>(x + r * inputs, inputs, w + o * inputs, bias ? bias + o : bias, inputs,
+            tile<M, N>(in.x + r * inputs, inputs, w + o * inputs, bias ? bias + o : bias, inputs,
                        y + r * outputs + o, outputs, added);
         });
         o += N;
@@ -211,12 +225,15 @@ struct Kept {
 
 // What R tokens carry along: the residual stream, what products read, what they make.
 template <typename num> struct Room {
+    int64_t lot; // numbers that a thread may pack for itself
     float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *some, *end;
-    num *read, *heads, *own; // the last of every thread
+    num *read, *heads, *own, *packed; // `own` of every thread, and `packed` where it is short
 
     Room(const Net<num> &net, const Pass<num> &p) {
         const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
         const int64_t most = std::max({net.width, wide, net.hidden, net.reads});
+        const int64_t all = TILED<num> ? padded(R) * most : 0; // packed
+        lot = std::min(all, SHORT);
         x = p.room;
         qkv = x + R * net.width;
         gate = qkv + R * (wide + 2 * net.keys * net.dim);
@@ -228,7 +245,8 @@ template <typename num> struct Room {
         read = (num *)(some + (net.ids ? p.rows * p.last * net.vocab : 0));
         heads = read + R * most;
         own = heads + R * most;
-        end = (float *)(own + p.threads * std::min(R * net.width, FEW)) + 1;
+        packed = own + p.threads * std::min(R * net.width, FEW);
+        end = (float *)(packed + std::max(p.threads * lot, all)) + 1;
     }
 };
 
@@ -347,13 +365,32 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
             for (int64_t r = mine.from; p.tap[t] == layer && r < mine.to; r++)
                 copied(states + r * E, p.states + (kept.at[r] * p.taps + t) * E);
     };
+    const bool tiled = TILED<num> && tiles_allowed();
+    std::optional<Tiles> tiles;
+    if (tiled) tiles.emplace();
+    auto input = [&](const num *rows, int64_t count, int64_t inputs) -> Input<num> {
+        if constexpr (TILED<num>)
+            if (tiled && inputs % DEEP == 0) {
+                const int64_t all = padded(count) * inputs / TILE;
+                const bool alone = all * TILE <= SHORT;
+                const Share shared(all);
+                num *to = room.packed + (alone ? omp_get_thread_num() * room.lot : 0);
+                pack(count, rows, inputs, alone ? 0 : shared.from, alone ? all : shared.to, to);
+                if (!alone) {
+#pragma omp barrier
+                }
+                return {rows, to};
+            }
+        return {rows, nullptr};
+    };
 #pragma omp barrier
     for (int64_t at = 0; at < net.layers; at++) {
         const Layer<num> &layer = net.layer[at];
         const bool given = net.token_norm && !at;
         tap(at, x);
         if (!given) norm(layer.before);
-        linear(R, given ? read : ours, layer.qkv, layer.qkv_bias, given ? net.reads : E, room.qkv, Q);
+        const int64_t reads = given ? net.reads : E;
+        linear(R, input(given ? read : ours, R, reads), layer.qkv, layer.qkv_bias, reads, room.qkv, Q);
 #pragma omp barrier
         for (int64_t r = mine.from; r < mine.to; r++) {
             const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
@@ -381,14 +418,15 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
             });
         }
 #pragma omp barrier
-        linear(R, read, layer.out, layer.out_bias, H * d, x, E, true);
+        linear(R, input(read, R, H * d), layer.out, layer.out_bias, H * d, x, E, true);
 #pragma omp barrier
         norm(layer.after);
-        linear(R, ours, layer.up, layer.up_bias, E, room.gate, F);
-        linear(R, ours, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
+        const Input<num> both = input(ours, R, E);
+        linear(R, both, layer.up, layer.up_bias, E, room.gate, F);
+        linear(R, both, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
         gated(R, room.gate, room.up, F, heads);
 #pragma omp barrier
-        linear(R, heads, layer.down, layer.down_bias, F, x, E, true);
+        linear(R, input(heads, R, F), layer.down, layer.down_bias, F, x, E, true);
 #pragma omp barrier
     }
     tap(-1, x);
@@ -399,7 +437,8 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         if (const int64_t r = kept.read[i]; mine.from <= r && r < mine.to)
             memcpy(heads + i * E, ours + r * E, E * sizeof *ours);
 #pragma omp barrier
-    linear<num>(wanted, heads, net.head, nullptr, E, net.ids ? room.some : p.logits, net.vocab);
+    linear<num>(wanted, input(heads, wanted, E), net.head, nullptr, E,
+                net.ids ? room.some : p.logits, net.vocab);
     if (net.ids) {
 #pragma omp barrier
         const Share places(p.rows * p.last);

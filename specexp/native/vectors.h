@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __AVX512F__
 constexpr int LANES = 16;
@@ -26,6 +27,14 @@ using vec4 = Laned<float, 16>::of;
 using int4 = Laned<int32_t, 16>::of;
 using ints = Laned<int32_t, 4 * LANES>::of;
 using shorts = Laned<uint16_t, 2 * LANES>::of;
+
+// f of every number below N, each a constant, so that what it indexes can be a register.
+template <typename F, int... I> static inline void each(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, typename F> static inline void each(F f) {
+    each(f, std::make_integer_sequence<int, N>());
+}
 
 struct bfloat16 {
     uint16_t bits;
