@@ -350,7 +350,7 @@ def test_a_plain_engine_can_be_measured(engine):
         ([[1]], [1], [4], [7], 1, "context is 7; to measure costs it must be 8"),
         ([[1]], [1], [1], [999], 1, "exceeds the 128 tokens for which target and draft"),
         ([[1]], [1], [1], [16], 0, "repeats is 0"),
-        ([[]], [1], [1], [16], 1, "no text"),
+        ([[]], [1], [1], [16], 1, "no prompt"),
     ],
 )
 def test_settings_that_fit_nothing_are_refused(

@@ -460,7 +460,7 @@ def foretold(
         chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
         imagined = SimulatedBank(
-            costs.slower(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
+            costs.scaled(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
             overhead_s=overhead_s, made=lambda stream: alike[stream][1],
         )  # fmt: skip
         runs[name] = Run(Server(imagined, chosen, chunk, queue), offered.arriving())
