@@ -176,7 +176,7 @@ def test_goodput_reads_the_table_it_is_given_and_drafts_no_deeper_than_the_draft
         ("table:1=2=3", "not well formed"),
         ("table:1=2,", "not well formed"),
         ("table:1=9", "drafts 9; this drafter does 0 to 5"),
-        ("table:1=5,1=3", "says twice"),
+        ("table:1=5,1=3", "names a number of rows twice"),
         ("goodput", "needs a cost table: specexp profile"),
     ],
 )
