@@ -553,6 +553,9 @@ def test_the_title_of_a_bake_off_says_what_its_table_says(tmp_path):
     fixed = both[both["policy"] != "goodput"]
     said = drawn(load_plots.bake_off(load.rates(fixed), load.regrets(fixed)), tmp_path)
     assert said == "always:3: 2.00x with 1 and 0.50x with 9 streams"
+    one = fixed[fixed["load"] == 9]
+    said = drawn(load_plots.bake_off(load.rates(one), load.regrets(one)), tmp_path)
+    assert said == "always:3: 0.50x with 9 streams"
 
 
 def test_the_title_of_timelines_says_who_is_ready_first_and_last(tmp_path):
@@ -560,6 +563,9 @@ def test_the_title_of_timelines_says_who_is_ready_first_and_last(tmp_path):
     tables = {"plain": load.timeline(slow, 5), "goodput": load.timeline(fast, 5)}
     said = drawn(load_plots.timelines(tables), tmp_path)
     assert said == "The same arrivals: all answered after 5 s under goodput, 31 s under plain"
+    del tables["plain"]
+    said = drawn(load_plots.timelines(tables), tmp_path)
+    assert said == "The same arrivals: all answered after 5 s under goodput"
 
 
 def test_the_title_of_latencies_names_who_kept_most_limits(tmp_path, few):

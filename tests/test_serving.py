@@ -346,6 +346,11 @@ def test_overload_waits_within_a_bound_and_is_then_refused_in_order():
     assert begun == sorted(begun)
 
 
+def test_a_closed_loop_without_streams_is_refused_instead_of_waited_for():
+    with pytest.raises(UserError, match="needs 1 stream or more"):
+        Closed(requests(2), 0)
+
+
 def test_a_policy_wider_than_the_bank_is_refused_before_anything_runs():
     with pytest.raises(UserError, match=r"leaves 10 slots .* wants 21"):
         Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(20)))

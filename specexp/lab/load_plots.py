@@ -56,11 +56,9 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
     said = []
     if always:
         fixed = rates[rates["policy"] == always[-1]]
-        first, last = fixed.iloc[0], fixed.iloc[-1]
-        said.append(
-            f"{always[-1]}: {first['speedup']:.2f}x with {first['load']} and "
-            f"{last['speedup']:.2f}x with {last['load']} streams"
-        )
+        ends = fixed.iloc[sorted({0, len(fixed) - 1})]
+        each = [f"{s:.2f}x with {n}" for s, n in zip(ends["speedup"], ends["load"], strict=True)]
+        said.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
         worst = aware.groupby("policy")["regret"].max()
         said.append(
@@ -84,12 +82,12 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
                 axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        longest = {name: table["end_s"].max() for name, table in tables.items()}
-        first, last = min(longest, key=longest.__getitem__), max(longest, key=longest.__getitem__)
-        figure.suptitle(
-            f"The same arrivals: all answered after {longest[first]:.0f} s under {first}, "
-            f"{longest[last]:.0f} s under {last}", x=0.01, ha="left",
-        )  # fmt: skip
+        lasts = {name: table["end_s"].max() for name, table in tables.items()}
+        names = sorted(lasts, key=lasts.__getitem__)
+        ends = dict.fromkeys([names[0], names[-1]])
+        each = [f"{lasts[name]:.0f} s under {name}" for name in ends]
+        said = f"The same arrivals: all answered after {', '.join(each)}"
+        figure.suptitle(said, x=0.01, ha="left")
     return figure
 
 

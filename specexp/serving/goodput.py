@@ -261,7 +261,7 @@ class Goodput:
         return plan
 
     def _faster(self, seen: Outlook) -> Plan:
-        """The best plan if the table errs by a standard error in favour of all but the settled."""
+        """The best plan if all but the settled one are a standard error faster than predicted."""
         rates = self._rates(seen, less=True)
 
         def bound(plan: Plan) -> float:

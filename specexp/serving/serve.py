@@ -438,6 +438,8 @@ class Closed:
     one follows the last, for ever."""
 
     def __init__(self, requests: Iterable[Request], concurrency: int, again: bool = False) -> None:
+        if concurrency < 1:
+            raise UserError(f"concurrency is {concurrency}; a closed loop needs 1 stream or more")
         self.requests, self.concurrency, self.again = deque(requests), concurrency, again
 
     def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
