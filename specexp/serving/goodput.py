@@ -27,8 +27,9 @@ row follows its last guesses (`_adapt`).
 
 *Exploration* (`_trial`). Every `gap` rounds, `trial` rounds go to another plan: one that may be
 faster than the table says, or, where nobody drafts and so acceptance is no longer seen, one that
-would pay if acceptance were a standard error higher. The gap grows from `first_gap` to
-`longest_gap`, and shrinks for trials that seem to cost less than `trial_share` of the time.
+would pay if acceptance were a standard error higher. The gap doubles from `first_gap` up to
+`longest_gap`; while somebody drafts it is shorter where trials seem to cost less than `trial_share`
+of the time.
 """
 
 from __future__ import annotations
