@@ -90,7 +90,7 @@ def test_a_trace_saved_by_a_spreadsheet_is_read(tmp_path):
     ("lines", "message"),
     [
         (["x,m,1,2,3,l"], ":2: not a request"),
-        (["1,m,1,2,3,l", "0.5,m,1,2,3,l"], ":3: comes before"),
+        (["1,m,1,2,3,l", "0.5,m,1,2,3,l"], ":3: is earlier than"),
         (["1,m,-1,2,3,l"], ":2: times and tokens must be finite"),
         (["nan,m,1,2,3,l"], ":2: times and tokens must be finite"),
         (["1,m"], ":2: not a request"),

@@ -350,7 +350,7 @@ def test_a_plain_engine_can_be_measured(engine):
         ([[1]], [1], [4], [7], 1, "context is 7; to measure costs it must be 8"),
         ([[1]], [1], [1], [999], 1, "exceeds the 128 tokens for which target and draft"),
         ([[1]], [1], [1], [16], 0, "repeats is 0"),
-        ([[]], [1], [1], [16], 1, "no text"),
+        ([[]], [1], [1], [16], 1, "no prompt"),
     ],
 )
 def test_settings_that_fit_nothing_are_refused(
@@ -426,7 +426,7 @@ def test_a_table_goes_no_deeper_than_asked_or_than_the_drafter_can(rig, measured
     deep = maps.profile(replace(rig, deepest=1), **SETTINGS)
     assert (deep.gammas, deep.tokens) == ((0, 1), (1, 2))
     assert len(measured) == 1
-    with pytest.raises(UserError, match="guesses nothing"):
+    with pytest.raises(UserError, match="drafts nothing"):
         maps.profile(rig.with_(drafter="null"))
 
 
@@ -554,7 +554,7 @@ def throughputs(table, factor):
     return pd.DataFrame(rows)
 
 
-def test_a_table_that_is_right_foretells_what_is_measured():
+def test_a_table_that_is_right_predicts_what_is_measured():
     table = planted()
     assert maps.predicted_error(maps.compare(table, SAMPLES, throughputs(table, 1.0))) < 1e-12
     off = maps.compare(table, SAMPLES, throughputs(table, 1.25))
@@ -643,7 +643,7 @@ def test_the_share_of_guesses_made_is_of_all_that_were_asked_for():
 
 def test_the_title_tells_where_it_pays():
     said = maps.paying(planted(), SAMPLES, 64)
-    assert "x foretold at batch 1 with γ = " in said
+    assert "x predicted at batch 1 with γ = " in said
     assert "pays up to batch" in said
     assert "at no batch" in maps.paying(planted(draft=1.0), SAMPLES, 64)
 

@@ -384,7 +384,7 @@ def test_the_same_seed_gives_the_same_answers_and_another_others():
     assert first != other
 
 
-def test_what_is_foretold_knows_each_kind_of_request_and_answers_all():
+def test_a_simulation_knows_each_kind_of_request_and_answers_all():
     """Guesses on code are always kept, on messy text never."""
     accepted = pd.DataFrame({
         "category": ["code", "messy"], "gamma": 5,
@@ -392,7 +392,7 @@ def test_what_is_foretold_knows_each_kind_of_request_and_answers_all():
     })  # fmt: skip
     offered = load.traffic(LETTERS, PROMPTS, "poisson:40", 12, 24)
     names = ["plain", "always:5", "goodput"]
-    runs = load.foretold(planted(), accepted, names, offered, rows=3)
+    runs = load.simulate(planted(), accepted, names, offered, rows=3)
     assert list(runs) == names
     for made in runs.values():
         assert [a.request for a in made.answers] == list(offered.requests)
@@ -400,7 +400,7 @@ def test_what_is_foretold_knows_each_kind_of_request_and_answers_all():
     for a in runs["always:5"].answers:
         assert a.passes == (4 if a.request.kind == "code" else 24)
     assert all(a.drafted == 0 for a in runs["plain"].answers)
-    again = load.foretold(planted(), accepted, names, offered, rows=3)
+    again = load.simulate(planted(), accepted, names, offered, rows=3)
     assert {n: r.answers for n, r in again.items()} == {n: r.answers for n, r in runs.items()}
 
 
@@ -410,7 +410,7 @@ def test_a_simulation_finds_out_how_fast_the_machine_was():
     accepted = pd.DataFrame({"category": ["a"], "gamma": [5], "record": [record]})
     offered = load.traffic(LETTERS, PROMPTS, "poisson:40", 60, 24)
     names = ["plain", "always:3", "goodput"]
-    real = load.foretold(planted(), accepted, names, offered, rows=3, pace=(1.5, 1.2))
+    real = load.simulate(planted(), accepted, names, offered, rows=3, pace=(1.5, 1.2))
     runs, pace = load.simulated(planted(), accepted, real, offered, rows=3)
     assert pace == pytest.approx((1.5, 1.2), rel=0.05)
     for name in names:
@@ -462,7 +462,7 @@ def test_a_race_of_few_requests_begins_again_until_its_turns_are_done(rig):
 def test_a_race_of_requests_that_bring_nothing_ends(rig, monkeypatch):
     asked = [Request([1] * 9, 1 << 20)] * 3
     monkeypatch.setattr(load, "slots_for", lambda asked, room: 64)
-    with pytest.raises(UserError, match=r"3 requests did not bring 10 tokens: plain: .* refused"):
+    with pytest.raises(UserError, match=r"3 requests did not yield 10 tokens: plain: .* refused"):
         load.race(rig, ["plain"], None, asked, 2, tokens=10, turns=3)
 
 
@@ -553,13 +553,19 @@ def test_the_title_of_a_bake_off_says_what_its_table_says(tmp_path):
     fixed = both[both["policy"] != "goodput"]
     said = drawn(load_plots.bake_off(load.rates(fixed), load.regrets(fixed)), tmp_path)
     assert said == "always:3: 2.00x with 1 and 0.50x with 9 streams"
+    one = fixed[fixed["load"] == 9]
+    said = drawn(load_plots.bake_off(load.rates(one), load.regrets(one)), tmp_path)
+    assert said == "always:3: 0.50x with 9 streams"
 
 
 def test_the_title_of_timelines_says_who_is_ready_first_and_last(tmp_path):
     slow, fast = [*TICKS, tick(5.0, 31.0, live=1)], TICKS
     tables = {"plain": load.timeline(slow, 5), "goodput": load.timeline(fast, 5)}
     said = drawn(load_plots.timelines(tables), tmp_path)
-    assert said == "The same arrivals: over after 5 s under goodput, 31 s under plain"
+    assert said == "The same arrivals: all answered after 5 s under goodput, 31 s under plain"
+    del tables["plain"]
+    said = drawn(load_plots.timelines(tables), tmp_path)
+    assert said == "The same arrivals: all answered after 5 s under goodput"
 
 
 def test_the_title_of_latencies_names_who_kept_most_limits(tmp_path, few):

@@ -70,11 +70,11 @@ def told(kept: list[int], costs: Costs, **options) -> Goodput:
     """A policy that has seen long drafts of which so many guesses were kept, and believes it to the
     letter."""
     options = {
-        "hopes": 1e-9,
-        "weight": 1e-9,
+        "prior_guesses": 1e-9,
+        "row_weight": 1e-9,
         "fade": 1.0,
         "margin": 0.0,
-        "hold": 0,
+        "interval": 0,
     } | options
     policy = Goodput(costs, **options)
     deepest = max(policy.gammas)
@@ -176,7 +176,7 @@ def test_goodput_reads_the_table_it_is_given_and_drafts_no_deeper_than_the_draft
         ("table:1=2=3", "not well formed"),
         ("table:1=2,", "not well formed"),
         ("table:1=9", "drafts 9; this drafter does 0 to 5"),
-        ("table:1=5,1=3", "says twice"),
+        ("table:1=5,1=3", "names a number of rows twice"),
         ("goodput", "needs a cost table: specexp profile"),
     ],
 )
@@ -311,9 +311,9 @@ def test_guesses_are_spent_where_no_other_spending_promises_more(law, kept, shar
     their tokens a second larger, all tried and counted here anew."""
     costs = table(packs=True, **law)
     rows = [None if x is None else Stream(0, 8.0, 8.0 * x) for x in shares]
-    policy = told(kept, costs, weight=4.0)
+    policy = told(kept, costs, row_weight=4.0)
     policy.gammas = (5,)
-    overall = policy.beliefs().shares
+    overall = policy.beliefs().conditional
     mean = policy.beliefs().mean
     plan = policy.choose(load(len(rows), *rows))
     written = [row for row, stream in enumerate(rows) if stream]
@@ -339,13 +339,17 @@ def test_between_thoughts_a_row_drafts_as_deep_as_pays_for_it_by_its_last_guesse
     off, as those are at which the policy goes deeper, cost less than half a percent."""
     law = {"floor": 1e-2, "token": 2e-3, "guess": 1e-3}
     policy = told(
-        [0, 1, 2, 5] * 8, table(packs=True, **law), hold=1 << 40, trial=1 << 40, nimble=4.0
+        [0, 1, 2, 5] * 8,
+        table(packs=True, **law),
+        interval=1 << 40,
+        trial=1 << 40,
+        depth_weight=4.0,
     )
     policy.rounds, policy.due = 1 << 40, 1 << 41
     usual = [Stream(0, 8.0, 8.0 * policy.beliefs().mean)] * others
     first = policy.choose(load(others + 1, Stream(), *usual))
     assert policy.choose(load(others + 1, Stream(), *usual)) is first
-    mean, shares, rows = policy.beliefs().mean, policy.beliefs().shares, others + 1
+    mean, shares, rows = policy.beliefs().mean, policy.beliefs().conditional, others + 1
     found = []
     for kept in range(9):
         own = odds((kept + 4 * mean) / 12) / odds(mean)
@@ -368,7 +372,7 @@ def test_between_thoughts_a_row_drafts_as_deep_as_pays_for_it_by_its_last_guesse
 
 
 def test_a_row_that_has_stopped_drafting_begins_again_only_with_a_thought():
-    policy = told(HALF, table(packs=True, floor=5e-2, token=1e-3, guess=0.0), hold=8, trial=8)
+    policy = told(HALF, table(packs=True, floor=5e-2, token=1e-3, guess=0.0), interval=8, trial=8)
     policy.rounds = 8
     plans = [
         policy.choose(load(2, GOOD, BAD)),
@@ -378,11 +382,11 @@ def test_a_row_that_has_stopped_drafting_begins_again_only_with_a_thought():
 
 
 class Counted(Goodput):
-    """Notes the rounds before which it thought."""
+    """Notes the rounds before which it decided."""
 
-    def _think(self, load):
-        self.thoughts = [*getattr(self, "thoughts", []), self.rounds]
-        return super()._think(load)
+    def _decide(self, load):
+        self.decided = [*getattr(self, "decided", []), self.rounds]
+        return super()._decide(load)
 
 
 @pytest.mark.parametrize("guess", [5e-4, 1.0])
@@ -391,24 +395,24 @@ def test_the_longer_nothing_changes_the_less_often_it_is_thought_about(guess):
     costs = table(guess=guess)
     policy = Counted(costs, gammas=(5,))
     simulated(policy, costs, alike(1.0), streams=4, count=200)
-    gaps = list(np.diff(policy.thoughts))
+    gaps = list(np.diff(policy.decided))
     assert gaps[:4] == [1, 2, 4, 8]
-    assert max(gaps) == policy.seldom
-    assert sum(gaps) > 2 * policy.hold * len(gaps)
+    assert max(gaps) == policy.longest_interval
+    assert sum(gaps) > 2 * policy.interval * len(gaps)
 
 
 def test_while_a_row_has_stopped_it_is_thought_about_as_often_as_ever():
-    policy = told(HALF, table(packs=True, floor=5e-2, token=1e-3, guess=0.0), hold=8, trial=8)
+    policy = told(HALF, table(packs=True, floor=5e-2, token=1e-3, guess=0.0), interval=8, trial=8)
     policy.rounds, policy.due = 1 << 40, 1 << 41
     for streams, wanted in (((GOOD, BAD), [5, 0]), ((GOOD, GOOD), [5, 5])):
         for _ in range(80):
             plan = policy.choose(load(2, *streams))
         assert depths(plan, 2) == wanted
-        assert policy.held == (policy.hold if 0 in wanted else policy.seldom)
+        assert policy.wait == (policy.interval if 0 in wanted else policy.longest_interval)
 
 
 def test_where_nobody_drafts_it_is_thought_about_at_once_when_a_crowd_has_gone():
-    policy = told(HALF, table(token=1e-3), hold=1 << 40)
+    policy = told(HALF, table(token=1e-3), interval=1 << 40)
     policy.rounds, policy.due = 1 << 40, 1 << 41
     assert [chosen(policy, rows) for rows in (64, 33)] == [0, 0]
     assert policy.shape == (64, 64)
@@ -419,7 +423,7 @@ def test_where_nobody_drafts_it_is_thought_about_at_once_when_a_crowd_has_gone()
 def test_what_is_nearly_as_good_is_tried_often_and_what_is_far_worse_seldom(better, least, most):
     """A guess is always kept: to draft one is worth so much."""
     costs = table(floor=1e-2, token=0.0, guess=2e-2 / better - 1e-2)
-    policy = Recorded(Goodput(costs, gammas=(1,), hoped=1.0))
+    policy = Recorded(Goodput(costs, gammas=(1,), prior=1.0))
     simulated(policy, costs, alike(1.0), streams=1, count=60)
     drafts = policy.drafts()
     tries = sum(a > b for a, b in pairwise(drafts))
@@ -430,9 +434,9 @@ def test_what_is_nearly_as_good_is_tried_often_and_what_is_far_worse_seldom(bett
 def test_what_is_learned_of_easy_rows_or_hard_ones_is_what_holds_of_all(times):
     """Rows whose odds are so many times the usual; counted as they come, other shares are found."""
     policy, shares = told([0, 1, 2, 5] * 8, table(packs=True)), [0.5, 0.6, 0.7, 0.8, 0.9]
-    policy.believed = replace(policy.beliefs(), shares=shares, mean=0.5, weight=0.0)
+    policy.believed = replace(policy.beliefs(), conditional=shares, mean=0.5, weight=0.0)
     row = Stream(0, 1 + times, times)
-    assert policy.believed.better(row) == pytest.approx(times)
+    assert policy.believed.odds_ratio(row) == pytest.approx(times)
     own = [times * a / (1 - a + times * a) for a in shares]
     rng, plan = np.random.default_rng(5), Plan(Tree.chain(5), (5,))
     luck = np.cumprod(rng.random((20_000, 5)) < own, 1).sum(1)
@@ -449,7 +453,7 @@ def test_a_row_that_is_seldom_guessed_for_costs_little_and_is_not_left_out():
     paid for, those are not worth it."""
     often, seldom = Stream(0, 1e3, 700, 1e3, 1e3), Stream(0, 1e3, 70, 1e3, 100)
     law, mixed = {"floor": 6e-3, "token": 1e-3, "guess": 0.0}, load(2, often, seldom)
-    options = {"gammas": (1,), "weight": 1.0}
+    options = {"gammas": (1,), "row_weight": 1.0}
     assert depths(told(HALF, table(packs=True, **law), **options).choose(mixed), 2) == [1, 1]
     always = seldom._replace(made=1e3)
     plan = told(HALF, table(packs=True, **law), **options).choose(load(2, often, always))
@@ -473,9 +477,9 @@ def test_to_begin_is_charged_what_the_drafter_has_not_read():
     kept, costs = [2, 3, 4], table()
     behind = load(1, Stream(behind=10_000))
     assert chosen(told(kept, costs), 1) > 0
-    assert told(kept, costs, stays=2).choose(behind).depth(0) == 0
-    assert told(kept, costs, stays=400).choose(behind).depth(0) > 0
-    going = told(kept, costs, stays=2)
+    assert told(kept, costs, plain_horizon=2).choose(behind).depth(0) == 0
+    assert told(kept, costs, plain_horizon=400).choose(behind).depth(0) > 0
+    going = told(kept, costs, plain_horizon=2)
     assert chosen(going, 1) > 0
     assert going.choose(behind).depth(0) > 0  # somebody new does not stop it
 
@@ -602,7 +606,7 @@ def test_rounds_that_are_being_recorded_are_not_held_against_a_draft_length():
 
 def test_a_row_whose_next_text_is_still_being_read_is_not_paid_for():
     """Nobody has thought again since the last text of that row ended."""
-    policy = told(HALF, table(packs=True, token=1e-3), hold=8)
+    policy = told(HALF, table(packs=True, token=1e-3), interval=8)
     policy.rounds = 8
     for streams in ((Stream(behind=LONG), Stream()), (None, Stream())):
         plan = policy.choose(load(2, *streams))
@@ -610,7 +614,7 @@ def test_a_row_whose_next_text_is_still_being_read_is_not_paid_for():
         steps = [Step(row, 1, 1, 2) for row, stream in enumerate(streams) if stream]
         policy.learn(load(2, *streams), plan, steps, 1.0)
     policy._digest()
-    assert policy.times[0, 1] == [pytest.approx(1.0 / seconds(1, 1, token=1e-3))]
+    assert policy.ratios[0, 1] == [pytest.approx(1.0 / seconds(1, 1, token=1e-3))]
 
 
 class Cooling(SimulatedBank):
@@ -671,9 +675,9 @@ def test_what_rows_read_when_they_begin_is_not_held_against_a_draft_length():
     bank = SimulatedBank(costs, alike(0.9), 8, 4096, policy.widest)
     server = Server(bank, policy, chunk=1 << 20)
     serve(server, Closed([Request(range(1000), 400, stream=i) for i in range(8)], 8))
-    assert policy.paces
-    for pace in policy.paces.values():
-        assert pace.mean == pytest.approx([0] * len(pace.mean), abs=1e-3)
+    assert policy.slowdowns
+    for slowdown in policy.slowdowns.values():
+        assert slowdown.mean == pytest.approx([0] * len(slowdown.mean), abs=1e-3)
 
 
 def test_what_the_drafter_reads_of_texts_as_they_come_is_paid_for_by_drafting():
@@ -683,7 +687,7 @@ def test_what_the_drafter_reads_of_texts_as_they_come_is_paid_for_by_drafting():
     fast = replace(fast, about=fast.about | {"reads": True})
     slow = replace(fast, lengths=(1, 20), catch_up=np.array([1e-4, 0.5]))
     for costs, least, most in ((fast, 0.9, 1.0), (slow, 0.0, 0.2)):
-        policy = Recorded(Goodput(costs, horizon=1 << 40, stays=1 << 40))
+        policy = Recorded(Goodput(costs, horizon=1 << 40, plain_horizon=1 << 40))
         simulated(policy, costs, alike(0.9), streams=4, count=120, new=40)
         late = policy.drafts()[len(policy.drafts()) // 3 :]
         assert least <= sum(gamma > 0 for gamma in late) / len(late) <= most
@@ -756,7 +760,7 @@ def test_at_every_grade_it_is_drafted_as_deep_as_promises_most(law, rows, dear, 
     passes of some lengths take. Seen: the grade, the guesses kept, and whether any were made."""
     dear = dear if rows <= 2 else {}
     costs = table(dear, packs=True, grades=3, **law)
-    policy = Goodput(costs, gammas=(1, 2, 3), hopes=1e-9, fade=1.0, margin=0.0)
+    policy = Goodput(costs, gammas=(1, 2, 3), prior_guesses=1e-9, fade=1.0, margin=0.0)
     steps = [Step(0, 3 * made, k * made, 1 + k * made, grade=g) for g, k, made in seen]
     policy.learn(load(1), Plan(Tree.chain(3)), steps, None)
     policy._digest()

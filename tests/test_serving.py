@@ -271,8 +271,13 @@ def test_a_drafter_that_reads_late_still_accepts_everything():
 def test_a_drafter_reads_a_long_text_in_chunks_and_is_judged_when_it_has():
     made = engine("self", "chain", "match")
     bank, policy = EngineBank(made, 2, SLOTS, ROOM), Restless(0, [Tree.chain(2)], [False])
-    read, guide = [], bank.guide
-    bank.guide = lambda row, start, stop: (read.append((start, stop)), guide(row, start, stop))
+    read, catch_up_row = [], bank.catch_up_row
+
+    def noted(row, start, stop):
+        read.append((start, stop))
+        catch_up_row(row, start, stop)
+
+    bank.catch_up_row = noted
     request = Request([i * 7 % V for i in range(60)], 20)
     server = Server(bank, policy, chunk=20)
     answer = server.submit(request)
@@ -341,6 +346,11 @@ def test_overload_waits_within_a_bound_and_is_then_refused_in_order():
     assert begun == sorted(begun)
 
 
+def test_a_closed_loop_without_streams_is_refused_instead_of_waited_for():
+    with pytest.raises(UserError, match="needs 1 stream or more"):
+        Closed(requests(2), 0)
+
+
 def test_a_policy_wider_than_the_bank_is_refused_before_anything_runs():
     with pytest.raises(UserError, match=r"leaves 10 slots .* wants 21"):
         Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(20)))
@@ -399,7 +409,7 @@ def test_banks_take_their_memory_when_they_are_made(room):
 def test_a_row_that_does_not_fit_is_refused_in_a_line(room):
     made = engine("model", "chain", "match")
     room(made.target.kv_bytes_per_token * SLOTS)
-    with pytest.raises(UserError, match="not one row of 96 slots fits: serve shorter texts"):
+    with pytest.raises(UserError, match="not one row of 96 slots fits: serve shorter requests"):
         EngineBank(made, 2, SLOTS, ROOM)
 
 

@@ -1,8 +1,8 @@
-"""How many replicas a day of traffic takes, with and without speculation.
+"""How many replicas a day of traffic needs, with and without speculation.
 
 The times of rounds and the acceptance are measured; everything else here is SIMULATED, by
-`serving.fleet`: no machine of the test bench holds a fleet. A replica is one more of the machine
-that the cost table was measured on. Seconds inside, milliseconds in what is shown and logged.
+`serving.fleet`, for lack of a real fleet. A replica is a machine like the one that the cost table
+was measured on. Times are seconds inside, and milliseconds where they are shown or logged.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HOURS = 24
 
 @dataclass(frozen=True)
 class Day:
-    """So many requests in 24 hours, fewest at midnight: a rate that swings around its mean by the
-    share `swing`, and lengths from their law. Raises UserError."""
+    """The traffic of 24 hours: a number of requests, whose rate swings around its mean by the share
+    `swing` and is lowest at midnight, and the distribution of lengths. Raises UserError."""
 
     requests: int
     swing: float
@@ -44,7 +44,7 @@ class Day:
 
     @property
     def mean(self) -> float:
-        """Requests a second."""
+        """Mean rate, requests a second."""
         return self.requests / (HOURS * 3600)
 
     def rates(self) -> np.ndarray:
@@ -53,15 +53,17 @@ class Day:
         return self.mean * (1 - self.swing * np.cos(2 * np.pi * middle))
 
     def whole(self) -> Arrivals:
+        """All requests of the day."""
         return arrivals.many_of_a_day(self.mean, self.requests, self.lengths, self.seed, self.swing)
 
     def window(self, rate: float, count: int) -> Arrivals:
-        """`count` requests at one rate: what an hour is judged by."""
+        """`count` requests at a constant rate, a sample of an hour."""
         return arrivals.many_bursty(rate, count, self.lengths, self.seed, 1.0)
 
 
 def lengths(prompt_tokens: int, output_tokens: int, spread: float = 0.6) -> Lengths:
-    """Lognormal around these medians, cut at four times the longer one."""
+    """Lognormal lengths with these medians, clipped at four times the longer one. Raises
+    UserError."""
     for name, tokens in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
         if tokens < 1:
             raise UserError(f"{name} is {tokens}; a request has at least one token of each")
@@ -70,8 +72,8 @@ def lengths(prompt_tokens: int, output_tokens: int, spread: float = 0.6) -> Leng
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same in every simulation: the traffic, the pace of a replica under each
-    policy, how long it reads, what a request may take, and who gets which."""
+    """What all simulations share: the traffic, the pace of a replica under each policy, the cost
+    table (for prefill), the latency limits and the router."""
 
     day: Day
     paces: Mapping[str, Pace]
@@ -80,6 +82,7 @@ class Setting:
     router: str
 
     def simulate(self, name: str, asked: Arrivals, replicas: int, said: str = "") -> Served:
+        """Serve requests on so many replicas under a policy, with a progress bar named `said`."""
         pace, read_s = self.paces[name], self.costs.prefill_s
         with tqdm(total=len(asked), desc=said or name, unit="request", delay=1) as bar:
 
@@ -93,8 +96,8 @@ class Setting:
         return served
 
     def size(self, name: str, asked: Arrivals, near: int = 1) -> float:
-        """The fewest replicas that keep the limits; NaN where no number does. Raises UserError if
-        that is so even of plain decoding."""
+        """The fewest replicas that keep the limits, NaN if no number does. Raises UserError instead
+        for plain decoding: then there is nothing to compare with."""
         pace, read_s = self.paces[name], self.costs.prefill_s
         try:
             return fleet.size(asked, pace, read_s, self.limits, self.router, self.day.seed, near)
@@ -114,11 +117,11 @@ def setting(
     tpot_steps: float,
     router: str = "least",
 ) -> Setting:
-    """Paces of these policies at the acceptance of `bench.acceptance`'s rows, with the limit of
-    TPOT in plain steps of a stream alone, which means the same on every machine. Raises
-    UserError."""
+    """A setting for these policies. accepted: rows of `bench.acceptance`; rows: streams of a
+    replica at most; tpot_steps: the limit of TPOT in plain steps of a single stream, which means
+    the same on every machine. Raises UserError."""
     if "plain" not in names:
-        raise UserError("plain decoding is what the others are compared with: name it, too")
+        raise UserError("the other policies are compared with plain decoding: name plain, too")
     costs = costs.sparing(bench.made(accepted))
     few = day.window(1.0, 20_000)
     prompt, output = float(few.prompt.mean()), float(few.output.mean())
@@ -129,8 +132,8 @@ def setting(
 
 
 def pace_table(setting: Setting) -> pd.DataFrame:
-    """One row a policy and number of streams: tokens/s of the replica, guesses a round, and the
-    milliseconds a token takes each stream."""
+    """One row a policy and number of streams: tokens/s of the replica, its draft length, and the
+    milliseconds a token of each stream."""
     return pd.DataFrame(
         {"policy": name, "streams": b, "tok_s": b * pace.tokens_s[b], "gamma": pace.gamma[b],
          "token_ms": 1e3 / pace.tokens_s[b]}
@@ -140,8 +143,8 @@ def pace_table(setting: Setting) -> pd.DataFrame:
 
 
 def hourly(setting: Setting, sample: int) -> pd.DataFrame:
-    """One row a policy and hour of the day: the rate of its requests, and the replicas that keep
-    the limits, judged by `sample` requests at that rate. Hours of one rate are simulated once."""
+    """One row a policy and hour of the day: the rate of its requests, and the fewest replicas that
+    keep the limits for a sample of `sample` requests. Hours of equal rate are simulated once."""
     rows: list[dict[str, Any]] = []
     with _counting("sizing", HOURS * len(setting.paces)) as bar:
         for name in setting.paces:
@@ -158,14 +161,14 @@ def hourly(setting: Setting, sample: int) -> pd.DataFrame:
 
 
 def saved(hours: pd.DataFrame, name: str) -> float:
-    """Share of plain decoding's replica-hours that a policy does without; negative: needs more."""
+    """Share of plain decoding's replica-hours that a policy saves; negative if it needs more."""
     total = hours.groupby("policy")["replicas"].sum(min_count=HOURS)
     return float(1 - total[name] / total["plain"])
 
 
 def over_size(setting: Setting, hours: pd.DataFrame, sample: int, points: int = 9) -> pd.DataFrame:
-    """At the busiest hour, over the number of replicas: the limited quantile of TTFT and TPOT in
-    ms, and the share of requests within both limits. One row a policy and size."""
+    """The busiest hour on fleets of several sizes. One row a policy and size: the quantiles of TTFT
+    and TPOT that are limited, in ms, and the share of requests within both limits."""
     busiest = hours[hours["rate"] == hours["rate"].max()]
     asked = setting.day.window(busiest["rate"].iloc[0], sample)
     low, high = 0.6 * busiest["replicas"].min(), 1.5 * busiest["replicas"].max()
@@ -184,12 +187,13 @@ def over_size(setting: Setting, hours: pd.DataFrame, sample: int, points: int = 
 
 
 def within(served: Served, limits: Limits) -> np.ndarray:
-    """Is a request answered within both limits? bool [n]"""
+    """Whether each request is answered within both limits, bool [n]."""
     return (served.ttft_s <= limits.ttft_s) & ~(served.tpot_s > limits.tpot_s)
 
 
 def whole_day(setting: Setting, replicas: int) -> pd.DataFrame:
-    """Every request of the day, under every policy on the same fleet: `served_metrics` of each."""
+    """Every request of the day on one fleet, under every policy: one row of `served_metrics` a
+    policy."""
     asked = setting.day.whole()
     return pd.DataFrame(
         {"policy": name}
@@ -199,8 +203,8 @@ def whole_day(setting: Setting, replicas: int) -> pd.DataFrame:
 
 
 def served_metrics(served: Served, limits: Limits) -> dict[str, float]:
-    """As `load.served_metrics`, of a simulated fleet: throughput, latency, goodput, and of its
-    replicas the streams while busy and the share of time that they are."""
+    """The metrics of `load.served_metrics` for a simulated fleet; `load/occupancy`: mean streams of
+    a busy replica; `load/busy`: the share of time that replicas are busy."""
     good, asked = within(served, limits), served.arrivals
     found = {
         "throughput/tok_s": asked.output.sum() / served.seconds,
@@ -219,7 +223,7 @@ def served_metrics(served: Served, limits: Limits) -> dict[str, float]:
 
 
 def peak(hours: pd.DataFrame, name: str) -> int:
-    """Replicas that a policy needs in its busiest hour. Raises UserError if no number does."""
+    """Replicas that a policy needs in its busiest hour. Raises UserError if no number suffices."""
     most = hours.loc[hours["policy"] == name, "replicas"].max(skipna=False)
     if np.isnan(most):
         raise UserError(f"{name} misses the limits with any number of replicas: raise tpot_steps")
@@ -229,7 +233,7 @@ def peak(hours: pd.DataFrame, name: str) -> int:
 def metrics(
     setting: Setting, hours: pd.DataFrame, days: pd.DataFrame, accepted: pd.DataFrame, policy: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and series of one policy, as they are logged; all but `acceptance` is SIMULATED."""
+    """Metrics and series of one policy, for MLflow; all but `acceptance` are SIMULATED."""
     found, series = bench.acceptance_metrics(accepted)
     found |= {
         "fleet/replicas": peak(hours, policy),

@@ -1,9 +1,9 @@
-"""Serving under load as an experiment: traffic from prompts, servers that race, their figures.
+"""Serving under load as an experiment: traffic from prompts, policies compared, their metrics.
 
-Servers that are compared share the machine in turns, each on a stopwatch of its own, so that a slow
-moment of the machine falls on all of them. In a closed loop a turn ends when a server has delivered
-so many tokens, in open traffic when so much of its time has passed; turns are the paired units of
-every interval.
+The servers of the compared policies share the machine by turns, each with a stopwatch of its own,
+so that a slow moment of the machine affects all of them. A turn ends after a number of tokens in a
+closed loop, and after a stretch of the server's own time in open traffic. Confidence intervals are
+over turns, paired between policies.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from specexp.serving.serve import (
 from specexp.serving.simulate import SimulatedBank
 
 QUANTILES = (50, 95, 99)
-LEAST = {50: 1, 95: 60, 99: 662}  # samples without which a quantile is not told
-LEARNING = 2  # turns that do not count: rounds are recorded, and policies do not know yet
-PIECES = 8  # of a turn: what disturbs the machine for a second falls on every server
+LEAST = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
+LEARNING = 2  # first turns that do not count: rounds are captured and policies learn
+PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affects all of them
 SHOWN = {
     "throughput/tok_s": "tokens/s", "throughput/req_s": "requests/s",
     "goodput/share": "within the limits", "goodput/req_s": "goodput, requests/s",
     **{f"latency/{kind}_p{q}_ms": f"{kind.upper()} p{q}, ms"
        for kind in ("ttft", "tpot", "itl", "e2e") for q in (50, 95)},
-    "load/occupancy": "streams written at once", "load/speculated": "rows speculated",
-    "served/rate": "guesses kept", "load/overhead": "scheduler's share of the time",
+    "load/occupancy": "streams decoded at once", "load/speculated": "rows speculated",
+    "served/rate": "guesses accepted", "load/overhead": "scheduler's share of the time",
     "load/refused": "refused", "load/failed": "failed",
 }  # fmt: skip
 SHARES = ("goodput/share", "load/speculated", "served/rate", "load/overhead")
@@ -59,7 +59,7 @@ SHARES = ("goodput/share", "load/speculated", "served/rate", "load/overhead")
 
 @dataclass
 class Run:
-    """A server and all that it was asked."""
+    """A server, where its requests come from, and the answers so far."""
 
     server: Server
     arriving: Arriving
@@ -74,7 +74,7 @@ class Run:
 
 
 def requests(rig: Rig, prompts: Sequence[Prompt], count: int, max_new_tokens: int) -> list[Request]:
-    """`count` requests, the prompts over and over, mixed evenly over their kinds."""
+    """`count` requests: the prompts, interleaved over their categories and repeated as needed."""
     kinds: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         kinds.setdefault(prompt.category, []).append(prompt)
@@ -87,27 +87,29 @@ def requests(rig: Rig, prompts: Sequence[Prompt], count: int, max_new_tokens: in
 
 
 def staggered(asked: Sequence[Request], count: int) -> list[Request]:
-    """The same, but the first `count` are of as many lengths: begun together, they end apart, and
-    those that follow are not all read at once."""
+    """The same requests, the first `count` of them cut to rising lengths: they begin together, but
+    end one by one, so that the next prompts are not all prefilled in one step."""
     first = [replace(r, new=max(1, r.new * (i + 1) // count)) for i, r in enumerate(asked[:count])]
     return [*first, *asked[count:]]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests, and how they come: in a closed loop of `concurrency` streams, or, where that is
-    None, at their own times."""
+    """Requests and their arrival: in a closed loop of `concurrency` streams, or, if that is None,
+    at their own times."""
 
     requests: tuple[Request, ...]
     concurrency: int | None = None
 
     def arriving(self) -> Arriving:
+        """A new source of these requests."""
         if self.concurrency is None:
             return Timed(self.requests)
         return Closed(self.requests, self.concurrency)
 
     def as_served(self, answers: Iterable[Answer]) -> Traffic:
-        """The same, with texts as long as these: they may have ended before their limits."""
+        """The same traffic with outputs as long as these, which may have ended before their
+        limits."""
         written = {a.request.stream: max(1, len(a.tokens)) for a in answers}
         cut = (replace(r, new=written.get(r.stream, r.new)) for r in self.requests)
         return replace(self, requests=tuple(cut))
@@ -116,8 +118,8 @@ class Traffic:
 def traffic(
     rig: Rig, prompts: Sequence[Prompt], load: str, count: int, max_new_tokens: int, seed: int = 0
 ) -> Traffic:
-    """What `load` says (see `arrivals.parse`), made of these prompts. The lengths of a trace cut
-    them and set how much is written, up to `max_new_tokens`."""
+    """The load of that name (see `arrivals.parse`) with these prompts, `max_new_tokens` of output
+    each. A trace's lengths shorten both."""
     made = arrivals.parse(load, count, seed)
     if isinstance(made, arrivals.Closed):
         return Traffic(tuple(requests(rig, prompts, count, max_new_tokens)), made.concurrency)
@@ -133,25 +135,26 @@ def traffic(
 
 
 def slots_for(asked: Sequence[Request], room: int) -> int:
-    """Slots a row needs for the longest of these requests."""
+    """Slots of a row for the longest of these requests and a draft of `room` slots."""
     return max(len(r.prompt) + r.new for r in asked) + room
 
 
 def bank(
     rig: Rig, policy: str, rows: int, asked: Sequence[Request], room: int, timer: Any = None
 ) -> EngineBank:
-    """Rows for these requests; under the policy `plain` without any drafter."""
+    """A bank for these requests; without a drafter for the policy `plain`."""
     engine = rig.apart().engine
     engine = engine.plain() if policy == "plain" else engine
     return EngineBank(engine, rows, slots_for(asked, room), room, timer)
 
 
 def policy(rig: Rig, name: str, costs: Costs | None) -> Policy:
-    """`plain` is decoding on an engine that has no drafter; the rest is `policies.of`."""
+    """`policies.of`, and `plain`: never drafting, on an engine without a drafter."""
     return policies.of("never" if name == "plain" else name, costs, rig.deepest)
 
 
 def room(rig: Rig, names: Iterable[str], costs: Costs | None) -> int:
+    """Slots for the largest draft of these policies."""
     return max(policy(rig, name, costs).widest for name in names)
 
 
@@ -165,13 +168,12 @@ def race(
     turns: int,
     chunk: int = 512,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:
-    """A closed loop of `concurrency` streams under every policy, side by side; after the last of
-    the requests the first comes again.
+    """A closed loop of `concurrency` streams under every policy, by turns; the requests repeat.
 
-    One row a policy and turn: seconds for the turn's tokens, and what was speculated. Turns begin
-    when every row has been written once, and `LEARNING` come before those that count; each server
-    delivers `tokens` or more a turn, a piece at a time. Returns the runs, too. Raises UserError for
-    requests that bring nothing.
+    Returns one row a policy and turn (`sums`), and the runs. The first turn begins when every row
+    has been in use, and `LEARNING` turns come before those that count. In a turn each server
+    generates at least `tokens` tokens, a piece at a time. Raises UserError for requests that yield
+    no tokens.
     """
     space = room(rig, names, costs)
     watches = {name: Stopwatch() for name in names}
@@ -189,8 +191,8 @@ def race(
         while sum(t.emitted for t in run.ticks[begun[name] :]) < enough:
             run.advance()
             if len(run.answers) > most:
-                why = "; ".join(notes(runs)) or "their texts end at once"
-                raise UserError(f"{len(asked)} requests did not bring {tokens} tokens: {why}")
+                why = "; ".join(notes(runs)) or "their outputs end at once"
+                raise UserError(f"{len(asked)} requests did not yield {tokens} tokens: {why}")
         watches[name].stop()
 
     for name, run in runs.items():
@@ -209,26 +211,27 @@ def race(
 
 
 def in_turn(names: Collection[str], number: int) -> list[str]:
-    """All of them, in another order every time and by chance, for whoever follows one that drafts
-    finds fewer of the target's weights in the caches than who follows one that does not."""
+    """The names in a random order that depends on `number`: a server that runs after one that
+    drafts finds fewer of the target's weights in the CPU's caches, and no policy should suffer that
+    more often than another."""
     return random.Random(number).sample(list(names), len(names))
 
 
 def _alike(runs: Mapping[str, Run]) -> None:
-    """As many rows for everybody: a bank that is made later may have found less memory."""
+    """Give all servers the same number of rows: later banks may have found less memory."""
     least = min(run.server.rows for run in runs.values())
     for run in runs.values():
         run.server.rows = least
 
 
 def full(run: Run, concurrency: int) -> bool:
-    """Has every row of a closed loop been written at some time?"""
+    """Whether every row of a closed loop has been in use."""
     return len([a for a in run.answers if a.deliveries]) >= concurrency
 
 
 def sums(ticks: Sequence[Tick]) -> dict[str, float]:
-    """Of a stretch of steps: seconds, those of all streams, tokens, rows and how much of them was
-    speculated."""
+    """Totals over steps: seconds, seconds in the bank, tokens emitted, rows, seconds times streams,
+    rows that had guesses, guesses drafted and accepted."""
     return {
         "s": sum(t.end_s - t.begin_s for t in ticks),
         "busy_s": sum(t.busy_s for t in ticks),
@@ -251,9 +254,9 @@ def open_race(
     queue: int = 1024,
     slice_s: float = 0.5,
 ) -> dict[str, Run]:
-    """The same traffic under every policy; servers take turns of `slice_s` of their own time, and
-    time in which a server has nothing to do passes at once. Every bank has been full once before
-    the first request comes, and its rounds are rehearsed: the first of a size are slow."""
+    """The same traffic under every policy. Servers take turns of `slice_s` seconds of their own
+    time, in which idle time is skipped. Before the first request arrives, the rounds of a bank are
+    captured and it has been full once, since first rounds of a size are slow."""
     asked = offered.requests
     space = room(rig, names, costs)
     watches = {name: Stopwatch() for name in names}
@@ -292,7 +295,7 @@ def bake_off(
     max_new_tokens: int,
     turns: int = 12,
 ) -> pd.DataFrame:
-    """`race` at every load, `turns` turns each: one row a load, policy and turn."""
+    """`race` at every number of streams, `turns` turns each: one row a load, policy and turn."""
     parts = []
     with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
         for c in concurrency:
@@ -306,8 +309,9 @@ def bake_off(
 
 
 def rates(samples: pd.DataFrame, base: str = "plain") -> pd.DataFrame:
-    """Tokens a second of each policy and load, and its speedup over `base` with the interval over
-    turns; share of rows speculated; share of guesses kept."""
+    """One row a load and policy: tokens/s, the speedup over `base` with its interval over turns,
+    the shares of rows speculated and of guesses accepted (`kept`), the scheduler's share of the
+    time."""
     rows = []
     for load, at in samples.groupby("load"):
         plain = at[at["policy"] == base].set_index("turn")
@@ -325,8 +329,9 @@ def rates(samples: pd.DataFrame, base: str = "plain") -> pd.DataFrame:
 
 
 def regrets(samples: pd.DataFrame) -> pd.DataFrame:
-    """By how much each policy misses the best fixed choice of its load, plain decoding included,
-    picked with hindsight; negative: it beats it. With the interval over turns."""
+    """One row a load and policy: the regret, which is the share of the rate that a policy loses to
+    the best fixed choice at that load (`oracle`: plain decoding or a draft length, picked with
+    hindsight), with its interval over turns. Negative where the policy is faster."""
     rows = []
     for load, at in samples.groupby("load"):
         total = at.groupby("policy", sort=False)[["tokens", "s"]].sum()
@@ -345,9 +350,9 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def answered(answers: Sequence[Answer]) -> pd.DataFrame:
-    """One row a request, in seconds, as serving benchmarks define them: `ttft` from its coming to
-    its first token, waiting included; `tpot` from the first to the last, for each token after the
-    first; `e2e` from its coming to its end."""
+    """One row a request, times in seconds as serving benchmarks define them: `ttft` from arrival to
+    the first token, waiting included; `tpot` from the first token to the last, for each token after
+    the first; `e2e` from arrival to the last token."""
     rows = []
     for a in answers:
         first = a.deliveries[0][0] if a.deliveries else float("nan")
@@ -364,8 +369,8 @@ def answered(answers: Sequence[Answer]) -> pd.DataFrame:
 
 
 def gaps(answers: Sequence[Answer]) -> np.ndarray:
-    """ITL: seconds between the deliveries of a request, all requests together. A round's tokens
-    come at once, and count as one delivery."""
+    """ITL: seconds between the deliveries of a request, all requests pooled. The tokens of a round
+    arrive together and count as one delivery."""
     found = [np.diff([at for at, _ in a.deliveries]) for a in answers if len(a.deliveries) > 1]
     return np.concatenate(found) if found else np.zeros(0)
 
@@ -373,8 +378,8 @@ def gaps(answers: Sequence[Answer]) -> np.ndarray:
 def served_metrics(
     answers: Sequence[Answer], ticks: Sequence[Tick], ttft_ms: float, tpot_ms: float
 ) -> dict[str, float]:
-    """What serving benchmarks report, as it is logged; goodput: the requests answered within both
-    limits, as a share of all and a second. nan: too little to tell it from."""
+    """The metrics that serving benchmarks report, for MLflow. Goodput: the requests answered within
+    both limits, as a share of all and a second. NaN where there are too few samples."""
     table = answered(answers)
     done = table[table["state"] == "done"]
     seconds = (ticks[-1].end_s - min(a.came_s for a in answers)) if ticks else float("nan")
@@ -402,8 +407,8 @@ def served_metrics(
 
 
 def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
-    """Over time: rows being written, requests waiting, share of rows speculated, guesses kept.
-    Raises UserError when nothing was served."""
+    """Over time, in bins: rows being decoded, requests waiting, the shares of rows speculated and
+    of guesses accepted (`kept`). Raises UserError when nothing was served."""
     if not ticks:
         raise UserError("nothing was served: every request was refused; see the answers' reasons")
     table = pd.DataFrame([vars(t) for t in ticks])
@@ -417,9 +422,9 @@ def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
 
 
 def certify_served(rig: Rig, asked: Sequence[Request], concurrency: int) -> Exactness:
-    """Serve requests in a closed loop, greedily or under Match, and compare every answer with
-    plain decoding of that request. Drafts go to all rows, to half of them and to none in turn, so
-    that drafters lag, catch up and rows part whatever a policy would choose here."""
+    """Serve requests in a closed loop, greedily or under the rule Match, and compare every answer
+    with plain decoding of that request alone. All rows draft, then half of them, then none, and so
+    on, so that drafters lag and catch up whatever a policy would choose here."""
     coupled = rig if rig.options["temperature"] == 0 else rig.with_(rule="match")
     turning = policies.InTurn(min(3, rig.deepest))
     made = bank(coupled, "in turn", concurrency, asked, turning.widest)
@@ -430,12 +435,12 @@ def certify_served(rig: Rig, asked: Sequence[Request], concurrency: int) -> Exac
 
 
 def overhead_s(runs: dict[str, Run]) -> float:
-    """Seconds a step that servers spend on their own, passes apart."""
+    """Mean seconds a step that servers spend outside their banks."""
     ticks = [tick for run in runs.values() for tick in run.ticks]
     return sum(t.end_s - t.begin_s - t.busy_s for t in ticks) / len(ticks)
 
 
-def foretold(
+def simulate(
     costs: Costs,
     accepted: pd.DataFrame,
     names: Sequence[str],
@@ -447,23 +452,25 @@ def foretold(
     pace: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Run]:
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
-    accepted: rows of `bench.acceptance`; a request is as easy as others of its kind, and has
-    guesses as often. pace: factors on the table's times of rounds and of reading prompts; policies
-    are not told."""
+
+    accepted: rows of `bench.acceptance`; a request has the acceptance of its category, and guesses
+    as often. overhead_s: see `overhead_s`. pace: factors on the table's times of rounds and of
+    prefill, of which the policies do not know.
+    """
     parts = [*accepted.groupby("category"), (None, accepted)]
     known = {kind: (bench.pooled(part).conditional, bench.made(part)) for kind, part in parts}
     alike = {r.stream: known.get(r.kind, known[None]) for r in offered.requests}
-    costs = replace(costs, about=costs.about | {"grades": 1})  # nobody is sure of what is imagined
+    costs = replace(costs, about=costs.about | {"grades": 1})  # simulated guesses have no grades
     runs = {}
     for name in names:
         deepest = costs.gammas[-1] if name in ("goodput", "bandit") else policies.MOST
         chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
-        imagined = SimulatedBank(
-            costs.slower(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
+        made = SimulatedBank(
+            costs.scaled(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
             overhead_s=overhead_s, made=lambda stream: alike[stream][1],
         )  # fmt: skip
-        runs[name] = Run(Server(imagined, chosen, chunk, queue), offered.arriving())
+        runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
         while runs[name].advance():
             pass
     return runs
@@ -472,11 +479,11 @@ def foretold(
 def simulated(
     costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Traffic, rows: int
 ) -> tuple[dict[str, Run], tuple[float, float]]:
-    """SIMULATED: these runs once more, as `foretold`, on a machine as fast as it was while they
-    ran; and its two paces: the factors on the table's times with which steps that read prompts, and
-    those that do not, take as long in all as they really did, in the median of the policies.
-    Machines change them by a third within minutes, and queues make more of that."""
-    own_s, rounds, reads = overhead_s(real), 1.0, 1.0
+    """SIMULATED: the same runs by `simulate`, on a machine as fast as the real one was during them,
+    and the two factors on the table's times that this takes. They are fitted so that the steps with
+    prefill, and those without, take as long in total as they really did, in the median of the
+    policies. (Within minutes a machine's speed changes by a third, which queues amplify.)"""
+    own_s, rounds, prefill = overhead_s(real), 1.0, 1.0
 
     def off(runs: dict[str, Run], reading: bool) -> float:
         def seconds(run: Run) -> float:
@@ -485,20 +492,20 @@ def simulated(
         return float(np.median([seconds(real[n]) / max(seconds(runs[n]), 1e-9) for n in real]))
 
     for _ in range(20):
-        pace = rounds, reads
-        runs = foretold(costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=pace)
+        pace = rounds, prefill
+        runs = simulate(costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=pace)
         found = off(runs, False), off(runs, True)
         if np.allclose(found, 1, atol=0.005):
             break
-        rounds, reads = rounds * found[0], reads * found[1]
+        rounds, prefill = rounds * found[0], prefill * found[1]
     return runs, pace
 
 
 def compare_runs(
     real: dict[str, Run], simulated: dict[str, Run], ttft_ms: float, tpot_ms: float
 ) -> pd.DataFrame:
-    """Real and SIMULATED side by side: throughput and, of requests enough, the 95th percentiles of
-    every policy."""
+    """Real and SIMULATED metrics, one row a policy and figure: throughput and, where there are
+    enough requests, 95th percentiles."""
     shown = {
         "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",
         "latency/tpot_p95_ms": "TPOT p95 (ms)", "latency/e2e_p95_ms": "E2E p95 (ms)",
@@ -517,13 +524,12 @@ def compare_runs(
 
 
 def prices(rig: Rig, names: Iterable[str], asked: Sequence[Request]) -> Costs | None:
-    """The cost table of these requests, measured if need be, where one of these policies reads
-    it."""
+    """The cost table for these requests, measured if need be; None if no policy reads it."""
     return maps.profile(rig, longest=slots_for(asked, 0)) if "goodput" in names else None
 
 
 def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
-    """How far SIMULATED figures are from real ones: the median over policies, as a share."""
+    """Relative error of the SIMULATED figures, the median over policies."""
     off = (compared["simulated"] / compared["real"] - 1).abs().groupby(compared["figure"]).median()
     names = {"tokens/s": "throughput", "TTFT p95 (ms)": "ttft_p95", "TPOT p95 (ms)": "tpot_p95",
              "E2E p95 (ms)": "e2e_p95"}  # fmt: skip
@@ -531,7 +537,7 @@ def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
 
 
 def steps(runs: dict[str, Run]) -> pd.DataFrame:
-    """Every step of every server, in order: what is kept as parquet."""
+    """One row a step and policy, in order; logged as a table."""
     return pd.concat(
         [
             pd.DataFrame(vars(t) for t in run.ticks).assign(policy=name)
@@ -550,14 +556,14 @@ def figures(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFram
 
 
 def said(key: str, value: float) -> str:
-    """A figure of `served_metrics` for people."""
+    """A value of `served_metrics` as text."""
     if np.isnan(value):
         return "-"
     return f"{value:.1%}" if key in SHARES else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def notes(runs: dict[str, Run]) -> list[str]:
-    """What servers had to say: memory that ran out, requests that were not answered and why."""
+    """Messages about memory that ran out and requests refused or failed, with the reasons."""
     found = []
     for name, run in runs.items():
         found += [f"{name}: {line}" for line in run.server.notes]
@@ -569,8 +575,8 @@ def notes(runs: dict[str, Run]) -> list[str]:
 def metrics(
     rated: pd.DataFrame, missed: pd.DataFrame, served: pd.DataFrame, policy: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and series of one policy, as they are logged: its closed loops from `rates` and
-    `regrets`, its open traffic from `figures`."""
+    """Metrics and series of one policy, for MLflow: of closed loops from `rates` and `regrets`, of
+    open traffic from `figures`. `speedup/measured` is that of the fewest streams."""
     mine = rated[rated["policy"] == policy]
     lost = missed[missed["policy"] == policy].set_index("load")["regret"]
     first = mine.iloc[0]

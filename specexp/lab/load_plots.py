@@ -1,4 +1,4 @@
-"""Figures of serving under load: policies against each other, over load and over time."""
+"""Figures of serving under load: policies compared over load and over time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LOAD_AWARE = ("goodput", "bandit", "threshold", "table")
 
 
 def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
-    """Left: tokens a second over plain decoding's, over the number of streams. Right: by how much
-    each policy misses the best fixed choice. From `load.rates` and `load.regrets`."""
+    """Left: speedup over plain decoding, by the number of streams. Right: the regret of the
+    load-aware policies. From `load.rates` and `load.regrets`."""
     names = list(dict.fromkeys(rates["policy"]))
     colours = palette(names)
     with panels(2, 14, 4.8) as (figure, (left, right)):
@@ -50,16 +50,15 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
 
 
 def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
+    """The title of `bake_off`."""
     aware = regrets[regrets["policy"].str.startswith(LOAD_AWARE)]
     always = [n for n in dict.fromkeys(rates["policy"]) if n.startswith("always")]
     said = []
     if always:
         fixed = rates[rates["policy"] == always[-1]]
-        first, last = fixed.iloc[0], fixed.iloc[-1]
-        said.append(
-            f"{always[-1]}: {first['speedup']:.2f}x with {first['load']} and "
-            f"{last['speedup']:.2f}x with {last['load']} streams"
-        )
+        ends = fixed.iloc[sorted({0, len(fixed) - 1})]
+        each = [f"{s:.2f}x with {n}" for s, n in zip(ends["speedup"], ends["load"], strict=True)]
+        said.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
         worst = aware.groupby("policy")["regret"].max()
         said.append(
@@ -69,9 +68,9 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
 
 
 def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
-    """What happened over time under every policy; tables from `load.timeline`."""
-    rows = {"live": "streams written", "waiting": "waiting", "speculated": "share speculated",
-            "kept": "guesses kept"}  # fmt: skip
+    """The load and the drafts over time, a line a policy; tables from `load.timeline`."""
+    rows = {"live": "streams being decoded", "waiting": "requests waiting",
+            "speculated": "rows speculated", "kept": "guesses accepted"}  # fmt: skip
     colours = palette(list(tables))
     with panels(len(rows), 4.2 * len(rows), 3.8) as (figure, every):
         for axes, (column, label) in zip(every, rows.items(), strict=True):
@@ -83,18 +82,18 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
                 axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        longest = {name: table["end_s"].max() for name, table in tables.items()}
-        first, last = min(longest, key=longest.__getitem__), max(longest, key=longest.__getitem__)
-        figure.suptitle(
-            f"The same arrivals: over after {longest[first]:.0f} s under {first}, "
-            f"{longest[last]:.0f} s under {last}", x=0.01, ha="left",
-        )  # fmt: skip
+        lasts = {name: table["end_s"].max() for name, table in tables.items()}
+        names = sorted(lasts, key=lasts.__getitem__)
+        ends = dict.fromkeys([names[0], names[-1]])
+        each = [f"{lasts[name]:.0f} s under {name}" for name in ends]
+        said = f"The same arrivals: all answered after {', '.join(each)}"
+        figure.suptitle(said, x=0.01, ha="left")
     return figure
 
 
 def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
-    """Quantiles of TTFT, TPOT and E2E, one group a policy: the columns of `served_metrics`, one row
-    a policy, its name in `policy`."""
+    """Quantiles of TTFT, TPOT and E2E under every policy. figures: one row of `served_metrics` a
+    policy, with its name as `policy`."""
     names = list(figures["policy"])
     colours = palette(names)
     with panels(3, 13, 4) as (figure, every):
@@ -121,8 +120,7 @@ def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
 
 
 def simulated(compared: pd.DataFrame) -> Figure:
-    """Simulated against real, one point a policy and figure: columns policy, figure, real,
-    simulated."""
+    """Simulated against real, one point a policy and figure; from `load.compare_runs`."""
     kinds = list(dict.fromkeys(compared["figure"]))
     colours = palette(list(dict.fromkeys(compared["policy"])))
     with panels(len(kinds), 4.6 * len(kinds), 4.2) as (figure, every):
@@ -153,7 +151,7 @@ def _style(name: str) -> str:
 
 
 def palette(names: Sequence[str]) -> dict[str, tuple[float, ...] | str]:
-    """A colour for every policy; plain decoding is grey everywhere."""
+    """A colour for every policy; plain decoding is grey."""
     others = [n for n in names if n not in ("plain", "never")]
     colours = dict(zip(others, sns.color_palette("colorblind", len(others)), strict=True))
     return {"plain": PLAIN, "never": "#555555"} | colours

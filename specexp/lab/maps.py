@@ -1,10 +1,10 @@
-"""Break-even maps: at which load and draft length speculation pays, foretold from measured parts.
+"""Break-even maps: at which load and draft length speculation pays, predicted from measured parts.
 
-`profile` measures the cost table of a pairing on this machine once and keeps it. With the
-acceptance of some prompts it foretells the speedup at every batch and draft length; `sweep` and
-`compare` say how well. The resampled unit is the prompt: tokens a round have an interval over
-prompts, and as more tokens never move the break-even batch down, that batch has the interval of
-their ends.
+`profile` measures the cost table of a pairing on this machine once and stores it. With the
+acceptance on some prompts, the table predicts the speedup at every batch and draft length; `sweep`
+and `compare` measure how well. Intervals are over prompts: that of the tokens a round is
+bootstrapped, and that of the break-even batch follows from its ends, since the batch rises with the
+tokens.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from specexp.serving.costs import Costs, Fit
 log = logging.getLogger("specexp")
 
 BATCHES, GAMMAS, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (0, *goodput.GAMMAS), (128, 256)
-ROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # speedups on a colour bar
-TICKS = sorted((*ROUND, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5))  # and on one that does not reach far
-FRESH = 6  # hours; what is foretold with an older table may be about another machine (LOG.md)
-DOUBTFUL = 0.8  # a fit that explains less of the times than this was probably disturbed
+ROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # speedups on a wide colour bar,
+TICKS = sorted((*ROUND, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5))  # and on a narrow one
+FRESH = 6  # hours after which a stored table is warned about: a shared machine's speed drifts
+DOUBTFUL = 0.8  # R² of a fit below which the measurement was probably disturbed
 
 # --- the table of a pairing ----------------------------------------------------------------------
 
@@ -60,14 +60,15 @@ def profile(
     force: bool = False,
     longest: int = 0,
 ) -> Costs:
-    """The cost table of a rig: the stored one if it is of these models, this device and dtype and
-    has all these points, or else (or by `force`) a new one, with what the stored one had besides,
-    which is stored. gammas: those that the drafter can do count; contexts: by default those of
-    `CONTEXTS` that the models reach, and one for texts of so many tokens if they are longer."""
+    """The cost table of a rig. The stored one, if it is of these models, device and dtype and has
+    all these points; otherwise, or with `force`, one is measured and stored, which keeps the points
+    of the stored one. gammas beyond the drafter's longest draft are left out. contexts: by default
+    those of `CONTEXTS` that the models reach, and one for `longest` tokens if that is more. Raises
+    UserError."""
     if not rig.engine.drafter.context:
         raise UserError(
-            f"drafter {rig.drafter} guesses nothing, so that there is nothing to choose: name "
-            "another one, or leave out policy goodput"
+            f"drafter {rig.drafter} drafts nothing, so there are no costs to measure: name another "
+            "one, or leave out policy goodput"
         )
     path, gammas = place(rig), [g for g in gammas if g <= rig.deepest]
     if contexts is None:
@@ -77,15 +78,15 @@ def profile(
             contexts.append(min(most, 1 << (longest - 1).bit_length()))
     asked, deepest = (batches, gammas, contexts), max(gammas)
     had: tuple[Sequence[int], ...] = (), (), ()
-    with suppress(UserError):  # none there, or damaged
+    with suppress(UserError):  # there is none, or it is damaged
         stored = Costs.load(path)
         if stored.about == about(rig):
             had = stored.batches, stored.gammas, stored.contexts
     if not force and all(set(a) >= set(b) for a, b in zip(had, asked, strict=True)):
         hours = (time.time() - path.stat().st_mtime) / 3600
         if hours > FRESH:
-            log.warning("%s was measured %.0f hours ago: if the machine is otherwise busy now, "
-                        "`specexp profile --force` measures it anew", path, hours)  # fmt: skip
+            log.warning("%s was measured %.0f hours ago: if the load of the machine has changed, "
+                        "measure again with specexp profile --force", path, hours)  # fmt: skip
         return stored.upto(deepest)
     batches, gammas, contexts = ([*{*a, *b}] for a, b in zip(had, asked, strict=True))
     gammas = [g for g in gammas if g <= rig.deepest]
@@ -103,11 +104,13 @@ def profile(
 
 
 def about(rig: Rig) -> dict[str, Any]:
+    """`Costs.about` of a table of this rig."""
     return tables.about(rig.engine) | {"drafter": rig.drafter}
 
 
 def place(rig: Rig) -> Path:
-    """The file of a rig's table: named by target and drafter, apart for every device and dtype."""
+    """The file of a rig's table: one for each target, drafter, device, dtype (and all of
+    `about`)."""
     known = json.dumps(about(rig), sort_keys=True).encode()
     names = (re.sub(r"[^\w.-]+", "_", name) for name in (rig.target.name, rig.drafter))
     return (
@@ -121,17 +124,18 @@ def place(rig: Rig) -> Path:
 
 
 def tokens_of_round(samples: pd.DataFrame, gamma: int) -> Interval:
-    """Tokens that a round of gamma guesses yields, its interval over prompts. samples: rows of
+    """Mean tokens of a round of gamma guesses, with its interval over prompts. samples: rows of
     `bench.acceptance` with at least gamma guesses a round."""
     kept = [sum(n * min(k, gamma) for k, n in enumerate(r.histogram)) for r in samples["record"]]
     return stats.interval(lambda k, n: 1 + k.sum(-1) / n.sum(-1), kept, samples["passes"])
 
 
 def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) -> float:
-    """The largest batch at which rounds of gamma guesses that yield `tokens` take no longer than
-    plain steps: 0 if there is none, the table's last if it still pays there.
+    """The largest batch at which a round of gamma guesses that yields `tokens` tokens takes no
+    longer than as many plain steps: 0 if there is none, the table's last if drafting still pays
+    there.
 
-    Times are linear between the table's batches, and so is what a round saves.
+    Times are linear between the table's batches, and so is the time that a round saves.
     """
     at = costs.batches
     saved = [tokens * costs.step_s(b, context) - costs.round_s(b, gamma, context) for b in at]
@@ -144,7 +148,7 @@ def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) ->
 
 
 def break_even_batches(costs: Costs, samples: pd.DataFrame, context: float) -> pd.DataFrame:
-    """One row a draft length: gamma, tokens a round, and the break-even batch with its interval."""
+    """One row a draft length: gamma, tokens a round, the break-even batch and its interval."""
     rows = []
     for gamma in range(1, costs.gammas[-1] + 1):
         tokens = tokens_of_round(samples, gamma)
@@ -156,13 +160,13 @@ def break_even_batches(costs: Costs, samples: pd.DataFrame, context: float) -> p
 
 
 def break_even_alpha(costs: Costs, batch: float, gamma: int, context: float) -> float:
-    """The alpha from which gamma guesses pay at this load, each kept with the same chance; 1 also
-    where none does."""
+    """The acceptance probability alpha, the same at every position, from which on gamma guesses
+    pay at this load; 1 also where no alpha does."""
     extra = costs.round_s(batch, gamma, context) / costs.step_s(batch, context) - 1
     return theory.break_even_alpha(gamma, max(0.0, extra / gamma))
 
 
-# --- measured against foretold -------------------------------------------------------------------
+# --- measured against predicted ------------------------------------------------------------------
 
 
 def sweep(
@@ -173,7 +177,8 @@ def sweep(
     max_new_tokens: int,
     repeats: int = 2,
 ) -> pd.DataFrame:
-    """`bench.throughput` for every draft length; `context` is the slots of that batch's buffer."""
+    """`bench.throughput` at every draft length; as in the cost table, `context` includes the slots
+    of the longest draft."""
     arms = [rig.with_(gamma=gamma, tree="chain") for gamma in gammas]
     samples = pd.concat(
         [bench.throughput(arm, prompts, batches, max_new_tokens, repeats) for arm in arms],
@@ -184,9 +189,9 @@ def sweep(
 
 
 def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """One row a (gamma, batch) of a `sweep`: speedup [low, high] as measured, as foretold from the
-    acceptance of `accepted`, and from that of the very runs (`predicted_own`): what is still off
-    there is the costs' doing."""
+    """One row a (gamma, batch) of a `sweep`: the measured speedup [low, high], that predicted from
+    the acceptance of `accepted` (`predicted`), and that predicted from the acceptance of the very
+    same runs (`predicted_own`), whose error comes from the cost table alone."""
     usual = bench.pooled(accepted).conditional
     rows = []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
@@ -203,7 +208,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
 
 
 def predicted_error(compared: pd.DataFrame, column: str = "predicted") -> float:
-    """Median of |log(foretold / measured)|: 0.1 is ten per cent off, either way."""
+    """Median of |log(predicted / measured)|: 0.1 is an error of ten per cent either way."""
     return float(np.log(compared[column] / compared["speedup"]).abs().median())
 
 
@@ -211,9 +216,9 @@ def tax(
     rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
     repeats: int = 5,
 ) -> pd.DataFrame:  # fmt: skip
-    """What it costs merely to have speculation: rounds of no guesses with the drafter and the rule
-    in place, against plain decoding, in turns. One row a batch: `tax` [low, high], the time a token
-    takes more (0.02 is two per cent)."""
+    """The overhead of having a drafter and a rule without drafting, against plain decoding, by
+    turns. One row a batch: `tax` [low, high], the additional time a token (0.02 is two per
+    cent)."""
     samples = bench.throughput(
         rig.with_(gamma=0, tree="chain"), prompts, batches, max_new_tokens, repeats
     )
@@ -233,7 +238,7 @@ def metrics(
     taxes: pd.DataFrame,
     context: float,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and series of a map, as they are logged."""
+    """Metrics and series of a map, for MLflow."""
     found, series = bench.acceptance_metrics(accepted)
     fit = costs.fit()
     found |= {
@@ -254,8 +259,8 @@ def metrics(
 
 
 def cost_curves(costs: Costs, context: float | None = None) -> Figure:
-    """Left: the time of a pass over the tokens in it, one line a batch, with the fit. Right: the
-    same passes against the roofs that the fastest of them show (Williams et al. 2009)."""
+    """Left: time of a pass over the tokens in it, one line a batch, with the fit. Right: a roofline
+    of the same passes, with the roofs that the fastest of them reach (Williams et al. 2009)."""
     context = costs.contexts[0] if context is None else context
     fit = costs.fit()
     knee = fit.knee(context)
@@ -289,8 +294,10 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
 
 
 def in_words(fit: Fit, context: float) -> str:
+    """Floor and slope of a fit as text, with a warning if it is poor."""
     said = f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
-    return said if fit.r2 > DOUBTFUL else f"{said}: doubtful (R² {fit.r2:.2f}), was it busy?"
+    poor = f"doubtful (R² {fit.r2:.2f}): was the machine busy?"
+    return said if fit.r2 > DOUBTFUL else f"{said}, {poor}"
 
 
 def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None:
@@ -306,7 +313,7 @@ def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None
         f"at most {bandwidth:.0f} GB/s of weights", (2, 2 * slope), (16, -14), color="#555555",
         textcoords="offset points", va="top", arrowprops={"arrowstyle": "-", "color": PLAIN},
     )  # fmt: skip
-    axes.set_title("Achieved, under the roofs that these passes show")
+    axes.set_title("Achieved, and the roofs that these passes reach")
 
 
 def _passes(costs: Costs, context: float) -> tuple[np.ndarray, np.ndarray]:
@@ -326,9 +333,9 @@ def break_even(
     contexts: Sequence[int] | None = None,
     compared: pd.DataFrame | None = None,
 ) -> Figure:
-    """Foretold speedup over batch and draft length at the acceptance of `samples`, one panel a
-    context; the line is where it is 1, the band its interval over prompts. Points: measured, from
-    `compare`, in the panel whose context is nearest and in the colours of the map."""
+    """Predicted speedup over batch and draft length at the acceptance of `samples`, one panel a
+    context; the solid line is where it is 1, the dotted ones its interval over prompts. Points:
+    measured speedups from `compare`, in the panel of the nearest context and the same colours."""
     contexts = contexts or costs.contexts
     kept = bench.pooled(samples).conditional
     maps = [_grid(costs, lambda b, g, c=c: costs.speedup(b, g, kept, c)) for c in contexts]
@@ -358,27 +365,27 @@ def break_even(
 
 
 def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
-    """The best that is foretold, and the largest batch that still pays, in words."""
+    """The best predicted speedup, and the largest batch at which drafting still pays, as text."""
     kept = bench.pooled(samples).conditional
     places = [(b, g) for b in costs.batches for g in costs.gammas]
     batch, gamma = max(places, key=lambda at: costs.speedup(at[0], at[1], kept, context))
     line = break_even_batches(costs, samples, context)
     widest = line.loc[line["batch"].idxmax()]
     if not gamma or widest["batch"] == 0:
-        return f"{costs.about['drafter']}: foretold to pay at no batch, {context} slots"
+        return f"{costs.about['drafter']}: predicted to pay at no batch, {context} slots"
     best = costs.speedup(batch, gamma, kept, context)
     last = f"batch {widest['batch']:.0f} [{widest['low']:.0f}, {widest['high']:.0f}]"
     if widest["low"] >= costs.batches[-1]:
-        last = f"batch {costs.batches[-1]} at least"
+        last = f"batch {costs.batches[-1]} or more"
     return (
-        f"{costs.about['drafter']}, {context} slots: {best:.2f}x foretold at batch {batch} with "
+        f"{costs.about['drafter']}, {context} slots: {best:.2f}x predicted at batch {batch} with "
         f"γ = {gamma}; pays up to {last} with γ = {widest['gamma']:.0f}"
     )
 
 
 def break_even_alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
-    """The acceptance probability that pays, over batch and draft length, one panel a context; no
-    acceptance is needed for it. Grey: guesses would not pay if every one of them were kept."""
+    """The acceptance probability from which on drafting pays, over batch and draft length, one
+    panel a context; it follows from costs alone. Grey: it would not pay at any acceptance."""
     contexts = contexts or costs.contexts
     maps = [_grid(costs, lambda b, g, c=c: break_even_alpha(costs, b, g, c)) for c in contexts]
     with panels(len(contexts), 1.5 + 5.2 * len(contexts), 4.6) as (figure, every):
@@ -404,13 +411,13 @@ def break_even_alpha_map(costs: Costs, contexts: Sequence[int] | None = None) ->
 
 
 def _axes(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
-    """Batches, even in log, and draft lengths of a map."""
+    """Batches (evenly spaced in log) and draft lengths of a map."""
     first, last = costs.batches[0], costs.batches[-1]
     return np.geomspace(first, last, 97 if last > first else 1), np.arange(1, costs.gammas[-1] + 1)
 
 
 def _grid(costs: Costs, value: Any) -> np.ndarray:
-    """[gamma, batch]"""
+    """value(batch, gamma) on the axes of a map, [gamma, batch]."""
     x, y = _axes(costs)
     return np.array([[value(float(b), int(g)) for b in x] for g in y])
 

@@ -1,6 +1,6 @@
-"""When requests come and how long they are: a closed loop, Poisson, bursts, a day, or a trace.
+"""Arrival times and lengths of requests: a closed loop, Poisson, bursts, a day, or a trace.
 
-Everything follows from a seed. A load is named as in notebooks and grids: `closed:8`,
+All are reproducible from a seed. A load is named as in notebooks and grids: `closed:8`,
 `poisson:4.5`, `bursty:4.5,3`, `day:2`, `trace:FILE`.
 """
 
@@ -19,8 +19,8 @@ COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tok
 
 
 class Arrival(NamedTuple):
-    """A request that comes `at_s` seconds from the start: tokens of its prompt, and of its answer
-    at most."""
+    """A request that arrives `at_s` seconds from the start, with the tokens of its prompt and the
+    most tokens of its output."""
 
     at_s: float
     prompt: int
@@ -29,8 +29,8 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """Many of them as columns [n], for simulations of millions: at_s float64, rising; tokens of
-    `prompt` and `output`."""
+    """Many arrivals as columns [n], for simulations of millions: at_s float64, rising; `prompt` and
+    `output` in tokens."""
 
     at_s: np.ndarray
     prompt: np.ndarray
@@ -40,13 +40,14 @@ class Arrivals:
         return len(self.at_s)
 
     def each(self) -> list[Arrival]:
+        """The same as a list."""
         columns = (column.tolist() for column in (self.at_s, self.prompt, self.output))
         return [Arrival(*a) for a in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)
 class Closed:
-    """`count` requests, the next one coming when one leaves, `concurrency` at a time."""
+    """`count` requests, `concurrency` at a time: the next arrives when one is done."""
 
     concurrency: int
     count: int
@@ -54,8 +55,8 @@ class Closed:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and outputs: lognormal with these medians and this spread of the logarithm,
-    cut to `most`."""
+    """Distribution of prompt and output lengths in tokens: lognormal with these medians and this
+    standard deviation of the logarithm, clipped to 1..most."""
 
     prompt: int = 60
     output: int = 40
@@ -63,7 +64,7 @@ class Lengths:
     most: int = 400
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [count] each, 1 or more; exactly the medians at spread 0."""
+        """Prompt and output lengths, int64 [count] each; exactly the medians at spread 0."""
         around = np.exp(self.spread * rng.standard_normal((2, count)))
         tokens = np.rint(np.array([[self.prompt], [self.output]]) * around)
         prompts, outputs = np.clip(tokens, 1, self.most).astype(np.int64)
@@ -71,17 +72,19 @@ class Lengths:
 
 
 def poisson(rate: float, count: int, lengths: Lengths, seed: int) -> list[Arrival]:
-    """Independent requests, `rate` a second."""
+    """Poisson arrivals, `rate` a second."""
     return bursty(rate, count, lengths, seed, cv=1.0)
 
 
 def bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float) -> list[Arrival]:
+    """`many_bursty` as a list."""
     return many_bursty(rate, count, lengths, seed, cv).each()
 
 
 def many_bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float) -> Arrivals:
-    """Gamma-distributed gaps with coefficient of variation cv: over 1, bursts and lulls; 1 is
-    Poisson. (As BurstGPT fits them: Wang et al. 2024, arXiv 2401.17644.)"""
+    """`rate` arrivals a second with gamma-distributed gaps of coefficient of variation cv: 1 is
+    Poisson, above 1 there are bursts and lulls. (As BurstGPT fits them: Wang et al. 2024, arXiv
+    2401.17644.)"""
     _positive(rate=rate, cv=cv)
     rng = np.random.default_rng(seed)
     shape = 1 / cv**2
@@ -90,11 +93,12 @@ def many_bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float)
 
 
 def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8) -> list[Arrival]:
+    """`many_of_a_day` as a list."""
     return many_of_a_day(rate, count, lengths, seed, swing).each()
 
 
 def check_swing(swing: float) -> None:
-    """Raises UserError for a load that would be less than nothing."""
+    """Raises UserError for a swing with which the rate would be negative."""
     if not 0 <= swing <= 1:
         raise UserError(f"swing is {swing}; it is a share of the mean rate, from 0 to 1")
 
@@ -102,8 +106,8 @@ def check_swing(swing: float) -> None:
 def many_of_a_day(
     rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8
 ) -> Arrivals:
-    """A day whose load rises and falls around its mean `rate` a second by the share `swing`, lowest
-    when it begins and ends. It lasts as long as `count` requests take: count / rate seconds.
+    """A day of `count` requests, count / rate seconds long, whose arrival rate swings around its
+    mean `rate` a second by the share `swing`, as a cosine that is lowest at the start and the end.
 
     Inhomogeneous Poisson, by thinning (Lewis and Shedler 1979).
     """
@@ -121,8 +125,8 @@ def many_of_a_day(
 
 
 def read_csv(path: str | Path) -> list[Arrival]:
-    """A trace in the columns of BurstGPT, times counted from its first row. Requests that failed
-    (no response tokens) are left out. Raises UserError that names file and line."""
+    """A trace in the columns of BurstGPT. Failed requests (no response tokens) and empty prompts
+    are left out; times count from the first of the rest. Raises UserError with file and line."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -140,7 +144,7 @@ def read_csv(path: str | Path) -> list[Arrival]:
         if not (np.isfinite([at, prompt, output]).all() and prompt >= 0 and output >= 0):
             raise UserError(f"{path}:{line}: times and tokens must be finite and not negative")
         if found and at < found[-1].at_s:
-            raise UserError(f"{path}:{line}: comes before the line above it; sort the trace")
+            raise UserError(f"{path}:{line}: is earlier than the request above it; sort the trace")
         if int(output) and int(prompt):
             found.append(Arrival(at, int(prompt), int(output)))
     if not found:
@@ -149,6 +153,7 @@ def read_csv(path: str | Path) -> list[Arrival]:
 
 
 def write_csv(path: str | Path, arrivals: list[Arrival]) -> None:
+    """Write a trace that `read_csv` reads."""
     with open(path, "w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(COLUMNS)
@@ -160,7 +165,8 @@ def write_csv(path: str | Path, arrivals: list[Arrival]) -> None:
 def parse(
     load: str, count: int, seed: int = 0, lengths: Lengths = Lengths()
 ) -> list[Arrival] | Closed:
-    """The load of a name, of `count` requests; of a trace the first `count`. Raises UserError."""
+    """The load of that name, `count` requests of it; of a trace the first `count`. Raises
+    UserError."""
     kind, _, argument = load.partition(":")
     try:
         if kind == "closed":
@@ -180,8 +186,8 @@ def parse(
 
 
 def at_rate(arrivals: str, rate: float) -> str:
-    """The load of that name: poisson, bursty and day at so many requests a second; a trace as it
-    is."""
+    """The name of a load from that of its arrivals (`bursty,3`), at `rate` requests a second; a
+    trace (`trace:FILE`) has its own rate and is returned as it is."""
     kind, _, rest = arrivals.partition(",")
     named = kind in ("poisson", "bursty", "day")
     return f"{kind}:{rate:.4g}{',' + rest if rest else ''}" if named else arrivals

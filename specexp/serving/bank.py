@@ -1,9 +1,9 @@
-"""A fixed bank of rows over an engine: texts come, are read, written and leave; memory stays.
+"""A bank of rows over an engine: requests enter, are prefilled, decoded and leave; memory stays.
 
-Passes cover windows of the bank: the rows in use and as many slots as their texts need; rounds that
-are recorded cover free rows, too, so that there are few sizes. The round is the engine's.
-Nothing here decides anything: serve.py does, and simulate.py has a bank of the same shape that
-holds no text.
+Passes cover windows of the bank: the rows in use, and as many slots as their sequences need;
+captured rounds cover free rows too, so that few sizes are captured. The round is the engine's.
+Nothing is decided here: serve.py does that, and simulate.py has a bank with the same interface that
+runs no model.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SLOTS = 64  # windows grow by this many slots, so that there are few shapes
 
 
 def window(need: int, slots: int) -> int:
-    """Slots that a pass covers which needs so many of a row's `slots`."""
+    """Slots that a pass covers if it needs so many of a row's `slots`."""
     return min(slots, -(-need // SLOTS) * SLOTS)
 
 
 def bucket(rows: int) -> int:
-    """Rows that a recorded round covers for so many: 1, 2, 4, 8, 16, 24, 32, ..."""
+    """Rows that a captured round covers for so many in use: 1, 2, 4, 8, 16, 24, 32, ..."""
     return 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
 
 
@@ -46,7 +46,7 @@ class Timer(Protocol):
 
 
 class Wall:
-    """The time of the world."""
+    """Real time."""
 
     def clock(self) -> float:
         return time.perf_counter()
@@ -56,8 +56,8 @@ class Wall:
 
 
 class Stopwatch:
-    """Stands still while stopped, and does not wait: several banks can share a machine in turns,
-    each on a time of its own."""
+    """A clock that stands still while stopped and skips waiting, so that several banks can share a
+    machine by turns, each with a time of its own."""
 
     def __init__(self) -> None:
         self.passed, self.since = 0.0, 0.0
@@ -77,12 +77,12 @@ class Stopwatch:
 
 
 class OutOfMemory(Exception):
-    """A pass did not fit; the texts are as they were before it."""
+    """A pass did not fit in memory; the rows are as they were before it."""
 
 
 class EngineBank:
-    """`rows` texts of up to `slots` tokens; fewer, if that is too many for the memory or turns out
-    to be. `room`: slots that a round may write past a text."""
+    """Rows of `slots` slots each; fewer than `rows` where those do not fit in memory. `room`: slots
+    kept free behind a sequence for a draft. Raises UserError when not one row fits."""
 
     def __init__(
         self, engine: Engine, rows: int, slots: int, room: int, timer: Timer | None = None
@@ -92,22 +92,22 @@ class EngineBank:
         self.rows = _allocated(engine, rows, slots)
         device = engine.target.device
         self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
-        self._told, self._said = tuple[int, ...](), tuple[int, ...]()
-        self._near = np.zeros(self.rows, dtype=np.int64)
-        self._budget = torch.from_numpy(self._near).to(device)  # on a CPU the same memory
+        self._last_budget, self._last_reach = tuple[int, ...](), tuple[int, ...]()  # on the device
+        self._host_budget = np.zeros(self.rows, dtype=np.int64)
+        self._budget = torch.from_numpy(self._host_budget).to(device)  # on a CPU the same memory
         self._reach = torch.full((engine.drafter.grades,), room, device=device)
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
-        self.leave(0, broken=True)  # who came to take the memory
+        self.leave(0, broken=True)  # in which `_allocated` has run a pass
 
     @property
     def context(self) -> int:
-        """The longest text that the target can continue."""
+        """The longest sequence that the target can continue."""
         return self.engine.target.context
 
     @property
     def drafter_context(self) -> int:
-        """The longest text that the drafter can continue, its guesses included."""
+        """The longest sequence that the drafter can continue, its guesses included."""
         return self.engine.drafter.context
 
     @property
@@ -128,14 +128,14 @@ class EngineBank:
 
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
-        """A text takes a row; nothing of it is in the target's cache."""
+        """Give a row to a text of which no cache holds anything yet."""
         self.seqs.write(row, text, len(text), stream)
         self._hidden[row] = []
         for lm in self.engine.models:
             lm.fault[row] = 0
 
     def read(self, row: int, start: int, stop: int) -> None:
-        """The target reads the tokens start..stop-1 of a row."""
+        """The target's prefill of the tokens start..stop-1 of a row."""
         with _memory():
             seqs = self._window(row, 1, stop)
             hidden = self.engine.target.prefill(seqs, start, stop, self.engine.drafter.taps)
@@ -144,7 +144,7 @@ class EngineBank:
 
     @torch.inference_mode()
     def begin(self, row: int, limit: int) -> None:
-        """The row is read but for its last token: from now on it is written, up to `limit`."""
+        """End the prefill of a row: from now on it is decoded, up to `limit` tokens."""
         self.seqs.limit[row] = limit
         hidden = torch.cat(self._hidden[row], 1) if self._hidden[row] else None
         with _memory():
@@ -152,8 +152,8 @@ class EngineBank:
         del self._hidden[row]
 
     @torch.inference_mode()
-    def guide(self, row: int, start: int, stop: int) -> None:
-        """The drafter reads the tokens start..stop-1 of a row."""
+    def catch_up_row(self, row: int, start: int, stop: int) -> None:
+        """The drafter's prefill of the tokens start..stop-1 of a row."""
         seqs = self._window(row, 1, stop + 1)
         until = replace(seqs, length=torch.full_like(seqs.length, stop + 1))
         with _memory():
@@ -161,7 +161,8 @@ class EngineBank:
 
     @torch.inference_mode()
     def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
-        """The drafter reads the last `missed` tokens before the root of the rows with a budget."""
+        """The drafter's prefill of the last `missed` tokens before the root, in all rows with a
+        budget above 0."""
         with _memory():
             self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
 
@@ -169,57 +170,58 @@ class EngineBank:
     def round(
         self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
     ) -> list[Step]:
-        """One round of the first rows, none of them longer than `longest`: each drafts as deep as
-        its budget, -1: it is not written, and as the reach of its grade, if given."""
-        if self._spares(self._covered(len(budget)), tree):
-            longest = self.slots  # costs nothing, and what is recorded serves texts of any length
+        """One round of the first len(budget) rows, of which none is longer than `longest`. A row
+        drafts as deep as its budget (-1: it is not decoded) and the reach of its grade, if
+        given."""
+        if self._reads_used(self._covered(len(budget)), tree):
+            longest = self.slots  # costs nothing, and one capture serves sequences of any length
         with _memory():
             report = self.engine.report(self._rows(budget, longest, tree.depth, reach), tree)
         return self.engine.steps(report)
 
     def rehearse(self, deepest: int) -> None:
-        """Where rounds are recorded, record those of every size that drafts up to so deep, before
-        anybody waits for them, if they serve texts of any length and memory lasts: the smallest
-        last, for those are kept longest. Nothing is written."""
+        """Capture the rounds of every size with drafts up to that depth before the first request
+        waits for them, as long as memory lasts; only those that serve sequences of any length. The
+        smallest come last, since the latest captures are kept longest. No row changes."""
         if self.engine.recordings is None or self.engine.drafter.on_host:
             return
         sizes = sorted({self._covered(n) for n in range(1, self.rows + 1)}, reverse=True)
         kinds = [(0, 0), *((depth, -1) for depth in range(deepest + 1))]
         for rows, (depth, part) in product(sizes, kinds):
-            if self._spares(rows, Tree.chain(depth)):
+            if self._reads_used(rows, Tree.chain(depth)):
                 try:
                     for _ in range(self.engine.warm + 1):
                         self.round([part] * rows, 1, Tree.chain(depth))
                 except OutOfMemory:
                     return
 
-    def _spares(self, rows: int, tree: Tree) -> bool:
-        """Does such a pass read of each text only what there is, however many slots it covers?"""
+    def _reads_used(self, rows: int, tree: Tree) -> bool:
+        """Whether such a pass reads only the slots that a row uses, however many it covers."""
         tokens = rows * (1 + tree.depth)
         return all(tokens <= lm.net.sparing for lm in self.engine.models)
 
     def _covered(self, rows: int) -> int:
-        """Where rounds are recorded, as many free rows besides as make a size that is known: a
-        recorded round of five rows is no use to six."""
+        """Rows that a round covers for so many in use: more where rounds are captured, so that
+        there are few sizes."""
         return rows if self.engine.recordings is None else min(bucket(rows), self.rows)
 
     def _rows(
         self, budget: Sequence[int], longest: int, depth: int, reach: tuple[int, ...] = ()
     ) -> Sequences:
-        """The first rows and how deep they may draft, but where none drafts and all are written.
-        Compiled passes leave out whoever is not written; CUDA graphs of plain rounds do not,
-        nothing is kept of that, and whoever takes a row begins it anew."""
+        """The first rows with their budgets and reach; without, where none drafts and all are
+        decoded. Compiled passes leave out rows that are not decoded; CUDA graphs of plain rounds
+        compute them, which does no harm, as nothing of it is kept."""
         rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
         if not depth and (all_written or self.engine.graphs is not None):
             return self._window(0, rows, longest)
-        if self._told != budget:
-            self._told = tuple(budget)
-            self._near[: len(budget)], self._near[len(budget) :] = budget, -1
+        if self._last_budget != budget:
+            self._last_budget = tuple(budget)
+            self._host_budget[: len(budget)], self._host_budget[len(budget) :] = budget, -1
             if self._budget.is_cuda:
-                self._budget.copy_(torch.from_numpy(self._near))
-        if self._said != reach:
-            self._said = reach
+                self._budget.copy_(torch.from_numpy(self._host_budget))
+        if self._last_reach != reach:
+            self._last_reach = reach
             self._reach.copy_(torch.tensor(reach or [self.room] * len(self._reach)))
         return self._window(0, rows, longest, ragged=True)
 
@@ -234,7 +236,7 @@ class EngineBank:
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
-        """A text of `length` tokens changes its row."""
+        """Move a sequence of `length` tokens to a free row."""
         caches = {id(lm.cache): lm.cache for lm in self.engine.models}
         for cache in caches.values():
             assert cache is not None
@@ -248,7 +250,7 @@ class EngineBank:
 
     @torch.inference_mode()
     def leave(self, row: int, broken: bool = False) -> None:
-        """The row is free; if it broke, nothing that is no number stays behind."""
+        """Free a row; `broken`: clear it of NaN and infinities, too."""
         self.seqs.length[row] = self.seqs.limit[row] = 1
         self._hidden.pop(row, None)
         if broken:
@@ -265,8 +267,8 @@ class EngineBank:
 
 @torch.inference_mode()
 def _allocated(engine: Engine, rows: int, slots: int) -> int:
-    """Allocate for as many rows as fit, at most `rows`; how many do. The memory is taken at once:
-    as models make keys and values in their first pass, they read the first of two tokens."""
+    """Allocate for at most `rows` rows; returns how many fit. Caches are allocated in a model's
+    first pass, so a pass of one token is run."""
     text = Sequences.of([[0, 0]], 0, slack=0, device=engine.target.device)
     while True:
         try:
@@ -277,7 +279,7 @@ def _allocated(engine: Engine, rows: int, slots: int) -> int:
             return rows
         except (UserError, OutOfMemory) as e:
             if rows == 1:
-                said = f"not one row of {slots} slots fits: serve shorter texts ({e})"
+                said = f"not one row of {slots} slots fits: serve shorter requests ({e})"
                 raise UserError(said) from e
             rows //= 2
             log.warning("too little memory for more than %d rows of %d slots", rows, slots)
@@ -285,7 +287,7 @@ def _allocated(engine: Engine, rows: int, slots: int) -> int:
 
 @contextmanager
 def _memory() -> Iterator[None]:
-    """Whatever an allocator raises when there is no memory left becomes OutOfMemory."""
+    """Turns whatever an allocator raises when memory is short into OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as e:

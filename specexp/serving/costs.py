@@ -1,12 +1,12 @@
-"""What a round costs on this machine: a table of measured times, read between its points.
+"""The cost table: measured times of rounds on this machine, with interpolation.
 
 Drafting is timed over (batch, gamma, context), all else of a round over (batch, tokens a row,
-context), reading a prompt over its length. *Context* is the slots of the static buffers, in which
-texts are of unequal length: some passes read all slots, compiled ones those of each text. Policies,
-the simulator and the break-even maps ask the table what a round would take; it is read thousands of
-times a second, so the axes and the values are kept as plain lists.
+context), prefill over the prompt's length. *Context* is the number of slots of the static buffers,
+in which rows are of unequal length: some passes read all slots, compiled ones those of each row.
+Policies, the simulator and the break-even maps ask the table what a round would take, thousands of
+times a second: axes and values are kept as plain lists, which are faster to index than arrays.
 
-This file does not know which shape is best, nor how many guesses will be kept.
+This file does not know which draft length is best, nor how many guesses will be accepted.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ AXES = {
 }
 
 
-FULL = 8  # smaller batches are timed as many times more often: they are short and easily disturbed
-BLOCK = 8  # rounds of a draft length that are timed before the next one's turn
-LEAD = 4  # and of them that do not count before: by then weights lie where they will;
-CALM = 8  # of plain steps, which find more of theirs in the caches the longer nobody drafts
+FULL = 8  # a batch of n < FULL is timed FULL // n times as often: short passes are easily disturbed
+BLOCK = 8  # rounds timed at one draft length before the next length takes its turn
+LEAD = 4  # rounds before them that are not timed, until the CPU's caches hold what such rounds use;
+CALM = 8  # of plain steps more, since a drafter's weights leave the caches slowly
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A pass over n = batch * tokens as a floor and two slopes, in seconds:
-    floor_s + n * (per_token_s + context * per_slot_s). `r2`: the share of the (relative) variation
-    that this explains."""
+    """The time of a pass over n = batch * tokens as a floor and two slopes:
+    floor_s + n * (per_token_s + context * per_slot_s), in seconds. `r2`: the share of the relative
+    variation that this explains."""
 
     floor_s: float
     per_token_s: float
@@ -62,8 +62,8 @@ class Fit:
 
     @classmethod
     def of(cls, tokens: ArrayLike, context: ArrayLike, seconds: ArrayLike) -> Fit:
-        """The floor and slopes that are least off, in relative terms, none negative, for passes
-        over `tokens` (of all rows), `context` slots and `seconds`, arrays of one shape."""
+        """Non-negative least squares on relative errors. Arrays of one shape: the tokens of all
+        rows of a pass, its context and its seconds."""
         n, c, t = (np.asarray(x, float).ravel() for x in (tokens, context, seconds))
         columns = np.stack([np.ones_like(t), n, n * c], 1) / t[:, None]
         found = _non_negative(columns, np.ones_like(t))
@@ -77,26 +77,27 @@ class Fit:
         return self.floor_s + batch * tokens * self.token_s(context)
 
     def token_s(self, context: float) -> float:
-        """One more token in the pass."""
+        """Seconds for one more token in the pass."""
         return self.per_token_s + context * self.per_slot_s
 
     def knee(self, context: float) -> float:
-        """Tokens in a pass (batch * tokens a row) that cost as much as the floor: past them the
-        pass pays for arithmetic rather than for reading the weights. inf without a slope."""
+        """Tokens in a pass (batch * tokens a row) that cost as much as the floor: a larger pass is
+        bound by arithmetic, a smaller one by reading the weights. inf without a slope."""
         slope = self.token_s(context)
         return self.floor_s / slope if slope else float("inf")
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Seconds, all of them. Axes rise strictly; `tokens` (fed a row, gamma + 1) starts at 1 and
-    `gammas` at 0.
+    """Tables of seconds over axes that rise strictly; `tokens` (fed a row, gamma + 1) starts at 1
+    and `gammas` at 0.
 
     about: target, drafter, rule, dtype, device and sizes, plain values that JSON knows.
-    verify [batch, tokens, context]: all else of a round: a target pass, the rule, the commit and
-    the read that ends it.
-    draft [batch, gamma, context]: making the guesses, nothing at gamma 0.
-    prefill [length]: the target reads that many tokens of one row. catch_up [length]: the drafter.
+    draft [batch, gamma, context]: making the guesses; 0 at gamma 0.
+    verify [batch, tokens, context]: all else of a round, that is, the target pass, the rule, the
+    commit and the copy of the result to the host.
+    prefill [length]: the target's prefill of so many tokens of one row.
+    catch_up [length]: the drafter's.
 
     Raises UserError for axes and tables that do not belong together.
     """
@@ -130,25 +131,26 @@ class Costs:
                 raise UserError(f"{name} holds times that are not positive and finite")
 
     def verify_s(self, batch: float, tokens: float, context: float) -> float:
-        """A target pass of `tokens` a row and the rule; linear between the points and beyond the
-        last ones, where it never falls; before the first ones it is what they are."""
+        """All of a round but drafting, `tokens` a row. Linear between the points and beyond the
+        last, where it never falls; constant before the first."""
         return _read(self._lists["verify"], batch, tokens, context)
 
     def draft_s(self, batch: float, gamma: float, context: float) -> float:
+        """Drafting gamma guesses a row."""
         return _read(self._lists["draft"], batch, gamma, context)
 
     def step_s(self, batch: float, context: float) -> float:
-        """A step without guesses."""
+        """A plain step, without guesses."""
         return self.verify_s(batch, 1, context)
 
     def round_s(self, batch: float, gamma: float, context: float) -> float:
-        """A round of gamma guesses; gamma 0 is a plain step, without the drafter."""
+        """A round of gamma guesses a row; gamma 0 is a plain step, without the drafter."""
         if gamma == 0:
             return self.step_s(batch, context)
         return self.draft_s(batch, gamma, context) + self.verify_s(batch, gamma + 1, context)
 
     def upto(self, deepest: int) -> Costs:
-        """The same as far as drafts of that length."""
+        """This table without longer drafts than that."""
         n = sum(tokens <= 1 + deepest for tokens in self.tokens)
         m = sum(gamma <= deepest for gamma in self.gammas)
         return replace(self, tokens=self.tokens[:n], verify=self.verify[:, :n],
@@ -156,12 +158,12 @@ class Costs:
 
     @property
     def packs(self) -> bool:
-        """Do the target's passes leave out guesses that were not made? Else they are paid for."""
+        """Whether the target's passes leave out padding; if not, it costs what guesses cost."""
         return self.about.get("passes") == "native"
 
     @property
     def grades(self) -> int:
-        """How many the drafter tells apart (`Drafter.grades`)."""
+        """See `Drafter.grades`."""
         return int(self.about.get("grades", 1))
 
     @property
@@ -170,12 +172,12 @@ class Costs:
         return bool(self.about.get("reads"))
 
     def level_s(self, rows: float, depth: int, context: float) -> float:
-        """What it takes so many rows to guess one deeper, to `depth`."""
+        """Drafting from depth - 1 to `depth`, by so many rows."""
         before = self.draft_s(rows, depth - 1, context) if depth > 1 else 0.0
         return max(0.0, self.draft_s(rows, depth, context) - before)
 
     def plan_s(self, budget: Sequence[int], context: float) -> float:
-        """A round in which each row makes so many guesses; -1: it has no part in it."""
+        """A round in which each row has a draft length of its own; -1: it is not decoded."""
         deepest = max(budget)
         rows = sum(g >= 0 for g in budget) if self.packs else len(budget)
         if not self.packs or min(budget) == deepest:
@@ -186,16 +188,18 @@ class Costs:
         return drafting + self.verify_s(rows, 1 + guesses / rows, context)
 
     def prefill_s(self, length: float) -> float:
+        """The target's prefill of so many tokens."""
         return _line(self.lengths, self._lists["prefill"][1], length)
 
     def catch_up_s(self, length: float) -> float:
+        """The drafter's prefill of so many tokens."""
         return _line(self.lengths, self._lists["catch_up"][1], length)
 
     def speedup(
         self, batch: float, gamma: int, conditional: Sequence[float], context: float
     ) -> float:
-        """`theory.measured_speedup` of gamma guesses at this load; conditional[i]: P(guess i + 1
-        kept given that guess i was), and guesses beyond its end are never kept."""
+        """`theory.measured_speedup` of gamma guesses at this load. conditional[i]: P(guess i + 1
+        accepted given that guess i was); guesses beyond its end are never accepted."""
         if gamma == 0:
             return 1.0
         kept = [*conditional[:gamma], *[0.0] * (gamma - len(conditional))]
@@ -207,8 +211,8 @@ class Costs:
         )
 
     def sparing(self, made: float) -> Costs:
-        """The same of a drafter that makes this share of its guesses: passes that pack leave out
-        the rest."""
+        """This table for a drafter that makes only this share of its guesses: cheaper to verify
+        where passes leave out padding."""
         if not self.packs:
             return self
         fed = [1 + made * (tokens - 1) for tokens in self.tokens]
@@ -217,25 +221,25 @@ class Costs:
         ]
         return replace(self, verify=np.array(verify))
 
-    def slower(self, rounds: float, reads: float) -> Costs:
-        """The same on a machine on which rounds and the reading of prompts take so many times as
-        long: it may have another pace for arithmetic than for reading memory."""
-        times = {"verify": rounds, "draft": rounds, "prefill": reads, "catch_up": reads}
-        return replace(self, **{name: getattr(self, name) * by for name, by in times.items()})
+    def scaled(self, rounds: float, prefill: float) -> Costs:
+        """This table with its times of rounds and of prefill multiplied: a machine may slow down in
+        arithmetic and in reading memory by different factors."""
+        by = {"verify": rounds, "draft": rounds, "prefill": prefill, "catch_up": prefill}
+        return replace(self, **{name: getattr(self, name) * times for name, times in by.items()})
 
     def fit(self) -> Fit:
-        """The floor and slopes of `verify`."""
+        """Floor and slopes of `verify`."""
         B, T, C = np.meshgrid(self.batches, self.tokens, self.contexts, indexing="ij")
         return Fit.of(B * T, C, self.verify)
 
     def save(self, path: str | Path) -> None:
-        """One JSON file, written whole or not at all. Raises UserError when it cannot be."""
+        """Write one JSON file, whole or not at all. Raises UserError when that fails."""
         kept = {name: getattr(self, name) for name in self.__annotations__}
         write_whole(path, json.dumps(kept, default=np.ndarray.tolist))
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
-        """Raises UserError when there is no such file or it holds no such table."""
+        """Raises UserError when the file cannot be read or holds no cost table."""
         try:
             kept = json.loads(Path(path).read_text())
             for name in cls.__annotations__:
@@ -261,7 +265,7 @@ class Costs:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """A file that is all there or not at all. Raises UserError when it cannot be written."""
+    """Write a file whole or not at all. Raises UserError when that fails."""
     path = Path(path)
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -273,6 +277,7 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def _read(table: tuple[Any, Any], x: float, y: float, z: float) -> float:
+    """Trilinear interpolation."""
     (xs, ys, zs), values = table
     (i, i1, u), (j, j1, v), (k, k1, w) = _span(xs, x), _span(ys, y), _span(zs, z)
 
@@ -289,7 +294,8 @@ def _line(axis: tuple[int, ...], values: list[float], x: float) -> float:
 
 
 def _span(axis: tuple[int, ...], x: float) -> tuple[int, int, float]:
-    """The two points to read and how far x lies from the first to the second; past the end, > 1."""
+    """Indices of the points around x, and how far x lies from the first to the second: more than 1
+    past the end."""
     last = len(axis) - 1
     if x <= axis[0] or not last:
         return 0, 0, 0.0
@@ -299,11 +305,12 @@ def _span(axis: tuple[int, ...], x: float) -> tuple[int, int, float]:
 
 
 def _between(a: float, b: float, w: float) -> float:
+    """Linear from a to b; past b (w > 1) never falling."""
     return b if w >= 1 and b <= a else a * (1 - w) + b * w
 
 
 def _non_negative(A: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The x >= 0 that brings A x nearest to b: the best of the columns' subsets, of few columns."""
+    """The x >= 0 that minimises |A x - b|, by trying all subsets of the (few) columns."""
     best, least = np.zeros(A.shape[1]), float(b @ b)
     for chosen in product((False, True), repeat=A.shape[1]):
         x = np.zeros(A.shape[1])
@@ -318,7 +325,7 @@ def _non_negative(A: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What times depend on besides the models."""
+    """What times depend on besides the models: device, torch, threads, dtype."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -331,7 +338,7 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def about(engine: Engine) -> dict[str, Any]:
-    """What a table of this engine is a table of."""
+    """`Costs.about` of a table of this engine."""
     target = engine.target
     weights = {p.data_ptr(): p for p in held(target.module.parameters())}.values()
     return {
@@ -354,19 +361,20 @@ def measure(
     repeats: int = 5,
     watch: Callable[[int, int], None] | None = None,
 ) -> Costs:
-    """Time every setting; lower quartiles of `repeats` (more of them at small batches, see FULL)
-    after a warm-up, and whatever is recorded: what disturbs a machine only ever adds.
+    """Time every setting after a warm-up that includes graph capture. Times are the lower quartile
+    of `repeats` (more at small batches, see FULL), since disturbances only ever add time.
 
-    ids: texts, strung together and cut into rows; the longest of a batch fills its buffer, the
-    shortest half of it, as among streams that come and go. Rounds of a kind follow each other, as
-    they do in use, if only a few: a plain step that follows a draft finds less of its weights in
-    the caches. Draft lengths take turns, and the grid is walked forwards, then backwards, so that a
-    machine that slows down for a while does not look like a slope. `watch` is told the places done
-    and their number. Raises UserError for settings that fit no buffer.
+    ids: token ids, strung together and cut into rows; the longest row of a batch fills its buffer,
+    the shortest half of it, as among requests that come and go. Rounds of a kind are timed in
+    blocks, as they follow each other in use: a plain step right after a draft finds less of its
+    weights in the caches. Draft lengths take turns, and the grid is walked forwards, then
+    backwards, so that a machine that is slow for a while does not look like a slope. `watch` is
+    told how many settings are done, and of how many. Raises UserError for settings that fit no
+    buffer.
     """
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
     _check(engine, ids, batches, gammas, contexts, repeats)
-    engine = _Sure.of(engine)
+    engine = _Unpadded.of(engine)
     slack = gammas[-1] + 1
     room = contexts[-1] - slack - 1
     lengths = [*(2**i for i in range(room.bit_length()) if 2**i < room), room]
@@ -413,7 +421,7 @@ def measure(
 
 
 def _quartiles(times: dict[Any, list[tuple[float, float]]], *shape: int) -> np.ndarray:
-    """The lower ones, [2, *shape], the keys being in order."""
+    """Lower quartiles [2, *shape] of both times, the keys being in order."""
     found = [np.quantile(took, 0.25, axis=0) for took in times.values()]
     return np.array(found).T.reshape(2, *shape)
 
@@ -436,14 +444,15 @@ def _check(
             f"and {engine.drafter.name} serve; measure shorter ones, or gamma 0 alone"
         )
     if not any(ids):
-        raise UserError("no text to measure costs on; give at least one token")
+        raise UserError("no prompt to measure costs on; give at least one token")
 
 
-class _Sure(Engine):
-    """An engine whose drafter has a guess everywhere: what is not guessed need not be paid for."""
+class _Unpadded(Engine):
+    """An engine whose padding is replaced by tokens, so that every guess asked for is verified and
+    timed, also where passes leave out padding."""
 
     @classmethod
-    def of(cls, engine: Engine) -> _Sure:
+    def of(cls, engine: Engine) -> _Unpadded:
         made = cls.__new__(cls)
         vars(made).update(vars(engine))
         return made
@@ -463,7 +472,7 @@ def _at_least(least: int, x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
-    """Read the prompts; seconds of the target and of the drafter."""
+    """Prefill; seconds of the target and of the drafter."""
     known = int(seqs.length.max()) - 1
     now = [_clock(engine)]
     hidden = engine.target.prefill(seqs, 0, known, engine.drafter.taps)
@@ -476,8 +485,8 @@ def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
 
 @torch.inference_mode()
 def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
-    """A round that is taken back; seconds to draft, and for all of it. Both follow a whole round,
-    as in use: a drafter that has just drafted finds its weights in the caches."""
+    """A round, undone afterwards; seconds to draft, and of all of it. Both are timed right after a
+    whole round, as in use: a drafter that has just drafted finds its weights in the caches."""
     length, limit = seqs.length.clone(), seqs.limit.clone()
 
     def took(call: Callable[[Sequences, Tree], Any]) -> float:

@@ -1,15 +1,17 @@
-"""Many replicas behind a router: a fluid simulation of millions of requests. Figures made with it
-are SIMULATED, whatever the table of costs was measured on.
+"""A fluid simulation of many replicas behind a router, for millions of requests. Figures made with
+it are SIMULATED, whatever machine the cost table was measured on.
 
-A replica with b streams advances each of them by `tokens_s[b]` tokens a second (processor
-sharing), so that what a stream has been given is the difference of one clock of the replica, its
-*credit*, which stands still while a prompt is read. Only comings and endings are events.
+A replica with b streams advances each of them by `tokens_s[b]` tokens a second (processor sharing).
+So a replica needs one clock only, its *credit*: the tokens that a stream present from the start
+would have got. It stands still during prefill. The events are arrivals and the ends of outputs.
 
-What is simplified: tokens flow evenly, and the luck with guesses is drawn once a request; all texts
-have one acceptance and all streams one context; a prompt is read at once, when its request gets a
-place, and nobody writes meanwhile; who joins others waits for half of their round; its first round,
-plain where a draft model would have to read the prompt, takes as long as its others; what that
-reads is spread over the rounds.
+Simplifications:
+- Tokens flow evenly; the luck of a request's guesses is drawn once.
+- All requests have the same acceptance, and all streams the same context.
+- A prompt is prefilled at once when its request gets a place, and no stream advances meanwhile.
+- A request that joins others waits for half a round of theirs.
+- A request's first round takes as long as the others, also where it is plain since the drafter
+  would have to read the prompt; that prefill is spread over the rounds.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ ROUTERS = ("least", "round_robin", "two_choices")
 
 @dataclass(frozen=True)
 class Pace:
-    """How a replica writes under a policy; lists over its streams, 0 ... rows.
+    """The speed of a replica under a policy; lists over its number of streams, 0..rows.
 
-    gamma: guesses a round; tokens_s: tokens a second of each stream; round: tokens that a round
-    brings a stream; over: those that the last round of an answer brings too many, and a plain
-    first one too few; luck: an answer of n tokens takes as long as n + over + luck * sqrt(n) * z
-    do on average, z being normal.
+    gamma: draft length; tokens_s: tokens a second of each stream; round: expected tokens of a
+    stream a round; over: expected tokens that the last round of an output yields beyond its end,
+    and those that a plain first round lacks; luck: an output of n tokens takes the time of
+    n + over + luck * sqrt(n) * z tokens, z being standard normal.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         if len(self.tokens_s) < 2 or not all(0 < x < math.inf for x in self.tokens_s[1:]):
-            raise UserError(f"{self.name} needs a positive pace at one stream or more")
+            raise UserError(f"{self.name} needs a positive pace for every number of streams from 1")
 
     @property
     def rows(self) -> int:
@@ -71,14 +73,14 @@ def pace(
     prompt: float = 0.0,
     output: float = 1.0,
 ) -> Pace:
-    """The pace of a policy: `plain`, `goodput`, or one of `policies.NAMES` that only looks at the
-    rows. `goodput` knows costs and acceptance and is at every load the best of plain and all
-    draft lengths.
+    """The pace of a policy: `plain`, `goodput`, or one of `policies.NAMES` that depends on the
+    number of rows alone. `goodput` is the best of plain decoding and all draft lengths at every
+    number of streams: it knows costs and acceptance.
 
-    conditional[i]: P(guess i + 1 kept given that guess i was). The drafter reads prompts of
-    `prompt` tokens, which answers of `output` tokens pay for, both means. A batch that is slower
-    than a larger one is padded to it, so that one disturbed time does not stand in the way. Raises
-    UserError.
+    conditional[i]: P(guess i + 1 accepted given that guess i was). The drafter's prefill of
+    `prompt` tokens a request is spread over the rounds of an output of `output` tokens, both means.
+    A batch that the table makes slower than a larger one takes the larger one's time, so that a
+    single disturbed measurement does not matter. Raises UserError.
     """
     if rows < 1:
         raise UserError(f"rows is {rows}; a replica serves at least one stream")
@@ -111,20 +113,21 @@ def pace(
 
 
 def _moments(conditional: Sequence[float], gamma: int) -> tuple[float, float]:
-    """Of the tokens X that a round of gamma guesses brings: their mean and mean square.
+    """E[X] and E[X^2] of the tokens X that a round of gamma guesses yields.
 
-    By renewal theory rounds that pass n tokens pass them by (E[X^2] / E[X] - 1) / 2 on average, and
-    their number varies by n Var[X] / E[X]^3 (Cox 1962, Renewal Theory, chapters 4 and 5)."""
+    By renewal theory, rounds that reach n tokens overshoot them by (E[X^2] / E[X] - 1) / 2 on
+    average, and the variance of their number is n Var[X] / E[X]^3 (Cox 1962, Renewal Theory,
+    chapters 4 and 5)."""
     at_least = [1.0, *accumulate(conditional[:gamma], mul)]
     return math.fsum(at_least), math.fsum((2 * k + 1) * p for k, p in enumerate(at_least))
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """What became of the requests, in the order of their coming, in seconds: `ttft_s` from its
-    coming to the end of its first round, `tpot_s` from there for each further token (NaN for one
-    token), `e2e_s`; all [n], `replica` int [n]. busy_s, stream_s: of each replica, seconds with a
-    stream, and the same times the streams."""
+    """The requests in order of arrival, all [n]: ttft_s, seconds from arrival to the end of the
+    first round; tpot_s, seconds from there for each further token (NaN for outputs of one token);
+    e2e_s; replica int. Of each replica: busy_s, seconds with a stream; stream_s, those times the
+    number of streams."""
 
     arrivals: Arrivals
     ttft_s: np.ndarray
@@ -136,22 +139,22 @@ class Served:
 
     @property
     def seconds(self) -> float:
-        """From the first coming to the last ending."""
+        """From the first arrival to the last end."""
         at = self.arrivals.at_s
         return float((at + self.e2e_s).max() - at[0])
 
 
 @dataclass(slots=True)
 class _Replica:
-    """Streams that share one pace. `ends` and `firsts`: heaps of (credit, request), at which an
-    answer ends and its first round does; first_s: where the times of the latter go."""
+    """Streams that share one pace. ends, firsts: heaps of (credit, request), at which an output and
+    its first round end; first_s: the times of the latter, of all requests."""
 
     pace: Pace
     first_s: list[float]
     now: float = 0.0
-    free: float = 0.0  # when the prompts are read
+    free: float = 0.0  # when prefill ends
     credit: float = 0.0
-    begin: float = 0.0  # the credit at which the latest stream begins; nobody begins before it
+    begin: float = 0.0  # the credit at which the latest stream begins; no later one is before it
     streams: int = 0
     version: int = 0
     busy_s: float = 0.0
@@ -161,7 +164,7 @@ class _Replica:
     waiting: deque[int] = field(default_factory=deque)
 
     def write(self, until: float) -> None:
-        """Let time pass, up to the next ending at most."""
+        """Advance all streams to a time, no later than the next end."""
         b = self.streams
         if b:
             start = self.free if self.free > self.now else self.now
@@ -177,7 +180,8 @@ class _Replica:
         self.now = until
 
     def join(self, request: int, tokens: float, luck: float, read_s: float, waits: bool) -> None:
-        """Read a prompt and write its answer; `waits`: for the round that runs, if one does."""
+        """Add a stream: prefill for `read_s`, then `tokens` of output; `waits`: for the round that
+        is under way, if one is."""
         pace, now = self.pace, self.now
         running = waits and self.streams and self.free <= now
         begin = self.credit + (pace.round[self.streams] / 2 if running else 0.0)
@@ -190,12 +194,12 @@ class _Replica:
         heappush(self.ends, (begin + (need if need > first else first), request))
 
     def next_s(self) -> float:
-        """When the next answer ends."""
+        """When the next output ends."""
         start = self.free if self.free > self.now else self.now
         return start + (self.ends[0][0] - self.credit) / self.pace.tokens_s[self.streams]
 
     def end(self, now: float) -> int:
-        """The request whose answer ends now."""
+        """Remove the stream whose output ends now; returns its request."""
         self.write(now)
         credit, request = heappop(self.ends)
         while self.firsts and self.firsts[0][0] <= credit:  # missed by a rounding
@@ -217,12 +221,12 @@ def simulate(
     seed: int = 0,
     watch: Callable[[int], None] | None = None,
 ) -> Served:
-    """Serve all that comes. read_s(tokens): seconds to read a prompt, as `Costs.prefill_s`.
+    """Serve all arrivals. read_s(tokens): seconds of a prompt's prefill, as `Costs.prefill_s`.
 
-    A request goes to the replica that the router names when it comes (`least`: the first of those
-    with fewest requests; `two_choices`: the shorter of two drawn at random; `round_robin`) and
-    stays there; beyond `pace.rows` streams requests wait in order. `watch` is told now and then
-    how many have come. Raises UserError.
+    The router picks a replica when a request arrives (`least`: the first of those with the fewest
+    requests; `two_choices`: the one with fewer requests of two drawn at random; `round_robin`), and
+    the request stays there. Beyond `pace.rows` streams requests wait in order. `watch` is told now
+    and then how many have arrived. Raises UserError.
     """
     _check(arrivals, replicas)
     n, rows = len(arrivals), pace.rows
@@ -278,19 +282,20 @@ def simulate(
 
 
 def check_policy(name: str) -> None:
-    """Raises UserError for one that has no pace."""
+    """Raises UserError for a policy that has no pace."""
     if name == "bandit":
         raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
 
 
 def check_router(router: str) -> None:
-    """Raises UserError for one that is not there."""
+    """Raises UserError for an unknown router."""
     if router not in ROUTERS:
         raise UserError(f"router {router!r} is unknown; use one of {', '.join(ROUTERS)}")
 
 
 def _route(router: str, load: list[int], seed: int) -> Callable[[int], int]:
-    """The router of a name: the replica of the i-th request, from how many each has."""
+    """The router of that name: a function from request i to its replica. load: the requests that
+    each replica has, which the caller keeps current."""
     replicas, draw = len(load), random.Random(seed).random
 
     def two_choices(i: int) -> int:
@@ -310,16 +315,16 @@ def _check(arrivals: Arrivals, replicas: int) -> None:
     if replicas < 1:
         raise UserError(f"replicas is {replicas}; a fleet has at least one")
     if not len(arrivals):
-        raise UserError("no request comes; give at least one")
+        raise UserError("there are no requests; give at least one")
     if (np.diff(arrivals.at_s) < 0).any() or arrivals.at_s[0] < 0:
-        raise UserError("requests must come in order, from 0 seconds on: sort them")
+        raise UserError("requests must arrive in order, from 0 seconds on: sort them")
     if (arrivals.output <= 0).any() or (arrivals.prompt < 0).any():
-        raise UserError("every request needs tokens to write, and none less than 0 to read")
+        raise UserError("a request has 1 or more output tokens and 0 or more prompt tokens")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a fleet is sized for: the `quantile` of TTFT and of TPOT stay within these seconds."""
+    """Latency limits of a fleet, in seconds: the `quantile` of TTFT and that of TPOT."""
 
     ttft_s: float
     tpot_s: float
@@ -333,12 +338,13 @@ class Limits:
             raise UserError(f"quantile is {self.quantile}; it lies between 0 and 1")
 
     def of(self, served: Served) -> tuple[float, float]:
-        """The quantiles of TTFT and TPOT; TPOT 0 if every answer is one token."""
+        """The quantiles of TTFT and TPOT; TPOT is 0 if all outputs are one token."""
         many = served.tpot_s[~np.isnan(served.tpot_s)]
         tpot_s = float(np.quantile(many, self.quantile)) if len(many) else 0.0
         return float(np.quantile(served.ttft_s, self.quantile)), tpot_s
 
     def kept(self, served: Served) -> bool:
+        """Whether both quantiles are within the limits."""
         ttft_s, tpot_s = self.of(served)
         return ttft_s <= self.ttft_s and tpot_s <= self.tpot_s
 
@@ -352,10 +358,10 @@ def size(
     seed: int = 0,
     near: int = 1,
 ) -> int:
-    """A number of replicas that keeps the limits where one less does not, by bisection from `near`
-    (the fewest, since more replicas never do worse but for the router's chance).
+    """The fewest replicas that keep the limits, by bisection, beginning at `near`. (A larger fleet
+    is taken to do no worse, which the randomness of a router may violate now and then.)
 
-    Raises UserError when requests would miss the limits alone.
+    Raises UserError when requests miss the limits even on an idle replica.
     """
     _check(arrivals, near)
     alone = simulate(_apart(arrivals, pace, read_s), pace, read_s, 1, seed=seed)
@@ -374,7 +380,9 @@ def size(
     while not enough(many):
         few, many = many, 2 * many
         if few > len(arrivals):
-            raise UserError(f"router {router} keeps the limits with no number of replicas")
+            raise UserError(
+                f"router {router} misses the limits with any number of replicas: take another one"
+            )
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (few, middle) if enough(middle) else (middle, many)
@@ -382,7 +390,7 @@ def size(
 
 
 def _apart(arrivals: Arrivals, pace: Pace, read_s: Callable[[float], float]) -> Arrivals:
-    """The same requests, each coming when the one before it has long been answered."""
+    """The same requests, so far apart that each is served alone."""
     most = float(arrivals.output.max())
     need = most + pace.round[1] + pace.over[1] + 9 * pace.luck[1] * math.sqrt(most)
     longest = read_s(float(arrivals.prompt.max())) + need / pace.tokens_s[1]

@@ -1,7 +1,7 @@
-"""What a round of these rows promises and costs under a plan, and which plan promises most.
+"""Predicts the decoding rate under a plan, and proposes the plans worth comparing.
 
-Guesses are told apart by whose they are, for some texts are easier than others (`ByRow`), or, where
-the drafter itself says how sure it is, by that, which says more (`ByGrade`).
+Guesses are told apart by the row that they belong to, since some requests are easier than others
+(`ByRow`), or, where the drafter grades its guesses, by the grade, which predicts more (`ByGrade`).
 """
 
 from __future__ import annotations
@@ -13,107 +13,111 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from specexp.policy import Plan, Stream
-from specexp.serving.pace import Pace
+from specexp.serving.pace import Slowdown
 from specexp.tree import Tree
 
 PLAIN = Plan(Tree.chain(0))
-CROWD = 2  # more rows are a crowd
+CROWD = 2  # above so many rows, a pass is priced at its mean number of guesses
 
 
 @dataclass(frozen=True)
 class Beliefs:
-    """What is thought of acceptance. shares: how likely a guess of each depth is kept if the one
-    before it was; mean: how many are kept of all that are judged; weight: how many judged guesses
-    of all rows are worth as much as one of the row itself."""
+    """Estimated acceptance. conditional[i]: P(guess i + 1 accepted given that guess i was), over
+    all rows; mean: accepted share of the judged guesses; weight: the number of judged guesses for
+    which `mean` counts in the estimate of one row."""
 
-    shares: Sequence[float]
+    conditional: Sequence[float]
     mean: float
     weight: float
 
     @cached_property
-    def usual(self) -> float:
-        """The odds of all rows."""
+    def odds(self) -> float:
+        """Odds that a guess is accepted, over all rows."""
         return self.mean / max(1 - self.mean, 1e-9)
 
-    def better(self, row: Stream) -> float:
-        """How many times its odds are those of all rows, at every depth."""
+    def odds_ratio(self, row: Stream) -> float:
+        """A row's odds over those of all rows; taken to be the same at every depth."""
         judged, kept = row.judged + self.weight, row.kept + self.weight * self.mean
-        return kept / max(judged - kept, 1e-9 * judged) / self.usual
+        return kept / max(judged - kept, 1e-9 * judged) / self.odds
 
-    def enough(self, better: float) -> tuple[float, float]:
-        """So many guesses kept for each that was refused, and so many more, make a row's odds so
-        many times those of all rows."""
-        odds = better * self.usual
+    def evidence(self, odds_ratio: float) -> tuple[float, float]:
+        """(slope, offset): a row has that odds ratio if kept = slope * rejected + offset."""
+        odds = odds_ratio * self.odds
         return odds, self.weight * (odds * (1 - self.mean) - self.mean)
 
-    def chances(self, better: float = 1.0) -> list[float]:
-        """How likely the guess of each depth is kept, and all before it, if its odds are so many
-        times those of all rows."""
+    def marginal(self, odds_ratio: float = 1.0) -> list[float]:
+        """P(guesses 1..i accepted) for i = 1, 2, ..., at that odds ratio."""
         chance, found = 1.0, []
-        for share in self.shares:
-            chance *= better * share / (1 - share + better * share)
+        for share in self.conditional:
+            chance *= odds_ratio * share / (1 - share + odds_ratio * share)
             found.append(chance)
         return found
 
 
 @dataclass
 class Outlook(ABC):
-    """size: of how many rows a plan is; rows: those that are written; begin: the seconds that it
-    takes each of these to begin to draft. Of the table, at this size: levels [depth][rows that
-    draft so deep], seconds to guess one deeper, and verify [guesses made], of all else."""
+    """The rows and prices of a decision.
+
+    size: rows of the batch, and so of a budget; rows: those being decoded; start_s: seconds a round
+    charged to each of these if it drafts. From the cost table: levels[depth][n], seconds in which n
+    rows guess from `depth` to one deeper; verify[n], seconds of all else in a round with n guesses.
+    """
 
     size: int
     rows: Sequence[int]
-    begin: Sequence[float]
+    start_s: Sequence[float]
     levels: Sequence[Sequence[float]]
     verify: Sequence[float]
-    pace: Pace
+    slowdown: Slowdown
 
     @abstractmethod
     def rate(self, plan: Plan) -> float:
-        """Tokens a second of a row, their geometric mean."""
+        """Expected tokens a second of a row: the geometric mean over rows."""
 
     @abstractmethod
     def plans(self, gammas: Sequence[int], settled: Plan, less: bool) -> list[Plan]:
-        """The drafts that promise most, the same less deep if asked for, and what is settled, if
-        that can still be."""
+        """The best plans that draft, with `less` shallower ones too, and the settled plan if it
+        still fits these rows."""
 
     def still(self, settled: Plan) -> Plan:
-        """What is settled, for these rows."""
+        """The settled plan, adapted to these rows."""
         return settled
 
 
 @dataclass
 class ByRow(Outlook):
-    """Of each row: how likely the guess of each depth is kept, and all before it; and the share of
-    its guesses that are made. apart: rows may draft unlike each other. wide: so many rows are paid
-    for at every depth; 0: those alone that have a guess there, for passes leave out what is no
-    token."""
+    """Every row has an acceptance of its own.
 
-    chances: list[list[float]]
+    marginal[row][i]: P(guesses 1..i + 1 accepted); filled[row]: share of its guesses that the
+    drafter makes; apart: whether rows may have draft lengths of their own; wide: 0, or, where
+    passes compute padding too, the rows that are paid for at every depth."""
+
+    marginal: list[list[float]]
     filled: list[float]
     apart: bool
     wide: int
 
     def rate(self, plan: Plan) -> float:
         depths = [plan.depth(row) for row in self.rows]
-        gains = sum(math.log1p(sum(each[:g])) for each, g in zip(self.chances, depths, strict=True))
+        tokens = zip(self.marginal, depths, strict=True)
+        gains = sum(math.log1p(sum(each[:g])) for each, g in tokens)
         return math.exp(gains / len(depths)) / self.seconds(depths)
 
     def seconds(self, depths: Sequence[int]) -> float:
-        """How long such a round takes."""
+        """Expected seconds of a round in which the rows draft so deep."""
         deepest = max(depths)
         counts = [self.wide or sum(g > d for g in depths) for d in range(deepest)]
         seconds = sum(level[n] for level, n in zip(self.levels, counts, strict=False))
-        seconds += sum(begin for begin, g in zip(self.begin, depths, strict=True) if g)
+        seconds += sum(start for start, g in zip(self.start_s, depths, strict=True) if g)
         made = sum(share * g for share, g in zip(self.filled, depths, strict=True))
         most = sum(depths)
         if self.wide:
             made = most = deepest * self.wide
-        return self.pace.slower(deepest) * (seconds + self._checked(made, most))
+        return self.slowdown.factor(deepest) * (seconds + self._verify_s(made, most))
 
-    def _checked(self, made: float, most: int) -> float:
-        """Seconds of all but the guesses, if so many are made, or none, of so many at most."""
+    def _verify_s(self, made: float, most: int) -> float:
+        """Expected seconds of all but drafting: of `most` guesses asked for, `made` are expected;
+        linear between none and all of them."""
         least = self.verify[0]
         return least + made / most * (self.verify[most] - least) if most else least
 
@@ -131,23 +135,27 @@ class ByRow(Outlook):
         return plans
 
     def spread(self) -> tuple[int, ...]:
-        """How deep each row should draft, at least one of them: guesses are spent one by one on the
-        row to which they bring most, for what they cost, under every limit of their depth."""
+        """The draft length of each row that maximises the rate, at least one of them above 0.
+
+        Greedy: guesses are ranked by gain in log tokens over marginal cost, a row's deeper guess
+        never before its shallower one. For each limit of the depth, the best prefix of that ranking
+        is found; the best over all limits is taken.
+        """
         levels, all_s = self.levels, self.verify[-1] - self.verify[0]
         guess_s = (sum(n[-1] for n in levels) + all_s) / (len(self.verify) - 1)
         order = []
-        for row, (each, share) in enumerate(zip(self.chances, self.filled, strict=True)):
+        for row, (each, share) in enumerate(zip(self.marginal, self.filled, strict=True)):
             before, worth = 1.0, math.inf
             for depth, chance in enumerate(each):
                 gained = math.log1p(chance / before)
-                costs = share * guess_s + (0.0 if depth else self.begin[row])
+                costs = share * guess_s + (0.0 if depth else self.start_s[row])
                 worth = min(worth, gained / max(costs, 1e-12))
                 order.append((-worth, row, depth, gained))
                 before += chance
         order.sort()
-        w, best, most, deepest = len(self.chances), -math.inf, 0, 0
+        w, best, most, deepest = len(self.marginal), -math.inf, 0, 0
         for deep in range(len(levels)):
-            slower = self.pace.slower(deep + 1)
+            factor = self.slowdown.factor(deep + 1)
             counts, count, gains, made, seconds = [0] * (deep + 1), 0, 0.0, 0.0, 0.0
             for at, (_, row, depth, gained) in enumerate(order):
                 if depth > deep:
@@ -157,8 +165,8 @@ class ByRow(Outlook):
                 made += self.filled[row]
                 gains += gained
                 if not depth:
-                    seconds += self.begin[row]
-                found = gains / w - math.log(slower * (seconds + self._checked(made, count)))
+                    seconds += self.start_s[row]
+                found = gains / w - math.log(factor * (seconds + self._verify_s(made, count)))
                 if found > best:
                     best, most, deepest = found, at, deep
         spent = [0] * w
@@ -170,67 +178,69 @@ class ByRow(Outlook):
 
 @dataclass
 class ByGrade(Outlook):
-    """Of each grade: how often a row is at it; how likely the guess of each depth is kept, and all
-    before it; and the share of guesses that are made. Passes leave out what is no token."""
+    """All rows are alike, and guesses differ by the drafter's grade. Passes leave out padding.
 
-    found: list[float]
-    chances: list[list[float]]
+    often[grade]: how often a row is at that grade; marginal[grade][i]: P(guesses 1..i + 1
+    accepted) there; filled[grade]: share of its guesses that the drafter makes."""
+
+    often: list[float]
+    marginal: list[list[float]]
     filled: list[float]
 
     def rate(self, plan: Plan) -> float:
-        reach = plan.reach or (0,) * len(self.found)
-        each = zip(self.found, self.chances, reach, strict=True)
-        tokens = 1 + sum(often * sum(chances[:g]) for often, chances, g in each)
+        reach = plan.reach or (0,) * len(self.often)
+        each = zip(self.often, self.marginal, reach, strict=True)
+        tokens = 1 + sum(often * sum(marginal[:g]) for often, marginal, g in each)
         return tokens / self.seconds(plan.tree.depth, reach)
 
     def seconds(self, deepest: int, reach: Sequence[int]) -> float:
-        """How long such a round takes."""
-        w, made = len(self.rows), {0: 0.0}
-        for often, share, g in zip(self.found, self.filled, reach, strict=True):
-            made[g] = made.get(g, 0.0) + often * share
-            made[0] += often * (1 - share)
-        guessed = sum(level[w] for level in self.levels[:deepest])
-        begun = sum(self.begin) if deepest else 0.0
-        return self.pace.slower(deepest) * (guessed + self._checked(made) + begun)
+        """Expected seconds of a round in which rows draft as deep as the reach of their grade."""
+        w, likely = len(self.rows), {0: 0.0}
+        for often, share, g in zip(self.often, self.filled, reach, strict=True):
+            likely[g] = likely.get(g, 0.0) + often * share
+            likely[0] += often * (1 - share)
+        drafting = sum(level[w] for level in self.levels[:deepest])
+        start = sum(self.start_s) if deepest else 0.0
+        return self.slowdown.factor(deepest) * (drafting + self._verify_s(likely) + start)
 
-    def _checked(self, made: dict[int, float]) -> float:
-        """Seconds of all but the guesses, if a row makes so many so often. In a crowd as many are
-        made as on average."""
+    def _verify_s(self, likely: dict[int, float]) -> float:
+        """Expected seconds of all but drafting; likely[n]: P(a row makes n guesses). Exact for few
+        rows, since a pass may be faster with one guess more; in a crowd at the mean."""
         w, verify = len(self.rows), self.verify
         if w > CROWD:
-            at = w * sum([often * n for n, often in made.items()])
-            less = min(int(at), len(verify) - 2)
-            return verify[less] + (at - less) * (verify[less + 1] - verify[less])
-        of_all = {0: 1.0}
+            at = w * sum([often * n for n, often in likely.items()])
+            low = min(int(at), len(verify) - 2)
+            return verify[low] + (at - low) * (verify[low + 1] - verify[low])
+        total = {0: 1.0}  # P(all rows make n guesses together)
         for _ in range(w):
-            before, of_all = of_all, {}
-            for n, likely in before.items():
-                for more, often in made.items():
-                    of_all[n + more] = of_all.get(n + more, 0.0) + likely * often
-        return sum([verify[n] * often for n, often in of_all.items()])
+            before, total = total, {}
+            for n, chance in before.items():
+                for more, often in likely.items():
+                    total[n + more] = total.get(n + more, 0.0) + chance * often
+        return sum([verify[n] * often for n, often in total.items()])
 
     def plans(self, gammas: Sequence[int], settled: Plan, less: bool) -> list[Plan]:
         limits = {*gammas, settled.tree.depth} - {0}
         return [self.best(limit) for limit in sorted(limits, reverse=True)]
 
     def still(self, settled: Plan) -> Plan:
-        """As deep as that; at which grades is found anew."""
+        """The best plan that is no deeper than the settled one."""
         return self.best(settled.tree.depth) if settled.tree.depth else settled
 
     def best(self, most: int) -> Plan:
-        """What promises most of all that drafts, and no deeper than that: guesses that are likely
-        to be kept, for each that is paid for, come first."""
+        """The plan of depth 1 to `most` with the highest rate. Greedy: guesses are added in the
+        order of P(accepted) over P(made), which is what a guess brings for what is paid."""
         cells = [
             (-chance / max(share, 1e-9), grade, depth)
-            for grade, (each, share) in enumerate(zip(self.chances, self.filled, strict=True))
+            for grade, (each, share) in enumerate(zip(self.marginal, self.filled, strict=True))
             for depth, chance in enumerate(each[:most], 1)
         ]
         cells.sort()
-        reach, tokens = [0] * len(self.found), 1.0
+        reach, tokens = [0] * len(self.often), 1.0
         fastest, chosen = 0.0, reach
         for _, grade, depth in cells:
             reach[grade] = depth
-            tokens += self.found[grade] * self.chances[grade][depth - 1]
+            tokens += self.often[grade] * self.marginal[grade][depth - 1]
             rate = tokens / self.seconds(max(reach), reach)
             if rate > fastest:
                 fastest, chosen = rate, reach.copy()
@@ -239,9 +249,11 @@ class ByGrade(Outlook):
 
 @lru_cache(4096)
 def budgeted(budget: tuple[int, ...]) -> Plan:
+    """A chain as deep as the largest of these budgets of rows."""
     return Plan(Tree.chain(max(budget)), budget)
 
 
 @lru_cache(4096)
 def graded(reach: tuple[int, ...]) -> Plan:
+    """A chain as deep as the largest of these depths of grades."""
     return Plan(Tree.chain(max(reach)), reach=reach)

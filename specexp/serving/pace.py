@@ -1,45 +1,51 @@
-"""How long rounds of each kind take, learned while the machine speeds up and slows down."""
+"""How much longer rounds take than the cost table says, while the machine's speed drifts."""
 
 from __future__ import annotations
 
 import math
 
 
-class Pace:
-    """How long rounds take, as a multiple of what the table says: the machine's pace, which drifts
-    and is the same for all, times what the table has wrong about each kind of round.
+class Slowdown:
+    """Measured over predicted time of rounds, for every draft length ("kind"; 0 is a plain round).
 
-    A Kalman filter (Kalman 1960) over the logarithms. So a slow minute is not held against the kind
-    of round that it falls on, and kinds are compared by rounds that lie side by side. A round that
-    took far longer than it should was held up by something else, and says little.
+    log(measured / predicted) = machine + error[kind] + noise. `machine` drifts and is shared by all
+    kinds; `error` is what the table has wrong about a kind. A Kalman filter (Kalman 1960) estimates
+    both, so that a slow minute is not blamed on the kind of round that was running. Outliers are
+    clipped at two standard deviations: such a round was held up by something else.
     """
 
     def __init__(
         self, drafts: int, machine: float, plain: float, table: float, drift: float, noise: float
     ) -> None:
-        """In logarithms: by how much the machine may be off, and the table about plain rounds and
-        about each kind of draft, the machine's drift a round and the noise of one. Plain rounds
-        wait for memory, others for arithmetic too, and neighbours slow down one or the other."""
-        known = [machine, plain, *[table] * drafts]
-        self.mean = [0.0] * len(known)
-        self.spread = [[x * x * (i == j) for j, x in enumerate(known)] for i in range(len(known))]
+        """Standard deviations of logarithms: the prior of `machine`, of the error of plain rounds
+        and of that of each of `drafts` draft lengths; the machine's drift a round; the noise of one
+        round. Plain rounds have a prior of their own: they wait for memory, drafts for arithmetic
+        too, and other processes on the machine slow down one or the other."""
+        prior = [machine, plain, *[table] * drafts]
+        self.mean = [0.0] * len(prior)
+        self.covariance = [
+            [x * x * (i == j) for j, x in enumerate(prior)] for i in range(len(prior))
+        ]
         self.drift, self.noise = drift**2, noise**2
 
-    def see(self, kind: int, times: float, rounds: int) -> None:
-        """So many rounds of a kind took so many times what the table says of them."""
-        spread, mean, at = self.spread, self.mean, 1 + kind
-        spread[0][0] += self.drift * rounds
-        shared = [row[0] + row[at] for row in spread]
+    def observe(self, kind: int, ratio: float, rounds: int) -> None:
+        """Update on `rounds` rounds of a kind with this median of measured over predicted time."""
+        covariance, mean, at = self.covariance, self.mean, 1 + kind
+        covariance[0][0] += self.drift * rounds
+        shared = [row[0] + row[at] for row in covariance]
         variance = shared[0] + shared[at] + self.noise / rounds
         most = 2 * math.sqrt(variance)
-        off = min(max(math.log(max(times, 1e-9)) - mean[0] - mean[at], -most), most)
+        error = min(max(math.log(max(ratio, 1e-9)) - mean[0] - mean[at], -most), most)
         for i, part in enumerate(shared):
-            mean[i] += part * off / variance
-            spread[i] = [x - part * y / variance for x, y in zip(spread[i], shared, strict=True)]
+            mean[i] += part * error / variance
+            covariance[i] = [
+                x - part * y / variance for x, y in zip(covariance[i], shared, strict=True)
+            ]
 
-    def slower(self, kind: int) -> float:
-        """How many times longer than the table says rounds of a kind take."""
+    def factor(self, kind: int) -> float:
+        """Expected measured over predicted time of a round of that kind."""
         return math.exp(self.mean[0] + self.mean[1 + kind])
 
-    def doubt(self, kind: int) -> float:
-        return self.spread[1 + kind][1 + kind]
+    def variance(self, kind: int) -> float:
+        """Variance of the table's error about that kind, in logarithms."""
+        return self.covariance[1 + kind][1 + kind]

@@ -1,7 +1,7 @@
-"""How much to draft at this load: from never to whatever promises most tokens a second.
+"""Load-aware policies: how many tokens to draft in the next round, by the load.
 
-A policy sees what is known when a round begins (`Load`), answers with a plan, and is told how that
-went. It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `goodput` or `bandit`.
+A policy sees what is known when a round begins (`Load`), returns a plan, and is told the outcome.
+It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `goodput` or `bandit`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specexp.tree import MOST, Tree
 
 @dataclass(frozen=True)
 class Threshold:
-    """gamma guesses while no more than `most` rows are in use."""
+    """Drafts gamma tokens while at most `most` rows are in use."""
 
     gamma: int
     most: int
@@ -38,7 +38,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Table:
-    """Pairs (rows, gamma), rising: from that many rows on, so many guesses."""
+    """entries: pairs (rows, gamma), rising; from that many rows on, gamma tokens are drafted."""
 
     entries: tuple[tuple[int, int], ...]
 
@@ -56,8 +56,8 @@ class Table:
 
 @dataclass
 class InTurn:
-    """gamma guesses for all rows, for half of them, for none: all that a server can be asked to do,
-    round after round. For checks, and not for speed."""
+    """Drafts gamma tokens for all rows, for half of them and for none, by turns: all that a server
+    can be asked to do. For checks, not for speed."""
 
     gamma: int
     rounds: int = field(default=0, init=False)
@@ -77,16 +77,16 @@ class InTurn:
 
 @dataclass
 class Bandit:
-    """Learns tokens a second of each draft length by trying, for batches of about the same size.
+    """Learns by trial the tokens a second of each draft length, for each power of two of rows.
 
-    Knows no costs and no acceptance: an upper confidence bound (Auer et al. 2002, UCB1) on the
-    logarithm of a round's rate, for each power of two of rows. Estimates fade, as loads do.
+    Needs neither a cost table nor acceptance: an upper confidence bound (Auer et al. 2002, UCB1) on
+    the logarithm of the rate. Estimates fade, since loads change.
     """
 
     gammas: tuple[int, ...] = (0, *GAMMAS)
     bonus: float = 0.3
     fade: float = 0.99
-    hold: int = 8  # rounds that a choice is kept, since switching costs
+    hold: int = 8  # rounds that a choice is kept, since switching has a cost
 
     tried: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     mean: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
@@ -106,15 +106,16 @@ class Bandit:
         return Plan(Tree.chain(self.current[1]))
 
     def _best(self, size: int) -> int:
+        """The draft length with the highest upper confidence bound."""
         total = sum(self.tried.get((size, g), 0.0) for g in self.gammas)
 
-        def hope(gamma: int) -> float:
+        def bound(gamma: int) -> float:
             tried = self.tried.get((size, gamma), 0.0)
             if not tried:
                 return math.inf
             return self.mean[size, gamma] + self.bonus * math.sqrt(math.log(total + 1) / tried)
 
-        return max(self.gammas, key=hope)
+        return max(self.gammas, key=bound)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         if steps and seconds is not None:
@@ -136,8 +137,8 @@ NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodpu
 
 
 def of(name: str, costs: Prices | None = None, deepest: int = MOST) -> Policy:
-    """The policy of a name. costs: the table that `goodput` reads; deepest: the longest draft that
-    the drafter can make. Raises UserError, one line, for any other name or a longer draft."""
+    """The policy of that name. costs: the table that `goodput` reads; deepest: the longest draft
+    that the drafter can make. Raises UserError, one line, for unknown names and longer drafts."""
     kind, _, argument = name.partition(":")
     deepest = min(deepest, MOST)
     gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
@@ -159,7 +160,7 @@ def of(name: str, costs: Prices | None = None, deepest: int = MOST) -> Policy:
             pairs = [entry.split("=") for entry in argument.split(",")]
             found = {int(b): _gamma(g, name, deepest) for b, g in pairs}
             if len(found) < len(pairs):
-                raise UserError(f"policy {name!r} says twice how much so many rows draft")
+                raise UserError(f"policy {name!r} names a number of rows twice: name each once")
             return Table(tuple(sorted(found.items())))
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None

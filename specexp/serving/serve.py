@@ -1,11 +1,12 @@
-"""Continuous batching: requests wait, are read in chunks, written round by round, and leave.
+"""Continuous batching: requests wait, are prefilled in chunks, decoded round by round, and leave.
 
-One step admits whoever fits, reads a chunk of the prompts that are not read yet, and runs one
-round, in which each row drafts as much as the policy says, after its drafter has read a chunk of
-what it lacks; its first round is plain if the drafter would have to read the prompt. A row that
-ends is free at once; its place goes to the next request, or the last row moves into it, so that
-passes cover no more rows than are in use. Nothing here knows what a bank is made of: an engine
-(bank.py) or a simulation (simulate.py).
+One step of the server admits the requests for which there are rows, prefills one chunk of their
+prompts and runs one round, in which each row drafts as much as the policy says. A drafter that has
+not read all of a row first catches up, a chunk a step; a drafter that reads prompts sits out a
+row's first round, so that no first token waits for it. A row is free as soon as its request is
+done: the next request takes it, or the last row moves into it, so that passes cover no more rows
+than are in use. The server does not know what a bank is made of: an engine (bank.py) or a
+simulation (simulate.py).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from specexp.tree import Tree
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FADE = 0.8  # of what a row's acceptance weighs in the next round
-NEAR = 16  # rows that are this far behind at most catch up together
+FADE = 0.8  # by which the counts of a row's acceptance shrink every round
+NEAR = 16  # tokens: rows whose drafter lacks at most so many catch up together, in one pass
 
 
 class Bank(Protocol):
-    """What requests are served on: see `bank.EngineBank`."""
+    """The rows that requests are served on: see `bank.EngineBank`."""
 
     rows: int
     slots: int
@@ -49,7 +50,7 @@ class Bank(Protocol):
     def enter(self, row: int, text: Sequence[int], stream: int) -> None: ...
     def read(self, row: int, start: int, stop: int) -> None: ...
     def begin(self, row: int, limit: int) -> None: ...
-    def guide(self, row: int, start: int, stop: int) -> None: ...
+    def catch_up_row(self, row: int, start: int, stop: int) -> None: ...
     def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None: ...
     def round(
         self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...]
@@ -61,8 +62,8 @@ class Bank(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """prompt: its tokens; new: how many to write at most; at_s: when it comes, in seconds from the
-    start; stream: the name of its noise; kind: what it is a request of, for tables."""
+    """prompt: token ids; new: the most tokens to generate; at_s: arrival, in seconds from the
+    start; stream: the name of its noise; kind: its category, for tables."""
 
     prompt: Sequence[int]
     new: int
@@ -76,7 +77,9 @@ State = Literal["waiting", "reading", "writing", "done", "refused", "cancelled",
 
 @dataclass
 class Answer:
-    """A request and what became of it. `deliveries`: (seconds, tokens so far), one a round."""
+    """A request and its outcome. `reason`: why it was refused or failed; begun_s: when it first got
+    a row; deliveries: (seconds, tokens so far), one a round; passes: rounds that it took part in.
+    Seconds count from the server's start."""
 
     request: Request
     came_s: float
@@ -97,15 +100,15 @@ class Answer:
 
 @dataclass
 class Seat:
-    """An occupied row: tokens of the text, of them read by the target and, if it `reads`, by the
-    drafter."""
+    """An occupied row. In tokens: `length` of the sequence, `limit` that ends it, `read` by the
+    target's prefill and `draft_read` by the drafter, if it `reads`. The rest is as in `Stream`."""
 
     answer: Answer
     length: int
     limit: int
     reads: bool
     read: int = 0
-    guided: int = 0
+    draft_read: int = 0
     judged: float = 0.0
     kept: float = 0.0
     asked: float = 0.0
@@ -117,15 +120,15 @@ class Seat:
 
     @property
     def behind(self) -> int:
-        return self.length - 1 - self.guided if self.reads else 0
+        return self.length - 1 - self.draft_read if self.reads else 0
 
 
 @dataclass(frozen=True)
 class Tick:
-    """One step. busy_s: seconds spent in the bank, the rest being the scheduler's own; waiting:
-    requests in the queue; read: tokens of prompts; of its round, live: rows being written, rows:
-    those that passes covered, speculated: those that had guesses; guesses drafted and accepted,
-    tokens emitted."""
+    """One step. busy_s: seconds spent in the bank, the rest being the scheduler's overhead;
+    waiting: requests in the queue; read: prompt tokens prefilled. Of its round: live, rows being
+    decoded; rows, those that its passes covered; speculated, those that had guesses; guesses
+    drafted and accepted; tokens emitted."""
 
     begin_s: float
     end_s: float
@@ -143,9 +146,9 @@ class Tick:
 class Server:
     """Serves requests on a bank under a policy.
 
-    chunk: prompt tokens that are read a step, by the target, and by the drafter of rows that it is
-    to guess for; queue: requests that may wait. Both keep the running streams from stalling: a long
-    prompt is read in pieces, and what comes beyond the queue is refused.
+    chunk: prompt tokens prefilled a step, by the target and again by the drafter, so that a long
+    prompt does not stall the requests being decoded; queue: requests that may wait, beyond which
+    they are refused.
     """
 
     def __init__(self, bank: Bank, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:
@@ -162,7 +165,7 @@ class Server:
         self.ticks: list[Tick] = []
         self.notes: list[str] = []
         self._busy = 0.0
-        self.rows = bank.rows  # rows that may be used; less once memory has run out
+        self.rows = bank.rows  # that may be used; fewer once memory has run out
         self.started = bank.clock()
 
     @property
@@ -175,13 +178,14 @@ class Server:
         return len(self.waiting) + sum(seat is not None for seat in self.seats)
 
     def submit(self, request: Request, came_s: float | None = None) -> Answer:
-        """Take a request, or refuse it with the reason; bad ones never reach a row."""
+        """Queue a request, or refuse it with the reason; invalid ones never reach a row."""
         answer = Answer(request, self.now if came_s is None else came_s)
         P, need = len(request.prompt), len(request.prompt) + request.new
         if not P:
             return self._end(answer, "refused", "the prompt is empty; give it at least one token")
         if request.new < 1:
-            return self._end(answer, "refused", f"{request.new} new tokens asked for; ask for one")
+            said = f"{request.new} new tokens asked for; ask for at least one"
+            return self._end(answer, "refused", said)
         most = min(self.bank.context, self.bank.slots - self.bank.room)
         if need > most:
             return self._end(
@@ -195,7 +199,7 @@ class Server:
         return answer
 
     def cancel(self, answer: Answer) -> None:
-        """Stop a request: it keeps what was written and its row is free for the next one."""
+        """Stop a request. Its answer keeps the tokens generated so far; its row is free."""
         if answer.over:
             return
         if answer.state == "waiting":
@@ -206,7 +210,7 @@ class Server:
         self._vacate(row, "cancelled")
 
     def step(self) -> bool:
-        """Admit, read, run a round; False when there was nothing to do."""
+        """Admit, prefill, run a round; False when there was nothing to do."""
         self._admit()
         if not any(self.seats):
             return False
@@ -242,7 +246,7 @@ class Server:
                 self.bank.enter(row, text, answer.request.stream)
 
     def _read(self) -> int:
-        """Spend a chunk on the prompts in order of their coming; tokens read."""
+        """Prefill one chunk of the prompts, in the order of arrival; returns its tokens."""
         left = self.chunk
         reading = [(row, s) for row, s in enumerate(self.seats) if s and not s.writing]
         for row, seat in sorted(reading, key=lambda pair: pair[1].answer.came_s):
@@ -259,7 +263,7 @@ class Server:
         return self.chunk - left
 
     def _round(self) -> tuple[int, list[Step]]:
-        """One round of the rows in use: how many they are, and what became of it."""
+        """One round of the rows in use; returns how many rows it covered, and its steps."""
         top = 1 + max(row for row, seat in enumerate(self.seats) if seat)
         used = self.seats[:top]
         if not any(seat and seat.writing for seat in used):
@@ -283,8 +287,8 @@ class Server:
         return top, steps
 
     def _possible(self, plan: Plan, load: Load, longest: int) -> Plan:
-        """What of a plan is done: drafts end with the drafter's context, and no first token waits
-        until a drafter has read the prompt. A budget for every row, -1: it is not written."""
+        """The plan with a budget for every row (-1: it is not decoded), cut to the drafter's
+        context, and to 0 in a row's first round if the drafter would have to read the prompt."""
         most = max(0, self.bank.drafter_context - longest)
         reads = self.bank.reads
         budget = tuple(
@@ -294,22 +298,23 @@ class Server:
         return plan._replace(tree=plan.tree.cut(max(0, *budget)), budget=budget)
 
     def _catch_up(self, budget: Sequence[int], longest: int) -> set[int]:
-        """Of those who draft, whoever is far behind catches up alone, a chunk in all, and then all
-        together what little they lack. Returns the rows that still lack something."""
+        """Let the drafter catch up with the rows that draft: those that it lags far behind one by
+        one, a chunk in all, then the others in one pass. Returns the rows that it still lacks
+        tokens of."""
         left = max(self.chunk, NEAR)  # more than a round adds
         drafting = zip(self.seats, budget, strict=False)
         writing = [(row, s) for row, (s, depth) in enumerate(drafting) if s and depth > 0]
         for row, seat in writing:
             if seat.behind > NEAR and left:
-                stop = seat.guided + min(seat.behind, left)
-                self._timed(self.bank.guide, row, seat.guided, stop)
-                left -= stop - seat.guided
-                seat.guided = stop
+                stop = seat.draft_read + min(seat.behind, left)
+                self._timed(self.bank.catch_up_row, row, seat.draft_read, stop)
+                left -= stop - seat.draft_read
+                seat.draft_read = stop
         near = [seat for _, seat in writing if seat.behind <= NEAR]
         if lag := max((seat.behind for seat in near), default=0):
             self._timed(self.bank.catch_up, budget, longest, lag)
         for seat in near:
-            seat.guided = seat.length - 1
+            seat.draft_read = seat.length - 1
         return {row for row, seat in writing if seat.behind}
 
     def _settle(self, step: Step, plan: Plan) -> None:
@@ -319,11 +324,11 @@ class Server:
         if step.broken:
             self._vacate(step.row, "failed", f"{step.broken} produced NaN or infinite logits")
             return
-        guided = not seat.behind and plan.depth(step.row) > 0
+        drafts = not seat.behind and plan.depth(step.row) > 0
         seat.length += step.emitted
-        if guided:
-            seat.guided = seat.length - 1
-        if guided and (asked := plan.asked(step)):
+        if drafts:
+            seat.draft_read = seat.length - 1
+        if drafts and (asked := plan.asked(step)):
             seat.judged = FADE * seat.judged + min(step.accepted + 1, asked)
             seat.kept = FADE * seat.kept + step.accepted
             seat.asked = FADE * seat.asked + asked
@@ -336,7 +341,7 @@ class Server:
             self._vacate(step.row, "done")
 
     def _compact(self) -> None:
-        """The last rows move into holes that nobody waits for."""
+        """Move the last rows into free ones that no waiting request will take."""
         holes = [row for row, seat in enumerate(self.seats) if seat is None]
         for hole in holes[len(self.waiting) :]:
             last = max((row for row, seat in enumerate(self.seats) if seat), default=-1)
@@ -360,7 +365,8 @@ class Server:
         seat.answer.tokens = self.bank.text(row, P, seat.length)
 
     def _shrink(self, why: str) -> None:
-        """Use half as many rows; whoever sat in the others waits again, in front of the queue."""
+        """Use half as many rows from now on; requests in the others go back to the front of the
+        queue, with what they have generated."""
         used = [row for row, seat in enumerate(self.seats) if seat]
         if used == [0]:
             self._vacate(0, "failed", f"out of memory with one request alone: {why}")
@@ -393,14 +399,14 @@ class Server:
 
 
 class Arriving(Protocol):
-    """Where requests come from."""
+    """A source of requests."""
 
     def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
-        """Those that have come by now, and when, while `open_` requests are being served."""
+        """Requests that have arrived by now, with their times, while `open_` are unfinished."""
         ...
 
     def next_s(self) -> float | None:
-        """When the next one comes; None if that is not known, or none will."""
+        """When the next one arrives; None if that is not known, or if none will."""
         ...
 
     @property
@@ -408,7 +414,7 @@ class Arriving(Protocol):
 
 
 class Timed:
-    """Requests that come at their own times, whatever happens."""
+    """An open load: requests arrive at their own times, however many are unfinished."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.requests = deque(sorted(requests, key=lambda r: r.at_s))
@@ -428,10 +434,12 @@ class Timed:
 
 
 class Closed:
-    """A closed loop: as soon as a request leaves, the next one comes; `again`: after the last, the
-    first, for ever."""
+    """A closed loop: as soon as a request is done, the next one arrives; with `again`, the first
+    one follows the last, for ever."""
 
     def __init__(self, requests: Iterable[Request], concurrency: int, again: bool = False) -> None:
+        if concurrency < 1:
+            raise UserError(f"concurrency is {concurrency}; a closed loop needs 1 stream or more")
         self.requests, self.concurrency, self.again = deque(requests), concurrency, again
 
     def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
@@ -450,7 +458,8 @@ class Closed:
 
 
 def advance(server: Server, arriving: Arriving, answers: list[Answer]) -> bool:
-    """Take what has come and make one step, or wait for more; False when all is answered."""
+    """Submit what has arrived and make one step, or wait for an arrival; False when all requests
+    are answered."""
     now = server.now
     for came_s, request in arriving.due(now, server.open):
         answers.append(server.submit(request, came_s))
@@ -465,7 +474,7 @@ def advance(server: Server, arriving: Arriving, answers: list[Answer]) -> bool:
 def serve(
     server: Server, arriving: Arriving, watch: Callable[[Server], None] | None = None
 ) -> list[Answer]:
-    """Serve all that comes until everything is answered; the answers in order of coming."""
+    """Serve until all requests are answered; the answers in the order of arrival."""
     answers: list[Answer] = []
     while advance(server, arriving, answers):
         if watch:

@@ -1,7 +1,7 @@
-"""A bank that holds no text: time passes as a cost table says, guesses are kept by chance.
+"""A bank without models: time advances by a cost table, guesses are accepted at random.
 
 The server, its policies and the requests are those of the real engine; only the passes are
-imagined. Every figure made with it is SIMULATED.
+simulated. Every figure made with it is SIMULATED.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Row:
     made: float
 
     def chance(self, guess: int) -> float:
-        """That a guess which was made is kept, if the one before it was."""
+        """P(a guess that was made is accepted given that the one before it was)."""
         if not self.conditional:
             return 0.0
         kept = self.conditional[min(guess, len(self.conditional) - 1)]
@@ -33,11 +33,11 @@ class _Row:
 
 
 class SimulatedBank:
-    """conditional(stream): P(guess i kept given that guess i - 1 was), i = 1, 2, ..., of the
-    request with that stream, later ones being as likely as the last; made(stream): how often it has
-    guesses at all, 1 where that is not given. overhead_s: what a step costs beside its passes."""
+    """conditional(stream): P(guess i accepted given that guess i - 1 was), i = 1, 2, ..., of the
+    request with that stream, deeper guesses being like the last; made(stream): how often a round of
+    it has guesses, by default always. overhead_s: seconds of a step besides its passes."""
 
-    steady = True  # rounds take as long from the first
+    steady = True  # no round is slower for being captured
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SimulatedBank:
     def begin(self, row: int, limit: int) -> None:
         self.texts[row].limit = limit
 
-    def guide(self, row: int, start: int, stop: int) -> None:
+    def catch_up_row(self, row: int, start: int, stop: int) -> None:
         self.time += self.costs.catch_up_s(stop - start)
 
     def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
@@ -104,10 +104,10 @@ class SimulatedBank:
         return steps
 
     def _found(self, row: int, gamma: int) -> int:
-        """How many guesses a row has that was asked for so many."""
+        """How many of `gamma` guesses a row has: all or none."""
         text = self.texts.get(row)
-        luckless = gamma > 0 and text and text.made < 1 and self.random() >= text.made
-        return 0 if luckless else gamma
+        missing = gamma > 0 and text and text.made < 1 and self.random() >= text.made
+        return 0 if missing else gamma
 
     def move(self, source: int, target: int, length: int) -> None:
         self.texts[target] = self.texts[source]
@@ -120,5 +120,5 @@ class SimulatedBank:
 
 
 def requests(lengths: Sequence[tuple[float, int, int]]) -> list[Request]:
-    """Requests of nothing but times and lengths: (at_s, prompt tokens, new tokens)."""
+    """Requests without text, from triples (at_s, prompt tokens, new tokens)."""
     return [Request(range(p), n, at, stream=i) for i, (at, p, n) in enumerate(lengths)]
