@@ -61,7 +61,7 @@ class Lookahead(Drafter):
         latest, none = found[:, 0], found[:, 0, :0]
         head = _either(latest, old[:, : self.n - 1])
         beyond = [torch.full_like(tokens[0], -1)] * (tree.depth - self.depth)
-        line = [*head.split(1, 1), *old[:, self.n - 1 :].split(1, 1), *beyond]
+        line = [*head.split(1, 1), *old.split(1, 1)[self.n - 1 :], *beyond]
         tails = [none]  # of a node: what is left of its n-gram
         for parent in range(len(tree)):
             tail = tails[parent]
