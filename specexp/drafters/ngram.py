@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
-from specexp.errors import UserError
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -26,8 +25,6 @@ class NGram(Drafter):
 
     def __init__(self, n: int = 3, vocab: int = 1 << 62) -> None:
         """vocab: ids from there on may occur in a prompt but are never guessed."""
-        if n < 1:
-            raise UserError(f"ngram n is {n}; look up at least 1 token")
         self.n, self.grades, self.vocab = n, n + 1, vocab
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:

@@ -56,18 +56,20 @@ class Planted(Drafter):
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         self.worker.prefill(seqs, hidden)
-        told = replace(seqs, **{f: getattr(seqs, f).clone() for f in ("tokens", "length", "limit")})
+        plain = replace(
+            seqs, **{f: getattr(seqs, f).clone() for f in ("tokens", "length", "limit")}
+        )
         place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
         prompt = torch.where(place < seqs.length[:, None], mix(mix(place) + seqs.tokens), 0)
         self.salt[seqs.rows] = prompt.sum(1, keepdim=True)
-        told.limit += self.depth  # guesses may lie beyond the limit
-        told.limit.clamp_(max=seqs.tokens.shape[1] - 1)
-        root, match = Tree.chain(0).nodes(told.tokens.device), Match()
-        for _ in range(int((told.limit - told.length).max())):
-            draft = told.draft(root)
-            law = self.sampling.law(self.target.verify(told, draft).logits)
-            told.commit(match(draft, law, self.rng))
-        self.future[seqs.rows, : told.tokens.shape[1]] = told.tokens
+        plain.limit += self.depth  # guesses may lie beyond the limit
+        plain.limit.clamp_(max=seqs.tokens.shape[1] - 1)
+        root, match = Tree.chain(0).nodes(plain.tokens.device), Match()
+        for _ in range(int((plain.limit - plain.length).max())):
+            draft = plain.draft(root)
+            law = self.sampling.law(self.target.verify(plain, draft).logits)
+            plain.commit(match(draft, law, self.rng))
+        self.future[seqs.rows, : plain.tokens.shape[1]] = plain.tokens
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The first child of a node is right with probability alpha, its siblings never."""

@@ -144,7 +144,7 @@ def make(
         raise UserError(
             f"cannot write to {out}: {e.strerror}; give another folder with --out"
         ) from e
-    said: dict[str, Any] = (
+    damping: dict[str, Any] = (
         {"damp": damp} if alpha is None else calibrated(shape, alpha, dtype, seed)
     )
     made = tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out)
@@ -152,9 +152,9 @@ def make(
         total = sum(_bytes(shape, dtype) for shape in folders.values())
         with tqdm(total=total, desc="writing", unit="B", unit_scale=True) as bar:
             for folder, cut in folders.items():
-                write(cut, Path(part) / folder, said["damp"], dtype, seed, bar.update)
-                told = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": said}
-                facts = cards.describe_twin(name, cut.parameters, cut == shape, told)
+                write(cut, Path(part) / folder, damping["damp"], dtype, seed, bar.update)
+                details = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": damping}
+                facts = cards.describe_twin(name, cut.parameters, cut == shape, details)
                 cards.write(Path(part) / folder, facts, cards.card_of_twin(facts))
         # the target is removed first and added last: where there is a target, its draft is there
         for folder in reversed(folders):
