@@ -28,7 +28,7 @@ from tiny import (
 )  # fmt: skip
 
 from specexp import native
-from specexp.drafters.crossed import Crossed, Tongues
+from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.early_exit import lower
 from specexp.drafters.model import DraftModel
 from specexp.drafters.null import Null
@@ -165,7 +165,7 @@ class Wordy(Alphabet):
 @pytest.mark.parametrize("new", [4, 30])
 def test_a_text_that_the_draft_spells_at_length_is_written_to_its_end(new):
     law = Sampling()
-    crossed = Crossed(LM(draft_module(), "draft"), Tongues(Alphabet(0), Wordy(5), V), law)
+    crossed = Crossed(LM(draft_module(), "draft"), TokenMap(Alphabet(0), Wordy(5), V), law)
     made = Engine(LM(module(), "target"), crossed, Fixed(Tree.chain(1)), law)
     assert made.generate([[5]], new).tokens == [slowly(module(), [5], new)]
 

@@ -209,7 +209,9 @@ def test_lookahead_solves_a_line_that_the_target_would_write():
 def test_lookahead_drafts_deeper_than_its_line(shape):
     made = engine("lookahead", Tree.chain(2))
     made.policy = Fixed(shape)
-    assert made.generate(PROMPTS, 24).tokens == engine("null").generate(PROMPTS, 24).tokens
+    for line in (2, 4):
+        made.drafter = Lookahead(made.target, 3, line)
+        assert made.generate(PROMPTS, 24).tokens == engine("null").generate(PROMPTS, 24).tokens
 
 
 def test_lookahead_remembers_ngrams_latest_first():

@@ -19,7 +19,7 @@ from tiny import PROMPTS, Alphabet, V, engine, heads, module
 from tokenizers.processors import TemplateProcessing
 
 from specexp import formats
-from specexp.drafters.crossed import Crossed, Tongues
+from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.medusa import MedusaHeads
@@ -634,7 +634,7 @@ def test_a_draft_that_spells_every_token_alike_is_accepted_whole():
     for temperature in (0.0, 0.9):
         made = engine("null", Tree.chain(3), "reject", temperature=temperature)
         draft = LM(shifted, "shifted")
-        made.drafter = Crossed(draft, Tongues(Alphabet(0), whole, V), made.sampling)
+        made.drafter = Crossed(draft, TokenMap(Alphabet(0), whole, V), made.sampling)
         for step in made.generate(PROMPTS, 24).trace.steps():
             assert step.accepted == step.drafted == 3
 
@@ -647,7 +647,7 @@ def test_a_token_the_draft_lacks_is_respelt_and_never_guessed():
     assert any(t >= V - 6 for row in made.generate(PROMPTS * 4, 40).tokens for t in row)
     text = made.drafter.texts
     for row in range(3):
-        told = made.drafter.tongues.begun(PROMPTS[row])
+        told = made.drafter.token_map.tokenized_prompt(PROMPTS[row])
         assert text.tokens[row, : len(told)].tolist() == told
 
 
@@ -679,6 +679,10 @@ def test_heads_are_trained_for_a_target_that_is_not_of_the_zoo(tmp_path):
         facts = json.loads((made / "zoo.json").read_text())
         assert facts["role"] == kind
         assert facts["target"] == "mine"
+        card = (made / "README.md").read_text()
+        assert f"zoo train --heads {kind} --target mine --text text.txt`" in card
+        assert "Check the licences of the target and the text" in card
+        assert "license: mit" not in card
         assert {"training/loss", "accuracy/at_1"} <= set(seen[max(seen)])
         check(formats.read(made), module().config.__class__.from_pretrained(folder), "mine", kind)
     with pytest.raises(UserError, match="heads 'hydra' are unknown"):
@@ -739,10 +743,10 @@ def test_a_prompt_begins_as_the_drafts_own_texts_do():
     theirs.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
     )
-    tongues = Tongues(ours, theirs, len(ours))
+    token_map = TokenMap(ours, theirs, len(ours))
     prompt = [ours.bos_token_id, *ours("a mean").input_ids]
-    assert tongues.begun(prompt) == theirs("a mean").input_ids
-    assert theirs.bos_token_id not in tongues.translated(prompt)
+    assert token_map.tokenized_prompt(prompt) == theirs("a mean").input_ids
+    assert theirs.bos_token_id not in token_map.tokenized(prompt)
 
 
 @pytest.mark.parametrize("shape", [(9, 1), (9, 3)], ids=str)

@@ -9,7 +9,6 @@ from tiny import NEW, engine
 from specexp import native
 from specexp.drafters import Drafter, Plan
 from specexp.drafters.ngram import NGram, prepare
-from specexp.errors import UserError
 from specexp.lm import LM
 from specexp.sampling import Certain
 from specexp.sequences import Draft, Sequences
@@ -116,11 +115,6 @@ def prepared(target: LM) -> Drafter:
     asked = dict.fromkeys(["config", "tokenizer", "sampling", "tree", "dtype", "seed", "source"])
     plan = Plan(method="ngram", argument="3", target="target", vocab=target.vocab, **asked)
     return prepare(plan).make(target)
-
-
-def test_a_suffix_of_no_tokens_is_refused():
-    with pytest.raises(UserError, match="n is 0"):
-        NGram(0)
 
 
 def test_many_leaves_over_a_short_text_stay_inside_the_buffer():

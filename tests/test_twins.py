@@ -248,7 +248,7 @@ def test_make_gpu_names_a_twin_as_the_zoo_does():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"params": "2T"}, "no twin has '2T' parameters: choose Tiny, Tied, "),
+        ({"params": "2T"}, "no twin has '2T' parameters: choose one of Tiny, Tied, "),
         ({"alpha": None}, "give either --alpha"),
         ({"damp": 0.1}, "give either --alpha"),
         ({"alpha": 0.0}, "alpha is 0.0; it must lie between 0 and 1"),
@@ -291,7 +291,7 @@ def test_what_does_not_fit_is_refused_with_its_bytes(tmp_path, monkeypatch):
 
 def test_a_pair_is_replaced_only_by_force(tmp_path):
     make("Tiny", None, tmp_path, damp=0.05)
-    with pytest.raises(UserError, match=r"twin-tiny-draft exists: write it anew with --force"):
+    with pytest.raises(UserError, match=r"twin-tiny-draft exists: replace it with --force"):
         make("Tiny", None, tmp_path, damp=0.2)
     make("Tiny", None, tmp_path, damp=0.2, force=True)
     facts = json.loads((tmp_path / "twin-tiny-target" / "zoo.json").read_text())

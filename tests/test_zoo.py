@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp.errors import UserError
 from specexp.lab.build import build
-from specexp.zoo import heads, shelf, twins
+from specexp.zoo import cards, heads, shelf, twins
 from specexp.zoo.cards import measure
 from specexp.zoo.corpus import PIECE, cut, gather, is_held_out, passages, pieces
 from specexp.zoo.edits import echo, edit, rename
@@ -411,8 +411,10 @@ def test_a_shipped_model_is_what_its_card_says(name, zoo):
     assert (recipe.role, recipe.teacher) == (facts["role"], facts["target"])
 
     card = (folder / "README.md").read_text()
+    assert card == cards.card(facts)
     assert f"{facts['parameters']:,} parameters" in card
-    for section in ("## Use", "## Training", "## Held-out text", "## Make it again", "## Licence"):
+    assert ("The training text comes with Python" in card) == bool(facts["trained"])
+    for section in ("## Use", "## Training", "## Held-out text", "## Reproduction", "## Licence"):
         assert section in card
     if facts["trained"]:
         corpus = facts["trained"]["corpus"]
@@ -480,7 +482,7 @@ def test_shipped_heads_are_what_their_card_says_and_guess(name):
     rig = build("target-10m", method, gamma=3)
     own = rig.engine.drafter.heads if method == "medusa" else rig.engine.drafter.net
     assert sum(p.numel() for p in own.parameters()) == facts["parameters"]
-    assert f"{facts['parameters']:,} parameters" in (shelf.find(name) / "README.md").read_text()
+    assert (shelf.find(name) / "README.md").read_text() == cards.card_of_heads(facts)
     made = rig.generate(["def mean(values):\n", "total = 0\nfor i in range(10):\n"], 40)
     assert made.trace.acceptance.length > {"medusa": 1.3, "eagle": 2.2}[method]
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from specexp.drafters.crossed import Crossed, Tongues
+from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.lookahead import Lookahead
@@ -129,7 +129,7 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return (MedusaHeads if kind == "medusa" else EagleLayer)(made, target, law)
     draft = LM(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
     if kind == "crossed":
-        return Crossed(draft, Tongues(Alphabet(0), Alphabet(5), V), law)
+        return Crossed(draft, TokenMap(Alphabet(0), Alphabet(5), V), law)
     guess = DraftModel(draft, law, chosen=kind == "chosen")
     return Planted(0.7, target, guess, law, seed, 4) if kind == "planted" else guess
 

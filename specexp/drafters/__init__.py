@@ -1,7 +1,8 @@
-"""Ways to guess. One file each; a drafter knows nothing of rules, and any rule keeps it exact.
+"""Drafting methods, one file each. A drafter knows nothing about rules; every exact rule keeps the
+target's law whatever is guessed.
 
-A drafter is named `METHOD` or `METHOD:ARGUMENT`: METHOD is a file of this folder, and `prepare` in
-that file says what the argument means. So a new file is a new method, known everywhere at once.
+A drafter is named `METHOD` or `METHOD:ARGUMENT`. METHOD is a file in this folder and `prepare` in
+that file interprets the argument, so adding a file adds a method everywhere.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from specexp.tree import Tree
 
 
 def methods() -> list[str]:
-    """The names of the files in this folder."""
+    """The names of the drafting methods, which are the files in this folder."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 class Drafter(ABC):
-    """What the engine asks of a drafter. All but `propose` may be left as it is here.
+    """The interface between the engine and a drafter. Only `propose` must be implemented.
 
-    `taps`: hidden states of the target it wants to see. `models`: the models it runs. `reads`: they
-    read a text, in caches of their own, before they can go on with it (`catch_up`). `context`: the
-    longest text it can draft for; past it the engine drafts less. `state`: what it keeps for
-    every row [B, ...] between rounds, besides the caches of its models; `seqs.rows` says which of
-    them a call is about. `on_host`: it reads values or decides shapes on the host, so that no round
-    of it can be recorded as a graph. `shaped_by`: numbers on the host, besides the tree, that shape
-    what it runs. `grades`: how many it tells apart by how sure it is (`Draft.grade`); 1: it does
-    not say.
+    `taps`: the target's hidden states that it needs (0: the embeddings). `models`: the models that
+    it runs. `reads`: whether those keep caches of their own, which `catch_up` must fill before they
+    can draft. `context`: the longest sequence it can draft for; near it the engine drafts less.
+    `state`: tensors [B, ...] that it keeps between rounds, besides the caches of its models;
+    `seqs.rows` selects the rows of a call. `on_host`: it reads tensor values or decides shapes on
+    the host, so its rounds cannot be recorded as graphs. `shaped_by`: host numbers, besides the
+    tree, that determine which operations it runs. `grades`: how many confidence levels it reports
+    (`Draft.grade`); 1 means that it reports none.
     """
 
     name: str
@@ -58,32 +59,39 @@ class Drafter(ABC):
         return ()
 
     def allocate(self, B: int, S: int) -> None:
-        """Room for B rows of S slots, all empty."""
+        """Allocate state for B empty rows of S slots."""
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        """These rows begin; hidden [B, P, taps*E] are the target's states over the prompts. Runs
-        no draft model: `catch_up` does."""
+        """Initialise the state of new rows from their prompts.
+
+        hidden [B, P, taps*E]: the target's hidden states over the prompts, without the last token;
+        None if there are none. Runs no draft model: `catch_up` does.
+        """
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        """The last `missed` tokens before the root, or fewer, were written without guesses."""
+        """Process the last `missed` tokens before the root, which were committed without drafting:
+        the prompt, or the output of plain rounds. Some rows may have missed fewer."""
 
     @abstractmethod
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        """Guess the nodes of `tree`; of guesses deeper than their row's `seqs.budget` nothing is
-        kept."""
+        """Guess the nodes of `tree`. The engine discards guesses deeper than the row's
+        `seqs.budget`."""
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        """The verdict on the last draft, before it is committed."""
+        """Update the state from the verdict on the last draft, before it is committed.
+
+        seen: the target's logits and tapped hidden states at every node of the draft.
+        """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of an experiment before a weight is loaded.
+    """What is known about a run before any weights are loaded.
 
-    `argument`: what follows `METHOD:` in the drafter's name, "" if nothing. `config`: the target's.
-    `source(method, name)`: the folder or hub id of the model or heads of that name, `+int8` behind
-    it if so named, or, without a name, of the zoo's own for this method and target; raises
-    UserError when there is none.
+    `argument`: the part of the drafter's name after `METHOD:`, or "". `config` and `vocab`: the
+    target's. `source(method, name)`: the folder or hub id of the model or heads called `name`
+    (keeping a `+int8` suffix), or, if the name is empty, of the zoo's default for this method and
+    target; raises UserError when there is none.
     """
 
     method: str
@@ -99,7 +107,7 @@ class Plan:
     source: Callable[[str, str], str]
 
     def whole(self, default: int, at_least: int = 1) -> int:
-        """The argument as a whole number."""
+        """The argument as an integer. Raises UserError if it is none, or below `at_least`."""
         try:
             value = int(self.argument or default)
         except ValueError:
@@ -112,19 +120,23 @@ class Plan:
         return value
 
     def nothing(self) -> None:
-        """Refuse an argument."""
+        """Raise UserError if there is an argument."""
         if self.argument:
             raise UserError(
-                f"drafter {self.method} takes no argument, and {self.argument!r} was given"
+                f"drafter {self.method} takes no argument: use {self.method} without "
+                f":{self.argument}"
             )
 
 
 @dataclass(frozen=True)
 class Ready:
-    """`make` gives the drafter for the loaded target. `draws`: its guesses are drawn from a law
-    that the rule is shown (else they are chosen). `deepest`: the longest draft it can make.
-    `config`: of the model that it loads, if it does; `slots`: of that model's cache for each of the
-    target's."""
+    """A drafter whose options have been checked; `make` builds it for the loaded target.
+
+    `draws`: its guesses are sampled from a law that is passed to the rule (False: they are chosen
+    deterministically). `deepest`: the greatest draft length it supports. `config`: the config of
+    the draft model that it loads, if any; `slots`: slots of that model's cache per slot of the
+    target's.
+    """
 
     make: Callable[[LM], Drafter]
     draws: bool = False
@@ -134,7 +146,7 @@ class Ready:
 
 
 def described() -> list[tuple[str, str]]:
-    """Every method, and the first sentence of its file."""
+    """Every method with the first paragraph of its module docstring."""
     found = []
     for method in methods():
         about = importlib.import_module(f"{__name__}.{method}").__doc__ or ""
@@ -143,13 +155,13 @@ def described() -> list[tuple[str, str]]:
 
 
 def prepare(plan: Plan) -> Ready:
-    """Check everything about a drafter without loading a weight; raises UserError, one line."""
+    """Check a drafter's options without loading weights. Raises UserError."""
     if plan.method not in methods():
         near = difflib.get_close_matches(plan.method, methods(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"drafter {plan.method!r} is unknown{hint} (there are {', '.join(methods())}; and a "
-            "draft model is model:NAME)"
+            f"drafter {plan.method!r} is unknown{hint} (use one of {', '.join(methods())}; a draft "
+            "model is model:NAME)"
         )
     found: Ready = importlib.import_module(f"{__name__}.{plan.method}").prepare(plan)
     return found

@@ -1,10 +1,10 @@
-"""Guess with a draft model of another tokenizer, on the tokens that both spell alike.
+"""Guess with a draft model that has a different tokenizer, using the tokens that both share.
 
 (Token-level intersection: Timor et al. 2025, Accelerating LLM inference with lossless speculative
-decoding for heterogeneous vocabularies, section 3.3.) The draft keeps a text of its own. A token
-that both tokenizers have is one token there, too; any other is respelt, in up to `_LONGEST` pieces.
-Guesses are drawn from the draft's law over the common tokens, which is the q a rule is shown, so
-every rule stays exact.
+decoding for heterogeneous vocabularies, section 3.3.) The draft model keeps its own copy of the
+sequence, in its own tokens. A shared token is one token there too; any other is re-tokenized into
+up to `_LONGEST` pieces. Guesses are drawn from the draft's law restricted to the shared tokens.
+That law is the q passed to the rule, so every exact rule stays exact.
 """
 
 from __future__ import annotations
@@ -25,65 +25,70 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-_LONGEST = 8  # pieces of one respelt token; what is longer is cut
-_SLOTS = 3  # of the draft's text for each of the target's
+_LONGEST = 8  # pieces kept of one re-tokenized token
+_SLOTS = 3  # slots of the draft's cache per slot of the target's
 
 
-class Tongues:
-    """Two tokenizers. spelling [V, M]: each target token in the draft's, -1 beyond its end; common
-    [V]: the one draft token that is spelt like it, -1 where there is none."""
+class TokenMap:
+    """The map from the target's tokens to the draft's.
+
+    pieces [V, M]: the draft tokens of each target token, padded with -1. shared [V]: the draft
+    token with the same string as the target token, or -1.
+    """
 
     def __init__(self, target: Any, draft: Any, vocab: int) -> None:
         self.target, self.draft = target, draft
         theirs = {_plain(token): i for token, i in draft.get_vocab().items()}
         tokens = target.convert_ids_to_tokens(range(vocab))
-        common = [-1 if t is None else theirs.get(_plain(t), -1) for t in tokens]
-        spelt = [
-            [same] if same >= 0 else self.translated([i])[:_LONGEST]
-            for i, same in enumerate(common)
+        shared = [-1 if t is None else theirs.get(_plain(t), -1) for t in tokens]
+        pieces = [
+            [same] if same >= 0 else self.tokenized([i])[:_LONGEST] for i, same in enumerate(shared)
         ]
-        M = max(map(len, spelt))
-        self.spelling = torch.tensor([s + [-1] * (M - len(s)) for s in spelt])
-        self.common = torch.tensor(common)
+        M = max(map(len, pieces))
+        self.pieces = torch.tensor([s + [-1] * (M - len(s)) for s in pieces])
+        self.shared = torch.tensor(shared)
 
-    def translated(self, ids: list[int]) -> list[int]:
-        """Tokens of the target as the draft spells them; never empty."""
-        return self._spelt(self.target.decode(ids), add_special_tokens=False)
+    def tokenized(self, ids: list[int]) -> list[int]:
+        """These target tokens as draft tokens; never empty."""
+        return self._encode(self.target.decode(ids), add_special_tokens=False)
 
-    def begun(self, ids: list[int]) -> list[int]:
-        """The same of a text from its beginning on: its special tokens are the draft's own."""
-        return self._spelt(self.target.decode(ids, skip_special_tokens=True))
+    def tokenized_prompt(self, ids: list[int]) -> list[int]:
+        """A whole prompt as draft tokens, with the draft's own special tokens."""
+        return self._encode(self.target.decode(ids, skip_special_tokens=True))
 
-    def _spelt(self, text: str, **how: bool) -> list[int]:
+    def _encode(self, text: str, **how: bool) -> list[int]:
         return list(self.draft(text, **how).input_ids) or [self.draft.eos_token_id or 0]
 
 
 def _plain(token: str) -> str:
-    """Byte-level and sentence-piece vocabularies write a leading space differently."""
+    """The token with SentencePiece's mark for a leading space replaced by byte-level BPE's."""
     return token.replace("\u2581", "\u0120")
 
 
 class Crossed(Drafter):
+    """`texts`: the sequences in draft tokens. covered [B]: how many target tokens of each row they
+    contain. `most`: the most tokens that a row can gain between two drafts."""
+
     reads = True
 
-    def __init__(self, lm: LM, tongues: Tongues, sampling: Sampling) -> None:
-        self.lm, self.tongues, self.sampling = lm, tongues, sampling
+    def __init__(self, lm: LM, token_map: TokenMap, sampling: Sampling) -> None:
+        self.lm, self.token_map, self.sampling = lm, token_map, sampling
         self.name = f"{lm.name} (crossed)"
         self.models: tuple[LM, ...] = (lm,)
         self.context = lm.context
-        self.spelling = tongues.spelling.to(lm.device)
-        self.common = tongues.common.to(lm.device)
+        self.pieces = token_map.pieces.to(lm.device)
+        self.shared = token_map.shared.to(lm.device)
 
     def allocate(self, B: int, S: int) -> None:
-        """A text of the draft's may be twice as long; beyond that its guesses are worth nothing."""
+        """The draft's sequences are cut at 2 * S tokens; guesses are poor from there on."""
         self.longest, self.most = 2 * S, 1
         self.texts = Sequences.empty(B, _SLOTS * S, device=self.lm.device)
-        self.told = torch.ones(B, dtype=torch.int64, device=self.lm.device)
+        self.covered = torch.ones(B, dtype=torch.int64, device=self.lm.device)
         self.lm.allocate(B, _SLOTS * S)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        return (self.texts.tokens, self.texts.length, self.told)
+        return (self.texts.tokens, self.texts.length, self.covered)
 
     @property
     def shaped_by(self) -> tuple[int, ...]:
@@ -93,46 +98,47 @@ class Crossed(Drafter):
         for row, (tokens, length) in enumerate(
             zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
         ):
-            text = self.tongues.begun(tokens[:length])[: self.longest]
+            text = self.token_map.tokenized_prompt(tokens[:length])[: self.longest]
             self.texts.write(seqs.first + row, text, limit=0, stream=0)
-        self.told[seqs.rows] = seqs.length
+        self.covered[seqs.rows] = seqs.length
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        text, told = self._listen(seqs), self.told[seqs.rows]
-        # of a prompt that is read in parts, as large a part
-        read = replace(text, length=(text.length * seqs.length // told).clamp(min=1))
-        pieces = (missed + 1) * self.spelling.shape[1]
+        text, covered = self._extend(seqs), self.covered[seqs.rows]
+        # where a prompt is prefilled in parts, the same share of the draft's sequence
+        read = replace(text, length=(text.length * seqs.length // covered).clamp(min=1))
+        pieces = (missed + 1) * self.pieces.shape[1]
         self.lm.refill(read, min(pieces, int(read.length.max())))
 
-    def _listen(self, seqs: Sequences) -> Sequences:
-        """Respell what was committed since the last round: at most `most` tokens a row."""
-        text, told = self.texts.window(seqs.first, len(seqs.tokens)), self.told[seqs.rows]
-        at = told[:, None] + torch.arange(self.most, device=told.device)
+    def _extend(self, seqs: Sequences) -> Sequences:
+        """Re-tokenize what was committed since the last call, at most `most` tokens per row."""
+        text, covered = self.texts.window(seqs.first, len(seqs.tokens)), self.covered[seqs.rows]
+        at = covered[:, None] + torch.arange(self.most, device=covered.device)
         new = seqs.tokens.gather(1, at.clamp(max=seqs.tokens.shape[1] - 1))
-        pieces = torch.where((at < seqs.length[:, None])[..., None], self.spelling[new], -1)
+        pieces = torch.where((at < seqs.length[:, None])[..., None], self.pieces[new], -1)
         pieces = pieces.flatten(1)
-        said = pieces >= 0
-        end = text.tokens.shape[1] - 1  # no text reaches it: it takes padding, and what is over
-        slot = torch.where(said, text.length[:, None] + said.cumsum(1) - 1, end)
+        real = pieces >= 0
+        end = text.tokens.shape[1] - 1  # never read: padding and overflow are written here
+        slot = torch.where(real, text.length[:, None] + real.cumsum(1) - 1, end)
         text.tokens.scatter_(1, slot.clamp(max=end), pieces.clamp(min=0))
-        text.length += said.sum(1)
+        text.length += real.sum(1)
         text.length.clamp_(max=self.longest)
-        told.copy_(torch.maximum(told, seqs.length))  # a prompt is read in parts, but told whole
+        # the maximum, as `prefill` covers the whole of a prompt that `catch_up` gets in parts
+        covered.copy_(torch.maximum(covered, seqs.length))
         return text
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        text = self._listen(seqs)
+        text = self._extend(seqs)
         self.most = max(self.most, tree.depth + 1)
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
-                # the deepest guess of the draft before, and the pieces of its bonus
-                logits = self.lm.follow(text, self.spelling.shape[1] + 1)
+                # the last draft's deepest guess, and the pieces of the bonus token
+                logits = self.lm.follow(text, self.pieces.shape[1] + 1)
             else:
-                tokens = self.common[level.tokens].clamp(min=0)
+                tokens = self.shared[level.tokens].clamp(min=0)
                 logits = self.lm.feed(text, tokens, *level.placed(text)).logits
-            here = logits[..., self.common.clamp(min=0)]
-            return here.masked_fill(self.common < 0, -torch.inf)
+            here = logits[..., self.shared.clamp(min=0)]
+            return here.masked_fill(self.shared < 0, -torch.inf)
 
         drawn = rng if self.sampling.temperature > 0 else None
         grown = grow(seqs, tree, step, self.sampling, drawn)
@@ -147,18 +153,18 @@ class Crossed(Drafter):
 
 
 def prepare(plan: Plan) -> Ready:
-    """`crossed:NAME`: a draft model whose tokenizer is not the target's."""
+    """`crossed:NAME`: a draft model with a different tokenizer from the target's."""
     if not plan.argument:
         raise UserError("drafter crossed needs a draft model: crossed:NAME")
     source = plan.source(plan.method, plan.argument)
     config, tokenizer = read_config(source).get_text_config(), read_tokenizer(source)
     all_rows(config, max(tokenizer.get_vocab().values()) + 1, plan.argument)
-    tongues = Tongues(plan.tokenizer, tokenizer, plan.vocab)
-    if not (tongues.common >= 0).any():
-        raise UserError(f"{plan.target} and {source} have no token in common: nothing to guess")
+    token_map = TokenMap(plan.tokenizer, tokenizer, plan.vocab)
+    if not (token_map.shared >= 0).any():
+        raise UserError(f"{plan.target} and {source} share no token: choose another draft")
 
     def make(target: LM) -> Crossed:
         draft = load(source, Path(source).name, plan.dtype, str(target.device))
-        return Crossed(draft, tongues, plan.sampling)
+        return Crossed(draft, token_map, plan.sampling)
 
     return Ready(make, draws=True, config=config, slots=_SLOTS)

@@ -1,10 +1,11 @@
-"""Guess with one layer that continues the target's own hidden states: EAGLE-1, 2 and 3.
+"""Guess with one extra layer on the target's hidden states (EAGLE-1, EAGLE-2 and EAGLE-3).
 
-(Li et al. 2024, EAGLE; 2024, EAGLE-2, whose trees are `Tree.grown`; 2025, EAGLE-3.) The layer sees
-pairs: the feature of one place beside the token of the next. Pair t sits in slot t of the layer's
-cache, so the root's pair is in slot length-2. The features of the target's states are kept, a slot
-each; a round first feeds as many of the last pairs as the longest draft so far can have left open,
-over what drafting wrote there; then the layer goes on with features of its own.
+(Li et al. 2024, EAGLE; 2024, EAGLE-2, whose trees are `Tree.grown`; 2025, EAGLE-3.) The layer's
+input is a pair: the feature of position t and the token of position t + 1. Pair t is in slot t of
+the layer's cache, so the root's pair is in slot length-2. Features made from the target's states
+are kept per slot. A round first feeds the pairs of the last committed tokens, as many as the
+deepest draft so far can have accepted, over the entries that drafting wrote there; then the layer
+continues with its own features.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class EagleLayer(Drafter):
         self.lm = LM(net, name, target.vocab, fused_eagle.of(net, name, target.vocab))
         self.models: tuple[LM, ...] = (self.lm,)
         self.taps = net.shape.taps
-        self.context = self.lm.context = target.context  # as far as the target's, positions go on
-        self.deepest = 0  # of the drafts so far
+        self.context = self.lm.context = target.context  # its positions are the target's
+        self.deepest = 0  # depth of the drafts so far
 
     def allocate(self, B: int, S: int) -> None:
         self.lm.allocate(B, S)
@@ -50,10 +51,10 @@ class EagleLayer(Drafter):
         return (self.deepest,)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        if hidden is None:  # of a prompt of one token: its root's pair has no state
+        if hidden is None:  # all prompts have one token, which has no feature before it
             B, width = len(seqs.tokens), len(self.taps) * self.net.shape.width
             hidden = torch.zeros(B, 1, width, dtype=self.lm.dtype, device=self.lm.device)
-        hidden[:, 0].masked_fill_((seqs.length == 1)[:, None], 0)  # nor has it beside longer ones
+        hidden[:, 0].masked_fill_((seqs.length == 1)[:, None], 0)  # nor in a batch with longer ones
         self.features[seqs.rows, : hidden.shape[1]] = self.net.fuse(hidden)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
@@ -62,10 +63,11 @@ class EagleLayer(Drafter):
             self._feed(seqs, open_ - first, min(PREFILL, open_ - first))
 
     def _feed(self, seqs: Sequences, back: int, count: int) -> Forward:
-        """`count` pairs a row, from the one `back` before the root's on; logits after the last."""
+        """Feed `count` pairs per row, starting `back` before the root's; logits after the last."""
         places = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
         slots = seqs.places(places)
-        following = torch.minimum(slots + 1, seqs.length[:, None] - 1)  # a text of one has none
+        # the minimum is for a one-token row, which has no pair
+        following = torch.minimum(slots + 1, seqs.length[:, None] - 1)
         tokens = seqs.drafting(seqs.read(following), 0)
         features = self.features[seqs.rows]
         features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))
@@ -73,7 +75,7 @@ class EagleLayer(Drafter):
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         self.deepest = max(self.deepest, tree.depth)
-        features: list[Tensor] = []  # of the level before [B, n, E]
+        features: list[Tensor] = []  # [B, n, E] of the previous level
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
@@ -105,7 +107,7 @@ class EagleLayer(Drafter):
 
 
 def prepare(plan: Plan) -> Ready:
-    """`eagle:NAME`: a folder or hub id of an EAGLE head of any generation; else the zoo's."""
+    """`eagle:NAME`: a folder or hub id of EAGLE-1, 2 or 3 weights; without a name, the zoo's."""
     head = read(plan.source(plan.method, plan.argument))
     check(head, plan.config, plan.target, "eagle", "eagle3")
 

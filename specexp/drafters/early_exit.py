@@ -1,9 +1,9 @@
-"""Guess with the target's own lower layers, its norm and its LM head: self-speculation.
+"""Guess with the target's own first layers, its final norm and its LM head (self-speculation).
 
 (Zhang et al. 2023, Draft & Verify; Elhoushi et al. 2024, LayerSkip, section 4.3.) The draft shares
-the target's weights and its cache: what the lower layers hold of the committed text is what the
-target itself wrote, so nothing has to be caught up, and verifying overwrites what drafting wrote.
-It pays for targets trained to speak early; others are worth a look with several exits.
+the target's weights and cache. The target has already filled the first layers' cache for the
+committed tokens, so there is nothing to catch up on, and verifying overwrites the entries written
+while drafting. It pays for targets trained for early exit; for others, try several values of K.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specexp.tree import Tree
 
 
 class EarlyExit(Drafter):
-    """The first `layers` layers of the target; drawn or chosen as by a draft model."""
+    """Drafts as a draft model does, with the first `layers` layers of the target."""
 
     def __init__(self, target: LM, layers: int, sampling: Sampling) -> None:
         self.name = f"first {layers} layers of {target.name}"
@@ -46,8 +46,10 @@ class EarlyExit(Drafter):
 
 
 def lower(module: Any, layers: int) -> Any:
-    """The same model cut off after its first layers: shared weights, nothing copied. Raises
-    UserError where they are in no list."""
+    """A view of the model with only its first `layers` layers: weights are shared, not copied.
+
+    Raises UserError if the model does not hold its layers in an nn.ModuleList.
+    """
     L = module.config.num_hidden_layers
     found = [
         name
@@ -56,7 +58,7 @@ def lower(module: Any, layers: int) -> Any:
     ]
     if not found:
         raise UserError(
-            f"early_exit cannot leave {type(module).__name__}: it has no list of its {L} layers; "
+            f"early_exit cannot leave {type(module).__name__}: it has no list of its {L} layers: "
             "use another drafter"
         )
     *above, name = found[0].split(".")
@@ -79,11 +81,11 @@ def _shallow(module: nn.Module) -> Any:
 
 
 def prepare(plan: Plan) -> Ready:
-    """`early_exit:K`: after K layers, by default a quarter of them."""
+    """`early_exit:K`: exit after K layers, by default a quarter of them."""
     L = plan.config.num_hidden_layers
     layers = plan.whole(default=max(1, L // 4))
     if layers >= L:
         raise UserError(
-            f"drafter early_exit:{layers}: {plan.target} has {L} layers; leave before the last"
+            f"drafter early_exit:{layers}: {plan.target} has {L} layers: leave before the last one"
         )
     return Ready(lambda target: EarlyExit(target, layers, plan.sampling), draws=True)

@@ -1,11 +1,11 @@
-"""Guess by letting the target correct a whole line of guesses at once, over and over.
+"""Guess by Jacobi iteration: every round, the target refines a line of guesses (lookahead).
 
-(Jacobi iteration with an n-gram pool: Fu et al. 2024, Lookahead decoding, arXiv 2402.02057.) The
-deepest branch of every draft carries a line of guesses for the next places; verifying it yields the
-target's own next token after each, which is the next, better line. What lines said in passing, n
-tokens in a row, goes into a pool by its first token; the root's latest n-gram is tried at the head
-of the line, others on the other branches. Unlike the paper's, the line is not an extra window
-beside the draft but part of it, and costs no more than it. Every stream has a pool of its own.
+(Fu et al. 2024, Lookahead decoding, arXiv 2402.02057.) The deepest branch of every draft holds the
+line, one guess for each of the next positions. Verifying it gives the target's next token after
+each of them, which is the refined line. The n-grams that occur on refined lines are kept in a pool,
+keyed by their first token. The root's latest n-gram replaces the head of the line; other n-grams
+fill the other branches. Unlike in the paper, the line is part of the draft rather than an extra
+window beside it, so it costs no extra tokens. Every row has its own pool.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
-from specexp.drafters.recycle import Table, ours
+from specexp.drafters.recycle import Table, in_vocabulary
 from specexp.errors import UserError
 from specexp.lm import LM, Forward
 from specexp.sampling import Rng, likeliest
 from specexp.sequences import Draft, Sequences, Verdict, columns
 from specexp.tree import Tree
 
-POOL = 8  # n-grams kept for each first token, the latest first
+POOL = 8  # n-grams kept per first token, the latest first
 
 
 class Lookahead(Drafter):
@@ -32,7 +32,7 @@ class Lookahead(Drafter):
 
     def __init__(self, target: LM, n: int, depth: int) -> None:
         self.vocab, self.device, self.n = target.vocab, target.device, n
-        self.depth = max(depth, n - 1)  # of a line
+        self.depth = max(depth, n - 1)  # of the line
 
     def allocate(self, B: int, S: int) -> None:
         self.pool = Table(B, self.vocab, (POOL, self.n - 1), self.device)
@@ -43,13 +43,13 @@ class Lookahead(Drafter):
         return (*self.pool.state, self.lines)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        """The line begins with the root's token over and over, the pool with the prompt."""
+        """Start the line as copies of the root token, and the pool with the prompt's n-grams."""
         self.pool.clear(seqs.rows)
         self.lines[seqs.rows] = seqs.root.clamp(max=self.vocab - 1)
         place = torch.arange(seqs.tokens.shape[1], device=self.device)
         known = place + self.n <= seqs.length[:, None]
-        said = ours(seqs.tokens, self.vocab)
-        grams = torch.stack([said.roll(-i, 1) for i in range(1, self.n)], -1)
+        tokens = in_vocabulary(seqs.tokens, self.vocab)
+        grams = torch.stack([tokens.roll(-i, 1) for i in range(1, self.n)], -1)
         self._learn(seqs, torch.where(known, seqs.tokens, -1), grams)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -61,11 +61,11 @@ class Lookahead(Drafter):
         latest, none = found[:, 0], found[:, 0, :0]
         head = _either(latest, old[:, : self.n - 1])
         beyond = [torch.full_like(tokens[0], -1)] * (tree.depth - self.depth)
-        line = [*head.split(1, 1), *old[:, self.n - 1 :].split(1, 1), *beyond]
-        tails = [none]  # of a node: what is left of its n-gram
+        line = [*head.split(1, 1), *old.split(1, 1)[self.n - 1 :], *beyond]
+        tails = [none]  # per node, the rest of its n-gram
         for parent in range(len(tree)):
             tail = tails[parent]
-            used = int(parent == 0)  # the root's latest is at the head of the line
+            used = int(parent == 0)  # the root's latest n-gram is on the line already
             for _ in range(tree.parents.count(parent)):
                 if len(tokens) in on_line:
                     rest = line[tree.depths[parent]]
@@ -82,32 +82,36 @@ class Lookahead(Drafter):
         return draft
 
     def _grams(self, seqs: Sequences, token: Tensor) -> Tensor:
-        """[B, POOL, n - 1]: what followed token [B, 1], the latest first; -1 where nothing did."""
+        """[B, POOL, n - 1]: the pooled continuations of token [B, 1], the latest first, or -1."""
         return self.pool.read(seqs.rows, token)[:, 0]
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        """The target's answers along the deepest branch: they refine the line and feed the pool."""
-        said = likeliest(seen.logits)
-        if code := native.by(said, self.fed, verdict.n, *self.state):
-            shape = *said.shape, len(self.branch), self.depth, self.pool.places, POOL, self.n - 1
+        """Refine the line and extend the pool from the target's tokens along the deepest branch."""
+        predicted = likeliest(seen.logits)
+        if code := native.by(predicted, self.fed, verdict.n, *self.state):
+            sizes = len(self.branch), self.depth, self.pool.places, POOL, self.n - 1
             changed = (x[seqs.rows] for x in (self.lines, *self.pool.state))
-            code.learn(*shape, self.branch, self.fed, said, verdict.n, *changed)
+            code.learn(
+                *predicted.shape, *sizes, self.branch, self.fed, predicted, verdict.n, *changed
+            )
             return
-        said = said[:, self.branch]  # [B, d + 1]: after the root, and each guess
+        predicted = predicted[:, self.branch]  # [B, d + 1], after the root and each guess
         read = self.fed[:, self.branch]
-        heard = (read >= 0).cumprod(1)  # as far as the row's budget went
-        last = heard.sum(1, keepdim=True) - 1
-        ahead = verdict.n[:, None] + 1 + torch.arange(self.depth, device=said.device)
-        line = said.gather(1, torch.minimum(ahead, last).clamp(min=0))
+        verified = (read >= 0).cumprod(1)  # within the row's budget
+        last = verified.sum(1, keepdim=True) - 1
+        following = verdict.n[:, None] + 1 + torch.arange(self.depth, device=predicted.device)
+        line = predicted.gather(1, torch.minimum(following, last).clamp(min=0))
         self.lines[seqs.rows] = torch.where(last < 0, self.lines[seqs.rows], line)
-        d = said.shape[1] - 1
+        d = predicted.shape[1] - 1
         if d >= self.n - 1:
-            keys = torch.where(heard[:, self.n - 1 :] > 0, read[:, : d - self.n + 2], -1)
-            grams = torch.stack([said[:, i : i + keys.shape[1]] for i in range(self.n - 1)], -1)
+            keys = torch.where(verified[:, self.n - 1 :] > 0, read[:, : d - self.n + 2], -1)
+            m = keys.shape[1]
+            grams = torch.stack([predicted[:, i : i + m] for i in range(self.n - 1)], -1)
             self._learn(seqs, keys, grams)
 
     def _learn(self, seqs: Sequences, keys: Tensor, grams: Tensor) -> None:
-        """Put grams [B, m, n - 1] first in the pool of keys [B, m]; of twins the last counts."""
+        """Put grams [B, m, n - 1] first in the pools of keys [B, m]; the last of equal keys
+        counts."""
         old = self.pool.read(seqs.rows, keys)  # [B, m, POOL, n - 1]
         news = grams[:, :, None]
         known = (old == news).all(-1).any(-1)[..., None, None]
@@ -116,7 +120,7 @@ class Lookahead(Drafter):
 
 
 def _either(tokens: Tensor, others: Tensor) -> Tensor:
-    """Rows of tokens [B, n], and of others where there is none."""
+    """The rows of tokens [B, n], or those of others [B, n] where tokens is -1."""
     if code := native.by(tokens[:1], others[:1]):
         made = torch.empty(tokens.shape, dtype=torch.int64)
         strides = tokens.stride(0), others.stride(0)
@@ -125,21 +129,21 @@ def _either(tokens: Tensor, others: Tensor) -> Tensor:
     return torch.where(tokens >= 0, tokens, others)
 
 
-@cache  # for good: graphs read them where they lie
+@cache  # never freed: recorded graphs read these tensors
 def _deepest_branch(tree: Tree, device: torch.device) -> tuple[frozenset[int], Tensor]:
-    """The root and the way to the first of the deepest nodes: as a set, and in order."""
-    way = [tree.levels[-1].start]
-    while way[-1]:
-        way.append(tree.parents[way[-1]])
-    return frozenset(way), torch.tensor(way[::-1], device=device)
+    """The path from the root to the first of the deepest nodes: as a set, and in order."""
+    path = [tree.levels[-1].start]
+    while path[-1]:
+        path.append(tree.parents[path[-1]])
+    return frozenset(path), torch.tensor(path[::-1], device=device)
 
 
 def prepare(plan: Plan) -> Ready:
-    """`lookahead:3`: pool n-grams of three tokens."""
+    """`lookahead:3`: pool n-grams of three tokens, the first included."""
     n = plan.whole(default=3, at_least=2)
     if plan.tree.depth and n > plan.tree.depth + 1:
         raise UserError(
-            f"drafter lookahead:{n} needs drafts of {n - 1} or more: use gamma {n - 1} or more, or "
-            f"lookahead:{plan.tree.depth + 1}"
+            f"drafter lookahead:{n} needs a draft length of {n - 1} or more: use gamma {n - 1} or "
+            f"more, or lookahead:{plan.tree.depth + 1}"
         )
     return Ready(lambda target: Lookahead(target, n, plan.tree.depth))

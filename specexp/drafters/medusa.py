@@ -1,8 +1,8 @@
-"""Guess several places at once with extra heads on the target's last hidden state.
+"""Guess several positions at once with extra heads on the target's last hidden state.
 
-(Cai et al. 2024, Medusa, section 2.1.) Head k reads the state from which the target took the root
-and guesses the token k places after the root, whatever stands between. No pass, no cache: the heads
-are one matrix product each.
+(Cai et al. 2024, Medusa, section 2.1.) Head k, counted from 1, reads the state from which the
+target predicted the root and predicts the token k positions after the root, independently of the
+tokens between. Drafting needs no pass over the sequence and no cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MedusaHeads(Drafter):
         return (self.last,)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        """Keep the state before the root; a prompt of one token has none: it is guessed blindly."""
+        """Keep the state before the root: zeros for a one-token prompt, which has none."""
         self.last[seqs.rows] = 0
         if hidden is not None:
             last = (seqs.length - 2)[:, None, None]

@@ -1,8 +1,9 @@
-"""Guess with a smaller causal LM (Leviathan et al. 2022; Chen et al. 2023).
+"""Guess with a smaller causal LM that has the target's tokenizer.
 
-The first pass of a round always feeds the last two committed tokens and the deepest level is never
-fed: whether or not the whole last draft was accepted, nothing is missing from the cache. Text that
-was written while nobody asked for guesses is fed first (`catch_up`), and so is the prompt.
+(Leviathan et al. 2022; Chen et al. 2023.) The first pass of a round always feeds the last two
+committed tokens, and the deepest level of a draft is never fed. So the cache is complete whether or
+not the whole previous draft was accepted. The prompt, and tokens committed without drafting, are
+fed by `catch_up`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from specexp.tree import Tree
 
 
 class DraftModel(Drafter):
-    """Children are drawn from the draft's law under `sampling`, or, at temperature 0 or when
-    `chosen`, are its most likely tokens."""
+    """Draws children from the draft's law under `sampling`; at temperature 0, or if `chosen`, takes
+    the most likely tokens."""
 
     reads = True
 
@@ -40,7 +41,7 @@ class DraftModel(Drafter):
         self.lm.allocate(B, S)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        self.lm.refill(seqs, missed + 1)  # and the deepest guess of the draft before
+        self.lm.refill(seqs, missed + 1)  # the last draft's deepest guess was never fed
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         def step(level: Level) -> Tensor:
@@ -59,8 +60,8 @@ class DraftModel(Drafter):
 
 
 def prepare(plan: Plan) -> Ready:
-    """`model:NAME`: a zoo name, a folder or a hub id, `+int8` behind it or not; without a name, the
-    zoo's draft."""
+    """`model:NAME`: a zoo name, folder or hub id, optionally followed by `+int8`; without a name,
+    the zoo's draft for the target."""
     source = plan.source(plan.method, plan.argument)
     named = plan.argument or Path(source).name
     config = read_config(source).get_text_config()
@@ -79,17 +80,17 @@ def prepare(plan: Plan) -> Ready:
 
 
 def all_rows(config: Any, V: int, name: str) -> None:
-    """Refuse a model whose head has no row for some of its tokenizer's V tokens."""
+    """Raise UserError if the model has fewer logits than its tokenizer has tokens, V."""
     if config.vocab_size < V:
         raise UserError(
-            f"{name} has {config.vocab_size} logits for a tokenizer of {V} tokens; they do not "
-            "match: choose another model"
+            f"{name} has {config.vocab_size} logits for a tokenizer of {V} tokens: choose another "
+            "model"
         )
 
 
 @lru_cache(maxsize=64)
 def same_tokens(tokenizer: Any, target: str, other: Any, draft: str) -> None:
-    """Refuse a draft whose tokenizer maps any token differently."""
+    """Raise UserError if the two tokenizers give any token different ids."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if ours != theirs:
         odd = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))

@@ -1,10 +1,9 @@
-"""Guess that the text goes on as it did the last time these words came up (prompt lookup).
+"""Guess what followed the latest earlier occurrence of the last few tokens (prompt lookup).
 
-The longest suffix of up to `n` tokens that occurred earlier in the row is looked up over the whole
-context, the most recent occurrence first, and what followed it is proposed. No weights, no state;
-the search is vectorised over the batch and needs no host round trip. (Saxena 2023, prompt lookup
-decoding; Yang et al. 2023, LLMA, for the idea.) The more tokens agree, the likelier guesses are
-right: how many do is their grade.
+(Saxena 2023, prompt lookup decoding; Yang et al. 2023, LLMA.) Searches the whole row for the
+longest match with its last tokens, up to `n` of them, and proposes what followed the most recent
+one. It has no weights and no state; the search is vectorised over the batch and needs no host
+round trip. Longer matches are accepted more often, so the length of the match is the draft's grade.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
-from specexp.errors import UserError
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -26,13 +24,11 @@ class NGram(Drafter):
     name = "ngram"
 
     def __init__(self, n: int = 3, vocab: int = 1 << 62) -> None:
-        """vocab: ids beyond it are not guessed, though a prompt may hold them."""
-        if n < 1:
-            raise UserError(f"ngram n is {n}; look up at least 1 token")
+        """vocab: ids from there on may occur in a prompt but are never guessed."""
         self.n, self.grades, self.vocab = n, n + 1, vocab
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        """Each leaf of the tree, in order, follows the next best occurrence; -1 where none is."""
+        """The k-th leaf of the tree continues the k-th best occurrence; -1 where there is none."""
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
             return seqs.draft(nodes)
@@ -48,16 +44,16 @@ class NGram(Drafter):
         step = nodes.depth[:, 1:]
         end, found = ends[:, branch], agrees[:, branch] > 0
         last = seqs.length[:, None] - 1
-        period = (last - end).clamp(min=1)  # past the end of the text the copy copies itself
+        period = (last - end).clamp(min=1)  # past the end of the row, the copy repeats itself
         at = end + 1 + (step - 1) % period
-        at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where none was found, `end` is anywhere
+        at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where nothing was found, `end` is arbitrary
         guess = seqs.tokens.gather(1, at)
         guesses = torch.where(found & (guess < self.vocab), guess, -1)
         return seqs.draft(nodes, guesses, grade=agrees[:, 0])
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` best earlier ends of the row's suffix [B, count]: longest, then latest; and
-        how many tokens agree there."""
+        """Where the `count` best earlier matches end, longest first, then latest, and how many
+        tokens match there: [B, count] each."""
         S = seqs.tokens.shape[1]
         end = torch.arange(S, device=seqs.tokens.device)
         last = seqs.length[:, None] - 1
@@ -72,9 +68,9 @@ class NGram(Drafter):
         return best.indices, best.values.clamp(min=0) // S
 
 
-@cache  # for good: graphs read them where they lie
+@cache  # never freed: recorded graphs read these tensors
 def _first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
-    """How many leaves there are, and of every guess the rank of the first leaf it leads to."""
+    """The number of leaves and, for every guess, the index of the first leaf below it."""
     leaves = [i for i in range(len(tree)) if i not in tree.parents]
     first: list[int] = [len(leaves)] * len(tree)
     for rank, leaf in enumerate(leaves):
@@ -86,6 +82,6 @@ def _first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
 
 
 def prepare(plan: Plan) -> Ready:
-    """`ngram:3`: suffixes of up to three tokens."""
+    """`ngram:3`: match up to three tokens."""
     n = plan.whole(default=3)
     return Ready(lambda target: NGram(n, target.vocab))

@@ -1,4 +1,4 @@
-"""No guesses: every round is one step of plain decoding. The baseline of every comparison."""
+"""Guess nothing: every round is one plain decoding step, the baseline of every comparison."""
 
 from __future__ import annotations
 

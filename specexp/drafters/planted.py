@@ -1,10 +1,11 @@
-"""Guess as well as you are told to, at the cost of a real draft model.
+"""Guess the target's own continuation with a chosen probability, at a real draft model's cost.
 
-It knows what the target will say, having decoded the prompts during prefill, and foretells each
-token with probability alpha; else it names another. Meanwhile a real draft model works and its
-opinion is ignored. So what a draft costs and how often it is right can be asked apart, and of
-models whose weights are random. The tokens foretold are those of the rule match; other rules agree
-at temperature 0. Prefill, and so TTFT, pays for a whole plain generation.
+During prefill it decodes the prompts plainly with the target. Each guess is then the known next
+token with probability alpha, and a wrong token otherwise. A real draft model runs in every round
+and its guesses are ignored. So the cost of drafting and the acceptance probability can be varied
+independently, also with models of random weights. The continuation is the one sampled by the rule
+match; other rules have the same one at temperature 0 only. Prefill, and so TTFT, includes a whole
+plain generation.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from specexp.sampling import Noise, Rng, Sampling, mix
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-_COINS = Noise(7)  # which places are foretold rightly: a function of prompt, row and position
+_COINS = Noise(7)  # decides which guesses are right, from the prompt, row and position
 
 
 class Planted(Drafter):
+    """`worker`: the draft model that runs; future [B, S]: each row's known continuation."""
+
     def __init__(
         self, alpha: float, target: LM, worker: Drafter, sampling: Sampling, seed: int, depth: int
     ) -> None:
@@ -53,21 +56,23 @@ class Planted(Drafter):
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         self.worker.prefill(seqs, hidden)
-        told = replace(seqs, **{f: getattr(seqs, f).clone() for f in ("tokens", "length", "limit")})
+        plain = replace(
+            seqs, **{f: getattr(seqs, f).clone() for f in ("tokens", "length", "limit")}
+        )
         place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
         prompt = torch.where(place < seqs.length[:, None], mix(mix(place) + seqs.tokens), 0)
         self.salt[seqs.rows] = prompt.sum(1, keepdim=True)
-        told.limit += self.depth  # guesses go past it
-        told.limit.clamp_(max=seqs.tokens.shape[1] - 1)
-        root, match = Tree.chain(0).nodes(told.tokens.device), Match()
-        for _ in range(int((told.limit - told.length).max())):
-            draft = told.draft(root)
-            law = self.sampling.law(self.target.verify(told, draft).logits)
-            told.commit(match(draft, law, self.rng))
-        self.future[seqs.rows, : told.tokens.shape[1]] = told.tokens
+        plain.limit += self.depth  # guesses may lie beyond the limit
+        plain.limit.clamp_(max=seqs.tokens.shape[1] - 1)
+        root, match = Tree.chain(0).nodes(plain.tokens.device), Match()
+        for _ in range(int((plain.limit - plain.length).max())):
+            draft = plain.draft(root)
+            law = self.sampling.law(self.target.verify(plain, draft).logits)
+            plain.commit(match(draft, law, self.rng))
+        self.future[seqs.rows, : plain.tokens.shape[1]] = plain.tokens
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        """The first child of a node foretells; its siblings guess wrongly."""
+        """The first child of a node is right with probability alpha, its siblings never."""
         work = self.worker.propose(seqs, tree, rng)
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
@@ -86,7 +91,7 @@ class Planted(Drafter):
 
 
 def prepare(plan: Plan) -> Ready:
-    """`planted:0.8` or `planted:0.8,NAME`: alpha, and the draft model whose cost is paid."""
+    """`planted:0.8` or `planted:0.8,NAME`: alpha, and the draft model that runs."""
     given, _, name = plan.argument.partition(",")
     try:
         alpha = float(given or 0.8)
@@ -95,7 +100,7 @@ def prepare(plan: Plan) -> Ready:
     if not 0 <= alpha <= 1:
         raise UserError(
             f"drafter planted:{plan.argument}: give an acceptance probability from 0 to 1, such "
-            "as planted:0.8, or with a draft model, planted:0.8,NAME"
+            "as planted:0.8, or planted:0.8,NAME to name the draft model"
         )
     ready = draft_model.prepare(replace(plan, method="model", argument=name))
 

@@ -1,9 +1,9 @@
-"""Guess what the target itself thought likely the last time it read this token.
+"""Guess the tokens that the target ranked highest the last time it processed the same token.
 
-(Token Recycling: Luo et al. 2024, arXiv 2408.08696.) Every verified node leaves the target's k
-likeliest next tokens in a table, one place a token; a draft reads the table breadth-first, the r-th
-child of a node being the r-th candidate after its token. Every stream has a table of its own, which
-begins with what followed each token in the prompt.
+(Token Recycling: Luo et al. 2024, arXiv 2408.08696.) Every verified node stores the target's k most
+likely next tokens in a table indexed by token. A draft reads the table breadth-first: the r-th
+child of a node is the r-th candidate stored for its token. Every row has its own table, initialised
+with the token that followed each token in the prompt.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from specexp.tree import Tree
 
 
 class Table:
-    """What was last noted of a token, for B streams: [..., *shape], filled with -1.
+    """For each of B rows, a map from tokens to notes: int64 tensors of one shape.
 
-    A stream has `places` places at most: where there are more tokens than that, those that are
-    equal modulo it share one, and the last one noted has it.
+    A row has at most `places` notes. If the vocabulary is larger, tokens that are equal modulo
+    `places` share one, which belongs to the token written last.
     """
 
     def __init__(
         self, B: int, vocab: int, shape: tuple[int, ...], device: torch.device, places: int = 4096
     ) -> None:
         self.places = min(vocab, places)
-        # the last place is for what is no token
+        # the last place takes writes for padding
         self.owner = torch.full((B, self.places + 1), -1, device=device)
         self.notes = torch.full((B, self.places + 1, *shape), -1, device=device)
 
@@ -44,7 +44,7 @@ class Table:
             part[rows] = -1
 
     def read(self, rows: slice, tokens: Tensor) -> Tensor:
-        """What is noted of tokens [b, n]: [b, n, *shape], -1 where nothing is."""
+        """The notes [b, n, *shape] of tokens [b, n], -1 where there is none."""
         if code := native.by(*self.state):
             size = self.notes.stride(1)
             made = torch.empty(*tokens.shape, *self.notes.shape[2:], dtype=torch.int64)
@@ -54,10 +54,10 @@ class Table:
         place = self._place(tokens)
         known = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
         found = _gather(self.notes[rows], place)
-        return torch.where(_as(known, found), found, -1)
+        return torch.where(_broadcast(known, found), found, -1)
 
     def write(self, rows: slice, tokens: Tensor, notes: Tensor) -> None:
-        """Note [b, n, *shape] of tokens [b, n], -1 being none; of twins the last counts."""
+        """Set the notes [b, n, *shape] of tokens [b, n]; -1 is padding, the last of equals wins."""
         if code := native.by(tokens, notes, *self.state):
             size = self.notes.stride(1)
             changed = self.owner[rows], self.notes[rows]
@@ -66,26 +66,26 @@ class Table:
         place = self._place(tokens)
         order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = torch.zeros_like(self.owner[rows]).scatter_reduce(1, place, order, "amax")
-        writer = last.gather(1, place)  # twins all write what the last of them says
+        writer = last.gather(1, place)  # equal tokens all write the last one's note
         self.owner[rows].scatter_(1, place, tokens.gather(1, writer))
-        news = _gather(notes, writer)
-        self.notes[rows].scatter_(1, _as(place, news).expand_as(news), news)
+        written = _gather(notes, writer)
+        self.notes[rows].scatter_(1, _broadcast(place, written).expand_as(written), written)
 
     def _place(self, tokens: Tensor) -> Tensor:
         return torch.where(tokens < 0, self.places, tokens % self.places)
 
 
-def _as(index: Tensor, like: Tensor) -> Tensor:
+def _broadcast(index: Tensor, like: Tensor) -> Tensor:
     return index.reshape(*index.shape, *(1,) * (like.dim() - index.dim()))
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:
     """x [b, m, *shape] at index [b, n]: [b, n, *shape]."""
-    return x.gather(1, _as(index, x).expand(*index.shape, *x.shape[2:]))
+    return x.gather(1, _broadcast(index, x).expand(*index.shape, *x.shape[2:]))
 
 
-def ours(tokens: Tensor, vocab: int) -> Tensor:
-    """-1 in place of what the target has no word for, though a prompt may hold it."""
+def in_vocabulary(tokens: Tensor, vocab: int) -> Tensor:
+    """tokens with -1 in place of ids from `vocab` on, which may occur in a prompt."""
     return torch.where(tokens < vocab, tokens, -1)
 
 
@@ -106,7 +106,7 @@ class Recycle(Drafter):
         self.table.clear(seqs.rows)
         place = torch.arange(1, seqs.tokens.shape[1], device=self.device)
         followed = torch.full((*seqs.tokens[:, 1:].shape, self.k), -1, device=self.device)
-        followed[..., 0] = ours(seqs.tokens[:, 1:], self.vocab)
+        followed[..., 0] = in_vocabulary(seqs.tokens[:, 1:], self.vocab)
         tokens = torch.where(place < seqs.length[:, None], seqs.tokens[:, :-1], -1)
         self.table.write(seqs.rows, tokens, followed)
 
@@ -125,12 +125,12 @@ class Recycle(Drafter):
 
 
 def prepare(plan: Plan) -> Ready:
-    """`recycle:8`: keep eight candidates a token, at least as many as a node has children."""
+    """`recycle:8`: keep eight candidates per token; no node may have more children."""
     k = plan.whole(default=8)
     widest = max(plan.tree.parents.count(i) for i in range(len(plan.tree)))
     if widest > k:
         raise UserError(
-            f"drafter recycle:{k} keeps {k} candidates and the tree wants {widest} children of one "
-            f"node: use recycle:{widest}"
+            f"drafter recycle:{k} keeps {k} candidates per token and a node of the tree has "
+            f"{widest} children: use recycle:{widest}"
         )
     return Ready(lambda target: Recycle(target, k))

@@ -1,11 +1,11 @@
-"""Guess what most often followed the longest stretch of text that came up before.
+"""Guess the most frequent continuation of the longest earlier match with the end of the text.
 
-(After SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975.) Of all earlier places that agree with
-the end of the row for longest, what came next is put to the vote, token by token; the guess goes
-on while its estimated probability, the product of its shares of the votes, stays above `least`, and
-for at most `stretch` times the length that agreed. A suffix automaton would find the same places;
-comparing the whole context at once keeps the search on the device. How many tokens agree is how
-sure it is; beyond `SURE` of them more say no more.
+(After SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975.) All earlier places with the longest
+match vote for each next token. A draft continues while its estimated probability, the product of
+the winners' vote shares, is at least `least`, and for at most `stretch` times the length of the
+match. A suffix automaton would find the same places; comparing the whole row at once keeps the
+search on the device. The length of the match is the draft's grade, up to `SURE` tokens: longer
+matches predict acceptance no better.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Suffix(Drafter):
         place = torch.arange(S, device=seqs.tokens.device)
         agreed = self._agreed(seqs)
         most = agreed.amax(1, keepdim=True)
-        # of each node: the text up to it, the places that agree with it, its probability
+        # per node: the row up to it, the places that match it, its estimated probability
         text, agree = [seqs.tokens], [(agreed == most) & (most > 0)]
-        trust = [torch.ones(B, 1, device=place.device)]
+        confidence = [torch.ones(B, 1, device=place.device)]
         guesses: list[Tensor] = []
         for parent in range(len(tree)):
             children = tree.parents.count(parent)
@@ -57,24 +57,24 @@ class Suffix(Drafter):
             depth = tree.depths[parent] + 1
             follows = text[parent].roll(-depth, 1)
             voters = agree[parent].long()
-            known = follows.clamp(max=self.vocab)  # ids beyond the vocabulary share a bin
+            known = follows.clamp(max=self.vocab)  # ids outside the vocabulary share a bin
             votes = voters.new_zeros(B, self.vocab + 1).scatter_add(1, known, voters)
             latest = torch.zeros_like(votes).scatter_reduce(1, known, voters * (place + 1), "amax")
             best = (votes * (S + 1) + latest)[:, :-1].topk(children).indices
             share = votes.gather(1, best) / voters.sum(1, keepdim=True).clamp(min=1)
             for rank in range(children):
                 token = best[:, rank : rank + 1]
-                sure = trust[parent] * share[:, rank : rank + 1]
-                made = (sure >= self.least) & (depth <= self.stretch * most)
+                probability = confidence[parent] * share[:, rank : rank + 1]
+                made = (probability >= self.least) & (depth <= self.stretch * most)
                 after = (seqs.length[:, None] - 1 + depth).clamp(max=S - 1)
                 text.append(text[parent].scatter(1, after, token))
                 agree.append(agree[parent] & (follows == token) & made)
-                trust.append(sure)
+                confidence.append(probability)
                 guesses.append(torch.where(made, token, -1))
         return seqs.draft(nodes, torch.cat(guesses, 1), grade=most[:, 0].clamp(max=SURE))
 
     def _agreed(self, seqs: Sequences) -> Tensor:
-        """[B, S]: how many tokens that end here agree with the end of the row, up to `longest`."""
+        """[B, S]: the length of the match that ends at each place, up to `longest`."""
         place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
         last = seqs.length[:, None] - 1
         same = place < last
@@ -87,6 +87,6 @@ class Suffix(Drafter):
 
 
 def prepare(plan: Plan) -> Ready:
-    """`suffix:16`: compare up to sixteen tokens."""
+    """`suffix:16`: match up to sixteen tokens."""
     longest = plan.whole(default=16)
     return Ready(lambda target: Suffix(target.vocab, longest))

@@ -1,6 +1,6 @@
-"""How often the first layers of a Llama agree with all of them, and how varied its text is.
+"""Measures how often the first layers of a Llama predict the same token as the whole model.
 
-This file does not know where the model comes from, nor what is turned to change the agreement.
+This file does not know where the model comes from, or which factor changes the agreement.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from specexp.zoo.recipes import END, VOCABULARY
 
 @torch.inference_mode()
 def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The model's greedy text after prompts of 16 drawn tokens, [rows, new], and where its first
-    `draft` layers, given that text, would have said the same, [rows, new] bool."""
+    """Greedy continuations, `new` tokens each, of random prompts of 16 tokens.
+
+    Returns the tokens [rows, new] and, bool [rows, new], whether the model's first `draft` layers
+    predict the same token from the same preceding tokens.
+    """
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
     cache, text, agrees = None, [], []
@@ -34,8 +37,11 @@ def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[T
 
 
 def variety(text: Tensor) -> dict[str, float]:
-    """Of texts [rows, n]: `distinct`, different tokens of a row over its length; `repeated`, the
-    share of 4-grams that the row held before; `commonest`, the share of one token in all."""
+    """How varied the outputs text [rows, n] are.
+
+    `distinct`: distinct tokens of a row over its length. `repeated`: share of the 4-grams that
+    occurred earlier in the row. `commonest`: share of the most common token in all rows.
+    """
     grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in text.tolist()]
     return {
         "distinct": round(sum(len(set(row)) for row in text.tolist()) / text.numel(), 4),
@@ -47,7 +53,7 @@ def variety(text: Tensor) -> dict[str, float]:
 def bisect(
     measure: Callable[[float], float], alpha: float, low: float, high: float, what: str = ""
 ) -> float:
-    """The factor at which a measure that falls with it is within 0.004 of alpha, of 12 tries."""
+    """The factor at which a decreasing `measure` is within 0.004 of alpha, or the 12th tried."""
     with tqdm(desc=what, unit="try") as bar:
         for _ in range(12):
             damp = math.sqrt(low * high)

@@ -1,6 +1,6 @@
-"""What is said about a trained model: figures on held-out text, `zoo.json` and the model card.
+"""Describes a model of the zoo: figures on held-out text, `zoo.json` and the model card.
 
-This file does not know how the model came about beyond its recipe and the facts handed to it.
+This file does not know how the model was made beyond its recipe and the facts passed in.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from specexp.zoo.recipes import CONTEXT, VOCABULARY, Course, HeadRecipe, Recipe
+from specexp.zoo.recipes import CONTEXT, RECIPES, VOCABULARY, Course, HeadRecipe, Recipe
 from specexp.zoo.rows import Documents
 
 Figures = dict[str, dict[str, float]]
@@ -28,11 +28,12 @@ def measure(
     tokens: int = 32_768,
     length: int = 512,
 ) -> Figures:
-    """Figures by kind on the first `tokens` tokens of held-out text, in rows of `length`.
+    """Figures per kind on the first `tokens` tokens of held-out text, in rows of `length`.
 
-    `loss`: nats per token. Beside a target, every position given the true text before it:
+    `loss`: nats per token. With a target, both given the true text before each position:
     `agreement`, how often both have the same most probable token, and `overlap`, 1 - TV of the
-    two laws, the chance that rejection sampling accepts (Leviathan et al. 2023, section 3.2).
+    two laws, which is the acceptance probability of rejection sampling (Leviathan et al. 2022,
+    section 3.2).
     """
     figures: Figures = {}
     for kind, texts in documents.items():
@@ -61,7 +62,7 @@ def describe(
     corpus: Mapping[str, Any],
     losses: Sequence[float],
 ) -> dict[str, Any]:
-    """The content of `zoo.json`; `shelf.py` reads the first lines of it."""
+    """The content of `zoo.json`, of which `shelf.py` reads the fields of `ZooModel`."""
     trained = {
         "courses": _courses(recipe.courses, losses),
         "seed": recipe.seed,
@@ -101,29 +102,31 @@ def card(facts: Mapping[str, Any]) -> str:
         f"which {facts['kv_heads']} for keys and values, tied embeddings) of "
         f"{facts['parameters']:,} parameters in {facts['dtype']}, with a byte-level BPE of "
         f"{facts['vocabulary']} entries that the whole zoo shares and a context of "
-        f"{facts['context']} tokens. Every document begins after `<|endoftext|>`, so a prompt "
-        "should too; the tokenizer puts it there.",
+        f"{facts['context']} tokens. Training documents are separated by `<|endoftext|>`, so a "
+        "prompt should begin with it; the tokenizer adds it.",
         "## Use",
-        "Made for one purpose: to show and test speculative decoding on any machine, without a "
-        "download. It is a small model of one kind of text, knows no facts worth relying on, "
-        "follows no instructions, and was not trained on misspelt text, languages other than "
-        "English, or truncated logs; on those its guesses are poor, which experiments use.",
+        "For demonstrating and testing speculative decoding on any machine without a download. It "
+        "is not a source of facts and follows no instructions.",
     ]
+    again = (
+        f"`specexp zoo train --only {facts['name']}` runs the recipe in `specexp/zoo/recipes.py`"
+    )
     if trained:
+        parts[-1] += (
+            " It was not trained on misspelt text, languages other than English, or truncated "
+            "logs: on those acceptance is low, which some experiments use."
+        )
         parts += ["## Training data", _data(trained["corpus"])]
         parts += ["## Training", _training(facts)]
+        again += (
+            " (on two CPU cores, about an hour for target-10m and a quarter of an hour for a draft "
+            "model). A different Python version has a different standard library and gives "
+            "different weights"
+        )
     else:
-        parts += ["## Training", "None: the weights are drawn from a seeded generator."]
+        parts += ["## Training", "None: the weights are random, from a fixed seed."]
     parts += ["## Held-out text", _figures(facts)]
-    parts += [
-        "## Make it again",
-        f"`specexp zoo train --only {facts['name']}` runs the recipe in `specexp/zoo/recipes.py`"
-        " (on two CPU cores: the target in about an hour, a draft model in a quarter of one)."
-        " Another Python has another standard library and so gives other weights.",
-        "## Licence",
-        "The weights are under the licence of this repository (MIT). The text they were trained "
-        "on comes with Python, under the Python Software Foundation License.",
-    ]
+    parts += ["## Reproduction", f"{again}.", "## Licence", _licence(trained)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -136,7 +139,7 @@ def describe_heads(
     text: Mapping[str, Any],
     losses: Sequence[float],
 ) -> dict[str, Any]:
-    """The content of `zoo.json` for heads; figures are the accuracy at each drafted position."""
+    """The content of `zoo.json` for heads. held_out: the accuracy at each drafted position."""
     return {
         "name": name,
         "role": recipe.kind,
@@ -156,36 +159,42 @@ def describe_heads(
 
 
 def card_of_heads(facts: Mapping[str, Any]) -> str:
-    """The model card of heads, in Markdown."""
-    kind = facts["role"]
-    layout = "in its published layout" if kind != "eagle3" else "in the `speculators` format"
-    corpus = facts["trained"]["corpus"]
+    """The model card of heads, in Markdown, from the content of `zoo.json`."""
+    kind, target, trained = facts["role"], facts["target"], facts["trained"]
+    ships = target in {recipe.name for recipe in RECIPES}
+    layout = "the `speculators` format" if kind == "eagle3" else "the layout of published heads"
+    corpus = trained["corpus"]
+    own_text = f" --text {corpus['file']}" if "file" in corpus else ""
+    licence = "license: mit\n" if ships and not own_text else ""
     parts = [
-        f"---\nlicense: mit\nbase_model: {facts['target']}\ntags: [speculative-decoding]\n---",
+        f"---\n{licence}base_model: {target}\ntags: [speculative-decoding]\n---",
         f"# {facts['name']}",
         facts["about"],
         "## Heads",
-        f"{facts['parameters']:,} parameters for the target {facts['target']}, {layout}.",
+        f"{facts['parameters']:,} parameters for the target {target}, in {layout}.",
         "## Use",
-        f"`specexp generate --target {facts['target']} --drafter {kind.rstrip('3')}` with a "
-        "prompt. They read this target's hidden states, so they fit no other.",
+        f"`specexp generate --target {target} --drafter {kind.rstrip('3')}:FOLDER`, where FOLDER "
+        "is this folder. They read this target's hidden states and work with no other target.",
         "## Training",
         _schedule(
-            "Taught the law of the target (soft cross-entropy) from its own hidden states, on its "
-            "corpus and on passages that it continued at temperature 0.8; a further position "
-            "weighs 0.8 of the one before.",
-            facts["trained"],
+            "Distilled from the target's law (soft cross-entropy) on the training text and on "
+            "passages that the target continued at temperature 0.8; each drafted position weighs "
+            "0.8 times the one before.",
+            trained,
         ),
-        _data(corpus) if "parts" in corpus else f"Text: {json.dumps(corpus)}",
+        f"The text {corpus['file']}, {corpus['characters']:,} characters."
+        if own_text
+        else _data(corpus),
         "## Held-out text",
-        _table(facts["held_out"])
-        + "\n\nAt each drafted position, how often the likeliest token is the target's (of the "
-        "tokens that can be guessed), the text before it given; in rows of up to 256 tokens.",
-        "## Make it again",
-        f"`specexp zoo train --heads {kind} --target {facts['target']}`",
+        f"{_table(facts['held_out'])}\n\nAt each drafted position, how often the most likely token "
+        "is the target's, given the text before it, in rows of up to 256 tokens. With a draft "
+        "vocabulary, only its tokens are compared.",
+        "## Reproduction",
+        f"`specexp zoo train --heads {kind} --target {target}{own_text}`",
         "## Licence",
-        "The weights are under the licence of this repository (MIT). The text they were trained "
-        "on comes with Python, under the Python Software Foundation License.",
+        _licence(trained)
+        if licence
+        else "Check the licences of the target and the text: the heads are derived from both.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -193,9 +202,9 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
 def describe_twin(
     name: str, parameters: int, whole: bool, made: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of `zoo.json` for a random target (`whole`) or the draft cut from it."""
+    """The content of `zoo.json` for a twin target (`whole`) or the draft cut from it."""
     layers = made["shape"]["layers"]
-    cut = f"The first {layers} layers of {name}: the same weights, norm and head."
+    cut = f"The first {layers} layers of {name}, with the same weights, norm and head."
     return {
         "name": name if whole else f"{name}-draft",
         "role": "target" if whole else "draft",
@@ -203,17 +212,17 @@ def describe_twin(
         "parameters": parameters,
         "layers": layers,
         "width": made["shape"]["width"],
-        "about": "Random weights in a real shape, to measure its costs." if whole else cut,
+        "about": "Random weights in a real shape, for measuring its costs." if whole else cut,
         **made,
     }
 
 
 def card_of_twin(facts: Mapping[str, Any]) -> str:
-    """The model card of a random target or draft, in Markdown."""
+    """The model card of a twin, in Markdown, from the content of `zoo.json`."""
     shape, seen = facts["shape"], facts["agreement"]
     damped = (
-        f"What layers beyond the first {shape['draft']} of the target write into the residual "
-        f"stream is scaled by {seen['damp']}"
+        f"The outputs of the target's layers after the first {shape['draft']} are scaled by "
+        f"{seen['damp']}"
     )
     parts = [
         "---\nlicense: mit\nlibrary_name: transformers\ntags: [speculative-decoding]\n---",
@@ -223,30 +232,30 @@ def card_of_twin(facts: Mapping[str, Any]) -> str:
         f"A Llama ({facts['layers']} layers, width {facts['width']}, {shape['heads']} heads of "
         f"which {shape['kv_heads']} for keys and values, {'tied' if shape['tied'] else 'untied'} "
         f"embeddings) of {facts['parameters']:,} parameters in {facts['dtype']}, drawn from seed "
-        f"{facts['seed']}. Made by `specexp zoo twin`. The tokenizer is the zoo's, of "
-        f"{VOCABULARY} tokens. The head has {shape['rows']:,} rows and is computed in full, but "
-        "no other token is ever emitted: specexp reads no further, and at temperature 0 the rows "
-        "beyond never win, nor does the end of text.",
+        f"{facts['seed']} by `specexp zoo twin`. The tokenizer is the zoo's, of {VOCABULARY} "
+        f"tokens. The head has {shape['rows']:,} rows, all of which are computed, but only those "
+        "tokens are emitted: specexp ignores the other rows, and at temperature 0 neither they nor "
+        "the end of text are ever the most probable.",
         "## Acceptance",
     ]
     if "reached" not in seen:
-        return "\n\n".join([*parts, f"{damped}; the acceptance was not measured."]) + "\n"
+        return "\n\n".join([*parts, f"{damped}. Acceptance was not measured."]) + "\n"
     text = seen["text"]
     parts += [
-        f"alpha {seen['asked']} was asked for and {seen['reached']} ± {seen['error']} reached: the "
-        "share of positions of the target's own greedy text where the draft, given that text, has "
-        f"the same most probable token ({seen['tokens']} tokens in {facts['dtype']}; measured on "
+        f"alpha {seen['asked']} was asked for and {seen['reached']} ± {seen['error']} measured: "
+        "the share of positions of the target's greedy output where the draft, given the tokens "
+        f"before, has the same most probable token ({seen['tokens']} tokens, {facts['dtype']}, on "
         f"{seen['on']}). {damped}.",
-        "## Text",
-        "Noise. Of a greedy text of 128 tokens, those that differ from one another are "
-        f"{text['distinct']:.0%}; {text['repeated']:.1%} of its 4-grams came before in it, and "
-        f"the commonest token of all texts is {text['commonest']:.1%} of them.",
+        "## Output",
+        f"Noise. In greedy outputs of 128 tokens, {text['distinct']:.0%} of the tokens are "
+        f"distinct, {text['repeated']:.1%} of the 4-grams occurred before, and the most common "
+        f"token makes up {text['commonest']:.1%} of all outputs.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def write(folder: Path, facts: Mapping[str, Any], text: str) -> None:
-    """`zoo.json` and `README.md` into a model's folder."""
+    """Write `zoo.json` and `README.md` into a model's folder."""
     (folder / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "README.md").write_text(text)
 
@@ -259,14 +268,24 @@ def _data(corpus: Mapping[str, Any]) -> str:
         for kind, part in parts.items()
     ]
     return (
-        f"The standard library of Python {corpus['python']} ({corpus['sources']} sources, tests "
-        "left out, each once): its code, its docstrings and comments as prose, records drawn from "
-        "a seeded generator, edits (a passage, then the same passage with one thing changed), and "
-        "echoes (words in no order, said twice). A source is held out by the hash of its content, "
-        "and what is made from it stays on its side. The people named in it are authors named in "
-        "the library; records pair common first names and surnames at random.\n\n"
+        f"The standard library of Python {corpus['python']} ({corpus['sources']} distinct sources, "
+        "without its tests): its code, its docstrings and comments as prose, records from a seeded "
+        "generator, edits (a passage, then the same passage with one change), and echoes (random "
+        "words, repeated once). The hash of a source's content decides whether it is held out, "
+        "together with everything made from it. People named in the text are authors named in the "
+        "library; records pair common first names and surnames at random.\n\n"
         "| side | kind | documents | characters | sha256 |\n|---|---|---:|---:|---|\n"
     ) + "\n".join(rows)
+
+
+def _licence(trained: Mapping[str, Any] | None) -> str:
+    """Of weights of this repository, and of the text they were trained on, if any."""
+    text = (
+        " The training text comes with Python, under the Python Software Foundation License."
+        if trained
+        else ""
+    )
+    return f"The weights are under the licence of this repository (MIT).{text}"
 
 
 def _courses(courses: Sequence[Course], losses: Sequence[float]) -> list[dict[str, Any]]:
@@ -293,23 +312,24 @@ def _training(facts: Mapping[str, Any]) -> str:
     goal = (
         "Next-token cross-entropy."
         if facts["target"] is None
-        else f"Taught the law of {facts['target']} (soft cross-entropy, the forward KL plus a "
-        "constant) on the corpus and on passages which that model continued at temperature 0.8."
+        else f"Distilled from {facts['target']} (soft cross-entropy, the forward KL plus a "
+        "constant) on the corpus and on passages that it continued at temperature 0.8."
     )
     if facts.get("exits"):
         goal += (
-            f" The states after layers {' and '.join(map(str, facts['exits']))} must predict it "
-            "through the same norm and head, too; together they weigh as much as the last."
+            f" The hidden states after layers {' and '.join(map(str, facts['exits']))} also "
+            "predict the token, through the same norm and head; together they weigh as much as "
+            "the last."
         )
     return _schedule(goal, trained)
 
 
 def _schedule(goal: str, trained: Mapping[str, Any]) -> str:
-    """How it was trained, course by course."""
+    """The training of each course."""
     lines = [
-        f"{goal} Muon for the hidden matrices, AdamW for the rest; a short rise, a plateau, a "
-        f"straight fall to 2 %; seed {trained['seed']}, torch {trained['torch']}. A kind counts "
-        "once an epoch unless said otherwise.\n"
+        f"{goal} Muon for the hidden matrices, AdamW for the rest; learning rates with a short "
+        f"warm-up, a plateau and a linear decay to 2 %; seed {trained['seed']}, torch "
+        f"{trained['torch']}. Each kind of text occurs once per epoch unless stated.\n"
     ]
     for number, course in enumerate(trained["courses"], 1):
         steps = ", then ".join(f"{s} steps of {b} x {n} tokens" for s, b, n in course["phases"])
@@ -326,9 +346,9 @@ def _figures(facts: Mapping[str, Any]) -> str:
     notes = "Loss in nats per token, in rows of up to 512 tokens."
     if "agreement" in next(iter(facts["held_out"].values())):
         notes += (
-            " Given the true text before each position: agreement is how often this model and the "
-            "target have the same most probable token; overlap is 1 - TV of their laws, the "
-            "chance that a sampled guess is accepted."
+            " Both given the true text before each position, agreement is how often this model and "
+            "the target have the same most probable token; overlap is 1 - TV of their laws, the "
+            "probability that a sampled guess is accepted."
         )
     return f"{_table(facts['held_out'])}\n\n{notes}"
 

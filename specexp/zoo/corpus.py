@@ -1,17 +1,16 @@
-"""The text that the zoo learns from, gathered from the Python that runs this file.
+"""The zoo's training text, gathered from the standard library of the Python that runs this file.
 
 Five kinds of document, each a plain string:
 
-- `code`: top-level pieces of the standard library, tests and code tables left out;
+- `code`: top-level pieces of the standard library, without its tests and encoding tables;
 - `prose`: its docstrings, long comments, language-reference topics and text files;
-- `records`: JSON lines, CSV, log lines, INI, YAML and tables, drawn from a seeded generator;
-- `edits`: a passage followed by the same passage with one thing changed (`edits.py`);
-- `echoes`: words in no order, said twice.
+- `records`: JSON lines, CSV, logs, settings and tables from a seeded generator (`records.py`);
+- `edits`: a passage followed by the same passage with one change (`edits.py`);
+- `echoes`: random words, repeated once.
 
-A source file is held out when the hash of its content says so, before anything is made from it:
-its code, its docstrings and the edits of both stay on one side. Text full of mistakes, other
-languages and truncated logs is deliberately absent, so that prompts of that sort lie outside
-what the models know.
+The hash of a source file's content decides whether it is held out, so its code, its docstrings and
+edits of both are on the same side. Misspelt text, other languages and truncated logs are left out
+on purpose: such prompts are out of distribution for the models.
 
 This file does not know about tokens or models.
 """
@@ -48,20 +47,20 @@ LEFT_OUT = {
     "pydoc_data",
 }
 SUFFIXES = {".py", ".txt", ".rst"}
-HELD_OUT = 16  # of 256: about 6 % of the sources
-PIECE = 2400  # characters of code in a document, about 700 tokens
+HELD_OUT = 16  # of 256 hash values: about 6 % of the sources
+PIECE = 2400  # characters of a code document, about 700 tokens
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by kind, one side for learning and one that no model has seen."""
+    """Training and held-out documents by kind."""
 
     train: dict[str, list[str]]
     held: dict[str, list[str]]
     sources: int
 
     def facts(self) -> dict[str, object]:
-        """Counts, characters and checksums of every part, and the Python it came from."""
+        """The Python version, and the document count, characters and checksum of every part."""
         sides = {"train": self.train, "held_out": self.held}
         return {
             "python": platform.python_version(),
@@ -85,12 +84,13 @@ def gather(
 ) -> Corpus:
     """Read the standard library and generate the rest.
 
-    `records` and `edits` count the generated training documents (a sixteenth as many are held
-    out); there are two echoes to five edits. `limit` keeps only that many source files and topics.
+    `records` and `edits`: numbers of generated training documents (a sixteenth as many are held
+    out); there are two echoes per five edits. `limit`: read at most this many source files and
+    this many topics.
     """
     sources = _sources(limit)
     sides: list[dict[str, list[str]]] = []
-    seen: set[str] = set()  # a few docstrings stand in several files
+    seen: set[str] = set()  # a few docstrings occur in several files
     for side, held in (("train", False), ("held", True)):
         mine = [text for text in sources if is_held_out(text) == held]
         code = _unique(piece for text in mine for piece in pieces(text))
@@ -117,12 +117,12 @@ def gather(
 
 
 def is_held_out(text: str) -> bool:
-    """Which side a source is on: a property of its content alone."""
+    """Whether a source is held out, which depends on its content alone."""
     return hashlib.sha256(text.encode()).digest()[0] < HELD_OUT
 
 
 def pieces(source: str) -> list[str]:
-    """A module cut between top-level statements into pieces of about `PIECE` characters."""
+    """A module, cut between top-level statements into pieces of about `PIECE` characters."""
     if not _is_code(source):
         return []
     cut: list[str] = []
@@ -144,12 +144,12 @@ def pieces(source: str) -> list[str]:
 
 
 def cut(text: str) -> list[str]:
-    """Any text, all of it, in pieces of `PIECE` characters or what ends with a line before that."""
+    """All of any text in pieces of up to `PIECE` characters, cut at line ends where possible."""
     return re.findall(rf"(?s).{{{PIECE // 2},{PIECE}}}(?:\n|\Z)|.{{1,{PIECE}}}", text)
 
 
 def passages(source: str) -> list[str]:
-    """The prose of a source: docstrings under the name they explain, and long comments."""
+    """The prose of a source: docstrings, each under the name it documents, and long comments."""
     if not _is_code(source):
         return [p + "\n" for p in _sections(source)]
     found = []
@@ -162,7 +162,7 @@ def passages(source: str) -> list[str]:
 
 
 def functions(source: str) -> list[str]:
-    """Whole functions and methods short enough to be written twice, dedented."""
+    """Functions and methods short enough to occur twice in a document, dedented."""
     if not _is_code(source):
         return []
     lines = source.splitlines()
@@ -176,7 +176,7 @@ def functions(source: str) -> list[str]:
 
 
 def _sources(limit: int | None) -> list[str]:
-    """The texts: each file once, in an order that does not depend on the disk."""
+    """The distinct source texts, in an order that does not depend on the file system."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, inside, files in os.walk(root):
@@ -196,7 +196,7 @@ def _unique(texts: Iterable[str]) -> list[str]:
 
 
 def _ends_decorated(piece: str) -> bool:
-    """Whether the last line is a decorator, which belongs to what follows."""
+    """Whether the last line is a decorator, which belongs to the next block."""
     return piece.rstrip().rsplit("\n", 1)[-1].startswith("@")
 
 
@@ -212,14 +212,14 @@ def _is_code(source: str) -> bool:
 
 
 def _title(node: ast.AST) -> str:
-    """The line above a docstring: `name(arguments)`, `class name`, nothing for a module."""
+    """The heading of a docstring: `name(arguments)`, `class name`, or "" for a module."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return f"{node.name}({ast.unparse(node.args)})\n\n"
     return f"class {node.name}\n\n" if isinstance(node, ast.ClassDef) else ""
 
 
 def _sections(text: str) -> list[str]:
-    """Paragraphs gathered into parts of a few hundred words."""
+    """Consecutive paragraphs joined into parts of up to about 1800 characters."""
     parts, part = [], ""
     for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
         if part and len(part) + len(paragraph) > 1800:
@@ -231,7 +231,7 @@ def _sections(text: str) -> list[str]:
 
 
 def _paragraphs(passage: str) -> list[str]:
-    """Paragraphs of running text, on one line each, without code or tables."""
+    """Paragraphs of running text, each as one line; code and tables are skipped."""
     found = []
     for block in passage.split("\n\n"):
         text = " ".join(block.split())
@@ -242,7 +242,7 @@ def _paragraphs(passage: str) -> list[str]:
 
 
 def _comments(source: str) -> list[str]:
-    """Runs of comment lines, without their marks."""
+    """Runs of four or more comment lines, without the # signs."""
     runs: list[list[str]] = [[]]
     last = -1
     try:

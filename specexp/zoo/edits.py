@@ -1,21 +1,21 @@
-"""Edit and echo documents: a passage, then the same passage with one thing changed.
+"""Edit and echo documents: a passage, then the same passage with one change or none.
 
-They teach the models to copy from their own context, which is what prompt lookup lives on.
-`edit(rng, snippets, paragraphs)` draws one document. The headings below are part of the format:
-prompts for the category "editing" use the same ones.
+They teach the models to copy from their context, which is what prompt lookup relies on.
+`edit(rng, snippets, paragraphs)` and `echo(rng, vocabulary)` draw one document each. The headings
+below are part of the format: prompts of the category "editing" use the same ones.
 
-    # Before / # After: rename x to total          a name changed
-    # Before / # After: add a comment              `# note` above a line of the body
-    # Before / # After: remove the last line       one line less
-    # Before / # After: add a check that x is not None      two lines after the def
+    # Before / # After: rename x to total          one name is changed
+    # Before / # After: add a comment              a comment is put above a line of the body
+    # Before / # After: remove the last line       one line is removed
+    # Before / # After: add a check that x is not None      two lines are added after the def
     Original: / Corrected:                         a doubled word, a missing capital or a missing
-                                                   full stop put right
-    Original: / Replace "old" with "new":          one word replaced everywhere
-    Text: / Copy:                                  the same again
-    Text: / Quote the sentence about "word":       one sentence of it
-    Input: / Output: set status to done where id is 104       one cell of a table changed
-    Input: / Output: remove the row where id is 104           one row less
-    CSV: / JSON lines:  and  JSON lines: / CSV:    the same values in another form
+                                                   full stop is corrected
+    Original: / Replace "old" with "new":          one word is replaced everywhere
+    Text: / Copy:                                  an exact copy
+    Text: / Quote the sentence about "word":       one sentence is copied
+    Input: / Output: set status to done where id is 104       one cell of a table is changed
+    Input: / Output: remove the row where id is 104           one row is removed
+    CSV: / JSON lines:  and  JSON lines: / CSV:    the same values in another format
 """
 
 import json
@@ -43,7 +43,7 @@ NOTES = (
 
 
 def edit(rng: random.Random, snippets: Sequence[str], paragraphs: Sequence[str]) -> str:
-    """One document: half change code, a quarter prose, a quarter records."""
+    """Draw one edit: of code half of the time, of prose or records a quarter each."""
     if rng.random() < 0.5:
         return _of_code(rng, rng.choice(snippets))
     if rng.random() < 0.5:
@@ -52,7 +52,7 @@ def edit(rng: random.Random, snippets: Sequence[str], paragraphs: Sequence[str])
 
 
 def echo(rng: random.Random, vocabulary: Sequence[str]) -> str:
-    """Words in no order, then the same words: nothing but copying helps to foretell the second."""
+    """Draw random words, then the same words: the second half is predictable only by copying."""
     lines = [
         " ".join(rng.choices(vocabulary, k=rng.randint(3, 8))) for _ in range(rng.randint(3, 9))
     ]
@@ -65,7 +65,7 @@ def echo(rng: random.Random, vocabulary: Sequence[str]) -> str:
 
 
 def rename(code: str, old: str, new: str) -> str:
-    """Every whole-word `old` that is not an attribute becomes `new`, keywords of calls too."""
+    """Replace the whole word `old` by `new`, except where it is an attribute."""
     return re.sub(rf"(?<![\w.]){re.escape(old)}(?!\w)", new, code)
 
 
@@ -148,7 +148,7 @@ def _plain(value: object) -> str:
 
 
 def _body(lines: list[str]) -> int:
-    """Index of the first line after the signature (the last line, if there is none)."""
+    """Index of the first line after the signature, or of the last line if there is no body."""
     for at, line in enumerate(lines[:-1]):
         if line.rstrip().endswith(":"):
             return at + 1
@@ -156,7 +156,7 @@ def _body(lines: list[str]) -> int:
 
 
 def _names(code: str) -> list[str]:
-    """Names worth changing: used at least twice, neither keywords nor called."""
+    """Names worth changing: used at least twice, not keywords, not called."""
     seen = re.findall(r"(?<![\w.\"'])([a-z_]\w*)(?![\w(\"'])", code)
     often = dict.fromkeys(n for n in seen if seen.count(n) > 1)
     return [n for n in often if not keyword.iskeyword(n) and not n.startswith("__")]

@@ -1,10 +1,10 @@
-"""Trains heads for a target: Medusa and EAGLE, on the law of the target itself.
+"""Trains Medusa and EAGLE heads for a target, on the target's own law.
 
-Every batch goes through the target first, without gradients, for its hidden states and its law;
-the heads learn that law (soft cross-entropy) and nothing of the text. EAGLE is trained on its own
-output too: in pass s of the unrolled chain it reads the features it made in pass s - 1 and may see
-what it would see while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2; so the
-feature loss of EAGLE-1 is not needed). This file does not know how a head drafts or is stored.
+Every batch passes through the target first, without gradients, for its hidden states and its law.
+The heads learn that law (soft cross-entropy), not the text. EAGLE is trained on its own output too:
+pass s of the unrolled chain reads the features made in pass s - 1 and attends to what it would see
+while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2), which makes the feature
+loss of EAGLE-1 unnecessary. This file does not know how heads draft or are stored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Laws = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
 
 
 def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor) -> Medusa | Eagle:
-    """A head that has not been trained. counts [V]: how often each token occurs in the text."""
+    """Untrained heads. counts [V]: how often each token occurs in the training text; the most
+    frequent ones are EAGLE-3's draft vocabulary."""
     config = target.config.get_text_config()
     torch.manual_seed(recipe.seed)
     readout = target.get_output_embeddings()
@@ -62,7 +63,7 @@ def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor) -> Medusa 
 
 
 def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
-    """The layer has the attention of the target's own."""
+    """The shape of an EAGLE layer with the same attention as the target's layers."""
     L = config.num_hidden_layers
     fused = recipe.kind == "eagle3"
     taps = default_taps(L) if fused else (L,)
@@ -81,9 +82,9 @@ def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
 
 
 def loss_of(laws: Laws, device: str) -> Loss:
-    """Soft cross-entropy summed over the drafted positions, each weighing DECAY of the one before.
+    """Soft cross-entropy summed over drafted positions, position i with the weight DECAY**i.
 
-    Probability outside the draft vocabulary is owed by no guess: those tokens weigh nothing.
+    Tokens outside the draft vocabulary do not contribute.
     """
 
     def loss(batch: Tensor) -> Tensor:
@@ -99,7 +100,10 @@ def loss_of(laws: Laws, device: str) -> Loss:
 
 @torch.no_grad()
 def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
-    """For each drafted position, how often its likeliest token is the target's; rows [B, T + 1]."""
+    """For each drafted position, how often the most likely token is the target's.
+
+    rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it.
+    """
     with torch.autocast(device, torch.bfloat16):
         return [
             float((logits.argmax(-1) == law.argmax(-1)).float().mean())
@@ -108,8 +112,8 @@ def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
 
 
 def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws:
-    """What the heads say and what the target says, position by position: batch [B, T + 1] to pairs
-    (logits, law) [B, n, V]. With a draft vocabulary the target's law is cut down to it."""
+    """A function from a batch [B, T + 1] to a pair per drafted position: the heads' logits and the
+    target's law, [B, n, V] each. With a draft vocabulary, both cover only its tokens."""
 
     @torch.no_grad()
     def target_sees(batch: Tensor, states: bool) -> tuple[Tensor, Any, Tensor]:
@@ -142,7 +146,7 @@ def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws
 
 
 class Passes:
-    """A cache that keeps the keys and values of every pass of the chain side by side."""
+    """A cache that concatenates the keys and values of all passes of the unrolled chain."""
 
     def __init__(self) -> None:
         self.held: tuple[Tensor, Tensor] | None = None
@@ -155,10 +159,10 @@ class Passes:
 
 
 def unrolled(T: int, number: int, like: Tensor) -> Tensor:
-    """Additive mask [1, 1, T, (number + 1) * T] of pass `number`, of the dtype of `like`.
+    """Additive mask [1, 1, T, (number + 1) * T] of pass `number`, with the dtype of `like`.
 
-    The guess in slot t stems from a chain that left the text at slot t - number: it sees pass 0 up
-    to there, and of each later pass r its own ancestor, slot t - number + r.
+    The guess in slot t belongs to a chain that starts at slot t - number: it sees pass 0 up to that
+    slot and, of each later pass r, its own ancestor in slot t - number + r.
     """
     left = torch.arange(T, device=like.device)[:, None] - number
     slot = torch.arange(T, device=like.device)
@@ -177,19 +181,20 @@ def train_heads(
     text: Path | None = None,
     watch: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
 ) -> Path:
-    """Train heads of a kind for any target in Hugging Face format; the folder they are in.
+    """Train heads of a kind for any target in Hugging Face format; returns the folder written.
 
-    `text`: a file to learn on, by default what the zoo is trained on; either way the target goes
-    on with some of it, and that is learned, too. `watch(step, figures)` is told the loss and the
-    accuracy by position on held-out text at every checkpoint. Resumes where it was killed.
+    `text`: a training text, by default the zoo's; the target's continuations of parts of it are
+    trained on as well. `watch(step, figures)` is called at every checkpoint with the loss and, per
+    drafted position, the accuracy on held-out text. `out`, `work` and `quick` are those of
+    `train_zoo`. A killed run resumes.
 
     Raises UserError for an unknown kind, target, device or text.
     """
     if kind not in HEADS:
-        raise UserError(f"heads {kind!r} are unknown: the zoo trains {', '.join(HEADS)}")
+        raise UserError(f"heads {kind!r} are unknown: use one of {', '.join(HEADS)}")
     if split(str(target))[1]:
         raise UserError(
-            f"{Path(target).name}: heads learn from weights as they are; leave out +int8"
+            f"{Path(target).name}: heads are trained on unquantised weights; leave out +int8"
         )
     check_device(device)
     work = work or shelf.made("zoo")
@@ -197,8 +202,8 @@ def train_heads(
     tokenizer = read_tokenizer(target)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"the tokenizer of {Path(target).name} has no end of text, which the texts that heads "
-            "learn from need: name its eos_token"
+            f"the tokenizer of {Path(target).name} has no end of text, which training documents "
+            "end with: set its eos_token"
         )
     model = load(target, Path(target).name, "float32", device)
     train, held, facts = _text(text, tokenizer, quick)
@@ -244,7 +249,7 @@ def train_heads(
 def _text(
     text: Path | None, tokenizer: Any, quick: bool
 ) -> tuple[dict[str, Documents], dict[str, Documents], dict[str, Any]]:
-    """Documents to learn and to be measured on, by kind, and what is said about them."""
+    """Training and held-out documents by kind, and the facts about them for the card."""
     if text is None:
         corpus = gather(records=80, edits=80, limit=24) if quick else gather()
         sides = corpus.train, corpus.held
@@ -259,12 +264,12 @@ def _text(
         facts = {"file": text.name, "characters": len(whole)}
     train, held = ({k: encode(tokenizer, v) for k, v in side.items()} for side in sides)
     if not any(len(document) > GIVEN for found in train.values() for document in found):
-        raise UserError(f"{text} is too short to learn from: it needs some thousand characters")
+        raise UserError(f"{text} is too short to learn from: give it a few thousand characters")
     return train, held, facts
 
 
 def _rows(documents: Documents, device: str, rows: int = 16, length: int = 256) -> Tensor:
-    """The first tokens of held-out text, [rows, length + 1] or what there is."""
+    """The first tokens of held-out text, [rows, length + 1] or less if there are fewer."""
     stream = np.concatenate(documents).astype(np.int64)
     length = min(length, len(stream) - 1)
     rows = min(rows, len(stream) // (length + 1))

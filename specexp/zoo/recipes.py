@@ -1,6 +1,6 @@
-"""What each model of the zoo is and how it is trained: plain numbers, fixed in advance.
+"""Recipes of the zoo's models: shapes, step counts, learning rates and mixes of text.
 
-A recipe knows shapes, step counts and learning rates; it does not know text, files or loops.
+This file does not know about the text itself, files or training loops.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 4096
 CONTEXT = 1024
-END = 0  # id of <|endoftext|>: begins, ends and pads
+END = 0  # id of <|endoftext|>: the BOS, EOS and padding token
 
 
 @dataclass(frozen=True)
 class Phase:
-    """So many steps of so many rows of so many tokens."""
+    """`steps` steps of `batch` rows of `length` tokens."""
 
     steps: int
     batch: int
@@ -25,9 +25,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Course:
-    """A stretch of training: its phases, the mix of text, the learning rates.
+    """Consecutive phases with one mix of text and one learning-rate schedule.
 
-    `repeats`: how often a kind of text counts an epoch, once if absent.
+    `repeats`: how often a kind of text occurs per epoch; 1 if absent.
     """
 
     phases: tuple[Phase, ...]
@@ -44,7 +44,7 @@ class Course:
         return sum(phase.steps * phase.batch * phase.length for phase in self.phases)
 
     def place(self, step: int) -> tuple[int, int]:
-        """Which phase a step falls in, and which step of that phase it is."""
+        """The index of the phase that a step is in, and the step within that phase."""
         for number, phase in enumerate(self.phases):
             if step < phase.steps:
                 return number, step
@@ -52,21 +52,21 @@ class Course:
         raise IndexError("past the last step of the course")
 
     def pace(self, step: int) -> float:
-        """Factor on the learning rates: a short rise, a plateau, a straight fall to 2 %."""
+        """Factor on the learning rates: a short warm-up, a plateau, a linear decay to 2 %."""
         warm, fall = max(1, self.steps // 40), int(0.35 * self.steps)
         rest = (self.steps - step) / (self.steps - fall)
         return min(1.0, (step + 1) / warm, max(0.02, rest))
 
     def quick(self, steps: int = 4) -> "Course":
-        """A smoke run: a few short steps of the same mix."""
+        """The same mix of text for a few short steps, for a smoke test."""
         return replace(self, phases=(Phase(steps, 4, 64), Phase(steps // 2, 2, 128)))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One model: its shape, its courses one after another, and whose law it is taught to follow.
+    """One model: its shape, its courses in order, and the teacher that it is distilled from.
 
-    `exits`: layers after which it must be able to speak, too.
+    `exits`: layers after which its norm and head must also predict the next token.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Recipe:
     seed: int = 0
 
     def build(self) -> LlamaForCausalLM:
-        """The model, float32, weights drawn from the recipe's seed."""
+        """The untrained model in float32, initialised from the recipe's seed."""
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.width,
@@ -105,7 +105,7 @@ class Recipe:
 TARGET = Recipe(
     name="target-10m",
     role="target",
-    about="The target: the model whose law every experiment keeps.",
+    about="The default target: the model whose output distribution is kept.",
     layers=12,
     width=256,
     hidden=704,
@@ -123,7 +123,7 @@ _FOLLOW = {"prose": 2, "continued": 3}
 SIBLING_3M = Recipe(
     name="sibling-3m",
     role="draft",
-    about="The default draft model: two layers taught to follow target-10m.",
+    about="The default draft model: two layers distilled from target-10m.",
     layers=2,
     width=256,
     hidden=1024,
@@ -139,7 +139,7 @@ SIBLING_3M = Recipe(
 SIBLING_1M = Recipe(
     name="sibling-1m",
     role="draft",
-    about="A cheaper and worse draft model: one narrow layer taught to follow target-10m.",
+    about="A cheaper and worse draft model: one narrow layer distilled from target-10m.",
     layers=1,
     width=128,
     hidden=1024,
@@ -152,7 +152,7 @@ SIBLING_1M = Recipe(
 EXIT_TARGET = Recipe(
     name="target-exit-1m",
     role="target",
-    about="A target whose first layer can speak for it: for self-speculation by early exit.",
+    about="A target trained for early exit after its first layers (self-speculation).",
     layers=4,
     width=128,
     hidden=352,
@@ -165,7 +165,7 @@ EXIT_TARGET = Recipe(
 RANDOM = Recipe(
     name="random-tiny",
     role="control",
-    about="The negative control: random weights, so its guesses are worth nothing.",
+    about="The negative control: random weights, so its guesses are almost never accepted.",
     layers=2,
     width=64,
     hidden=128,
@@ -180,8 +180,8 @@ RECIPES = (TARGET, SIBLING_3M, SIBLING_1M, EXIT_TARGET, RANDOM)
 class HeadRecipe:
     """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE).
 
-    `unroll`: passes in a row that are trained on their own output (training-time test, Li et al.
-    2025, EAGLE-3, section 3.2).
+    `unroll`: passes of EAGLE in training, each on the output of the one before (training-time test,
+    Li et al. 2025, EAGLE-3, section 3.2).
     """
 
     kind: str  # "medusa", "eagle" or "eagle3"
@@ -204,7 +204,7 @@ HEADS = {
     for recipe in (
         HeadRecipe(
             "medusa",
-            "Medusa heads: three guesses from the target's last state.",
+            "Medusa heads: three guesses from the target's last hidden state.",
             (
                 Course((Phase(320, 32, 256),), _FOLLOW, adam_lr=1.5e-3),
                 Course((Phase(700, 32, 256),), _FOLLOW, adam_lr=2e-3),
@@ -212,12 +212,12 @@ HEADS = {
         ),
         HeadRecipe(
             "eagle",
-            "An EAGLE-1 layer: autoregression on the target's last state.",
+            "An EAGLE-1 layer: autoregression on the target's last hidden state.",
             (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), _FOLLOW),),
         ),
         HeadRecipe(
             "eagle3",
-            "An EAGLE-3 layer: autoregression on states from three depths of the target.",
+            "An EAGLE-3 layer: autoregression on hidden states from three depths of the target.",
             (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), _FOLLOW),),
         ),
     )
@@ -225,7 +225,7 @@ HEADS = {
 
 
 def quick_version(recipe: Recipe, steps: int = 4) -> Recipe:
-    """The same recipe shrunk to a smoke run: narrow layers and a few short steps."""
+    """The same recipe with narrow layers and a few short steps, for a smoke test."""
     return replace(
         recipe,
         layers=min(recipe.layers, 2),

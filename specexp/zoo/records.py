@@ -1,7 +1,7 @@
-"""Generated records: the regular, half predictable text of logs, tables and settings.
+"""Generated records: the partly predictable text of logs, tables and settings.
 
-`record(rng)` draws one document. Every form repeats its own shape from line to line while its
-values vary, so a model can be sure of the keys and unsure of the values.
+`record(rng)` draws one document. Every format repeats its structure from line to line while the
+values vary, so a model can be confident of the keys but not of the values.
 """
 
 import json
@@ -78,7 +78,7 @@ Row = dict[str, object]
 
 
 def rows(rng: random.Random, most: int = 14) -> list[Row]:
-    """A small table: three to six fields, `id` often first, and a few rows."""
+    """Draw a table of three to `most` rows and two to six fields, often with `id` first."""
     names = rng.sample([name for name in FIELDS if name != "id"], rng.randint(2, 5))
     if rng.random() < 0.7:
         names.insert(0, "id")
@@ -135,7 +135,7 @@ TABLES = (json_lines, json_lines, csv, csv, markdown, yaml, key_value, json_arra
 
 
 def log(rng: random.Random) -> str:
-    """Time, level, part and event, as a server writes them."""
+    """Draw a server log: time, level, host and event per line."""
     day, second = f"2024-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}", rng.randint(0, 80_000)
     lines = []
     for _ in range(rng.randint(5, 16)):
@@ -147,7 +147,7 @@ def log(rng: random.Random) -> str:
 
 
 def access(rng: random.Random) -> str:
-    """One request a line: address, method, path, status, bytes."""
+    """Draw an access log: address, method, path, status and bytes per line."""
     lines = []
     for _ in range(rng.randint(5, 14)):
         method = rng.choice(("GET", "GET", "GET", "POST", "PUT", "DELETE"))
@@ -160,7 +160,7 @@ def access(rng: random.Random) -> str:
 
 
 def ini(rng: random.Random) -> str:
-    """Sections of settings."""
+    """Draw an INI file of a few sections."""
     sections = []
     for host in rng.sample(HOSTS, rng.randint(2, 4)):
         lines = [
@@ -178,7 +178,7 @@ def ini(rng: random.Random) -> str:
 
 
 def record(rng: random.Random) -> str:
-    """One document of records in a form drawn at random."""
+    """Draw one document in a random format."""
     form = rng.randrange(len(TABLES) + 4)
     if form < len(TABLES):
         return TABLES[form](rows(rng))

@@ -1,8 +1,8 @@
-"""Documents as tokens, and tokens as rows of a batch.
+"""Tokenizes documents and packs them into training batches.
 
 The tokenizer is a byte-level BPE trained on the corpus; every document ends with
-`<|endoftext|>`. A batch is a function of its number alone, so a run can go on from any step
-without having kept a position. This file does not know about models.
+`<|endoftext|>`. A batch depends on its step alone, so training can resume at any step without a
+saved data position. This file does not know about models.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from specexp.zoo.recipes import CONTEXT, END, VOCABULARY, Course
 
 END_TEXT = "<|endoftext|>"
-Documents = list[np.ndarray]  # int32 [tokens], the end of text last
+Documents = list[np.ndarray]  # int32 [tokens], ending with the end of text
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `VOCABULARY` entries; digits stay single. The same texts give the same."""
+    """Byte-level BPE of `VOCABULARY` entries with single digits; deterministic."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def wrap(bpe: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer as `transformers` wants it; what it encodes begins like every document."""
+    """The tokenizer for `transformers`; it puts `<|endoftext|>` before everything it encodes."""
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{END_TEXT} $A", special_tokens=[(END_TEXT, END)]
     )
@@ -57,7 +57,7 @@ def wrap(bpe: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Documents:
-    """Each text as tokens with the tokenizer's end of text behind it."""
+    """The tokens of each text, followed by the tokenizer's end of text."""
     encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     end = tokenizer.eos_token_id
     return [np.array([*e.ids, end], dtype=np.int32) for e in encodings]
@@ -65,15 +65,15 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Document
 
 @dataclass
 class Rows:
-    """Rows of a batch, drawn from documents packed end to end in a new order every epoch."""
+    """Batches of rows cut from the concatenated documents, reshuffled every epoch."""
 
     documents: Mapping[str, Documents]
-    repeats: Mapping[str, int] = field(default_factory=dict)  # times an epoch; 1 if absent
+    repeats: Mapping[str, int] = field(default_factory=dict)  # of a kind per epoch; default 1
     seed: int = 0
     _epoch: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     def batch(self, course: Course, step: int) -> torch.Tensor:
-        """Token ids [batch, length + 1] int64 of a step, the last column only to be predicted."""
+        """Token ids [batch, length + 1] int64 of a step; the last column is only predicted."""
         number, step = course.place(step)
         phase = course.phases[number]
         batches = self.tokens // phase.length // phase.batch
@@ -86,7 +86,7 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Tokens an epoch, less the one that only ends the last row."""
+        """Training tokens per epoch; the very last token is only predicted."""
         return sum(map(len, self._each_epoch())) - 1
 
     def _each_epoch(self) -> Documents:
@@ -97,7 +97,7 @@ class Rows:
         ]
 
     def _rows(self, phase: int, epoch: int, length: int) -> np.ndarray:
-        """All rows of an epoch, int32 [rows, length + 1], shuffled twice: documents, then rows."""
+        """All rows of an epoch, int32 [rows, length + 1]; documents are shuffled, then rows."""
         key = (phase, epoch, length)
         if self._epoch is None or self._epoch[0] != key:
             rng = np.random.default_rng([self.seed, phase, epoch])

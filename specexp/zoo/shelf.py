@@ -1,8 +1,7 @@
-"""What models the zoo holds and where: reads `data/zoo/*/zoo.json`, imports nothing heavy.
+"""Lists and finds the zoo's models: those that ship in `data/zoo`, then twins made here.
 
-Twins made here (`specexp zoo twin`) stand behind the models that ship.
-
-This file does not know how the models were trained, nor how they are loaded.
+It reads each model's `zoo.json` and imports nothing heavy. It does not know how models are trained
+or loaded.
 """
 
 import difflib
@@ -23,8 +22,8 @@ class ZooModel:
 
     name: str
     path: Path
-    role: str  # "target", "draft", "control", or the kind of heads it is
-    target: str | None  # the target that a draft model or heads were taught to follow
+    role: str  # one of ROLES
+    target: str | None  # the target that a draft model or heads were trained for
     parameters: int
     layers: int
     width: int
@@ -32,20 +31,25 @@ class ZooModel:
 
 
 def made(what: str) -> Path:
-    """Where what is trained or made here goes: a folder of the store, `mlruns/` at the repository
-    root, which is not in git, or SPECEXP_MLRUNS. Raises UserError where that is relative."""
+    """The folder `what` of the store, for models made here.
+
+    The store is SPECEXP_MLRUNS or, by default, `mlruns/` at the repository root, which is not in
+    git. Raises UserError if SPECEXP_MLRUNS is a relative path.
+    """
     store = Path(os.environ.get("SPECEXP_MLRUNS") or SHELF.parents[1] / "mlruns")
     if not store.is_absolute():
         raise UserError(
-            f"SPECEXP_MLRUNS is {str(store)!r}, which is another folder for every notebook: give "
-            "the whole path"
+            f"SPECEXP_MLRUNS is {str(store)!r}, which is a different folder for every notebook: "
+            "give the whole path"
         )
     return store.resolve() / what
 
 
 def models(shelf: Path | None = None) -> list[ZooModel]:
-    """Every model of a shelf: targets, then drafts, then controls, the largest first. By default
-    those that ship and then the twins."""
+    """The models of a folder in the order of ROLES, the largest first within each role.
+
+    By default the models that ship, then the twins.
+    """
     if shelf is None:
         return models(SHELF) + models(made("twins"))
     found = []
@@ -57,15 +61,14 @@ def models(shelf: Path | None = None) -> list[ZooModel]:
 
 
 def find(name: str, shelf: Path | None = None) -> Path:
-    """The folder of a model of the zoo.
-
-    Raises UserError, naming the models there are, when there is none of that name.
-    """
+    """The folder of the zoo model called `name`. Raises UserError if there is none."""
     known = {model.name: model.path for model in models(shelf)}
     if name in known:
         return known[name]
     if not known:
-        raise UserError(f"no zoo at {shelf or SHELF}: it comes with a checkout of the repository")
+        raise UserError(
+            f"no zoo at {shelf or SHELF}: use a checkout of the repository, which contains it"
+        )
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UserError(f"no zoo model is called {name!r}{hint} (there are {', '.join(known)})")
@@ -75,13 +78,13 @@ METHODS = {"model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagl
 
 
 def drafts_for(target: str, method: str = "model", shelf: Path | None = None) -> list[ZooModel]:
-    """What was taught to follow a target and drafts by a method, the most faithful first."""
+    """The models or heads trained to draft for a target by a method, in the order of `models`."""
     roles = METHODS.get(method, ())
     return [model for model in models(shelf) if model.target == target and model.role in roles]
 
 
 def default_draft(target: str, method: str = "model", shelf: Path | None = None) -> ZooModel:
-    """What a method takes when none is named. Raises UserError when the zoo has nothing."""
+    """The model or heads that a method uses by default. Raises UserError if there are none."""
     drafts = drafts_for(target, method, shelf)
     if not drafts:
         what = "draft model" if method == "model" else f"{method} heads"

@@ -1,13 +1,12 @@
-"""Trains the zoo: gather the text, then one model after another, each from its recipe.
+"""Trains the zoo's models from their recipes, one after another.
 
-A run that is killed goes on from its last checkpoint and ends with the same weights as one that
-was not: the batch and the learning rates are functions of the step, and nothing else is drawn in
-the loop. Hidden matrices are trained by Muon (Jordan et al. 2024, as in `torch.optim.Muon`), the
-rest by AdamW; a draft model is taught the target's whole law (soft cross-entropy, which is the
-forward KL plus a constant; Hinton et al. 2015, section 2) on the corpus and on text that the
-target itself continued.
+A killed run resumes at its last checkpoint and ends with the same weights as an uninterrupted one:
+batches and learning rates depend on the step alone, and nothing else in the loop is random. Muon
+(Jordan et al. 2024, as in `torch.optim.Muon`) trains the hidden matrices, AdamW the rest. A draft
+model learns the target's whole law (soft cross-entropy, which is the forward KL plus a constant;
+Hinton et al. 2015, section 2) on the corpus and on continuations that the target generated.
 
-This file does not know what the text is (`corpus.py`) or how a batch is drawn (`rows.py`).
+This file does not know what the text is (`corpus.py`) or how batches are formed (`rows.py`).
 """
 
 import hashlib
@@ -35,7 +34,7 @@ from specexp.zoo.recipes import END, RECIPES, Course, Recipe, quick_version
 from specexp.zoo.rows import Documents, Rows, encode, train_tokenizer, wrap
 
 CHECKPOINT_EVERY = 100
-GIVEN = 64  # tokens of a document that the target continues
+GIVEN = 64  # tokens of a document that the target is given to continue
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -46,14 +45,14 @@ def train_zoo(
     device: str = "cpu",
     quick: bool = False,
 ) -> list[Path]:
-    """Train the zoo, or the models named by `only`, into folders under `out`.
+    """Train the zoo, or the models named in `only`; returns the folders written.
 
-    `work` keeps the checkpoints of unfinished runs, by default `zoo/` of the store; `out` defaults
-    to `work / "models"`, so the shipped models stay as they are unless it is pointed at them. A
-    draft model needs its target in `out`. `quick` runs the same code on little text for a few
-    steps: the models are useless, and it takes a minute. Returns the folders written.
+    `work`: folder of the checkpoints, by default `zoo/` of the store. `out`: folder of the models,
+    by default `work / "models"`, so that the shipped models are not overwritten; a draft model
+    needs its target there. `quick`: a smoke test of a minute on little text; its models are
+    useless.
 
-    Raises UserError for an unknown model, a device that is not there, or a target not yet made.
+    Raises UserError for an unknown model, an unavailable device, or a target not trained yet.
     """
     work = work or shelf.made("zoo")
     out = out or work / ("quick" if quick else "models")
@@ -68,7 +67,7 @@ def train_zoo(
 
 
 def _make(recipe: Recipe, corpus: Corpus, out: Path, work: Path, device: str, quick: bool) -> None:
-    """One model, from its recipe to its folder."""
+    """Train one model and write its folder."""
     target = _load(out / recipe.teacher, device) if recipe.teacher else None
     tokenizer = _tokenizer(corpus, recipe, out)
     train = {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
@@ -123,17 +122,17 @@ def check_device(device: str) -> None:
 
 
 def _load(folder: Path, device: str) -> LlamaForCausalLM:
-    """A finished model in float32, not to be trained further."""
+    """A trained model in float32, frozen."""
     if not (folder / "model.safetensors").exists():
         raise UserError(
-            f"no {folder.name} in {folder.parent}: train it first, or choose its folder"
+            f"no {folder.name} in {folder.parent}: train it first, or point --out at its folder"
         )
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(device).eval().requires_grad_(False)
 
 
 def _tokenizer(corpus: Corpus, recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of the target for all that goes with it, a new one for a target."""
+    """The tokenizer of the zoo's target in `out`; a new one for that target or without it."""
     target = next(r.name for r in RECIPES if r.role == "target")
     path = out / target / "tokenizer.json"
     if recipe.name != target and path.exists():
@@ -146,7 +145,7 @@ def _tokenizer(corpus: Corpus, recipe: Recipe, out: Path) -> PreTrainedTokenizer
 def continued_once(
     target: LlamaForCausalLM, documents: Documents, count: int, work: Path, end: int = END
 ) -> Documents:
-    """What the target continued, from the file that an earlier run left if there is one."""
+    """`continued`, cached in a file of `work` that is named by the target and the documents."""
     digest = hashlib.sha256(f"{fingerprint(target)} {end}".encode())
     digest.update(np.concatenate(documents).tobytes())
     path = work / f"continued-{count}-{digest.hexdigest()[:12]}.pt"
@@ -168,11 +167,11 @@ def fit(
     watch: Callable[[int, float], None] = lambda step, loss: None,
     aim: object = None,
 ) -> list[float]:
-    """Train a model in place for one course, from the checkpoint under `work` if there is one.
+    """Train a model in place for one course; returns the loss at every step.
 
-    `aim`: what the loss depends on besides the batch, in its `repr`: another is another run.
-    `watch` is told the step and the mean of the last losses at every checkpoint. Returns the loss
-    at every step.
+    Resumes from the checkpoint in `work` of the same name, course, text, initial weights and `aim`.
+    `aim`: whatever else the loss depends on, compared by its `repr`. `watch(step, loss)` is called
+    at every checkpoint with the mean of the last 20 losses.
     """
     path = work / f"{name}-{_digest((name, aim), course, rows, model)}.pt"
     model.train()
@@ -218,7 +217,7 @@ def fit(
 
 @contextmanager
 def flushing_denormals() -> Iterator[None]:
-    """Arithmetic near zero is ten times faster without them; a setting of the whole process."""
+    """Flush denormals in the whole process: arithmetic near zero is ten times faster."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -237,7 +236,7 @@ def continued(
     batch: int = 64,
     end: int = END,
 ) -> Documents:
-    """Beginnings of documents that the target continues: `count` of `given + new + 1` tokens."""
+    """`count` documents of `given` real tokens, `new` sampled from the target, and the end."""
     rng = torch.Generator().manual_seed(0)
     long_enough = [document for document in documents if len(document) > given]
     found: Documents = []
@@ -262,8 +261,8 @@ def _loss(
 ) -> Loss:
     """Cross-entropy per token of a batch [B, T + 1], against the text or a teacher's law.
 
-    `exits`: layers whose states must predict through the model's own norm and head, too; they
-    share a weight of one (LayerSkip, Elhoushi et al. 2024, section 4.1.2).
+    `exits`: layers whose hidden states must also predict the token through the model's own norm and
+    head; the mean of their losses is added (LayerSkip, Elhoushi et al. 2024, section 4.1.2).
     """
 
     def laws(net: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -288,7 +287,7 @@ def _loss(
     return against(law) if teacher is not None else against(lambda batch: batch[:, 1:].flatten())
 
 
-_MATRIX = re.compile(r"(_proj|linear|fc)\.weight$")  # inside the network, not at its ends
+_MATRIX = re.compile(r"(_proj|linear|fc)\.weight$")  # not embeddings, LM heads or norms
 
 
 def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]:
@@ -306,7 +305,7 @@ def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]
 
 
 def _write(path: Path, content: object) -> None:
-    """Save so that a reader finds the old file or the new one, never a part."""
+    """Save atomically: a reader finds the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with part.open("wb") as file:
@@ -317,7 +316,7 @@ def _write(path: Path, content: object) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of all weights, of any types but bfloat16, which numpy does not know."""
+    """A digest of all weights, of any dtype but bfloat16, which numpy does not support."""
     digest = hashlib.sha256()
     for weight in model.state_dict().values():
         digest.update(weight.detach().cpu().numpy().tobytes())
@@ -325,7 +324,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _digest(what: object, course: Course, rows: Rows, model: nn.Module) -> str:
-    """Names a checkpoint: another aim, schedule, text or beginning is another run."""
+    """Identifies a checkpoint by what is trained for, the schedule, the text and the weights."""
     begun = what, replace(course, repeats={}), rows.seed, fingerprint(model)
     digest = hashlib.sha256(repr(begun).encode())
     for kind, documents in rows.documents.items():

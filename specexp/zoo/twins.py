@@ -1,22 +1,24 @@
-"""Pairs of random models in real shapes: true costs at any scale, without a download.
+"""Makes twins: a target and a draft with random weights, a real shape and a chosen acceptance.
 
-The target has a real architecture and random weights; the draft is the same model cut off after its
-first layers. What the deep layers of the target add is scaled by one factor (they are *damped*), so
-that the draft agrees with it as often as asked. Costs are those of trained models of the shape,
-acceptance is what was chosen, and the text is noise: nothing in it comes back for a lookup to find.
+They measure true costs at any scale without a download. The target has a real architecture; the
+draft is the same model cut off after its first layers. The outputs of the target's deeper layers
+are scaled by one factor (*damped*), which decides how often the two agree. Costs are those of
+trained models of the shape, acceptance is chosen, and the output is noise without repetitions, so
+prompt lookup finds nothing in it.
 
-**alpha** is how often a guess of a chain is accepted, greedy, given that the guesses before it
-were: the share of positions of the target's own greedy text where the draft, given that text, has
-the same most probable token. The factor is found by bisection on that share, measured in the dtype
-that is written: for shapes wider than 512 on as many layers 512 wide, then, if it is small enough
-to run anywhere, on the model itself. Weights whose spread follows the width (`draw`) make agreement
-a matter of depth alone: at 12 layers damped by 0.04 it is 0.82, 0.82, 0.81 and 0.82 for widths of
-128, 256, 512 and 1024 (± 0.009, bfloat16).
+**alpha** is the probability at temperature 0 that a guess of a chain is accepted, given that the
+guesses before it were: the share of positions of the target's greedy output where the draft, given
+the tokens before, has the same most probable token. The factor is found by bisection on that
+share, in the dtype that is written: for shapes wider than 512, on a model of the same depth and
+width 512; then, if the shape is small enough to run anywhere, on the model itself. Because the
+spread of the weights follows the width (`draw`), agreement depends on depth alone: at 12 layers
+damped by 0.04 it is 0.82, 0.82, 0.81 and 0.82 for widths of 128, 256, 512 and 1024 (± 0.009,
+bfloat16).
 
 Random logits are flatter than learned ones: the best two of 4096 differ by a quarter of the logits'
-standard deviation. So in bfloat16 rounding alone moves 4 to 7 % of the argmaxes (against float32 of
-the same weights), plain and speculative text part at near ties sooner than usual, and an alpha of
-more than 0.95 depends on the kernels. Use float32 where that matters.
+standard deviation. So bfloat16 rounding changes 4 to 7 % of the argmaxes (compared with float32 and
+the same weights), plain and speculative output diverge at near ties sooner than usual, and an alpha
+above 0.95 depends on the kernels. Use float32 where that matters.
 
 This file does not know how models are found (`shelf.py`) or described (`cards.py`).
 """
@@ -53,8 +55,8 @@ from specexp.zoo.recipes import END, VOCABULARY
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama. `draft`: how many of its layers the draft keeps; `tied`: the head is the embeddings;
-    `rows` of either, of which the tokenizer knows the first 4096."""
+    """The shape of a Llama. `draft`: layers that the draft keeps. `tied`: whether the LM head is
+    the embeddings. `rows`: of the head and the embeddings; the tokenizer has the first 4096."""
 
     layers: int
     width: int
@@ -79,7 +81,7 @@ class Shape:
 
     @cached_property
     def weights(self) -> dict[str, torch.Size]:
-        """Every weight's name and size, in the order of the model."""
+        """The size of every weight by name, in the order of the model."""
         with torch.device("meta"):
             return {n: w.shape for n, w in LlamaForCausalLM(self.config()).named_parameters()}
 
@@ -91,7 +93,7 @@ class Shape:
         return replace(self, layers=layers)
 
     def is_deep(self, name: str) -> bool:
-        """Whether a weight writes into the residual stream beyond the layers of the draft."""
+        """Whether a weight writes to the residual stream in a layer that the draft lacks."""
         return _layer(name) >= self.draft and _kind(name) in ("o_proj", "down_proj")
 
 
@@ -101,9 +103,9 @@ SHAPES = {
     "8B": Shape(32, 4096, 14_336, 32, 8, draft=4),  # Llama 3
     "70B": Shape(80, 8192, 28_672, 64, 8, draft=10),  # Llama 3
 }
-RUNS_ANYWHERE = 500_000_000  # parameters up to which a model is calibrated on itself
+RUNS_ANYWHERE = 500_000_000  # most parameters of a model that is calibrated on itself
 NARROW = 512
-LEAST, MOST = 1e-4, 4.0  # factors of damping
+LEAST, MOST = 1e-4, 4.0  # range of damping factors
 
 
 def make(
@@ -116,12 +118,12 @@ def make(
     vocab: int | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Write `twin-PARAMS-target` and `twin-PARAMS-draft` under `out`, by default `twins/` of the
-    store.
+    """Write `twin-PARAMS-target` and `twin-PARAMS-draft` to `out`, by default the store's `twins/`.
 
-    alpha is calibrated, unless `damp` gives the factor itself; vocab: rows of the head, by default
-    those of the real shape. Returns what `zoo.json` says of the target. Raises UserError before
-    anything is written: for an impossible request, folders that exist, too little disk or memory.
+    alpha: the acceptance to calibrate the damping for, unless `damp` gives the factor. vocab: rows
+    of the head, by default those of the real shape. force: replace existing folders. Returns the
+    content of the target's `zoo.json`. Raises UserError, before it writes any weights, for an
+    impossible request, existing folders, or too little disk or memory.
     """
     shape, out = _asked(params, alpha, damp, dtype, vocab), out or shelf.made("twins")
     name = f"twin-{params.lower()}"
@@ -129,18 +131,20 @@ def make(
     for folder in folders:
         if (out / folder).exists() and not force:
             raise UserError(
-                f"{out / folder} exists: write it anew with --force, or elsewhere with --out"
+                f"{out / folder} exists: replace it with --force, or choose another with --out"
             )
     for left in out.glob(".twin-*.part"):
-        with _locked(left) as nobodys:  # whoever made it was killed
-            if nobodys:
+        with _locked(left) as abandoned:  # by a run that was killed
+            if abandoned:
                 shutil.rmtree(left)
     _check_room(params, list(folders.values()), out, dtype, alpha)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(f"cannot write to {out}: {e.strerror}; give another with --out") from e
-    said: dict[str, Any] = (
+        raise UserError(
+            f"cannot write to {out}: {e.strerror}; give another folder with --out"
+        ) from e
+    damping: dict[str, Any] = (
         {"damp": damp} if alpha is None else calibrated(shape, alpha, dtype, seed)
     )
     made = tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out)
@@ -148,21 +152,22 @@ def make(
         total = sum(_bytes(shape, dtype) for shape in folders.values())
         with tqdm(total=total, desc="writing", unit="B", unit_scale=True) as bar:
             for folder, cut in folders.items():
-                write(cut, Path(part) / folder, said["damp"], dtype, seed, bar.update)
-                told = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": said}
-                facts = cards.describe_twin(name, cut.parameters, cut == shape, told)
+                write(cut, Path(part) / folder, damping["damp"], dtype, seed, bar.update)
+                details = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": damping}
+                facts = cards.describe_twin(name, cut.parameters, cut == shape, details)
                 cards.write(Path(part) / folder, facts, cards.card_of_twin(facts))
-        for folder in reversed(folders):  # the target goes first and comes last:
+        # the target is removed first and added last: where there is a target, its draft is there
+        for folder in reversed(folders):
             if (out / folder).exists():
                 (out / folder).replace(Path(part) / f"old-{folder}")
-        for folder in folders:  # where it is, the pair is whole
+        for folder in folders:
             (Path(part) / folder).replace(out / folder)
     return facts
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Holds a folder's lock, which goes with its process; False where another has it."""
+    """Lock a folder until the end of the block or process; False if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,7 +180,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-# what is refused
+# checks
 
 
 def _asked(
@@ -183,11 +188,11 @@ def _asked(
 ) -> Shape:
     known = {name.lower(): shape for name, shape in SHAPES.items()}
     if params.lower() not in known:
-        raise UserError(f"no twin has {params!r} parameters: choose {', '.join(SHAPES)}")
+        raise UserError(f"no twin has {params!r} parameters: choose one of {', '.join(SHAPES)}")
     if (alpha is None) == (damp is None):
-        raise UserError("give either --alpha, the acceptance wanted, or --damp, the factor itself")
+        raise UserError("give either --alpha, the acceptance wanted, or --damp, the damping factor")
     if alpha is not None and not 0 < alpha < 1:
-        raise UserError(f"alpha is {alpha}; it must lie between 0 and 1, neither of them included")
+        raise UserError(f"alpha is {alpha}; it must lie between 0 and 1, excluding both")
     if damp is not None and not 0 < damp <= MOST:
         raise UserError(f"damp is {damp}; it must be above 0 and at most {MOST:g}")
     if dtype not in DTYPES:
@@ -199,13 +204,14 @@ def _asked(
 
 
 def _check_room(params: str, pair: list[Shape], out: Path, dtype: str, alpha: float | None) -> None:
-    """Both models fit on disk; in memory the embeddings, or what is run to calibrate, twice."""
+    """Raise UserError unless the disk has room for both models, and memory for twice the largest
+    of the embeddings and the models run to calibrate."""
     there = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.exists())
     free = {"disk": shutil.disk_usage(there).free, "memory": free_memory(torch.device("cpu"))}
     held = [pair[-1].rows * pair[-1].width * DTYPES[dtype].itemsize]
     held += [_bytes(trial, dtype) for trial in _trials(pair[-1])] if alpha else []
     need = {"disk": sum(_bytes(shape, dtype) for shape in pair), "memory": 2 * max(held)}
-    for what, advice in {"disk": "give another place with --out", "memory": "free some"}.items():
+    for what, advice in {"disk": "choose another with --out", "memory": "free some"}.items():
         if need[what] > free[what]:
             raise UserError(
                 f"twin {params} in {dtype} needs {need[what]:,} bytes of {what} and {free[what]:,} "
@@ -221,18 +227,19 @@ def _bytes(shape: Shape, dtype: str) -> int:
 
 
 def draw(name: str, size: torch.Size, dtype: torch.dtype, seed: int, damp: float = 1.0) -> Tensor:
-    """A weight, as a function of the seed and its name alone.
+    """A weight, as a function of seed, name, size and damping.
 
-    Matrices are normal with a spread of gain / sqrt(columns): what they make has the size of what
-    they read, whatever the width. Gains other than 1, chosen by looking at greedy text:
-    1.4 for queries and keys, so that attention rests on a few tokens and text does not circle (at
-    0.7 a tenth to a third of its 4-grams came before, at 1.4 under 1 %; more amplifies rounding);
-    8 for what is written into the residual stream, so that the embedding of the last token does
-    not show through a tied head and repeat it;
-    3.4 for embeddings and head, so that the law over 4096 tokens has a language model's entropy
-    (ln V - 3.4² / 2, about 2.5 nats).
-    Rows that no text may hold, the end of text and what the tokenizer lacks, get a quarter of that:
-    they cost what they cost and are never the most probable.
+    Matrices are normal with standard deviation gain / sqrt(columns), which makes the scale of
+    activations independent of the width. Gains other than 1 were chosen from greedy outputs:
+    1.4 for queries and keys, so that attention concentrates on a few tokens and outputs do not
+    repeat (at 0.7, 10 to 33 % of the 4-grams occurred before, at 1.4 under 1 %; larger gains
+    amplify rounding);
+    8 for weights that write to the residual stream, so that the last token's embedding does not
+    dominate a tied head and repeat that token;
+    3.4 for embeddings and head, so that the law over 4096 tokens has the entropy of a language
+    model (ln V - 3.4² / 2, about 2.5 nats).
+    Rows of the end of text and of ids that the tokenizer lacks get a quarter of that: they are
+    computed like any other and are never the most probable.
     """
     if len(size) == 1:
         return torch.ones(size, dtype=dtype)
@@ -254,7 +261,7 @@ def _kind(name: str) -> str:
 
 
 def _layer(name: str) -> int:
-    """The layer that a weight belongs to; -1 for embeddings, last norm and head."""
+    """The layer that a weight belongs to; -1 for embeddings, final norm and head."""
     parts = name.split(".")
     return int(parts[2]) if parts[1] == "layers" else -1
 
@@ -263,7 +270,7 @@ def write(
     shape: Shape, folder: Path, damp: float, dtype: str, seed: int,
     wrote: Callable[[int], Any] = lambda n: None,
 ) -> None:  # fmt: skip
-    """A model as a Hugging Face folder: a shard a layer, of which one is in memory at a time."""
+    """Write a model as a Hugging Face folder, one shard per layer and in memory at a time."""
     folder.mkdir()
     shards = [list(part) for _, part in groupby(shape.weights.items(), lambda w: _layer(w[0]))]
     places: dict[str, str] = {}
@@ -287,11 +294,11 @@ def write(
     (folder / "tokenizer_config.json").write_text(json.dumps(options, indent=1))
 
 
-# damping
+# calibration
 
 
 def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, Any]:
-    """The factor that gives alpha; agreement and text with it, on prompts not seen before."""
+    """The damping factor for alpha, and the agreement and variety that it gives on new prompts."""
     low, high = LEAST, MOST
     for trial in _trials(shape):
         model = _drawn(trial, dtype, seed)
@@ -307,20 +314,20 @@ def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, A
         "asked": alpha, "reached": round(reached, 4),
         "error": round(math.sqrt(reached * (1 - reached) / agrees.numel()), 4),
         "tokens": agrees.numel(), "damp": damp,
-        "on": "the model itself" if trial == shape else f"as many layers {trial.width} wide",
+        "on": "the model itself" if trial == shape else f"a {trial.width}-wide model of this depth",
         "text": variety(text),
     }  # fmt: skip
 
 
 def _trials(shape: Shape) -> list[Shape]:
-    """What is run to calibrate, in this order."""
+    """The shapes to calibrate on, in this order."""
     narrow = replace(shape, width=NARROW, hidden=1792, heads=8, kv_heads=2, rows=VOCABULARY)
     wide = [narrow] if shape.width > NARROW else []
     return wide + ([shape] if shape.parameters <= RUNS_ANYWHERE else [])
 
 
 def _drawn(shape: Shape, dtype: str, seed: int) -> Any:
-    """The target without damping, in memory."""
+    """The undamped target, in memory."""
     with torch.random.fork_rng():
         model: Any = LlamaForCausalLM._from_config(shape.config(dtype), dtype=DTYPES[dtype])
     for name, weight in model.named_parameters():
