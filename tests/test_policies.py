@@ -16,6 +16,7 @@ from specexp.policy import Fixed, Load, Plan, Stream
 from specexp.serving import policies
 from specexp.serving.costs import CALM, Costs
 from specexp.serving.goodput import GAMMAS, LONG, Goodput
+from specexp.serving.pace import Slowdown
 from specexp.serving.policies import Bandit, InTurn, Table, Threshold
 from specexp.serving.serve import Closed, Request, Server, Timed, serve
 from specexp.serving.simulate import SimulatedBank
@@ -477,9 +478,9 @@ def test_to_begin_is_charged_what_the_drafter_has_not_read():
     kept, costs = [2, 3, 4], table()
     behind = load(1, Stream(behind=10_000))
     assert chosen(told(kept, costs), 1) > 0
-    assert told(kept, costs, plain_horizon=2).choose(behind).depth(0) == 0
-    assert told(kept, costs, plain_horizon=400).choose(behind).depth(0) > 0
-    going = told(kept, costs, plain_horizon=2)
+    assert told(kept, costs, horizon=2).choose(behind).depth(0) == 0
+    assert told(kept, costs, horizon=400).choose(behind).depth(0) > 0
+    going = told(kept, costs, horizon=2)
     assert chosen(going, 1) > 0
     assert going.choose(behind).depth(0) > 0  # somebody new does not stop it
 
@@ -604,8 +605,10 @@ def test_rounds_that_are_being_recorded_are_not_held_against_a_draft_length():
     assert found[False] < 0.95 * best
 
 
-def test_a_row_whose_next_text_is_still_being_read_is_not_paid_for():
-    """Nobody has thought again since the last text of that row ended."""
+def test_a_row_whose_next_request_is_still_being_prefilled_is_not_paid_for(monkeypatch):
+    """No decision was made since the last request of that row ended."""
+    seen = []
+    monkeypatch.setattr(Slowdown, "observe", lambda self, *known: seen.append(known))
     policy = told(HALF, table(packs=True, token=1e-3), interval=8)
     policy.rounds = 8
     for streams in ((Stream(behind=LONG), Stream()), (None, Stream())):
@@ -614,7 +617,7 @@ def test_a_row_whose_next_text_is_still_being_read_is_not_paid_for():
         steps = [Step(row, 1, 1, 2) for row, stream in enumerate(streams) if stream]
         policy.learn(load(2, *streams), plan, steps, 1.0)
     policy._digest()
-    assert policy.ratios[0, 1] == [pytest.approx(1.0 / seconds(1, 1, token=1e-3))]
+    assert seen == [(1, pytest.approx(1.0 / seconds(1, 1, token=1e-3)), 1)]
 
 
 class Cooling(SimulatedBank):
@@ -687,7 +690,7 @@ def test_what_the_drafter_reads_of_texts_as_they_come_is_paid_for_by_drafting():
     fast = replace(fast, about=fast.about | {"reads": True})
     slow = replace(fast, lengths=(1, 20), catch_up=np.array([1e-4, 0.5]))
     for costs, least, most in ((fast, 0.9, 1.0), (slow, 0.0, 0.2)):
-        policy = Recorded(Goodput(costs, horizon=1 << 40, plain_horizon=1 << 40))
+        policy = Recorded(Goodput(costs, horizon=1 << 40))
         simulated(policy, costs, alike(0.9), streams=4, count=120, new=40)
         late = policy.drafts()[len(policy.drafts()) // 3 :]
         assert least <= sum(gamma > 0 for gamma in late) / len(late) <= most

@@ -73,8 +73,7 @@ class Goodput:
 
     costs: Prices
     gammas: tuple[int, ...] = GAMMAS
-    horizon: int = 32  # rounds over which catching up is spread while somebody drafts,
-    plain_horizon: int = 128  # and while nobody does
+    horizon: int = 32  # rounds over which catching up is spread
     margin: float = 0.02  # relative gain for which the settled plan is changed
     interval: int = 24  # rounds between decisions: at first,
     longest_interval: int = 128  # and at most
@@ -90,7 +89,6 @@ class Goodput:
     fade: float = 0.995  # of all counts, a round, while somebody drafts,
     plain_fade: float = 0.999  # and while nobody does
     doubts: tuple[float, float, float, float, float] = (0.3, 0.3, 0.15, 0.02, 0.15)  # of `Slowdown`
-    few: int = 4  # rounds of a kind of which `Slowdown` is told the median, at least
 
     # acceptance; all counts fade
     judged: list[list[float]] = field(init=False)  # [grade][depth] guesses, to the first rejected
@@ -108,8 +106,6 @@ class Goodput:
         default_factory=dict, init=False
     )  # see `_prices`, [rows, context]
     slowdowns: dict[int, Slowdown] = field(default_factory=dict, init=False)  # [size class]
-    ratios: defaultdict[tuple[int, int], list[float]] = field(init=False)  # [size class, depth]:
-    # measured over predicted times of rounds, which `Slowdown` was not told of yet
     # the decision
     settled: Plan = field(default=PLAIN, init=False)  # in force
     plan: Plan = field(default=PLAIN, init=False)  # of this round: the settled one or a trial
@@ -134,7 +130,6 @@ class Goodput:
         self.met, self.asked, self.made = ([0.0] * grades for _ in range(3))
         self.believed = self.beliefs()
         self.lasted = float(self.first_gap)  # or the first requests would seem to be a flood
-        self.ratios = defaultdict(list)
         self.wait = self.interval
         self.plainly = self.calm
         self.due = self.gap = self.first_gap
@@ -305,9 +300,8 @@ class Goodput:
         """The prices and the acceptance of these rows, `above` standard errors better than it
         seems."""
         rows = _decoding(load)
-        horizon = self.horizon if self.settled.tree.depth else self.plain_horizon
         arriving = self._arriving_s() / len(rows)
-        start_s = [arriving + self.costs.catch_up_s(n) / horizon if n else arriving
+        start_s = [arriving + self.costs.catch_up_s(n) / self.horizon if n else arriving
                    for n in self._behind(load, rows)]  # fmt: skip
         packs, apart = self.costs.packs, bool(load.streams) and self.costs.packs
         slowdown, prices = self._slowdown(_size_class(self._paid(load))), self._prices(load)
@@ -389,6 +383,7 @@ class Goodput:
     def _digest(self) -> None:
         """Update all estimates on the rounds since the last decision. At once, since code that was
         pushed out of the caches is slow: learning after every round would cost more."""
+        measured = defaultdict[tuple[int, int], list[float]](list)  # over predicted seconds
         for load, plan, steps, seconds in self.told:
             depth, behind = plan.tree.depth, 0
             self.plainly = 0 if depth else self.plainly + 1
@@ -404,11 +399,9 @@ class Goodput:
             if calm and behind < LONG and seconds is not None:
                 predicted = self._table_s(load, plan, steps)
                 predicted += self.costs.catch_up_s(behind) if behind else 0.0
-                self.ratios[_size_class(self._paid(load)), depth].append(seconds / predicted)
-        for (size_class, depth), ratios in self.ratios.items():
-            if len(ratios) >= self.few:
-                self._slowdown(size_class).observe(depth, median(ratios), len(ratios))
-                ratios.clear()
+                measured[_size_class(self._paid(load)), depth].append(seconds / predicted)
+        for (size_class, depth), ratios in measured.items():
+            self._slowdown(size_class).observe(depth, median(ratios), len(ratios))
         self.lasted += len(self.told)
         fade = (self.fade if self.settled.tree.depth else self.plain_fade) ** len(self.told)
         for counts in (*self.judged, *self.kept, self.met, self.asked, self.made):
