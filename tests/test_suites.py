@@ -696,16 +696,16 @@ def test_bench_ends_with_1_where_something_became_worse(bench, tmp_path):
     ("spoil", "says"),
     [
         (lambda file: file.unlink(), "cannot read"),
-        (lambda file: file.write_text("[]"), "is no report of specexp bench --out"),
-        (lambda file: file.write_text("{"), "is no report of specexp bench --out"),
-        (lambda file: file.write_text('{"parameters": {}, "suites": {}}'), "was made with target"),
+        (lambda file: file.write_text("[]"), "is not a report that this version reads"),
+        (lambda file: file.write_text("{"), "is not a report that this version reads"),
+        (lambda file: file.write_text('{"parameters": {}, "suites": {}}'), "was measured with target"),
         (
             lambda file: file.write_text('{"parameters": {}, "suites": {"round": {"plain": 1}}}'),
-            "is no report of specexp bench --out",
+            "is not a report that this version reads",
         ),
         (
             lambda file: file.write_text('{"parameters": {}, "suites": {"peers": []}}'),
-            "is no report of specexp bench --out",
+            "is not a report that this version reads",
         ),
     ],
 )
