@@ -210,16 +210,17 @@ def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool)
     )
     console.print()
     if rounds:
-        console.print("round  kept/guessed", style="dim")
+        console.print("round  accepted/drafted", style="dim")
         console.print(look.by_round(rig, trace.rounds, made.tokens[0]), soft_wrap=True)
     console.print(look.legend())
+    cut = f" ({record.cut} more cut off at the end)" if record.cut else ""
     console.print(
-        f"{record.emitted} tokens in {record.passes} target passes: {record.length:.2f} tokens "
-        f"a pass, {record.rate:.0%} of {record.drafted} guesses kept, "
+        f"{record.emitted} tokens in {record.passes} target passes{cut}: acceptance length "
+        f"{record.length:.2f}, acceptance rate {record.rate:.0%} of {record.drafted} drafted, "
         f"{1 / trace.tpot_s:.0f} tokens/s",
         soft_wrap=True,
     )
-    console.print(str(exact))
+    console.print(str(exact), soft_wrap=True)
 
 
 @app.command()

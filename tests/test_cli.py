@@ -90,7 +90,7 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
         "--max-new-tokens", "16", "--prompt", "x y x y x y",
     )  # fmt: skip
     assert "16 tokens in" in out
-    assert "kept/guessed" in out
+    assert "accepted/drafted" in out
     assert "identical" in out
     assert "accepted  corrected  bonus" in out
 
