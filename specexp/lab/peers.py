@@ -153,8 +153,8 @@ def unassisted(rig: Rig) -> str:
     sizes = [lm.config.vocab_size for lm in (rig.target, drafter.lm)]
     if sizes[0] != sizes[1]:
         return (
-            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}, which assisted "
-            "generation mistakes for different tokenizers"
+            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}, which "
+            "assisted generation mistakes for different tokenizers"
         )
     return ""
 

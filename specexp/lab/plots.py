@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from specexp.lab import bench, stats
+from specexp.lab.prompts import NAMES as CATEGORIES
 from specexp.trace import Acceptance
 
-CATEGORIES = ("code", "prose", "records", "editing", "messy")
 PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
 PLAIN, SPECULATIVE, PREDICTED = "#8c8c8c", "#0173b2", "#de8f05"
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
