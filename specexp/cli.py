@@ -150,7 +150,7 @@ def generate(
     ] = None,
     limit: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="With --prompts: use only so many."),
+        typer.Option(help="With --prompts: how many of them to use."),
     ] = None,
     rounds: Annotated[
         bool,
@@ -233,10 +233,10 @@ def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool)
         console.print(look.by_round(rig, trace.rounds, made.tokens[0]), soft_wrap=True)
     console.print(look.legend())
     cut = f" ({record.cut} more cut off at the end)" if record.cut else ""
+    rate = f"acceptance rate {record.rate:.0%} of {record.drafted} drafted, "
     console.print(
         f"{record.emitted} tokens in {record.passes} target passes{cut}: acceptance length "
-        f"{record.length:.2f}, acceptance rate {record.rate:.0%} of {record.drafted} drafted, "
-        f"{1 / trace.tpot_s:.0f} tokens/s",
+        f"{record.length:.2f}, {rate if record.drafted else ''}{1 / trace.tpot_s:.0f} tokens/s",
         soft_wrap=True,
     )
     console.print(str(exact), soft_wrap=True)
@@ -369,7 +369,7 @@ def serve(
     load: Annotated[
         str,
         typer.Option(
-            help="How requests arrive. closed:STREAMS keeps so many in flight; poisson:RATE, "
+            help="How requests arrive. closed:N keeps N in flight; poisson:RATE, "
             "bursty:RATE,CV or day:RATE, in requests/s; or trace:FILE (CSV, BurstGPT columns)."
         ),
     ] = "closed:8",
@@ -386,9 +386,7 @@ def serve(
     prompts: Annotated[
         str, typer.Option(help="A prompts file (JSON lines), a shipped category, or all.")
     ] = "all",
-    count: Annotated[
-        int, typer.Option(help="Number of requests; of a trace, the first so many.")
-    ] = 64,
+    count: Annotated[int, typer.Option(help="Number of requests; a trace is cut after them.")] = 64,
     max_new_tokens: Annotated[
         int, typer.Option(help="Tokens to generate per request, at most.")
     ] = 64,

@@ -27,10 +27,9 @@ _REBUILD = ": run `specexp store rebuild`"
 
 @dataclass(frozen=True)
 class Promise:
-    """One invariant: its statement `said`, how many things were `seen`, and those that break it,
-    one line each."""
+    """One invariant: how many things were `seen`, and which of them break it, one line each."""
 
-    said: str
+    statement: str
     seen: int
     broken: tuple[str, ...] = ()
 
@@ -46,9 +45,11 @@ def check() -> list[Promise]:
     if not any(promise.broken for promise in first):
         return first
     time.sleep(PAUSE_S)
-    before = {p.said: p.broken for p in first if p.said != READABLE}
+    before = {p.statement: p.broken for p in first if p.statement != READABLE}
     return [
-        replace(p, broken=tuple(line for line in p.broken if line in before.get(p.said, p.broken)))
+        replace(
+            p, broken=tuple(line for line in p.broken if line in before.get(p.statement, p.broken))
+        )
         for p in _look()
     ]
 
@@ -68,7 +69,7 @@ def _look() -> list[Promise]:
     busy |= set(store.claims())
     results = {key: p for key, p in results.items() if key not in busy}
     failed = [p for p in failed if store.key_of(p) not in busy]
-    told = [p for p in failed if track.publishable(p)]
+    publishable = [p for p in failed if track.publishable(p)]
     ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
     found = [
         Promise("results are whole", len(results), tuple(_torn(results))),
@@ -80,8 +81,8 @@ def _look() -> list[Promise]:
         found += [
             Promise("results are in MLflow, once, as they are", len(results),
                     tuple(_unlike(results, runs))),
-            Promise("failures are in MLflow as failures", len(told),
-                    tuple(_unshown(told, failed, results, runs))),
+            Promise("failures are in MLflow as failures", len(publishable),
+                    tuple(_unshown(publishable, failed, results, runs))),
             Promise("no run is left running", sum(map(len, shown.values())),
                     tuple(_running(runs))),
         ]  # fmt: skip
@@ -96,7 +97,7 @@ def show(console: Console) -> bool:
     found = check()
     for promise in found:
         state = Text("broken  ", "bold red") if promise.broken else Text("ok      ", "green")
-        console.print(state + Text(f"{promise.seen:6d}  {promise.said}", ""), soft_wrap=True)
+        console.print(state + Text(f"{promise.seen:6d}  {promise.statement}", ""), soft_wrap=True)
         for line in promise.broken:
             console.print(Text(f"                {line}", ""), soft_wrap=True)
     for key, who in store.claims().items():
@@ -165,11 +166,11 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unshown(
-    told: list[Path], failed: list[Path], results: Mapping[str, Path],
+    publishable: list[Path], failed: list[Path], results: Mapping[str, Path],
     shown: Mapping[str, list[Any]],
 ) -> Iterator[str]:  # fmt: skip
     names = {kept.name for kept in failed}
-    for key in sorted({store.key_of(kept) for kept in told}):
+    for key in sorted({store.key_of(kept) for kept in publishable}):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
         if len(runs) > 1 or (not runs and key not in results):
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"

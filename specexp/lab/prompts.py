@@ -43,8 +43,8 @@ def load(
     """The prompts of a shipped set (`code`, ..., or `all`) or of a file, one of each category in
     turn, so that the first few cover all categories.
 
-    `categories`: use only these; `limit`: use the first so many. Raises UserError, which names the
-    file and its broken lines.
+    `categories`: use only these; `limit`: at most this many prompts. Raises UserError, which names
+    the file and its broken lines.
     """
     if path_or_name == "all":
         prompts = [prompt for name in NAMES for prompt in _read(SHIPPED / f"{name}.jsonl")]
