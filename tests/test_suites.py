@@ -567,7 +567,7 @@ def test_bench_prints_nothing_but_json_when_asked(bench):
         (["--gamma", "0"], "gamma is 0"),
         (["--gamma", "-1"], "gamma is -1"),
         (["--repeats", "0"], "repeats is 0"),
-        (["--batches", "1,x"], "batches '1,x' is no list"),
+        (["--batches", "1,x"], "batches '1,x': give whole numbers"),
         (["--batches", "0,2"], "batch is 0"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--gamma", "999"], "gamma 999 exceeds the 128-token context"),
