@@ -1,4 +1,4 @@
-"""The command line: `specexp ...`. Thin: every command is a few lines over the package.
+"""The command line `specexp ...`. Each command is a few lines over the package.
 
 Imports are inside the commands, so that `--help` does not wait for torch.
 """
@@ -34,37 +34,48 @@ app = typer.Typer(
 )
 grid_app = typer.Typer(help="Run grids of experiment notebooks.", no_args_is_help=True)
 store_app = typer.Typer(
-    help="Where runs are kept: check it, make it anew, copy it, serve it.", no_args_is_help=True
+    help="Check, rebuild, copy or serve the store of results and runs.", no_args_is_help=True
 )
-zoo_app = typer.Typer(help="The small models that ship with the project.", no_args_is_help=True)
+zoo_app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_help=True)
 app.add_typer(grid_app, name="grid")
 app.add_typer(store_app, name="store")
 app.add_typer(zoo_app, name="zoo")
-console = Console(markup=False, emoji=False, highlight=False)  # what is said is no markup
+console = Console(markup=False, emoji=False, highlight=False)  # messages are not markup
 
 GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
 TargetName = Annotated[
-    str, typer.Option(help="Zoo name, folder or hub id; NAME+int8 has 8-bit weights.")
+    str, typer.Option(help="Target model: zoo name, folder or hub id; NAME+int8: 8-bit weights.")
 ]
 DrafterName = Annotated[
-    str, typer.Option(help="METHOD, METHOD:ARGUMENT or a draft model (specexp models).")
+    str,
+    typer.Option(
+        help="METHOD, METHOD:ARGUMENT or a draft model; `specexp models` lists them. `model` is "
+        "the target's draft in the zoo."
+    ),
 ]
+Gamma = Annotated[
+    Optional[int],  # noqa: UP045 (typer reads this at run time)
+    typer.Option(help="Draft length; default: 5, or the drafter's longest if shorter."),
+]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Only = Annotated[
     Optional[list[str]],  # noqa: UP045 (typer reads this at run time)
     typer.Option(
-        help="Only points where this holds: gamma=3, or drafter=ngram,suffix; repeatable."
+        help="Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable."
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask about very many points.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask to confirm very many points.")]
 Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
-Host = Annotated[str, typer.Option(help="Address to listen on: 127.0.0.1 is this machine alone.")]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; 127.0.0.1 admits only this machine.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def main() -> None:
-    """Run the command line; bad input is one line on stderr and exit code 2."""
+    """Run the command line. Each problem of the input is one line on stderr, with exit code 2."""
     if given := os.environ.get("SPECEXP_MLRUNS"):  # kernels run in other folders
         os.environ["SPECEXP_MLRUNS"] = os.path.abspath(given)
     try:
@@ -92,54 +103,62 @@ def generate(
         str,
         typer.Option(
             help="METHOD, METHOD:ARGUMENT (ngram:4, early_exit:3, eagle:FOLDER) or a draft model; "
-            "`specexp models` lists what there is."
+            "`specexp models` lists them. `model` is the target's draft in the zoo."
         ),
     ] = "model",
     draft: Annotated[
         Optional[str],  # noqa: UP045 (typer reads this at run time)
-        typer.Option(help="The ARGUMENT apart: --drafter eagle --draft FOLDER is eagle:FOLDER."),
+        typer.Option(
+            help="The drafter's ARGUMENT as its own option: --drafter eagle --draft FOLDER is "
+            "--drafter eagle:FOLDER."
+        ),
     ] = None,
-    gamma: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Draft length; default: 5, or what the drafter can do at most."),
-    ] = None,
+    gamma: Gamma = None,
     tree: Annotated[
         str,
         typer.Option(
-            help="chain; 3x2x1, the children at each depth; or grown:16, 16 guesses where the "
-            "drafter is surest, gamma deep."
+            help="chain; 3x2x1: children per node at each depth; or grown:16: the 16 guesses that "
+            "the drafter is surest of, up to gamma deep."
         ),
     ] = "chain",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens of this total probability.")
+    ] = 1.0,
     rule: Annotated[
         str,
         typer.Option(
-            help="auto (reject if guesses are drawn, else match) or match, reject, block; "
+            help="Exact: match, reject, block, or auto (reject if guesses are drawn, else match); "
             "lossy: typical, lenient:0.8."
         ),
     ] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 64,
     dtype: Dtype = "float32",
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Names the noise of sampled output.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampled output.")] = 0,
     prompt: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Text to continue."),
     ] = None,
     prompts: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="A prompts file (JSON lines), or a shipped category such as code."),
+        typer.Option(
+            help="Instead of --prompt: a prompts file (JSON lines), all, or a shipped category "
+            "such as code."
+        ),
     ] = None,
     limit: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Use this many prompts of the file."),
+        typer.Option(help="With --prompts: how many of them to use."),
     ] = None,
-    rounds: Annotated[bool, typer.Option("--rounds", help="Show one line a round.")] = False,
+    rounds: Annotated[
+        bool,
+        typer.Option("--rounds", help="Also show one line per round, with the rejected guesses."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate speculatively, show what was accepted, and check the output against plain decoding.
+    """Generate speculatively, show what was accepted, and compare the output with plain decoding.
 
     Example: `specexp generate --prompt "def mean(values):" --gamma 4 --rounds`
     """
@@ -164,7 +183,7 @@ def generate(
     rig = build.build(**options)
     for text in (p.text for p in chosen):
         if not as_json:
-            rig.generate([text], max_new_tokens)  # the first is slow, and the next is timed
+            rig.generate([text], max_new_tokens)  # warm-up: the next one is timed
         made = rig.generate([text], max_new_tokens)
         exact = certify(rig.engine, rig.encode([text]), max_new_tokens)
         if as_json:
@@ -210,37 +229,50 @@ def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool)
     )
     console.print()
     if rounds:
-        console.print("round  kept/guessed", style="dim")
+        console.print("round  accepted/drafted", style="dim")
         console.print(look.by_round(rig, trace.rounds, made.tokens[0]), soft_wrap=True)
     console.print(look.legend())
+    cut = f" ({record.cut} more cut off at the end)" if record.cut else ""
+    rate = f"acceptance rate {record.rate:.0%} of {record.drafted} drafted, "
     console.print(
-        f"{record.emitted} tokens in {record.passes} target passes: {record.length:.2f} tokens "
-        f"a pass, {record.rate:.0%} of {record.drafted} guesses kept, "
-        f"{1 / trace.tpot_s:.0f} tokens/s",
+        f"{record.emitted} tokens in {record.passes} target passes{cut}: acceptance length "
+        f"{record.length:.2f}, {rate if record.drafted else ''}{1 / trace.tpot_s:.0f} tokens/s",
         soft_wrap=True,
     )
-    console.print(str(exact))
+    console.print(str(exact), soft_wrap=True)
 
 
 @app.command()
 def theory(
-    alpha: Annotated[float, typer.Option(help="Acceptance probability of a guess.")],
+    alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")],
     gamma: Annotated[int, typer.Option(help="Draft length.")],
-    cost: Annotated[float, typer.Option(help="Draft step over target step, in time.")] = 0.0,
+    cost: Annotated[
+        float,
+        typer.Option(help="Cost of drafting one token, in target passes: 0.1 is a tenth of one."),
+    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """What the closed forms promise (Leviathan et al. 2022)."""
+    """Predict the speedup by the closed forms of Leviathan et al. 2022 (arXiv 2211.17192).
+
+    They assume independent acceptance, and that verifying a draft costs as much as one token.
+
+    Example: `specexp theory --alpha 0.8 --gamma 5 --cost 0.1`
+    """
     from dataclasses import asdict
 
-    from specexp.theory import predict
+    from specexp.theory import LONGEST, predict
 
-    found = asdict(predict(alpha, gamma, cost))
+    found = predict(alpha, gamma, cost)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(asdict(found)))
         return
-    for name, value in found.items():
-        said = f"{value:.4g}" if isinstance(value, float) else value
-        console.print(f"{name:16s} {said}")
+    best = f"{found.best_gamma}" + " or more" * (found.best_gamma == LONGEST)
+    console.print(
+        f"tokens per target pass  {found.tokens_per_pass:.4g}\n"
+        f"speedup                 {found.speedup:.4g}x\n"
+        f"arithmetic              {found.operations:.4g}x that of plain decoding\n"
+        f"fastest draft length    {best}, at this alpha and cost"
+    )
 
 
 @app.command()
@@ -249,26 +281,30 @@ def profile(
     drafter: DrafterName = "model",
     gamma_max: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Longest draft; default: 5, or what the drafter can do at most."),
+        typer.Option(help="Longest draft length; default: 5, or the drafter's longest if shorter."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    batches: Annotated[str, typer.Option(help="Rows fed together.")] = "1,2,4,8,16,32,64",
+    temperature: Temperature = 0.0,
+    batches: Annotated[
+        str, typer.Option(help="Batch sizes, separated by commas.")
+    ] = "1,2,4,8,16,32,64",
     contexts: Annotated[
         str,
-        typer.Option(help="Tokens a stream has room for; beyond the largest, times are guessed."),
+        typer.Option(help="Cache slots per stream; times beyond the largest are extrapolated."),
     ] = "128,256",
     dtype: Dtype = "float32",
     device: Device = "auto",
-    force: Annotated[bool, typer.Option("--force", help="Measure what is stored again.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure again even if a table is stored.")
+    ] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write the table here too, and the figure beside it."),
+        typer.Option(help="Also write the table (JSON) here, and the figure (PNG) beside it."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what rounds cost here at every load, for policies, the simulator and the maps.
+    """Measure the cost of rounds over batch, draft length and context, for policies and simulators.
 
-    Takes about a minute for the zoo's models on two cores; what was measured before is shown again.
+    Takes about a minute for the zoo's models on two cores. A table measured before is reused.
     """
     from specexp.lab import build, maps
     from specexp.lab.prompts import Prompt
@@ -303,7 +339,7 @@ def _numbers(name: str, listed: str) -> list[int]:
     try:
         return [int(n) for n in listed.split(",")]
     except ValueError:
-        raise UserError(f"{name} {listed!r} is no list of whole numbers such as 1,2,4") from None
+        raise UserError(f"{name} {listed!r}: give whole numbers such as 1,2,4") from None
 
 
 def _show_costs(costs: Costs, context: int) -> None:
@@ -311,7 +347,7 @@ def _show_costs(costs: Costs, context: int) -> None:
 
     table = Table(
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
-        title=f"ms of a pass over n tokens a row, and of drafting γ; {context} slots",
+        title=f"ms of a pass over n tokens a row, and of drafting γ tokens; {context} slots",
         title_justify="left", title_style="", box=None, header_style="bold",
     )  # fmt: skip
     for batch in costs.batches:
@@ -322,8 +358,8 @@ def _show_costs(costs: Costs, context: int) -> None:
     fit = costs.fit()
     knee, widest = fit.knee(context), costs.tokens[-1]
     console.print(
-        f"a pass takes {maps.in_words(fit, context)}; the floor ends at about {knee:.0f} tokens, "
-        f"batch {knee:.0f} by plain decoding or batch {knee / widest:.0f} with γ = {widest - 1}",
+        f"a pass takes {maps.in_words(fit, context)}; at about {knee:.0f} tokens they cost as much "
+        f"as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with γ = {widest - 1}",
         soft_wrap=True,
     )  # fmt: skip
 
@@ -333,15 +369,16 @@ def serve(
     load: Annotated[
         str,
         typer.Option(
-            help="closed:STREAMS; poisson:RATE, bursty:RATE,CV or day:RATE, in requests a second; "
-            "or trace:FILE (CSV, BurstGPT columns)."
+            help="How requests arrive. closed:N keeps N in flight; poisson:RATE, "
+            "bursty:RATE,CV or day:RATE, in requests/s; or trace:FILE (CSV, BurstGPT columns)."
         ),
     ] = "closed:8",
     policy: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
-            help="plain, never, always:3, threshold:3,8, table:1=5,8=2,16=0, goodput or bandit; "
-            "repeat it to compare. Default: plain, always:3, goodput."
+            help="plain (no drafter), never, always:GAMMA, threshold:GAMMA,ROWS, "
+            "table:1=5,8=2,16=0 (rows=gamma), goodput or bandit; repeat to compare. Default: "
+            "plain, always:3, goodput."
         ),
     ] = None,
     target: TargetName = "target-10m",
@@ -349,24 +386,32 @@ def serve(
     prompts: Annotated[
         str, typer.Option(help="A prompts file (JSON lines), a shipped category, or all.")
     ] = "all",
-    count: Annotated[int, typer.Option(help="Requests; of a trace, its first ones.")] = 64,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens a request, at most.")] = 64,
-    rows: Annotated[int, typer.Option(help="Streams served at once.")] = 32,
-    queue: Annotated[int, typer.Option(help="Requests that may wait; more are refused.")] = 1024,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens read between two rounds.")] = 512,
-    ttft_ms: Annotated[float, typer.Option(help="Time to first token of a good request.")] = 1000.0,
-    tpot_ms: Annotated[float, typer.Option(help="Time per token after it.")] = 50.0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    count: Annotated[int, typer.Option(help="Number of requests; a trace is cut after them.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Tokens to generate per request, at most.")
+    ] = 64,
+    rows: Annotated[int, typer.Option(help="Requests decoded at once, at most.")] = 32,
+    queue: Annotated[
+        int, typer.Option(help="Requests that may wait; further ones are rejected.")
+    ] = 1024,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens prefilled between two rounds.")] = 512,
+    ttft_ms: Annotated[
+        float, typer.Option(help="Goodput limit on the time to first token.")
+    ] = 1000.0,
+    tpot_ms: Annotated[
+        float, typer.Option(help="Goodput limit on the time per token after the first.")
+    ] = 50.0,
+    temperature: Temperature = 0.0,
     dtype: Dtype = "float32",
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Names the arrivals and the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and of sampled output.")] = 0,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Write every step (CSV) here, and the timelines beside it (PNG)."),
+        typer.Option(help="Write every step (CSV) here, and the timelines (PNG) beside it."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve the same requests under several policies, in turns, and show what serving measures.
+    """Serve the same requests under several policies and compare throughput and latencies.
 
     Example: `specexp serve --load bursty:6,3 --policy plain --policy goodput`
     """
@@ -397,8 +442,8 @@ def serve(
     if as_json:
         print(figures.to_json(orient="records"))
     else:
-        said = f"{len(offered.requests)} requests, {load}, {rig.target.name}, {drafter}"
-        _show_served(figures, said)
+        title = f"{len(offered.requests)} requests, {load}, {rig.target.name}, {drafter}"
+        _show_served(figures, title)
         for note in serving.notes(runs):
             console.print(note, soft_wrap=True)
     if out and picture:
@@ -408,20 +453,20 @@ def serve(
 
 
 def _picture(out: Path) -> Path:
-    """The figure beside a file that is still to be written, which can be. Raises UserError."""
+    """The path of the figure beside `out`. Raises UserError if `out` cannot be written."""
     if out.suffix == ".png":
-        raise UserError(f"{out} would be overwritten by the picture beside it: name it otherwise")
+        raise UserError(f"{out} would be overwritten by the figure: choose another extension")
     _writable(out)
     return out.with_suffix(".png")
 
 
 def _writable(out: Path) -> None:
-    """Raises UserError for a file that cannot be written; what it holds stays."""
+    """Raises UserError if the file cannot be written; its content is not touched."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.open("a").close()
     except OSError as e:
-        raise UserError(f"cannot write {out}: {e.strerror}; choose another place") from e
+        raise UserError(f"cannot write {out}: {e.strerror}; choose another file") from e
 
 
 def _show_served(figures: Any, title: str) -> None:
@@ -441,50 +486,51 @@ def bench(
     suites: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
-            help="peers, roofline, round, scale, memory; default: all.", metavar="[SUITES]..."
+            help="peers, roofline, round, scale, memory; default: all.", metavar="[SUITE]..."
         ),
     ] = None,
     target: TargetName = "target-10m",
     drafter: DrafterName = "model",
-    gamma: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Draft length; default: 5, or what the drafter can do at most."),
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    gamma: Gamma = None,
+    temperature: Temperature = 0.0,
     batches: Annotated[
-        str, typer.Option(help="Rows, for scale and memory; peers takes the largest up to 8.")
+        str,
+        typer.Option(help="Batch sizes of scale and memory; peers uses the largest up to 8."),
     ] = "1,2,4,8,16",
     prompts: Annotated[
         str,
         typer.Option(
-            help="A prompts file, a shipped category, or all; five are used, evenly over "
+            help="A prompts file, a shipped category, or all; five prompts are used, evenly over "
             "categories."
         ),
     ] = "all",
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Turns; single passes take ten for each.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64,
+    repeats: Annotated[
+        int, typer.Option(help="Timed turns per prompt; single passes get ten times as many.")
+    ] = 3,
     dtype: Dtype = "float32",
     device: Device = "auto",
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="Write the figures here (JSON), and a picture a suite beside it; in a folder the "
-            "file is named by device, dtype and target."
+            help="Write the results (JSON) here, and a figure (PNG) per suite beside it; in a "
+            "folder the file is named by device, dtype and target."
         ),
     ] = None,
     against: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            help="A file of earlier figures: compare the ratios; exit code 1 if any is worse."
+            help="A file written by --out before: compare the ratios; exit code 1 if any is worse."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Do figures made here describe the hardware or the toolkit? Everything is timed in turns.
+    """Is this machine limited by its hardware or by the toolkit? All timings are interleaved.
 
-    peers: other engines at the same work. roofline: a pass against memory and its own products.
-    round: where a round's time goes. scale: how a pass grows. memory: peaks, and what configs
-    foretell. Two to four minutes for the zoo.
+    peers: other engines at the same work. roofline: a pass against memory bandwidth and its bare
+    matrix products. round: where a round's time goes. scale: cost of a pass over batch, tokens and
+    context. memory: peak against the prediction from configs. Takes two to four minutes for the
+    zoo's models on two cores.
     """
     from specexp.lab import build, guard, suite_views
     from specexp.lab import prompts as questions
@@ -534,7 +580,7 @@ def bench(
 
 @app.command()
 def models(as_json: AsJson = False) -> None:
-    """What is in the zoo, what drafts for which target, and the ways to draft."""
+    """List the zoo's models, which draft goes with which target, and all drafting methods."""
     from specexp import drafters
     from specexp.zoo import shelf
 
@@ -559,13 +605,13 @@ def models(as_json: AsJson = False) -> None:
     for method, about in drafters.described():
         methods.add_row(method, about)
     console.print(methods)
-    said = "\nA model is named by its zoo name, a folder or a hub id; NAME+int8 has 8-bit weights."
-    console.print(said, soft_wrap=True)
+    note = "\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights."
+    console.print(note, soft_wrap=True)
 
 
 @app.command()
 def doctor() -> None:
-    """Versions, device, the speed of each dtype, disk, and what is missing."""
+    """Report versions, device, speed by dtype and disk space, and what is missing (exit code 1)."""
     from specexp.lab.doctor import examine
 
     healthy = examine(console)
@@ -574,7 +620,7 @@ def doctor() -> None:
 
 @app.command()
 def ui(port: Port = 5000, host: Host = "127.0.0.1") -> None:
-    """Open the MLflow UI on this machine alone; the links lead to each experiment's shared view."""
+    """Serve the MLflow UI for this machine and print a link to each experiment's shared view."""
     from specexp.lab import server
 
     server.show(port, host)
@@ -582,7 +628,7 @@ def ui(port: Port = 5000, host: Host = "127.0.0.1") -> None:
 
 @store_app.command("check")
 def store_check() -> None:
-    """Is every result whole and in MLflow once, as it is? Exit code 4 if anything is amiss."""
+    """Check that every result is whole and in MLflow once, unchanged; exit code 4 if not."""
     from specexp.lab import check
 
     raise typer.Exit(0 if check.show(console) else 4)
@@ -590,7 +636,7 @@ def store_check() -> None:
 
 @store_app.command("rebuild")
 def store_rebuild() -> None:
-    """Make MLflow's database anew from the results; a damaged one is set aside, not deleted."""
+    """Rebuild MLflow's database from the results; the old one is renamed, not deleted."""
     from specexp.lab import check, rebuild
 
     rebuild.show(rebuild.rebuild(console), console)
@@ -605,7 +651,7 @@ def store_copy(
         typer.Option("--from", help="The store to copy; default: where runs are tracked now."),
     ] = None,
 ) -> None:
-    """Copy every run to another MLflow store and compare both; again, it copies what is new.
+    """Copy every run to another MLflow store and compare both; repeated, it copies only new runs.
 
     Example: `specexp store copy http://127.0.0.1:5000`
     """
@@ -621,12 +667,13 @@ def store_serve(
     backend: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="postgresql://USER:PASSWORD@HOST/NAME; better in the variable, which nobody sees. "
-            "Default: the store's own database.", envvar="MLFLOW_BACKEND_STORE_URI",
+            help="Database, such as postgresql://USER:PASSWORD@HOST/NAME; the environment variable "
+            "keeps the password out of `ps`. Default: the store's own database.",
+            envvar="MLFLOW_BACKEND_STORE_URI",
         ),
     ] = None,
 ) -> None:  # fmt: skip
-    """Serve runs to several people or machines by MLflow's own server, artifacts included.
+    """Serve runs and artifacts to several people or machines with MLflow's own server.
 
     Example: `specexp store serve --backend postgresql:///specexp`
     """
@@ -636,11 +683,11 @@ def store_serve(
 
 
 def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]:
-    """The points of grid files; very many are asked about where there is somebody to ask."""
+    """The points of grid files; at a terminal, very many need a confirmation."""
     from specexp.lab import grid
 
     def ask(count: int) -> bool:
-        return yes or typer.confirm(f"{count:,} points: is that meant?")
+        return yes or typer.confirm(f"{count:,} points: is that intended?")
 
     return grid.load(files, ask if yes or sys.stdin.isatty() else None, only or ())
 
@@ -659,36 +706,38 @@ def grid_run(
     jobs: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
-            help="Points at once; those that time something still have a machine to themselves. "
-            "Default: 1 here, what fits on Ray, 16 jobs on Slurm."
+            help="Points to run at once; points that measure time still get a machine to "
+            "themselves. Default: 1 here, what fits on Ray, 16 jobs on Slurm."
         ),
     ] = None,
     on: Annotated[
         str,
         typer.Option(
-            help="here; ray, on all CPUs and GPUs of this machine; a Ray cluster: HOST:6379, "
-            "ray://HOST:10001, auto for the one that runs here; or slurm, each point a job, with "
-            "options of sbatch: slurm:partition=gpu,account=me."
+            help="Where to run: here; ray (all CPUs and GPUs of this machine); a Ray cluster as "
+            "HOST:6379, ray://HOST:10001 or auto (the one running here); or slurm (one job per "
+            "point), with options of sbatch as in slurm:partition=gpu,account=me."
         ),
     ] = "here",
     together: Annotated[
-        bool, typer.Option("--together", help="Timed points side by side too: rough figures.")
+        bool,
+        typer.Option("--together", help="Run timed points side by side too: timings get rough."),
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run again what failed before.")
+        bool, typer.Option("--retry-failed", help="Run points again that failed before.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Run again even what is done; old results are kept.")
+        bool, typer.Option("--force", help="Run finished points again; old results are kept.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start every kernel anew: slower; forked is usual.")
+        bool,
+        typer.Option("--fresh", help="Start every kernel from scratch instead of forking: slower."),
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Run every point that has not finished yet, resume what was interrupted.
+    """Run every point that has not finished yet.
 
-    Ctrl-C stops it, and nothing that is done is lost: run the same command again to go on. Exit
-    code: 0 all done, 1 some failed, 2 bad input, 3 store busy, 4 store damaged, 5 disk full.
+    Ctrl-C stops the run without losing finished points; the same command resumes it. Exit code:
+    0 all done, 1 some failed, 2 bad input, 3 store busy, 4 store damaged, 5 disk full.
     """
     from specexp.lab import places, run
 
@@ -707,7 +756,7 @@ def grid_run(
 
 @grid_app.command("status")
 def grid_status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
-    """Which points are done, running, failed or still to run, and about how long that will take."""
+    """Show which points are done, running, failed or to run, and an estimate of the time left."""
     from specexp.lab import run
 
     points = _points(files, only, yes)
@@ -720,27 +769,31 @@ def grid_status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
 def zoo_train(
     only: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(help="Train just this model (repeatable); default: all, the target first."),
+        typer.Option(help="Train only this model (repeatable); default: all, the target first."),
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Where the models go; default: mlruns/zoo/models."),
+        typer.Option(help="Folder to write the models to; default: mlruns/zoo/models."),
     ] = None,
     heads: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Train heads instead: medusa, eagle or eagle3, for --target."),
+        typer.Option(help="Train heads for --target instead: medusa, eagle or eagle3."),
     ] = None,
     target: Annotated[
         str, typer.Option(help="With --heads: zoo name, folder or hub id.")
     ] = "target-10m",
     text: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="With --heads: a text file to learn on; default: the zoo's own text."),
+        typer.Option(help="With --heads: a text file to train on; default: the zoo's own text."),
     ] = None,
     device: Device = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke run of a few steps.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Train only a few steps, to test the setup.")
+    ] = False,
 ) -> None:
-    """Train the zoo from the text this Python installation holds; resumes where it was killed.
+    """Train the zoo on the text files of this Python installation, or heads for any target.
+
+    An interrupted training resumes with the same command.
 
     Example: `specexp zoo train --heads eagle3 --target target-10m`
     """
@@ -749,19 +802,19 @@ def zoo_train(
     device = build.where(device)
     if heads is not None:
         if only:
-            raise UserError("--only names models and --heads trains heads: give one of them")
+            raise UserError("--only trains models and --heads trains heads: give only one of them")
         _train_heads(heads, target, out, device, quick, text)
         return
     from specexp.zoo.train import train_zoo
 
     for folder in train_zoo(only or None, out, device=device, quick=quick):
-        console.print(f"made {_relative(folder)}", soft_wrap=True)
+        console.print(f"wrote {_relative(folder)}", soft_wrap=True)
 
 
 def _train_heads(
     kind: str, target: str, out: Path | None, device: str, quick: bool, text: Path | None
 ) -> None:
-    """Loss and accuracy by position go to the MLflow experiment `heads`."""
+    """Train heads and log loss and accuracy by position to the MLflow experiment `heads`."""
     from specexp.lab import build, track
     from specexp.zoo.heads import train_heads
 
@@ -776,7 +829,7 @@ def _train_heads(
     last = {name: values[max(values)] for name, values in history.items()}
     method = {"eagle3": "eagle"}.get(kind, kind)
     console.print(
-        f"made {_relative(folder)}; use it as --drafter {method}:{_relative(folder)}",
+        f"wrote {_relative(folder)}; use it as --drafter {method}:{_relative(folder)}",
         soft_wrap=True,
     )  # fmt: skip
     track.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
@@ -784,30 +837,32 @@ def _train_heads(
 
 @zoo_app.command("twin")
 def zoo_twin(
-    params: Annotated[str, typer.Option(help="The shape: 200M, 1B, 8B or 70B, as of Llama 3.")],
+    params: Annotated[str, typer.Option(help="Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.")],
     alpha: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="Acceptance wanted, per guess of a chain at temperature 0."),
+        typer.Option(help="Acceptance probability to reach, per token of a greedy chain."),
     ] = None,
     damp: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(help="Instead of --alpha: the factor on what the target's deep layers add."),
+        typer.Option(help="Instead of --alpha: the factor on the output of the deep layers."),
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Where the two folders go; default: mlruns/twins."),
+        typer.Option(help="Folder to write both models to; default: mlruns/twins."),
     ] = None,
     dtype: Dtype = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Names the weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     vocab: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Rows of the head; default: the shape's (200M: 32768, else 128256)."),
+        typer.Option(help="Vocabulary size; default: the shape's (200M: 32768, else 128256)."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace twins of that name.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace existing twins of the same name.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a target and a draft with random weights in a real shape and a chosen acceptance, to
-    measure true costs at any scale without a download.
+    """Create a target and a draft of a real model's shape with random weights and a chosen
+    acceptance, to measure true costs at any scale without a download.
 
     Example: `specexp zoo twin --params 200M --alpha 0.8`
     """
@@ -821,11 +876,11 @@ def zoo_twin(
     place = _relative(out or shelf.made("twins")) / name
     reached = "acceptance not measured"
     if alpha is not None:
-        reached = f"alpha {alpha} asked, {seen['reached']} ± {seen['error']} on {seen['on']}"
+        reached = f"alpha {alpha} requested, {seen['reached']} ± {seen['error']} on {seen['on']}"
     pair = f"{place}-target --drafter {place}-draft" if out else name
     console.print(
-        f"made {place}-target of {facts['parameters']:,} parameters, and {place}-draft\n"
-        f"{reached}; deep layers damped by {seen['damp']}\n"
+        f"wrote {place}-target of {facts['parameters']:,} parameters, and {place}-draft\n"
+        f"{reached}; output of deep layers scaled by {seen['damp']}\n"
         f"use them as --target {pair} --dtype {dtype}",
         soft_wrap=True,
     )  # fmt: skip

@@ -255,7 +255,7 @@ def test_runs_of_different_categories_share_a_picture():
     rows = [("ngram", 0.5, None), ("model", None, 0.25), ("none", None, None)]
     runs = pd.DataFrame(rows, columns=names).assign(experiment="acceptance")
     figure = plots.runs_by_category(runs)
-    assert "Kept most: ngram on code (50%)" in title(figure)
+    assert "ngram on code (50%)" in title(figure)
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ngram", "model"]
 
 
@@ -280,6 +280,16 @@ def test_only_runs_that_are_alike_are_averaged():
 def test_figures_of_no_runs_say_what_to_run():
     for figure in (
         plots.rate_and_speedup(pd.DataFrame()),
+        plots.rate_and_speedup(  # each of two runs has one of the two
+            pd.DataFrame(
+                {
+                    "metrics.acceptance/rate": [0.5, None],
+                    "metrics.speedup/measured": [None, 1.5],
+                    "params.drafter": "ngram",
+                    "experiment": "x",
+                }
+            )
+        ),
         plots.runs_by_category(pd.DataFrame()),
         plots.runs_over_batch(report.curves(pd.DataFrame(), "speedup/at_batch")),
     ):

@@ -62,8 +62,12 @@ class AcceptAll(Match):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_rule_that_keeps_everything_is_a_bug(monkeypatch, temperature):
-    monkeypatch.setattr("specexp.lab.certify.Match", AcceptAll)
-    found = certify(engine(temperature), PROMPTS, 24)
+    broken = engine(temperature)
+    if temperature:
+        monkeypatch.setattr("specexp.lab.certify.Match", AcceptAll)
+    else:
+        broken.rule = AcceptAll()  # greedy output is made by the engine's own rule
+    found = certify(broken, PROMPTS, 24)
     assert found.bugs == 3
     assert found.metrics["exact/pass"] == 0
     assert "bugs" in str(found)

@@ -45,7 +45,7 @@ def test_theory_prints_the_four_figures(run):
     assert set(found) == {"tokens_per_pass", "speedup", "operations", "best_gamma"}
     assert found["tokens_per_pass"] == pytest.approx(3.05, abs=0.005)
     _, out, _ = run("theory", "--alpha", "0.75", "--gamma", "4")
-    assert "tokens_per_pass" in out
+    assert "tokens per target pass" in out
     assert "3.05" in out
 
 
@@ -90,7 +90,7 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
         "--max-new-tokens", "16", "--prompt", "x y x y x y",
     )  # fmt: skip
     assert "16 tokens in" in out
-    assert "kept/guessed" in out
+    assert "accepted/drafted" in out
     assert "identical" in out
     assert "accepted  corrected  bonus" in out
 
@@ -301,7 +301,7 @@ def test_paths_are_shown_to_the_letter(run, tiny_folders, tmp_path, monkeypatch)
     folder = tmp_path / "[bold]a:cat:"
     folder.mkdir()
     monkeypatch.setattr("specexp.zoo.train.train_zoo", lambda *_, **__: [folder])
-    assert run("zoo", "train")[1].split() == ["made", str(folder)]
+    assert run("zoo", "train")[1].split() == ["wrote", str(folder)]
     monkeypatch.setenv("SPECEXP_MLRUNS", str(folder))
     monkeypatch.setattr("specexp.lab.doctor.missing", lambda: ["x: pip install 'x[all]>=1'"])
     said = run("doctor")[1].replace("\n", "")

@@ -441,9 +441,9 @@ BAD = {
     "tab in a mapping": (HEAD + "grid:\n\tx: [1]", 3, "tab"),
     "empty": ("", 1, "is empty"),
     "only comments": ("# nothing\n# here\n", 1, "is empty"),
-    "list at top": ("- a\n- b", 1, "holds no mapping"),
-    "text at top": ("hello", 1, "holds no mapping"),
-    "number at top": ("3", 1, "holds no mapping"),
+    "list at top": ("- a\n- b", 1, "is not a mapping"),
+    "text at top": ("hello", 1, "is not a mapping"),
+    "number at top": ("3", 1, "is not a mapping"),
     "duplicate key": (HEAD + "grid: {x: [1]}\ngrid: {x: [2]}", 3, "twice, first on line 2"),
     "duplicate parameter": (HEAD + "grid:\n  x: [1]\n  x: [2]", 4, "twice, first on line 3"),
     "duplicate deep down": (HEAD + "include:\n- x: 5\n  x: 6", 4, "twice, first on line 3"),
@@ -460,10 +460,10 @@ BAD = {
     "aliases": (HEAD + "fixed:\n  how: *a", 3, "anchors and aliases"),
     "merge key": (HEAD + "fixed: {<<: {x: 1}}", 2, "merge keys"),
     "two documents": (HEAD + "---\n" + HEAD, 2, "document"),
-    "number as key": (HEAD + "1: 2", 2, "'1' is not a text"),
+    "number as key": (HEAD + "1: 2", 2, "'1' is no string"),
     "yes as key": (HEAD + "fixed:\n  on: 1", 3, "true or false to YAML"),
-    "null as key": (HEAD + "fixed:\n  ~: 1", 3, "is not a text"),
-    "list as key": (HEAD + "? [a]\n: 1", 2, "is not a text"),
+    "null as key": (HEAD + "fixed:\n  ~: 1", 3, "is no string"),
+    "list as key": (HEAD + "? [a]\n: 1", 2, "is no string"),
     "deep": (HEAD + "fixed: " + "[" * 5000, 2, "nested too deep"),
     "directive": ("%YAML 9.9\n---\n" + HEAD, 1, "is not YAML"),
     # keys
@@ -476,7 +476,7 @@ BAD = {
     "notebook missing": ("experiment: a\nnotebook: nothing.ipynb", 2, "does not exist"),
     "notebook near": ("notebook: ../10_aceptance.ipynb", 1, "did you mean '10_acceptance.ipynb'"),
     "notebook near the grid": ("notebook: ../raeder.ipynb", 1, "did you mean 'reader.ipynb'"),
-    "notebook no notebook": ("notebook: README.md", 1, "is no .ipynb file"),
+    "notebook no notebook": ("notebook: README.md", 1, "is not an .ipynb file"),
     "notebook a folder": ("notebook: notebooks", 1, "does not exist"),
     "notebook with nul": ('notebook: "a\\0.ipynb"', 1, "does not exist"),
     "notebook long": (f"notebook: {'a' * 5000}.ipynb", 1, "does not exist"),
@@ -492,13 +492,13 @@ BAD = {
     "axis not a list": (HEAD + "grid: {x: 1}", 2, "grid.x: a list"),
     "axis empty": (HEAD + "grid:\n  how: [a]\n  x: []", 4, "grid.x: a list with at least"),
     "axis null": (HEAD + "grid: {x: null}", 2, "grid.x: a list"),
-    "axis twice": (HEAD + "grid:\n  x:\n  - 1\n  - 2\n  - 1", 6, "1 stands there twice, first on"),
+    "axis twice": (HEAD + "grid:\n  x:\n  - 1\n  - 2\n  - 1", 6, "1 appears twice, first on"),
     "axis twice as float": (HEAD + "grid:\n  rate: [1,\n  1.0]", 4, "twice, first on line 3"),
     "axis twice as list": (HEAD + "grid: {rates: [[1], [1.0]]}", 2, "twice"),
     "include a mapping": (HEAD + "include: {x: 1}", 2, "include: a list"),
     "include empty entry": (HEAD + "include:\n- {x: 1}\n- {}", 4, "include: a list"),
     "exclude a list of texts": (HEAD + "grid: {x: [1]}\nexclude:\n- a", 4, "exclude: a list"),
-    "exclude nothing": (HEAD + "fixed: {x: 1}\ninclude: [{x: 2}]\nexclude: [{x: 1}]", 4, "none"),
+    "exclude nothing": (HEAD + "fixed: {x: 1}\ninclude: [{x: 2}]\nexclude: [{x: 1}]", 4, "no grid"),
     "seeds a number": (HEAD + "seeds: 3", 2, "seeds: a list"),
     "seeds empty": (HEAD + "seeds: []", 2, "seeds: a list"),
     "seeds null": (HEAD + "seeds:", 2, "seeds: a list"),
@@ -507,7 +507,7 @@ BAD = {
     "seeds texts": (HEAD + "seeds: [a]", 2, "not 'a'"),
     "seeds huge": (HEAD + f"seeds: [{BIG}]", 2, "too large"),
     "seeds twice": (HEAD + "seeds:\n- 1\n- 1", 4, "twice, first on line 3"),
-    "seeds and an axis": (HEAD + "grid: {seed: [1]}\nseeds: [1]", 3, "an axis seed already"),
+    "seeds and an axis": (HEAD + "grid: {seed: [1]}\nseeds: [1]", 3, "already has an axis"),
     "timeout 0": (HEAD + "timeout_s: 0", 2, "timeout_s"),
     "timeout text": (HEAD + "timeout_s: long", 2, "timeout_s"),
     "timeout true": (HEAD + "timeout_s: yes", 2, "timeout_s"),
@@ -541,7 +541,7 @@ BAD = {
     "0o17": (HEAD + "fixed: {x: 0o17}", 2, "write 15"),
     "octal": (HEAD + "grid:\n  x: [1,\n    012]", 4, "012 is 10 to YAML (base 8)"),
     "sexagesimal": (HEAD + "fixed: {x: 1:30}", 2, "1:30 is 90 to YAML (base 60)"),
-    "no number": (HEAD + "fixed: {how: 0x_}", 2, "0x_ is a number to YAML, and none"),
+    "no number": (HEAD + "fixed: {how: 0x_}", 2, "0x_ is a malformed number to YAML"),
     "date": (HEAD + "fixed: {how: 2024-01-01}", 2, "is a date to YAML"),
     "no date": (HEAD + "fixed: {how: 2024-13-45}", 2, "is a date to YAML"),
     "nan": (HEAD + "fixed: {rate: .nan}", 2, "finite"),
@@ -876,7 +876,9 @@ def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
     monkeypatch.setattr(build.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(build.torch.cuda, "device_count", lambda: 2)
     assert build.check({"device": "cuda:1"}) == []
-    assert build.check({"device": "cuda:2"}) == ["device 'cuda:2' is not there; there are 2"]
+    assert build.check({"device": "cuda:2"}) == [
+        "device 'cuda:2' does not exist; GPUs here: 2, from cuda:0"
+    ]
 
 
 def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():

@@ -217,7 +217,7 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
         OnRay(todo)
     todo[0].params["device"] = "cuda"
     monkeypatch.setattr(cluster.store, "ROOT", tmp_path)
-    with pytest.raises(UserError, match="not below"):
+    with pytest.raises(UserError, match="is outside"):
         OnRay(todo)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install"):
@@ -230,9 +230,9 @@ def test_a_worker_with_other_code_refuses(points, tmp_path):
     assert answer == Answer(NODE, b"", answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
-    assert "other code" in message
+    assert "is not the runner's" in message
     seat = errand.Seat(SimpleNamespace(carry=lambda *asked: answer), 0)
-    with pytest.raises(Failure, match=f"on {NODE}: other code"):
+    with pytest.raises(Failure, match=f"on {NODE}: the code imported"):
         seat.execute(point, tmp_path, lambda said: None)
 
 

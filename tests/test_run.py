@@ -682,7 +682,7 @@ def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypat
     rebuild.show(made, console)
     assert (made.results, made.torn) == (1, ())
     said = console.export_text()
-    assert f"left out, as MLflow refuses it: {store}/results/{todo[0].run_key}: " in said
+    assert f"left out because MLflow rejects it: {store}/results/{todo[0].run_key}: " in said
     assert "x is beyond" in said
 
 

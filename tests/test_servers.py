@@ -140,7 +140,7 @@ def test_serving_refuses_what_cannot_work_in_one_line(store, become, capsys):
         taken.listen()
         port = str(taken.getsockname()[1])
         for args, said in (
-            (("--port", port), "is taken"),
+            (("--port", port), "is in use"),
             (("--host", "203.0.113.7"), "cannot listen"),
             (("--backend", "http://127.0.0.1:9"), "is a server already"),
             (("--backend", "file:///x"), "sqlite:///PATH"),

@@ -79,7 +79,7 @@ def test_a_drafter_that_never_drafts_has_rate_zero():
         ((1.5, 1.2, 1.8), "1.50x faster"),
         ((0.5, 0.4, 0.9), "2.00x slower"),
         ((1.5, 0.9, 2.0), "no clear difference"),
-        ((1.5, 1.5, 1.5), "1.50x of one sample"),
+        ((1.5, 1.5, 1.5), "1.50x in one sample"),
     ],
 )
 def test_faster_is_said_only_of_an_interval_that_excludes_one(interval, said):

@@ -87,7 +87,7 @@ def run_of_key(key):
 
 
 BREAKS = {
-    "torn": (lambda r: (r / "result.json").write_text("{}"), "not as it was committed"),
+    "torn": (lambda r: (r / "result.json").write_text("{}"), "is damaged"),
     "deleted": (lambda r: track.client().delete_run(run_of(r)), "0 times"),
     "twice": (twice, "2 times"),
     "half": (half, "RUNNING"),
@@ -98,7 +98,7 @@ BREAKS = {
     ),
     "other parameter": (lambda r: track.client().log_param(run_of(r), "y", 1), "parameter"),
     "status": (lambda r: track.client().set_terminated(run_of(r), "FAILED"), "0 times"),
-    "unmarked": (lambda r: track.client().set_tag(run_of(r), "published", "0"), "died"),
+    "unmarked": (lambda r: track.client().set_tag(run_of(r), "published", "0"), "interrupted"),
     "no result": (lambda r: r.rename(r.parent.parent / "gone"), "is not there"),
     "attempt": (lambda r: store.new_attempt("k"), "a run that died"),
 }

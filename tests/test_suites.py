@@ -439,11 +439,11 @@ def test_a_missing_peer_says_why(rig, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     _, missing = peers.others(rig.with_(drafter="ngram"), 4)
     assert missing == {
-        "draft": "assisted generation takes a draft model, and ngram is none",
+        "draft": "assisted generation needs a draft model, and ngram is not one",
         "vllm": "vLLM is not installed",
     }
     monkeypatch.setattr(rig.engine.drafter.lm, "config", types.SimpleNamespace(vocab_size=7))
-    assert "for different tokenizers" in peers.unassisted(rig)
+    assert "mistakes for different tokenizers" in peers.unassisted(rig)
 
 
 def test_vllm_is_asked_for_as_many_tokens_without_an_end(rig, monkeypatch):
@@ -567,7 +567,7 @@ def test_bench_prints_nothing_but_json_when_asked(bench):
         (["--gamma", "0"], "gamma is 0"),
         (["--gamma", "-1"], "gamma is -1"),
         (["--repeats", "0"], "repeats is 0"),
-        (["--batches", "1,x"], "batches '1,x' is no list"),
+        (["--batches", "1,x"], "batches '1,x': give whole numbers"),
         (["--batches", "0,2"], "batch is 0"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--gamma", "999"], "gamma 999 exceeds the 128-token context"),
@@ -696,16 +696,19 @@ def test_bench_ends_with_1_where_something_became_worse(bench, tmp_path):
     ("spoil", "says"),
     [
         (lambda file: file.unlink(), "cannot read"),
-        (lambda file: file.write_text("[]"), "is no report of specexp bench --out"),
-        (lambda file: file.write_text("{"), "is no report of specexp bench --out"),
-        (lambda file: file.write_text('{"parameters": {}, "suites": {}}'), "was made with target"),
+        (lambda file: file.write_text("[]"), "is not a report that this version reads"),
+        (lambda file: file.write_text("{"), "is not a report that this version reads"),
+        (
+            lambda file: file.write_text('{"parameters": {}, "suites": {}}'),
+            "was measured with target",
+        ),
         (
             lambda file: file.write_text('{"parameters": {}, "suites": {"round": {"plain": 1}}}'),
-            "is no report of specexp bench --out",
+            "is not a report that this version reads",
         ),
         (
             lambda file: file.write_text('{"parameters": {}, "suites": {"peers": []}}'),
-            "is no report of specexp bench --out",
+            "is not a report that this version reads",
         ),
     ],
 )
@@ -749,6 +752,6 @@ def test_tables_say_what_is_missing_and_what_differs():
         console.quiet = False
         console.print(*shown)
     assert "2.00x [1.50, 2.50]" in said.get()
-    assert "90.0 %, 1 near ties, 2 odd" in said.get()
+    assert "90.0 %, near ties: 1, unexplained: 2" in said.get()
     assert notes[0] == "draft model: because"
     assert "plain 2.00x faster" in suite_views.figure("peers", found).get_suptitle()

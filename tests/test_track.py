@@ -158,7 +158,7 @@ def test_the_comparison_shows_what_differs_and_what_was_logged(store):
         ci = {"speedup/ci_low": speed - 0.1, "speedup/ci_high": speed + 0.1, "exact/pass": 1.0}
         track.log("mine", params, METRICS | {"speedup/measured": speed} | ci)
     view = report.overview(track.runs("mine"))
-    assert list(view) == ["experiment", "drafter", "kept", "code", "speedup", "exact"]
+    assert list(view) == ["experiment", "drafter", "accepted", "code", "speedup", "exact"]
     assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
     assert set(view["exact"]) == {"yes"}
 
@@ -171,7 +171,7 @@ def test_the_comparison_tells_lossy_from_broken_and_simulated_from_measured():
     view = report.overview(runs)
     assert list(view["exact"]) == ["yes", "lossy", "BUG", "yes"]
     assert list(view["tok/s"]) == ["9", "9", "9", "9 simulated"]
-    assert set(view["kept"]) == {"50%"}
+    assert set(view["accepted"]) == {"50%"}
     assert report.overview(runs.head(0)).empty
 
 

@@ -352,6 +352,6 @@ def test_the_command_line_says_what_was_made_and_how_to_use_it(tmp_path, monkeyp
             assert json.loads(out)["agreement"] == {"damp": 0.05}
         elif not stopped.value.code:
             assert "use them as --target twin-tiny --dtype bfloat16" in out
-            assert "acceptance not measured; deep layers damped by 0.05" in out
+            assert "acceptance not measured; output of deep layers scaled by 0.05" in out
     assert stopped.value.code == 2
     assert "exists" in err.strip().splitlines()[-1]

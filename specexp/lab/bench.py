@@ -1,9 +1,9 @@
 """Measurements as tables: acceptance, latency of one stream, throughput under batch, pass costs.
 
-Every comparison is interleaved: plain decoding and speculation take turns on the same prompts in
-the same process, forwards then backwards, after a warm-up. Both sides count delivered tokens and
-decoding time, prefill apart. The tables hold raw counts and seconds; ratios and intervals are made
-from them.
+Every timed comparison is interleaved: after a warm-up, plain decoding and speculation take turns on
+the same prompts in the same process, in alternating order. Both sides count delivered tokens and
+decoding time without prefill. The tables hold raw counts and seconds; ratios and intervals are
+computed from them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from specexp.trace import Acceptance, Trace
 from specexp.tree import Tree
 
 WARM_UP_TOKENS = 8
-SOME = 3  # batches whose texts tell something of others
-SEEN = 5  # rounds of a kind whose phases are timed, at each visit
+MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
+VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 
 
 def acceptance(
@@ -45,10 +45,10 @@ def acceptance(
     temperatures: Iterable[float] | None = None,
     batch: int = 16,
 ) -> pd.DataFrame:
-    """One row a pairing, temperature and prompt: counts and the `Acceptance` record itself. Raises
-    UserError where nothing is drafted."""
+    """One row per pairing, temperature and prompt: counts and the `Acceptance` record itself.
+    Raises UserError if a pairing drafts nothing."""
     if not all(_tree(rig.engine).depth for rig in rigs):
-        raise UserError("gamma is 0: nothing is drafted that could be accepted; use 1 or more")
+        raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
     rows: list[dict[str, Any]] = []
     runs = [r.with_(temperature=t) for t in temperatures for r in rigs] if temperatures else rigs
     chunks = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
@@ -63,18 +63,19 @@ def acceptance(
 
 
 def pooled(samples: pd.DataFrame) -> Acceptance:
+    """The acceptance of all rows together."""
     return Acceptance.pooled(samples["record"])
 
 
 def made(samples: pd.DataFrame) -> float:
-    """The share of guesses that were made, of those asked for in rows of `acceptance`: a lookup
-    does not always find some, and where a text ends drafts are cut."""
+    """Drafted tokens over gamma times rounds, for chains in rows of `acceptance`. Below 1 where a
+    lookup found no match, or drafts were cut at the end of the output."""
     asked = sum(g * r.passes for g, r in zip(samples["gamma"], samples["record"], strict=True))
     return pooled(samples).drafted / asked
 
 
 def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Metrics and per-position series of one pairing, checked, as they are logged."""
+    """Acceptance metrics and per-position series of one pairing, as they are logged."""
     record = pooled(samples)
     record.check()
     rate = stats.share(*units(samples, "accepted", "drafted"))
@@ -99,14 +100,15 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
 
 
 def latency_metrics(
-    samples: pd.DataFrame, foretold: pd.DataFrame
+    samples: pd.DataFrame, predictions: pd.DataFrame
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and series of a gamma sweep; the headline is its fastest draft length."""
+    """Metrics and series of a gamma sweep, from `latency` and `predicted`. The headline figures are
+    those of the fastest draft length."""
     measured = speedups(samples, "gamma")
     best = measured.loc[measured["speedup"].idxmax()]
     at_best = samples[samples["gamma"] == best["gamma"]]
     metrics, series = acceptance_metrics(at_best)
-    by_gamma = foretold.set_index("gamma")["speedup"].to_dict()
+    by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
     metrics |= _headline(best) | {
         "speedup/predicted": by_gamma[best["gamma"]],
         "speedup/best_gamma": best["gamma"],
@@ -124,7 +126,7 @@ def latency_metrics(
 def duel_metrics(
     samples: pd.DataFrame, costs: pd.DataFrame
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Metrics and series of one arm of `duel`, with what `costs` says of it."""
+    """Metrics and series of one arm, from its rows of `duel` and the table of `costs`."""
     metrics, series = acceptance_metrics(samples)
     row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
     return metrics | _headline(speedups(samples, "arm").iloc[0]) | {
@@ -138,7 +140,9 @@ def duel_metrics(
 
 
 def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
-    """What each rule adds to the acceptance length of the rule `over`, paired by prompt."""
+    """Acceptance length of each rule minus that of the rule `over`, with intervals over prompts.
+
+    samples: rows of `acceptance` at one temperature."""
     columns = ["accepted", "passes"]
     by_rule = {rule: part.set_index("question_id") for rule, part in samples.groupby("rule")}
     base = by_rule.pop(over)
@@ -154,14 +158,16 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 
 
 def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and series of a batch sweep; the headline is its smallest batch."""
+    """Metrics and series of a batch sweep; the headline figures are those of its smallest batch.
+
+    `throughput/crossing_batch`: the smallest batch whose whole interval lies below 1."""
     by_batch = speedups(samples, "batch")
     once = (samples["batch"] == samples["batch"].min()) & (samples["repeat"] == 0)
-    metrics, series = acceptance_metrics(samples[once])  # all other rows are of the same texts
+    metrics, series = acceptance_metrics(samples[once])  # all other rows repeat these prompts
     metrics |= _headline(by_batch.iloc[0])
     metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
-    told = by_batch[by_batch["low"] < by_batch["high"]]  # by more than one sample
-    losing = told[told["high"] < 1]["batch"]
+    with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
+    losing = with_interval[with_interval["high"] < 1]["batch"]
     if len(losing):
         metrics["throughput/crossing_batch"] = losing.iloc[0]
     columns = {
@@ -188,7 +194,8 @@ def latency(
     max_new_tokens: int,
     repeats: int = 1,
 ) -> pd.DataFrame:
-    """One stream at a time: one row a gamma, prompt and repeat, beside plain decoding just then."""
+    """One stream at a time: one row per gamma, prompt and repeat, with plain decoding's figures of
+    the same turn."""
     arms: dict[Any, Rig] = {gamma: rig.with_(gamma=gamma) for gamma in gammas}
     return duel(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
 
@@ -196,8 +203,8 @@ def latency(
 def duel(
     arms: dict[Any, Rig], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
-    """One stream at a time: one row an arm, prompt and repeat; all arms and plain decoding take
-    turns on every prompt."""
+    """One stream at a time: all arms and plain decoding take turns on every prompt. One row per
+    arm, prompt and repeat."""
     rig = next(iter(arms.values()))
     engines: dict[Any, Engine] = {None: rig.engine.plain()}
     engines |= {arm: other.engine for arm, other in arms.items()}
@@ -220,8 +227,9 @@ def duel(
 
 
 def costs(arms: dict[Any, Rig], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
-    """One row an arm: seconds to draft, to verify and to decide (see `_phases`); `step_s` is a
-    plain step. `weights_mb` and `kv_bytes` (a token) are what the drafter adds to the target."""
+    """Costs of a round, one row per arm: seconds to draft, to verify and for the rest (see
+    `_phases`). `step_s`: a plain step. `weights_mb` and `kv_bytes` (per token): the memory that the
+    drafter needs besides the target's."""
     first = next(iter(arms.values()))
     engines = {None: first.engine.plain(), **{arm: rig.engine for arm, rig in arms.items()}}
     kinds = {arm: (engine, _tree(engine)) for arm, engine in engines.items()}
@@ -240,7 +248,7 @@ def costs(arms: dict[Any, Rig], prompts: Sequence[Prompt], repeats: int = 40) ->
 
 
 def added_bytes(engine: Engine) -> int:
-    """Bytes of weights that a drafter holds and the target does not."""
+    """Bytes of the drafter's weights that are not shared with the target."""
     shared = {p.data_ptr() for p in held(engine.target.module.parameters())}
     own = {
         p.data_ptr(): p.numel() * p.element_size()
@@ -261,8 +269,8 @@ def _modules(drafter: Any) -> Iterator[torch.nn.Module]:
 
 
 def bias(rig: Rig, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
-    """How far the law of what a round emits first is from the target's: total variation, the mean
-    over rounds, one value a prompt. 0 for an exact rule."""
+    """Total variation between the law of a round's first emitted token and the target's law,
+    averaged over rounds; one value per prompt. 0 for an exact rule. For chains only."""
     engine = rig.engine
     found = []
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
@@ -304,11 +312,12 @@ def throughput(
     max_new_tokens: int,
     repeats: int = 2,
 ) -> pd.DataFrame:
-    """One row a batch and repeat. Every batch size sees the same prompts, as many as the largest
-    holds; where there are fewer, they repeat. A size of fewer rows than `stats.FEWEST` is repeated
-    more often. EOS is ignored and only rounds with every row live count, so that the batch really
-    is that large.
-    `context`: the slots of that batch's buffer, but for those of a draft."""
+    """One row per batch of prompts and repeat, for each batch size.
+
+    Every size sees the same prompts: the first max(batches), repeated to fill a batch. A size with
+    fewer than `stats.FEWEST` samples is repeated more often. EOS is ignored and only rounds in
+    which every row is live are counted, so the batch really has that size.
+    `context`: slots of the batch's buffer, without those of a draft."""
     fast, plain = rig.with_().engine, rig.engine.plain()
     fast.eos = plain.eos = ()
     prompts = prompts[: max(batches)]
@@ -340,7 +349,7 @@ def throughput(
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:
-    """Seconds and delivered tokens of the rounds in which every row was still being written."""
+    """Seconds and delivered tokens of the rounds in which every row was live."""
     full = [r for r in trace.rounds if len(r.steps) == trace.batch]
     return full[-1].end_s - trace.prefill_s, sum(s.emitted for r in full for s in r.steps)
 
@@ -348,7 +357,7 @@ def full_batch(trace: Trace) -> tuple[float, int]:
 def pass_costs(
     rig: Rig, prompts: Sequence[Prompt], gammas: Sequence[int], repeats: int = 40
 ) -> pd.DataFrame:
-    """Seconds to draft gamma tokens and to verify them, phases timed apart (see `_phases`).
+    """Seconds to draft gamma tokens and to verify them, one row per gamma (see `_phases`).
 
     The row gamma = 0 is a plain step. The rule and the commit are in `rest_s`.
     """
@@ -363,16 +372,19 @@ def pass_costs(
 def _phases(
     kinds: Mapping[Any, tuple[Engine, Tree]], texts: Sequence[list[int]], repeats: int
 ) -> dict[Any, tuple[float, float, float]]:
-    """Seconds to draft, to verify, and for all else, of `repeats` rounds of each kind, which take
-    turns at going on with one text after another. They add up to a round as it is when it is not
-    taken apart: what a phase takes longer by itself is not the round's."""
+    """Seconds to draft, to verify and for the rest of a round, for each kind of round.
+
+    The kinds take turns, `repeats` rounds each, continuing one prompt after another. Rounds are
+    timed whole and, separately, with a clock between phases. The three figures add up to the whole
+    round: where the phases timed apart take longer than that, they are scaled down to it."""
     whole: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     apart: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     deepest = max(tree.depth for _, tree in kinds.values())
-    size = max(map(len, texts)) + (CALM + 2 * SEEN) * (1 + deepest)  # of all: recorded once
-    for visit in range(1 + -(-repeats // SEEN)):
+    # one buffer size for all, so that rounds are recorded only once
+    size = max(map(len, texts)) + (CALM + 2 * VISIT_ROUNDS) * (1 + deepest)
+    for visit in range(1 + -(-repeats // VISIT_ROUNDS)):
         for kind in list(kinds) if visit % 2 else list(kinds)[::-1]:
-            engine, tree = kinds[kind]  # kinds share the target and its cache: each reads again
+            engine, tree = kinds[kind]  # kinds share the target's cache: each prefills again
             rounds, phases = _rounds(engine, tree, texts[visit % len(texts)], size)
             if visit:
                 whole[kind] += rounds
@@ -386,8 +398,9 @@ def _phases(
 
 
 def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of times after the number of guesses that a round found: the median of rounds that found as
-    many, and the mean over how many they found."""
+    """rounds: (tokens drafted, seconds ...). The median seconds of rounds that drafted as many
+    tokens, averaged over that number by frequency: a lookup drafts more in some rounds than in
+    others."""
     alike = pd.DataFrame(rounds).groupby(0)
     return tuple(np.average(alike.median(), axis=0, weights=alike.size()))
 
@@ -396,9 +409,11 @@ def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
 def _rounds(
     engine: Engine, tree: Tree, text: list[int], size: int
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    """Of rounds that go on with a text, the guesses they found and seconds; and of more, seconds to
-    draft and to verify. The first do not count: they find in the caches what rounds unlike them
-    left. Where the text ends it begins again."""
+    """Time rounds that continue a prompt: (tokens drafted, seconds) of whole rounds, then (tokens
+    drafted, seconds to draft, seconds to verify) of rounds timed by phase.
+
+    The first rounds are not counted: the processor's caches still hold what another kind of round
+    left there. At the end of the output the rows are reset to its beginning."""
     new = max(1, min(size, engine.target.context) - len(text))
     seqs = Sequences.of([text], new, slack=tree.room, device=engine.target.device)
     seqs = engine.begin(seqs)
@@ -414,12 +429,12 @@ def _rounds(
             seqs.limit.copy_(limit)
         return step.drafted
 
-    while len(whole) < lead + SEEN:
+    while len(whole) < lead + VISIT_ROUNDS:
         begin = _clock(engine)
-        for report, end in engine.launch(seqs, tree, lead + SEEN - len(whole))():
+        for report, end in engine.launch(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
             whole.append((found(report), end - begin))
             begin = end
-    while len(apart) < SEEN:
+    while len(apart) < VISIT_ROUNDS:
         now = [_clock(engine)]
         draft = engine.drafted(seqs, tree)
         now.append(_clock(engine))
@@ -430,7 +445,7 @@ def _rounds(
 
 
 def _tree(engine: Engine) -> Tree:
-    """What a lone stream drafts."""
+    """The draft shape that the engine's policy chooses for a single stream."""
     return engine.policy.choose(Load(1, 0)).tree
 
 
@@ -439,7 +454,7 @@ def _clock(engine: Engine) -> float:
 
 
 def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
-    """Speedup that per-position acceptance and measured pass costs foretell, one row a gamma.
+    """Speedup predicted from per-position acceptance and measured pass costs, one row per gamma.
 
     record: acceptance at the longest draft; positions it never reached count as never accepted.
     """
@@ -454,7 +469,8 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
 
 
 def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Speedup with its interval, tokens/s of both arms and acceptance length, by a column."""
+    """Speedup with its interval, tokens/s of both sides, acceptance length and rate, one row per
+    value of a column."""
     rows = []
     for key, part in samples.groupby(by):
         s = stats.speedup(*units(part, "plain_s", "plain_tokens", "s", "tokens"))
@@ -468,11 +484,12 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
 
 
 def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
-    """Columns over the units of an interval, however often repeated: prompts, or batches of them.
-    Of fewer than `SOME` batches the repeats are the units: then the interval is one of times, and
-    says nothing of other texts."""
+    """Columns summed over repeats, one entry per unit of an interval: a prompt, or a batch of them.
+
+    With fewer than `MIN_BATCHES` batches each repeat is a unit: the interval then covers timing
+    noise only, and says nothing about other prompts."""
     unit = "question_id" if "question_id" in samples else "number"
-    if unit == "question_id" or samples.get(unit, pd.Series()).nunique() >= SOME:
+    if unit == "question_id" or samples.get(unit, pd.Series()).nunique() >= MIN_BATCHES:
         samples = samples.groupby(unit, sort=False)[list(columns)].sum()
     return [samples[column].to_numpy() for column in columns]
 
@@ -489,7 +506,7 @@ def _take_turns(
 
 
 def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:
-    """Counts of one row (or all), the checked record, and the rounds they came from."""
+    """Counts of one row (or of all), the `Acceptance` record, and the rounds behind them."""
     record = trace.acceptance if row is None else trace.by_row[row]
     record.check()
     rounds = [
@@ -505,7 +522,7 @@ def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:
 
 
 def rounds(samples: pd.DataFrame) -> pd.DataFrame:
-    """The trace behind a table, one row a round and stream: what is kept as parquet."""
+    """The trace behind a table of samples, one row per round and stream, as logged in parquet."""
     names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
     about = [c for c in samples if samples[c].dtype != object and c not in names]
     about += [c for c in ("pairing", "category") if c in samples and c not in about]
@@ -517,8 +534,9 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -> None:
-    """A few tokens of the first batch; where rounds are recorded, all of a batch of every size. The
-    largest first: engines share the target's cache, and what is recorded goes when that grows."""
+    """Generate a few tokens of the first batch; where rounds are recorded, one whole batch of every
+    buffer size. The largest come first: engines share the target's cache, and recordings are lost
+    when it grows."""
     for engine in sorted(engines, key=lambda engine: -engine.policy.widest):
         if engine.recordings is None:
             engine.generate(ids[0], WARM_UP_TOKENS)

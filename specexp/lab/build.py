@@ -1,9 +1,9 @@
-"""From names to an engine: what a notebook, a grid point or the command line asks for.
+"""From names to an engine, for notebooks, grid points and the command line.
 
-A model is named by its zoo name, a folder, or a hub id; NAME+int8 is that model with 8-bit weights
-(quantised.py). A drafter is `METHOD`, `METHOD:ARGUMENT`
-(drafters/ says which there are) or just the name of a draft model. `check` finds everything that
-is wrong with a set of parameters without loading a weight; `build` raises on the first of them.
+A model is named by its zoo name, a folder or a hub id; NAME+int8 is that model with 8-bit weights
+(quantised.py). A drafter is `METHOD`, `METHOD:ARGUMENT` (methods: drafters/) or just the name of a
+draft model. `check` finds every problem in a set of parameters without loading a weight; `build`
+raises the first one.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ ALONE = {
     "seed", "seeds", "repeats", "stream", "streams", "turns", "count", "rows", "chunk", "queue",
     *_POSITIVE, "arrivals",
 }  # fmt: skip
-"""Parameters that `check` looks at one by one: it says the same whatever the others are."""
+"""Parameters that `check` judges independently of all others."""
 
 
 @dataclass(frozen=True)
 class Rig:
-    """An engine and the tokenizer that goes with it; `drafter` as it was named; `deepest`: the
-    longest draft that it can make."""
+    """An engine with its tokenizer. `drafter`: its name in tables; `options`: the arguments of
+    `build`, device aside; `deepest`: the longest draft that the drafter can make."""
 
     engine: Engine
     tokenizer: Any
@@ -76,11 +76,11 @@ class Rig:
         return self.engine.generate(self.encode(texts), max_new_tokens)
 
     def with_(self, **changes: Any) -> Rig:
-        """The same target with another drafter, gamma, temperature, rule ..."""
+        """A rig with the same target and some options changed: drafter, gamma, rule ..."""
         return _assemble(self.target, self.tokenizer, **(self.options | changes))
 
     def apart(self) -> Rig:
-        """The same weights with caches of their own."""
+        """A rig with the same target weights and caches of its own."""
         target = lm.LM(self.target.module, self.target.name, self.target.vocab)
         return _assemble(target, self.tokenizer, **self.options)
 
@@ -98,13 +98,12 @@ def build(
     device: str = "auto",
     seed: int = 0,
 ) -> Rig:
-    """Load and wire a pairing.
+    """Load a target and a drafter and assemble the engine.
 
-    gamma: draft length of a chain, and depth of a grown tree, by default the usual one; tree: see
-    `Tree.parse`; rule: see `rules.of`, or "auto": reject for guesses that are drawn, match for
-    those that are chosen, as all are at temperature 0.
-    device "auto" takes the GPU when there is one. Raises UserError with one line for bad input,
-    before a weight is loaded if it is the pairing that is wrong.
+    gamma: length of a chain and depth of a grown tree; None: `usual_gamma`. tree: see `Tree.parse`.
+    rule: see `rules.of`; "auto": reject if guesses are drawn from a law, else (as always at
+    temperature 0) match. device: "auto" takes the GPU if there is one.
+    Raises UserError for bad input; for a bad pairing, before any weight is loaded.
     """
     tokenizer = _tokenizer(target)
     _settle()
@@ -122,20 +121,20 @@ def build(
 
 @cache
 def _settle() -> None:
-    """What libraries brought with them lasts. To go through half a million objects again takes the
-    garbage collector a fifth of a second, in the middle of some round that is timed."""
+    """Exempt the objects of imported libraries from garbage collection: scanning half a million of
+    them takes a fifth of a second, in the middle of some timed round."""
     gc.collect()
     gc.freeze()
 
 
 def where(device: str) -> str:
-    """The device that `auto` stands for: the GPU when there is one."""
+    """The device's name, with `auto` resolved: the GPU if there is one."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def warm(params: Mapping[str, Any]) -> None:
-    """Load the models that `build` would for this target, drafter, dtype and device, and keep them:
-    this process, and those forked from it, then need not. Raises as `build` does."""
+    """Load and keep the models that `build` would for this target, drafter, dtype and device, so
+    that this process and those forked from it need not load them. Raises as `build` does."""
     named = {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
     _WARM.append(build(**named))
 
@@ -159,12 +158,12 @@ def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
 
 
 def usual_gamma(options: dict[str, Any]) -> int:
-    """The draft length to take when none is asked for: 5, or what the drafter can do at most."""
+    """The default draft length: 5, or the longest that the drafter can make."""
     try:
         plan = _plan(options | {"gamma": 1, "tree": "chain"}, *_known(options["target"]))
         return min(5, drafters.prepare(plan).deepest)
     except (UserError, OSError):
-        return 5  # `check` tells what is wrong
+        return 5  # `check` reports what is wrong
 
 
 def _plan(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Plan:
@@ -181,7 +180,8 @@ def _plan(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafter
 
 
 def _rule(name: str, plan: drafters.Plan, ready: drafters.Ready) -> Rule:
-    """The rule named, or the one that suits the guesses; refused where it could gain nothing."""
+    """The named rule, or for "auto" the one that suits the guesses. Raises UserError for a rule
+    that cannot judge this tree, or that needs q where guesses are not drawn from one."""
     drawn = ready.draws and not plan.tree.width
     if name == "auto":
         return rules.of("reject" if drawn and plan.sampling.temperature > 0 else "match")
@@ -197,7 +197,7 @@ def _rule(name: str, plan: drafters.Plan, ready: drafters.Ready) -> Rule:
 
 
 def split(drafter: str) -> tuple[str, str]:
-    """Method and argument of a drafter's name; the name of a model stands for `model:` and it."""
+    """Method and argument of a drafter's name; a model's name alone means `model:NAME`."""
     method, _, argument = drafter.partition(":")
     if method in drafters.methods():
         return method, argument
@@ -209,7 +209,7 @@ def split(drafter: str) -> tuple[str, str]:
 
 
 def resolve_drafter(target: str, drafter: str) -> str:
-    """How a drafter is called in tables: a draft model by its own name, the rest as given."""
+    """A drafter's name in tables: a draft model's own name, any other as given."""
     method, argument = split(drafter)
     if method != "model":
         return drafter
@@ -221,7 +221,8 @@ def _default_draft(target: str, method: str) -> str:
 
 
 def locate(name: str) -> str:
-    """The folder of a zoo name or path, or the hub id itself; and `+int8` if that was behind it."""
+    """The folder of a zoo name or path, or the hub id itself; a suffix `+int8` stays. Raises
+    UserError for a name that is none of them."""
     if Path(name).is_dir():
         return str(Path(name).resolve())
     bare, how = quantised.split(name)
@@ -246,7 +247,8 @@ def _known(target: str) -> tuple[Any, int, Any]:
 
 
 def vocabulary(tokenizer: Any, name: str) -> int:
-    """V: the ids the tokenizer can produce. Logits beyond it are padding and are never emitted."""
+    """V: one more than the largest id of the tokenizer. Logits beyond it are padding and are never
+    emitted. Raises UserError if the model has fewer logits."""
     V = max(tokenizer.get_vocab().values()) + 1
     all_rows(lm.read_config(locate(name)).get_text_config(), V, name)
     return V
@@ -260,8 +262,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 class Once:
-    """Calls a function once with the same arguments: what it returned, or raised, is kept. For many
-    checks in a row, while no file changes."""
+    """Caches results (and UserError or OSError raised) by function and arguments, for many checks
+    in a row while no file changes."""
 
     def __init__(self) -> None:
         self.kept: dict[Any, tuple[Any, Exception | None]] = {}
@@ -279,16 +281,16 @@ class Once:
 
 
 def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> list[str]:
-    """Everything wrong with these parameters, one line each, without loading a weight.
+    """Every problem with these parameters, one line each, without loading a weight.
 
-    texts: the prompts, by default those the parameters name. Names that are not known here are
-    ignored: a notebook may have parameters of its own.
+    texts: the prompts, by default those that the parameters name. Unknown parameters are ignored:
+    a notebook may have its own.
     """
     return problems_of(params, texts, Once())
 
 
 def insist(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> None:
-    """Raises UserError with all that `check` finds, a line each."""
+    """Raises UserError with every problem that `check` finds, one line each."""
     if problems := check(params, texts):
         raise UserError("\n".join(problems))
 
@@ -296,7 +298,7 @@ def insist(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) ->
 def problems_of(
     params: dict[str, Any], texts: list[prompts.Prompt] | None, once: Once
 ) -> list[str]:
-    """As `check`, with what earlier checks found out."""
+    """As `check`, reusing what earlier checks looked up."""
     problems: list[str] = []
 
     def attempt(f: Callable[..., Any], *args: Any) -> Any:
@@ -338,7 +340,9 @@ def problems_of(
     elif device.startswith("cuda") and not torch.cuda.is_available():
         problems.append("no CUDA device is available; use device auto or cpu")
     elif int(device.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
-        problems.append(f"device {device!r} is not there; there are {torch.cuda.device_count()}")
+        problems.append(
+            f"device {device!r} does not exist; GPUs here: {torch.cuda.device_count()}, from cuda:0"
+        )
     if texts is None:
         categories = tuple(params.get("categories") or ()) or None
         named = params.get("prompts", "all"), categories, params.get("limit")
@@ -364,7 +368,8 @@ Pairing = tuple[drafters.Plan, drafters.Ready]
 def _check_models(
     params: dict[str, Any], texts: list[prompts.Prompt], once: Once, attempt: Callable[..., Any]
 ) -> tuple[list[str], list[Pairing], int]:
-    """Problems; the pairings that are meant; tokens of the longest text, the new ones included."""
+    """Problems; the pairings that the parameters name (None for a bad one); tokens of the longest
+    prompt with its output."""
     target = params["target"]
     known = attempt(once, _known, target)
     if not known:
@@ -390,14 +395,15 @@ def _check_models(
         need, name = max(too_long, key=lambda pair: pair[0])
         others = f" ({len(too_long) - 1} more prompts are too long)" if len(too_long) > 1 else ""
         problems.append(
-            f"prompt {name} and {new} new tokens need {need} tokens, {need - context} more than "
+            f"prompt {name} with {new} new tokens needs {need} tokens, {need - context} more than "
             f"the {context}-token context of {target}{others}"
         )
     return problems, pairings, longest
 
 
 def _check_memory(params: dict[str, Any], pairings: list[Pairing], longest: int) -> list[str]:
-    """Refuse what cannot fit, and say what would; of several pairings the one that needs most."""
+    """A problem, with advice on what would fit, if the pairing that needs the most memory does not
+    fit the device."""
     dtype, config = lm.DTYPES[params.get("dtype", "float32")], pairings[0][0].config
     free = lm.free_memory(torch.device(where(params.get("device", "auto"))))
     batch = max(_values(params, "batch", "batches"), default=1)
@@ -420,8 +426,8 @@ def _check_memory(params: dict[str, Any], pairings: list[Pairing], longest: int)
 def needed(
     plan: drafters.Plan, ready: drafters.Ready, dtype: torch.dtype, batch: int, tokens: int
 ) -> memory.Need:
-    """At least, of rows of so many tokens, the new ones included. (Heads are small beside their
-    target, and are left out.)"""
+    """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
+    Heads are small beside their target and are left out."""
     draft = ready.config
     models = [plan.config, *([draft] if draft else [])]
     own = models[:1] if draft == plan.config else models  # a target that drafts for itself
@@ -436,8 +442,8 @@ def needed(
 
 
 def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of options that these parameters name, singly or in lists. `rivals` are
-    drawn beside the drafter at `temperature`, not at each of `temperatures`."""
+    """Every combination of `build` options that these parameters name, singly or in lists. `rivals`
+    are compared at `temperature` only, not at each of `temperatures`."""
     yield from _combined(params)
     beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures")}
     for rival in _values(params, "rivals"):
@@ -476,7 +482,7 @@ def _check_pairing(once: Once, *options: tuple[str, Any]) -> Pairing:
 def sources(params: dict[str, Any]) -> set[str]:
     """The folders and hub ids of all models that these parameters name, zoo defaults included.
 
-    Raises UserError for a model that is not there.
+    Raises UserError for a model that does not exist.
     """
     found = {locate(name) for name in _values(params, "target", "targets", "draft", "drafts")}
     for target in _values(params, "target", "targets"):
@@ -489,11 +495,12 @@ def sources(params: dict[str, Any]) -> set[str]:
                 found.add(find(method, name))
                 return str(find(method, name))
 
-            with suppress(UserError):  # of a draft so short; `check` has passed the one asked for
+            with suppress(UserError):  # gamma 1 may not suit; `check` has passed the one asked for
                 drafters.prepare(replace(plan, source=source))
     return found
 
 
 def _values(params: dict[str, Any], *names: str) -> list[Any]:
+    """All values of these parameters, lists flattened; None is left out."""
     found = [params[n] for n in dict.fromkeys(names) if n in params and params[n] is not None]
     return [v for x in found for v in (x if isinstance(x, list) else [x])]

@@ -1,11 +1,11 @@
-"""Is the output still the target's? Asked in every run, token by token.
+"""Losslessness check of every run: is the output the target's own, token by token?
 
-Greedy output is compared with plain decoding. Sampled output is compared under coupled noise: with
-the rule Match the speculative text must equal plain sampling exactly. The two paths add up the same
-numbers in another order, so a near tie may fall either way: at the first difference the law is
-recomputed in float32 without any cache, and the difference is a `tie` only if both tokens are
-within rounding of winning there; otherwise it is a `bug`. (That Reject keeps the law is proved by
-exact enumeration in the tests; what a run can still get wrong is caches, masks and positions.)
+Greedy output is compared with plain greedy decoding. Sampled output is compared under common noise:
+with the rule Match, speculative output must equal plain sampling exactly. The two paths sum the
+same numbers in different orders, so a near tie may go either way. At the first difference of a row
+the law is recomputed in float32 without a cache: the difference is a `tie` if both tokens are
+within rounding of winning there, else a `bug`. (Tests prove by exact enumeration that the exact
+rules keep the law; what a run can still get wrong is caches, masks and positions.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from specexp.lm import LM, free_memory
 from specexp.rules import Match
 from specexp.sampling import TOKEN, Noise, mix
 
-# Rounding of a logit relative to the row's largest: 8 units in the last place of bfloat16, and for
-# float32 what reordered sums over a few thousand terms leave.
+# Rounding error of a logit, relative to the largest in magnitude: 8 units in the last place for
+# bfloat16; for float32 the error of reordered sums over a few thousand terms.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 8 * 2.0**-8}
 
 
 @dataclass(frozen=True)
 class Divergence:
+    """The first difference of a row. `position`: index in its output; a token is -1 where that
+    output had already ended; `kind`: tie or bug."""
+
     row: int
     position: int
     plain: int
@@ -40,13 +43,15 @@ class Divergence:
 
 @dataclass
 class Exactness:
-    """tokens: compared before the first difference of each row. `lossy`: the name of a rule that
-    does not keep the target's law, whatever the comparison says; `spared`: of one in whose place
-    Match was compared; else ""."""
+    """The result of a check. `tokens`: how many agree before each row's first difference.
+
+    `lossy`: name of the engine's rule if it changes the target's law, whatever the comparison
+    found; `replaced`: its name if Match was run in its place; both else "".
+    """
 
     rows: int
     lossy: str = ""
-    spared: str = ""
+    replaced: str = ""
     tokens: int = 0
     divergences: list[Divergence] = field(default_factory=list)
 
@@ -68,16 +73,20 @@ class Exactness:
         }
 
     def __str__(self) -> str:
-        said = "identical" if not self.divergences else f"{self.ties} near ties, {self.bugs} bugs"
-        how = f", Match in place of {self.spared}," if self.spared else ""
-        told = f"{self.tokens} tokens of {self.rows} rows{how} compared with plain decoding: {said}"
-        return f"{told}; but the rule is {self.lossy}" if self.lossy else told
+        found = "identical" if not self.divergences else f"{self.ties} near ties, {self.bugs} bugs"
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        how = f", Match in place of {self.replaced}," if self.replaced else ""
+        line = f"{self.tokens} tokens in {rows}{how} compared with plain decoding: {found}"
+        return f"{line}; but the rule is {self.lossy}" if self.lossy else line
 
 
 def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Exactness:
-    """Decode the prompts both ways, all rows in one ragged batch, and class every difference."""
+    """Decode the prompts both ways, all rows in one ragged batch, and classify every difference.
+
+    Greedy output is made by the engine's own rule, sampled output by Match."""
     coupled = copy.copy(engine)
-    coupled.rule = Match()
+    if engine.sampling.temperature > 0:
+        coupled.rule = Match()
     fast = coupled.generate(prompts, max_new_tokens).tokens
     return compare(engine, prompts, fast, max_new_tokens, range(len(prompts)))
 
@@ -89,17 +98,18 @@ def compare(
     max_new_tokens: int,
     streams: Sequence[int],
 ) -> Exactness:
-    """Class every difference of these texts, made greedily or under Match, to plain decoding."""
+    """Classify the differences between plain decoding and `fast`, outputs made greedily or under
+    Match. streams: the noise stream of each row."""
     plain = engine.plain().generate(prompts, max_new_tokens, streams).tokens
     rule = engine.rule
     sampled = engine.sampling.temperature > 0
     lossy = rule.name if rule.lossy and sampled else ""
-    spared = rule.name if not rule.samples and sampled else ""
-    found, reference = Exactness(len(prompts), lossy, spared), Reference(engine.target)
+    replaced = rule.name if not rule.samples and sampled else ""
+    found, reference = Exactness(len(prompts), lossy, replaced), Reference(engine.target)
     for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
         if same is None and len(a) != len(b):
-            same = min(len(a), len(b))  # one stopped earlier: nothing numerical can explain that
+            same = min(len(a), len(b))  # one ended earlier, which rounding cannot explain
         found.tokens += len(a) if same is None else same
         if same is None:
             continue
@@ -113,7 +123,8 @@ def compare(
 def near_winners(
     engine: Engine, text: Sequence[int], stream: int, reference: Reference
 ) -> set[int]:  # fmt: skip
-    """Tokens that rounding could make follow `text` on this noise, from a float32 forward."""
+    """The tokens that could win after `text` within rounding, on this noise; from a float32 pass
+    without a cache."""
     target, sampling = engine.target, engine.sampling
     logits = reference.logits(text)
     eps = TOLERANCE[target.dtype]
@@ -132,14 +143,14 @@ def near_winners(
 
 
 class Reference:
-    """The target in float32 at least, without a cache. The copy that bfloat16 takes is made once,
-    when it is first asked: on the target's device, or in main memory if that has no room."""
+    """The target in at least float32, without a cache. A bfloat16 target is copied at first use, to
+    its own device, or to main memory if the device has no room."""
 
     def __init__(self, target: LM) -> None:
         self.target = target
 
     def logits(self, text: Sequence[int]) -> torch.Tensor:
-        """After `text`: [V], on the target's device."""
+        """Logits [V] after `text`, on the target's device."""
         module, ids = self._module, torch.tensor([list(text)], device=self._device)
         with torch.inference_mode():
             last = module(input_ids=ids, use_cache=False).logits[0, -1, : self.target.vocab]

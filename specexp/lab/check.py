@@ -1,7 +1,7 @@
-"""Is the store what it promises to be? Reads everything and changes nothing.
+"""Consistency check of the store and of what MLflow shows of it. Reads everything, changes nothing.
 
-What another process has claimed is being worked on and is not judged. Others may work between one
-glance and the next, so that only what two looks find is called broken.
+Whatever another process has claimed is skipped. Because others may write between two reads, only
+what two successive looks both find is reported as broken.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ _REBUILD = ": run `specexp store rebuild`"
 
 @dataclass(frozen=True)
 class Promise:
-    """`said` was held against `seen` things; `broken` says by which, one line each."""
+    """One invariant: how many things were `seen`, and which of them break it, one line each."""
 
-    said: str
+    statement: str
     seen: int
     broken: tuple[str, ...] = ()
 
 
 def problems() -> list[str]:
-    """What is wrong with the store and what MLflow shows of it; empty when all is well."""
+    """Everything that is wrong with the store and with MLflow's view of it, one line each."""
     return [line for promise in check() for line in promise.broken]
 
 
 def check() -> list[Promise]:
-    """Every promise, kept or broken."""
+    """Check every promise; broken only if two looks agree."""
     first = _look()
     if not any(promise.broken for promise in first):
         return first
     time.sleep(PAUSE_S)
-    before = {p.said: p.broken for p in first if p.said != READABLE}
+    before = {p.statement: p.broken for p in first if p.statement != READABLE}
     return [
-        replace(p, broken=tuple(line for line in p.broken if line in before.get(p.said, p.broken)))
+        replace(
+            p, broken=tuple(line for line in p.broken if line in before.get(p.statement, p.broken))
+        )
         for p in _look()
     ]
 
 
 def _look() -> list[Promise]:
-    """Every promise as it seems to be kept at this moment."""
+    """Check every promise once."""
     results = {p.name: p for p in _folders("results")}
     failed = _folders("failed")
     attempts = _folders("attempts")
@@ -67,11 +69,11 @@ def _look() -> list[Promise]:
     busy |= set(store.claims())
     results = {key: p for key, p in results.items() if key not in busy}
     failed = [p for p in failed if store.key_of(p) not in busy]
-    told = [p for p in failed if track.publishable(p)]
+    publishable = [p for p in failed if track.publishable(p)]
     ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
     found = [
         Promise("results are whole", len(results), tuple(_torn(results))),
-        Promise("attempts have somebody at work", len(attempts), tuple(_left(ours))),
+        Promise("every attempt has a live process", len(attempts), tuple(_left(ours))),
         Promise(READABLE, 1, unreadable),
     ]
     if shown is not None:
@@ -79,8 +81,8 @@ def _look() -> list[Promise]:
         found += [
             Promise("results are in MLflow, once, as they are", len(results),
                     tuple(_unlike(results, runs))),
-            Promise("failures are in MLflow as failures", len(told),
-                    tuple(_unshown(told, failed, results, runs))),
+            Promise("failures are in MLflow as failures", len(publishable),
+                    tuple(_unshown(publishable, failed, results, runs))),
             Promise("no run is left running", sum(map(len, shown.values())),
                     tuple(_running(runs))),
         ]  # fmt: skip
@@ -88,14 +90,14 @@ def _look() -> list[Promise]:
 
 
 def show(console: Console) -> bool:
-    """Print a line a promise, what breaks it, and who is at work; says whether all are kept."""
+    """Print one line per promise, what breaks it, and who is at work; True if all are kept."""
     if not store.root().exists():
         console.print(Text(f"no store at {store.root()} yet: nothing to check"), soft_wrap=True)
         return True
     found = check()
     for promise in found:
-        state = Text("broken  ", "bold red") if promise.broken else Text("kept    ", "green")
-        console.print(state + Text(f"{promise.seen:6d}  {promise.said}", ""), soft_wrap=True)
+        state = Text("broken  ", "bold red") if promise.broken else Text("ok      ", "green")
+        console.print(state + Text(f"{promise.seen:6d}  {promise.statement}", ""), soft_wrap=True)
         for line in promise.broken:
             console.print(Text(f"                {line}", ""), soft_wrap=True)
     for key, who in store.claims().items():
@@ -112,16 +114,16 @@ def _folders(name: str) -> list[Path]:
 def _torn(results: Mapping[str, Path]) -> Iterator[str]:
     for key, result in results.items():
         if not track.publishable(result):
-            yield f"results/{key} is not as it was committed: run its grid again"
+            yield f"results/{key} is damaged: run its grid again"
 
 
 def _left(attempts: list[Path]) -> Iterator[str]:
     for attempt in attempts:
-        yield f"attempts/{attempt.name} was left by a run that died: run any grid"
+        yield f"attempts/{attempt.name} was left by a run that died: run any grid to clean it up"
 
 
 def _shown() -> dict[str, list[Any]]:
-    """run_key -> active runs in MLflow."""
+    """run_key -> specexp's active runs in MLflow."""
     found = defaultdict(list)
     place = track.backend()
     for experiment in place.experiments() if track.there() else []:
@@ -149,7 +151,7 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
     if not record:
         return
     if not track.is_whole(run):
-        yield "what was published when a run died"
+        yield "a publication that was interrupted"
     if run.data.params != track.as_params(record):
         yield "a parameter"
     points = track.as_points(record)
@@ -164,11 +166,11 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unshown(
-    told: list[Path], failed: list[Path], results: Mapping[str, Path],
+    publishable: list[Path], failed: list[Path], results: Mapping[str, Path],
     shown: Mapping[str, list[Any]],
 ) -> Iterator[str]:  # fmt: skip
     names = {kept.name for kept in failed}
-    for key in sorted({store.key_of(kept) for kept in told}):
+    for key in sorted({store.key_of(kept) for kept in publishable}):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
         if len(runs) > 1 or (not runs and key not in results):
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"
@@ -182,4 +184,4 @@ def _running(shown: Mapping[str, list[Any]]) -> Iterator[str]:
         for run in runs:
             if run.info.status not in ENDED:
                 named = f"{run.info.run_id} {json.dumps(run.info.run_name)} ({key})"
-                yield f"MLflow's run {named} is {run.info.status} for ever{_REBUILD}"
+                yield f"MLflow's run {named} is {run.info.status}, but nobody runs it{_REBUILD}"

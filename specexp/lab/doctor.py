@@ -1,4 +1,4 @@
-"""Is this machine ready, and how fast? Versions, device, dtype speed, disk, what is missing."""
+"""`specexp doctor`: versions, device, speed by dtype, disk, and what is missing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from specexp.lm import free_memory
 from specexp.zoo import shelf
 
 SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
-EMULATED = 4.0  # times the time of float32: double precision honestly takes twice as long
+EMULATED = 4.0  # times float32's time: native float64 takes twice as long, emulation far more
 SHAPES = {"cpu": (1024, 32), "cuda": (8192, 4)}
-"""Width and number of matrices: together too large for the caches that matter, and on a GPU each
-takes longer to read than to launch."""
+"""Width and number of matrices: together larger than the caches that matter; on a GPU each takes
+longer to read than to launch."""
 
 
 def examine(console: Console) -> bool:
-    """Print the report; False when something that every run needs is missing."""
+    """Print the report; False if something that every run needs is missing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = Table(box=None, show_header=False)
     facts.add_row(
@@ -37,8 +37,9 @@ def examine(console: Console) -> bool:
     facts.add_row("packages", ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN))
     facts.add_row("device", described(device))
     facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
-    facts.add_row("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores, load {_load()}")
-    facts.add_row("CPU passes", "compiled" if native.library() else "by single operations")
+    threads, load = torch.get_num_threads(), os.getloadavg()[0]
+    facts.add_row("threads", f"{threads} on {os.cpu_count()} cores, load average {load:.1f}")
+    facts.add_row("CPU passes", "compiled" if native.library() else "one operation at a time")
     root = store.root()
     free = shutil.disk_usage(_existing(root)).free
     facts.add_row("store", Text(f"{root}, {free / 2**30:.1f} GiB free"))
@@ -47,11 +48,10 @@ def examine(console: Console) -> bool:
     console.print(speeds(device))
     problems = [("missing", problem) for problem in missing()]
     if not os.access(_existing(root), os.W_OK):
-        said = f"{root}: set SPECEXP_MLRUNS to a folder that may be written to"
-        problems.append(("not writable", said))
+        problems.append(("not writable", f"{root}: set SPECEXP_MLRUNS to a folder you can write"))
     if not shelf.models():
-        said = "the zoo's models: get a complete checkout, or run `specexp zoo train`"
-        problems.append(("missing", said))
+        advice = "get a complete checkout, or run `specexp zoo train`"
+        problems.append(("missing", f"the zoo's models: {advice}"))
     for what, problem in problems:
         console.print(Text(what, "bold red") + Text(f" {problem}", ""), soft_wrap=True)
     if not problems:
@@ -60,20 +60,21 @@ def examine(console: Console) -> bool:
 
 
 def missing() -> list[str]:
-    """Requirements of the package that this machine does not meet, one line each with the mend."""
+    """Unmet requirements of the package, one line each with the command that installs them."""
     problems = []
     for needed in requirements():
         found = version(needed.name)
         if found is None:
             problems.append(f"{needed.name}: pip install {needed.name}")
         elif not needed.specifier.contains(found, prereleases=True):
-            mend = f"pip install '{needed}'"
-            problems.append(f"{needed.name}{needed.specifier}, {found} is installed: {mend}")
+            fix = f"pip install '{needed}'"
+            problems.append(f"{needed.name}{needed.specifier}, {found} is installed: {fix}")
     return problems
 
 
 def requirements() -> list[Requirement]:
-    """What the package needs, as it was installed, or as a checkout says that was not."""
+    """Required packages: from the installed metadata, or from pyproject.toml in a checkout that is
+    not installed."""
     try:
         asked = metadata.requires("specexp") or []
     except metadata.PackageNotFoundError:
@@ -83,16 +84,17 @@ def requirements() -> list[Requirement]:
 
 
 def speeds(device: torch.device) -> Table:
-    """What verifying n tokens costs next to one, by dtype: the whole bet of speculation."""
+    """Time of a pass over n tokens relative to one token, by dtype: what verification costs."""
     counts = (1, 2, 6, 16, 64)
     table = Table(
         "dtype", "one token", "reads", *(f"n={n}" for n in counts[1:]),
-        title="a pass over n tokens, relative to one token (linear layers of this machine)",
+        title="linear layers over n tokens, relative to one",
         title_justify="left", title_style="", box=None, header_style="bold",
     )  # fmt: skip
     for dtype in (torch.float32, torch.bfloat16):
         weights = [w.to(dtype) for w in _matrices(device)]
-        best = {n: min(_pass(weights, n) for _ in range(9)) for n in counts}
+        taken = [[_pass(weights, n) for n in counts] for _ in range(9)]  # in turns
+        best = dict(zip(counts, map(min, zip(*taken, strict=True)), strict=True))
         size = sum(w.numel() * w.element_size() for w in weights)
         table.add_row(
             str(dtype).removeprefix("torch."), f"{best[1] * 1e3:.2f} ms",
@@ -102,8 +104,8 @@ def speeds(device: torch.device) -> Table:
 
 
 def slow(dtype: torch.dtype, device: torch.device) -> str:
-    """One line when a token costs far more in this dtype than in float32, as it does where the
-    processor has no such arithmetic and it is emulated; else ""."""
+    """A warning if a one-token pass takes far longer in this dtype than in float32, because the
+    processor emulates it; else ""."""
     if dtype == torch.float32:
         return ""
     single = _matrices(device)
@@ -115,8 +117,8 @@ def slow(dtype: torch.dtype, device: torch.device) -> str:
         return ""
     name = str(dtype).removeprefix("torch.")
     return (
-        f"{name} is emulated slowly here: a token costs {times[0] / times[1]:.0f}x what it does in "
-        "float32, and figures say nothing about hardware that has it; use --dtype float32"
+        f"{name} is emulated here: a one-token pass takes {times[0] / times[1]:.0f}x as long as in "
+        f"float32, so figures do not hold for hardware with {name}; use --dtype float32"
     )
 
 
@@ -126,6 +128,7 @@ def _matrices(device: torch.device) -> list[torch.Tensor]:
 
 
 def _pass(weights: list[torch.Tensor], n: int) -> float:
+    """Seconds of a pass over n tokens through all matrices."""
     x = weights[0].new_ones(n, len(weights[0]))
     begin = clock(x.device)
     for w in weights:
@@ -139,11 +142,8 @@ def described(device: torch.device) -> str:
     return f"cpu ({torch.backends.cpu.get_cpu_capability()}); no CUDA device found"
 
 
-def _load() -> str:
-    return f"{os.getloadavg()[0]:.1f}"
-
-
 def version(name: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -151,6 +151,7 @@ def version(name: str) -> str | None:
 
 
 def _existing(path: os.PathLike[str]) -> str:
+    """The path, or its nearest parent that exists."""
     at = os.path.abspath(path)
     while not os.path.exists(at):
         at = os.path.dirname(at)

@@ -1,8 +1,8 @@
-"""A point's way to another machine and back.
+"""Running a grid point on another machine.
 
-`run` executes it there in a folder of its own and sends the folder back as an `Answer`: a worker
-knows no store, the runner alone commits and publishes. `Seat` is the runner's end; who carries the
-errand is another file's matter (`cluster`).
+`run` executes the point there in a temporary folder and returns that folder as an `Answer`: workers
+have no store, only the runner commits and publishes. `Seat` is the runner's side; transport is up
+to a `Carrier` (`cluster`, `slurm`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RETRIES = 3
 
 @dataclass(frozen=True)
 class Errand:
-    """A point on its way to a worker. `notebook`: relative to the checkout; `modules`: what kernels
-    are forked with; `code`: the digest of the library."""
+    """A point sent to a worker. `notebook`: relative to the checkout; `modules`: imported before
+    kernels are forked; `code`: the digest of the library; `environment`: variables to set."""
 
     point: Point
     notebook: Path
@@ -45,7 +45,8 @@ class Errand:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of it: the attempt folder as a tar; kind, message and traceback of a failure."""
+    """A worker's result. `folder`: the attempt folder as a tar; `failure`: kind, message and
+    traceback; `node`: where it ran."""
 
     node: str
     folder: bytes = b""
@@ -53,11 +54,11 @@ class Answer:
 
 
 def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
-    """Execute the point on this machine."""
+    """Execute the point on this machine. A failure is part of the answer."""
     node = socket.gethostname()
     if _imported() != errand.code:
-        found = f"other code than the runner's is imported there, from {store.ROOT}"
-        return Answer(node, failure=("error", found, ""))
+        differs = f"the code imported there, from {store.ROOT}, is not the runner's"
+        return Answer(node, failure=("error", differs, ""))
 
     watch(f"on {node}, starting")
     point = replace(errand.point, notebook=store.ROOT / errand.notebook)
@@ -75,7 +76,7 @@ def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
 
 @cache
 def _imported() -> str:
-    """The digest of the code as it was at this process's first errand, which imported it."""
+    """The digest of the code at this process's first errand, which imported it."""
     return code_digest()
 
 
@@ -84,7 +85,7 @@ _open = contextlib.ExitStack()
 
 
 def _slot(modules: Sequence[str], forked: bool) -> kernels.Slot:
-    """This process's own place for kernels: it has one point at a time, and maybe more later."""
+    """This process's slot for kernels, kept for later errands; it runs one point at a time."""
     key = modules, forked, os.environ.get("OMP_NUM_THREADS")
     if key not in _slots:
         home = _open.enter_context(kernels.Kernels(modules, forked))
@@ -95,8 +96,8 @@ def _slot(modules: Sequence[str], forked: bool) -> kernels.Slot:
 def packed(
     folder: Path, failure: tuple[str, str, str] | None, most: int = MOST_BYTES
 ) -> tuple[bytes, tuple[str, str, str] | None]:
-    """The files of a folder as a tar, the smallest first and at most `most` bytes of them: if that
-    leaves any out, the point has failed."""
+    """The files of a folder as a tar, smallest first, up to `most` bytes in all. If any is left
+    out, the failure says so."""
     files = sorted((p.stat().st_size, p) for p in folder.rglob("*") if p.is_file())
     total, taken = sum(size for size, _ in files), 0
     made = io.BytesIO()
@@ -104,23 +105,27 @@ def packed(
         for size, path in files:
             taken += size
             if taken > most:
-                said = f"its folder holds {total / 1e6:.0f} MB, of which at most {most / 1e6:.0f}"
-                failure = failure or ("invalid-result", f"{said} are brought back", "")
+                large = (
+                    f"its folder holds {total / 1e6:.0f} MB, and at most {most / 1e6:.0f} MB are "
+                    "sent back: write less to it"
+                )
+                failure = failure or ("invalid-result", large, "")
                 break
             tar.add(path, str(path.relative_to(folder)), recursive=False)
     return made.getvalue(), failure
 
 
 def unpack(data: bytes, folder: Path, most: int = MOST_BYTES) -> None:
-    """Undo `packed`. Raises Failure for anything but regular files inside the folder."""
+    """Unpack the tar of `packed`. Raises Failure for anything but regular files inside the
+    folder, and for more than `most` bytes."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             members = tar.getmembers()
             for member in members:
                 if not member.isreg() or member.issparse():
-                    raise Failure("invalid-result", f"{member.name!r} came back, which is no file")
+                    raise Failure("invalid-result", f"{member.name!r} is not a regular file")
                 if not (folder / member.name).resolve().is_relative_to(folder.resolve()):
-                    raise Failure("invalid-result", f"{member.name!r} leads out of its folder")
+                    raise Failure("invalid-result", f"{member.name!r} lies outside its folder")
             if sum(member.size for member in members) > most:
                 raise Failure("invalid-result", f"more than {most / 1e6:.0f} MB came back")
             tar.extractall(folder, members, filter="data")
@@ -132,20 +137,20 @@ def unpack(data: bytes, folder: Path, most: int = MOST_BYTES) -> None:
 
 
 class Lost(Exception):
-    """The machine or process that had the point is gone."""
+    """The machine or process that ran the point is gone."""
 
 
 class Carrier(Protocol):
-    """Takes errands to machines. say: is told of those that were lost."""
+    """Sends errands to machines. say: called with a line about each one lost."""
 
     say: Callable[[str], None]
 
     def carry(self, point: Point, seat: int, watch: Watch) -> Answer:
-        """Have the point run and wait for it. Raises Lost, and Failure."""
+        """Run the point elsewhere and wait for its answer. Raises Lost and Failure."""
 
 
 class Seat:
-    """One point at a time on other machines: asks again where one was lost."""
+    """Runs one point at a time on other machines, and up to RETRIES times more if it is lost."""
 
     def __init__(self, carrier: Carrier, number: int) -> None:
         self._carrier, self._number, self.name = carrier, number, "elsewhere"
@@ -170,16 +175,19 @@ class Seat:
 
 
 class There(Exception):
-    """What was raised on another machine, as text."""
+    """An exception of another machine, as text."""
 
 
 class Errands:
-    """Makes the errands of these points. Raises UserError for a point that cannot be sent."""
+    """Makes errands from points. Raises UserError for a point that cannot be sent."""
 
     def __init__(self, points: Sequence[Point], forked: bool, together: bool) -> None:
         for point in points:
             if not point.notebook.is_relative_to(store.ROOT):
-                raise UserError(f"{point.notebook} is not below {store.ROOT}, all that workers get")
+                raise UserError(
+                    f"{point.notebook} is outside {store.ROOT}, and workers get only that folder: "
+                    "move the notebook into it"
+                )
         self._forked, self._together = forked, together
         self._modules = kernels.modules_of(sorted({p.notebook for p in points}))
         self._code = code_digest()

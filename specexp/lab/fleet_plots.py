@@ -1,4 +1,4 @@
-"""Figures of simulated fleets. Every one of them says SIMULATED."""
+"""Figures of simulated fleets; every title says SIMULATED."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specexp.lab.plots import batch_axis, panels
 
 
 def paces(setting: Setting, table: pd.DataFrame) -> Figure:
-    """Left: tokens a second of one replica over its streams. Right: what a token takes each
-    stream, with the limit. From `fleets.pace_table`."""
+    """Left: tokens/s of one replica over its number of streams. Right: time per token of a stream,
+    with the limit. From `fleets.pace_table`."""
     names = list(setting.paces)
     colours, most = palette(names), int(table["streams"].max())
     with panels(2, 13, 4.6) as (figure, (left, right)):
@@ -31,12 +31,13 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         for axes in (left, right):
             batch_axis(axes, [2**i for i in range(most.bit_length())])
             axes.set_xlabel("streams of a replica")
-        left.set(ylabel="tokens a second, all streams", ylim=(0, None))
+        left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         shown = table[table["policy"].isin(names) & (table["streams"] <= most)]
-        right.set(ylabel="ms a token of each stream",
+        right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(shown["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
         left.legend(fontsize=9)
-        doubt = "" if setting.costs.fit().r2 > DOUBTFUL else " (DOUBTFUL costs: was it busy?)"
+        good = setting.costs.fit().r2 > DOUBTFUL
+        doubt = "" if good else " (doubtful costs: was the machine busy?)"
         figure.suptitle(f"SIMULATED replica{doubt}: {_paying(table)}", x=0.01, ha="left")
     return figure
 
@@ -48,15 +49,15 @@ def _paying(table: pd.DataFrame) -> str:
     gain = mine["tok_s"] / plain["tok_s"]
     pays = gain.index[gain > 1 + 1e-9]
     if not len(pays):
-        return f"{name} never writes faster than plain decoding"
+        return f"{name} is never faster than plain decoding"
     return (
-        f"{name} writes {gain.iloc[0]:.2f}x as fast as plain decoding at one stream, "
-        f"{gain.max():.2f}x at best, and gains up to {pays.max()} streams"
+        f"{name} over plain decoding: {gain.iloc[0]:.2f}x at one stream, {gain.max():.2f}x at "
+        f"best, faster up to {pays.max()} streams"
     )
 
 
 def over_the_day(hours: pd.DataFrame) -> Figure:
-    """Replicas needed in every hour under each policy; from `fleets.hourly`."""
+    """Replicas needed in each hour, one line per policy; from `fleets.hourly`."""
     names = list(dict.fromkeys(hours["policy"]))
     colours = palette(names)
     with panels(1, 10, 4.8) as (figure, (axes,)):
@@ -81,7 +82,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
         rate = axes.twinx()
         first = hours[hours["policy"] == names[0]]
         rate.plot(first["hour"] + 0.5, first["rate"], color="#555555", lw=1, ls=":")
-        rate.set(ylabel="requests a second (dotted)", ylim=(0, None))
+        rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
         rate.grid(False)
         axes.legend(loc="upper left", fontsize=9)
         figure.suptitle(f"SIMULATED day: {_saving(hours)}", x=0.01, ha="left")
@@ -94,13 +95,14 @@ def _saving(hours: pd.DataFrame) -> str:
     share = fleets.saved(hours, name)
     if share != share:
         return f"{name} misses the limits with any number of replicas"
-    said = f"saves {share:.0%}" if share >= 0 else f"takes {-share:.0%} more"
-    return f"{name} {said} of plain decoding's replica-hours"
+    if share < 0:
+        return f"{name} needs {-share:.0%} more replica-hours than plain decoding"
+    return f"{name} saves {share:.0%} of plain decoding's replica-hours"
 
 
 def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
-    """TTFT, TPOT and the requests within both limits over the number of replicas at the busiest
-    hour; from `fleets.over_size`."""
+    """TTFT, TPOT and the share of requests within both limits, over the number of replicas at the
+    busiest hour; from `fleets.over_size`."""
     limits = setting.limits
     quantile = f"p{100 * limits.quantile:g}"
     kinds = {
@@ -131,22 +133,22 @@ def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
         kept = table[(table["ttft_ms"] <= kinds["ttft_ms"][1])
                      & (table["tpot_ms"] <= kinds["tpot_ms"][1])]  # fmt: skip
         fewest = kept.groupby("policy")["replicas"].min().reindex(names)
-        said = ", ".join(f"{n} {r:.0f}" if r == r else f"{n} none" for n, r in fewest.items())
+        sizes = ", ".join(f"{n} {r:.0f}" if r == r else f"{n} none" for n, r in fewest.items())
         figure.suptitle(
-            f"SIMULATED busiest hour; fewest of these sizes that keep the limits: {said}",
+            f"SIMULATED busiest hour; fewest replicas shown that keep the limits: {sizes}",
             x=0.01, ha="left",
         )  # fmt: skip
     return figure
 
 
 def day_title(days: pd.DataFrame, replicas: int) -> str:
-    """What `load_plots.latencies` shows here."""
+    """The title of `load_plots.latencies` for a simulated day."""
     good = days.set_index("policy")["goodput/share"]
-    said = ", ".join(f"{name} {share:.1%}" for name, share in good.items())
-    return f"SIMULATED day on {replicas} replicas; requests within the limits: {said}"
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in good.items())
+    return f"SIMULATED day on {replicas} replicas; requests within the limits: {shares}"
 
 
 def _line(name: str) -> dict[str, Any]:
-    """Dashed above solid, so that two that are the same are both seen."""
+    """Dashed lines are drawn above solid ones, so that coinciding lines are both visible."""
     solid = name == "plain" or name.startswith(LOAD_AWARE)
     return {"ls": "-", "zorder": 2} if solid else {"ls": (0, (3, 2)), "zorder": 3}

@@ -1,8 +1,8 @@
-"""Has `specexp bench` become worse? Its ratios beside those of an earlier run, never its seconds.
+"""Regression check for `specexp bench`: compares the ratios of two runs, never their seconds.
 
-A ratio has become worse when the two intervals lie apart, the wrong way round and by more than
-MARGIN. Two runs of the same code on a machine of one's own hardly ever differ so; on a shared one
-memory and cores are now faster, now slower, and a ratio that looks worse deserves a second run.
+A ratio is worse if the two intervals are disjoint in the wrong direction, by more than MARGIN. Two
+runs of the same code on an idle machine hardly ever differ that much; on a shared machine memory
+and core speeds drift, so repeat the run before trusting a ratio that looks worse.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from specexp.lab.suite_views import WORK
 
 MARGIN = 0.05
 ALIKE = ("target", "drafter", "gamma", "temperature", "dtype", "max_new_tokens", "prompts")
-SUITES = ("peers", "roofline", "round")  # those that say how good something is
+SUITES = ("peers", "roofline", "round")  # the others have no ratio that should rise or fall
 
 
 class Change(NamedTuple):
-    """One ratio, then and now. `rises`: is more of it better?"""
+    """One ratio, then and now. `rises`: whether higher is better."""
 
     what: str
     then: Interval
@@ -44,26 +44,33 @@ class Change(NamedTuple):
 
 
 def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[str, Any]:
-    """An earlier report. Raises UserError when it is none, or of something else than what is to be
-    measured now."""
+    """Load an earlier report. Raises UserError if the file is not one, or if it was measured with
+    other parameters or suites than those given."""
     try:
         report = dict(json.loads(path.read_text()))
         then, there = dict(report["parameters"]), set(report["suites"])
         _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
     except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}; make it: specexp bench --out") from e
+        raise UserError(
+            f"cannot read {path}: {e.strerror}; write one with specexp bench --out"
+        ) from e
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(f"{path} is no report of specexp bench --out, or an old one") from e
-    odd = [
+        raise UserError(
+            f"{path} is not a report that this version reads; write one with specexp bench --out"
+        ) from e
+    differing = [
         f"{name} {then.get(name)!r}, now {parameters[name]!r}"
         for name in ALIKE
         if then.get(name) != parameters[name]
     ]
-    if odd:
-        raise UserError(f"{path} was made with {'; '.join(odd)}: compare like with like")
+    if differing:
+        raise UserError(
+            f"{path} was measured with {'; '.join(differing)}: use the same options for both"
+        )
     if not there & {*suites} & {*SUITES}:
         raise UserError(
-            f"{path} has none of the suites {', '.join(SUITES)} that are to be measured now"
+            f"{path} shares none of the suites {', '.join(SUITES)} with this run: nothing to "
+            "compare"
         )
     return report
 
@@ -79,11 +86,11 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 
 
 def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
-    """What it is, the ratio, and whether more of it is better; no two have one name."""
+    """A unique name for each ratio, the ratio, and whether higher is better."""
     alone: set[str] = set()
     for row in suites.get("peers", {}).get("rows", ()):
         what = f"peers: {WORK[row['work']]}, batch {row['batch']}"
-        what += ", together" if what in alone else ""  # a batch of one is compared twice
+        what += ", together" if what in alone else ""  # --batches 1 gives two rows at batch 1
         alone.add(what)
         if row["ratio"]:
             yield what, Interval(**row["ratio"]), True
@@ -99,14 +106,14 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
 
 
 def table(found: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
-    """One row a ratio; what became worse in red."""
+    """One row per ratio; worse ones in red."""
     title = "against an earlier run"
     if then.get("about", {}).get("device") != now["about"]["device"]:
         title += f" on another device ({then.get('about', {}).get('device')})"
     made = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
                  box=None, header_style="bold")  # fmt: skip
     for change in found:
-        said = Text("better", "green") if change.better else Text()
-        said = Text("worse", "red") if change.worse else said
-        made.add_row(Text(change.what), str(change.then), str(change.now), said)
+        verdict = Text("better", "green") if change.better else Text()
+        verdict = Text("worse", "red") if change.worse else verdict
+        made.add_row(Text(change.what), str(change.then), str(change.now), verdict)
     return made

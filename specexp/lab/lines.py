@@ -1,8 +1,8 @@
-"""YAML of which every key and value knows its line: plain data, and what is wrong with the file.
+"""A YAML reader that knows the line of every key and value, and reports problems by line.
 
-Only what a grid needs is read: mappings with text keys, lists, and scalars. Anchors, aliases and
-tags are refused, and so are the scalars that YAML 1.1 reads as nobody means them (012, 1:30, a
-date). This file does not know what a grid is.
+It reads the subset that grids need: mappings with string keys, lists and scalars. Anchors, aliases
+and tags are rejected, and so are scalars that YAML 1.1 reads in unexpected ways (012, 1:30, a
+date). Nothing here knows what a grid is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TAG = "tag:yaml.org,2002:"
 
 @dataclass
 class Document:
-    """`value`: plain data, None for an empty file. `problems`: (line, what is wrong), as found."""
+    """A parsed file. `value`: plain data, None if empty; `problems`: (line, what is wrong)."""
 
     value: Any = None
     problems: list[tuple[int, str]] = field(default_factory=list)
@@ -42,21 +42,21 @@ class Document:
         return path in self._lines
 
     def at(self, *path: str | int) -> Any:
-        """What stands there."""
+        """The value at a path."""
         value = self.value
         for part in path:
             value = value[part]
         return value
 
     def line(self, *path: str | int) -> int:
-        """The line of a key or list item, counted from 1, or of the nearest thing around it."""
+        """The line of a key or list item, from 1, or of the nearest one around it."""
         while path and path not in self._lines:
             path = path[:-1]
         return self._lines.get(path, 1)
 
 
 def read(path: Path) -> Document:
-    """Parse a file. Raises UserError, one line, for one that cannot be read at all."""
+    """Parse a file. Raises UserError if it cannot be read at all."""
     document = Document()
     text = _text(path, document)
     if document.problems:
@@ -71,8 +71,8 @@ def read(path: Path) -> Document:
 
 
 def scalar(text: str) -> Any:
-    """The value of a text written plain in YAML. Raises UserError where YAML is not to be trusted
-    with it."""
+    """The value of a plain (unquoted) YAML scalar. Raises UserError where YAML reads it in an
+    unexpected way."""
     document = Document()
     event = yaml.ScalarEvent(None, None, (True, False), text)
     value = _Builder(document, iter(())).scalar(event, 1)
@@ -90,7 +90,7 @@ def _text(path: Path, document: Document) -> str:
     except (OSError, ValueError) as e:
         raise UserError(f"cannot be read: {getattr(e, 'strerror', None) or e}") from e
     if len(raw) > LARGEST:
-        raise UserError(f"is larger than {LARGEST // 1000} kB; that is no grid")
+        raise UserError(f"is larger than {LARGEST // 1000} kB, too large for a grid")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -99,7 +99,7 @@ def _text(path: Path, document: Document) -> str:
         return ""
     if odd := HIDDEN.search(text):
         bad = text.count("\n", 0, odd.start()) + 1
-        document.problems.append((bad, f"has the character U+{ord(odd[0]):04X}: take it out"))
+        document.problems.append((bad, f"has the character U+{ord(odd[0]):04X}: remove it"))
     return text
 
 
@@ -107,11 +107,11 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
     mark, begun = error.problem_mark or error.context_mark, error.context_mark
     rows = text.splitlines() or [""]
     line = mark.line if mark else 0
-    if begun and not "".join(rows[line:]).strip():  # what begins there never ends
+    if begun and not "".join(rows[line:]).strip():  # a construct that is never closed
         line = begun.line
     line = min(line, len(rows) - 1)
     if re.match(r" *\t", rows[line]):
-        return line + 1, "has a tab: YAML is indented with blanks"
+        return line + 1, "has a tab: indent YAML with spaces"
     said = str(error.problem or error.context)
     if begun and begun.line < line:
         said += f" ({error.context}, begun on line {begun.line + 1})"
@@ -119,7 +119,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
 
 
 class _Builder:
-    """Makes plain data of parse events, one after another; never deeper than DEEPEST."""
+    """Builds plain data from parse events, at most DEEPEST levels deep."""
 
     def __init__(self, document: Document, events: Iterator[Any]) -> None:
         self.document, self.events = document, events
@@ -134,7 +134,9 @@ class _Builder:
                 documents += 1
                 begin: Any = event.start_mark
                 if documents > 1:
-                    return self.wrong(begin.line + 1, "begins a second document: one grid a file")
+                    return self.wrong(
+                        begin.line + 1, "begins a second document: write one grid per file"
+                    )
                 self.document.value = self.value(next(self.events), ())
         return None
 
@@ -144,9 +146,11 @@ class _Builder:
         if len(path) > DEEPEST:
             raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.wrong(line, f"anchors and aliases ({event.anchor}) are not read: write it out")
+            self.wrong(
+                line, f"anchors and aliases ({event.anchor}) are not supported: write it out"
+            )
         if tag := getattr(event, "tag", None):
-            self.wrong(line, f"the tag {tag!r:.60} is not read: leave it out")
+            self.wrong(line, f"the tag {tag!r:.60} is not supported: remove it")
         if isinstance(event, yaml.SequenceStartEvent):
             return self.sequence(path)
         if isinstance(event, yaml.MappingStartEvent):
@@ -167,14 +171,14 @@ class _Builder:
             key = self.value(event, (*path, "\0key"))
             known = isinstance(key, str)
             if key == "<<":
-                self.wrong(line, "merge keys (<<) are not read: write the values out")
+                self.wrong(line, "merge keys (<<) are not supported: write the values out")
                 known = False
             elif not known and len(self.document.problems) == before:
                 hint = ", it is true or false to YAML" if isinstance(key, bool) else ""
-                self.wrong(line, f"the key {_written(event)} is not a text{hint}: put it in quotes")
+                self.wrong(line, f"the key {_written(event)} is no string{hint}: put it in quotes")
             elif known and key in values:
                 first = self.document.line(*path, key)
-                self.wrong(line, f"{key!r:.60} stands there twice, first on line {first}")
+                self.wrong(line, f"{key!r:.60} appears twice, first on line {first}")
                 known = False
             elif known:
                 self.document._lines[*path, key] = line
@@ -203,7 +207,7 @@ class _Builder:
             self.wrong(line, f"{raw[:40]} is too large a number")
             return 0
         except ValueError:
-            self.wrong(line, f"{raw[:40]} is a number to YAML, and none: put it in quotes")
+            self.wrong(line, f"{raw[:40]} is a malformed number to YAML: put it in quotes")
             return raw
         if _OCTAL.fullmatch(raw) or ":" in raw:
             base = "60" if ":" in raw else "8"

@@ -1,4 +1,4 @@
-"""What a running grid shows: finished points as lines, running ones in a table that is redrawn."""
+"""Progress of a running grid: finished points as lines, running ones in a live table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = {"done": "green", "failed": "red", "stopped": "yellow", "kept": "yellow"
 
 @dataclass
 class Board:
-    """The state of `total` points for people. Threads may call it at once."""
+    """The progress of `total` points on the console. Thread-safe."""
 
     console: Console
     total: int
@@ -44,7 +44,7 @@ class Board:
         self._live.stop()
 
     def began(self, label: str) -> Callable[[str], None]:
-        """A point runs now; returns what to call with where it is."""
+        """A point starts; returns a function to call with its current step."""
         begin = time.monotonic()
 
         def watch(said: str) -> None:
@@ -55,7 +55,7 @@ class Board:
         return watch
 
     def ended(self, label: str, state: str, detail: str = "") -> None:
-        """A point came to its end: `state` is one of SHOWN; the others count it."""
+        """A point ended; `state` is one of SHOWN."""
         with self._lock:
             begin = self._running.pop(label)[0] if label in self._running else None
             took = 0.0 if begin is None else time.monotonic() - begin
@@ -67,7 +67,7 @@ class Board:
             self.console.print(line + Text(detail, "dim"), soft_wrap=True)
 
     def say(self, line: str, once: bool = False) -> None:
-        """A line for people; with `once` not again while nothing else was said."""
+        """Print a line; with `once`, not if it repeats the last line said."""
         with self._lock:
             if once and line == self._note:
                 return
@@ -76,7 +76,7 @@ class Board:
 
     @property
     def left(self) -> str:
-        """About how long the rest takes, from what the points so far took."""
+        """The estimated time left, from the mean duration so far; "" before the first point."""
         if not self._took:
             return ""
         rest = self.total - self.done - self.failed

@@ -1,4 +1,4 @@
-"""What the rounds of one stream did, in colour: for notebooks and the command line alike."""
+"""One generation in colour, token by token and round by round, for notebooks and the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STYLES = {
 
 
 def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int, str]]:
-    """(token, kind) of what one round delivered: tokens are the `step.emitted` ones."""
+    """(token, kind) of each token that one round emitted. depth: the round's draft length."""
     whole = step.accepted == min(depth, step.drafted)
     last = "plain" if not step.drafted else "bonus" if whole else "corrected"
     for i, token in enumerate(tokens):
@@ -29,21 +29,23 @@ def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int,
 
 
 def stream(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
-    """The whole text, each token in the colour of how it came about."""
+    """The whole output, each token in the colour of its kind (see `legend`)."""
     parts = _parts(rounds, tokens, row)
     made = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
     return _coloured(rig, made)
 
 
 def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
-    """One line a round: what was kept, what was corrected, and the guesses thrown away."""
+    """One line a round: accepted/drafted, the tokens emitted, then the rejected guesses."""
     text = Text()
     for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
-        wrong = [t for t in step.guesses if t >= 0]
+        rejected = [t for t in step.guesses if t >= 0]
         for token in part[: step.accepted]:
-            wrong.remove(token)
-        made = [*pieces(step, part, depth), *((t, "rejected") for t in wrong)]
+            rejected.remove(token)
+        if step.emitted < step.accepted:  # the output ended among accepted guesses
+            rejected = []
+        made = [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
         text.append(_coloured(rig, made, visible=True))
         text.append("\n")
     return text
@@ -54,7 +56,7 @@ def legend() -> Text:
 
 
 def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Group:
-    """Generate once and show it: the stream in colour, then round by round."""
+    """Generate once and show the output in colour, then round by round."""
     made = rig.generate([prompt], max_new_tokens)
     rounds, tokens = made.trace.rounds, made.tokens[0]
     return Group(
@@ -66,7 +68,7 @@ def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Group:
 def _parts(
     rounds: Sequence[Round], tokens: Sequence[int], row: int
 ) -> Iterator[tuple[Step, Sequence[int], int]]:
-    """Each round of a row: its step, the tokens it delivered, how deep its draft was."""
+    """For each round of a row: its step, the tokens it emitted, and the draft's depth."""
     at = 0
     for found in rounds:
         for step in (s for s in found.steps if s.row == row):
@@ -75,9 +77,10 @@ def _parts(
 
 
 def _coloured(rig: Rig, made: Sequence[tuple[int, str]], visible: bool = False) -> Text:
-    """Neighbours of one kind are decoded together, since a character may span tokens."""
+    """The decoded tokens. Neighbours of one kind are decoded together, since a character may span
+    several tokens. visible: show line ends and tabs as symbols."""
     text = Text()
     for kind, group in groupby(made, key=lambda piece: piece[1]):
-        said = rig.decode([token for token, _ in group])
-        text.append(said.replace("\n", "⏎").replace("\t", "⇥") if visible else said, STYLES[kind])
+        part = rig.decode([token for token, _ in group])
+        text.append(part.replace("\n", "⏎").replace("\t", "⇥") if visible else part, STYLES[kind])
     return text

@@ -1,7 +1,7 @@
-"""The suite `memory`: how much a run had in memory at most, beside what its configs foretold.
+"""The suite `memory`: the peak memory of a run beside the need predicted from model configs.
 
-A GPU's allocator tells its own peak. On a CPU the tensors alive after every operation are added up,
-which is what the program asked for and not what the process took.
+On a GPU the allocator reports the peak. On a CPU it is the largest total size of the tensors alive
+after any operation: what the program asked for, not what the process occupied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specexp.quantised import held
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of tensors made while it lasts: `now`, and at most `peak`."""
+    """Counts the bytes of tensors created while active: alive `now`, and at the `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def _address(x: Tensor) -> int:
 
 @contextmanager
 def peak(device: torch.device) -> Iterator[list[int]]:
-    """A list; at the end the peak is appended, in bytes above what there was at the beginning."""
+    """Yields a list, to which the peak is appended at the end: bytes above the start."""
     found: list[int] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -68,7 +68,7 @@ def peak(device: torch.device) -> Iterator[list[int]]:
 
 
 def weights(modules: Sequence[Any]) -> int:
-    """Bytes of the memory that these modules' parameters and buffers lie in, each counted once."""
+    """Bytes of the storage behind these modules' parameters and buffers, each counted once."""
     found = {}
     for module in modules:
         if isinstance(module, nn.Module):
@@ -77,9 +77,9 @@ def weights(modules: Sequence[Any]) -> int:
     return sum(found.values())
 
 
-def foretold(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Need:
-    """What a run of this engine needs: weights and what the drafter keeps a row as they are, all
-    else computed."""
+def predicted(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Need:
+    """The memory that a run of this engine needs. Weights, allocated caches and the drafter's state
+    are counted as they are; working memory is computed from configs."""
     drafter, size = engine.drafter, engine.target.dtype.itemsize
     caches = {id(lm.cache): lm for lm in reversed(engine.models)}.values()
     held = sum(lm.kv_bytes_per_token * lm.cache.batch * lm.cache.size for lm in caches if lm.cache)
@@ -96,7 +96,7 @@ def foretold(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Need
 
 
 def held_per_token(lm: LM) -> float:
-    """Bytes of keys and values that a cache really holds for each of its slots."""
+    """Bytes of keys and values that an allocated cache holds per slot."""
     assert lm.cache is not None
     return sum(x.nbytes for x in lm.cache._buffers()) / (lm.cache.batch * lm.cache.size)
 
@@ -104,10 +104,10 @@ def held_per_token(lm: LM) -> float:
 def peaks(
     rig: Rig, texts: Sequence[str], batches: Sequence[int], max_new_tokens: int
 ) -> dict[str, Any]:
-    """One row a batch: what was foretold, and the peak; one a model: bytes of keys and values for a
-    token, stated and held. Prompts repeat where there are fewer than rows."""
+    """Predicted and measured peak per batch size, and the bytes of keys and values per token for
+    each model, as its config states and as its cache holds. Prompts repeat to fill a batch."""
     ids, rows, models = rig.encode(texts), [], []
-    if rig.target.device.type == "cuda":  # the first product of all takes room that is kept
+    if rig.target.device.type == "cuda":  # the first matrix product allocates a lasting workspace
         rig.apart().engine.generate(ids[:1], 2)
     for batch in sorted(set(batches)):
         engine = rig.apart().engine
@@ -117,7 +117,7 @@ def peaks(
             engine.generate(prompts, max_new_tokens)
         assert engine.target.cache is not None
         slots = engine.target.cache.size
-        need = foretold(engine, batch, slots, max(map(len, prompts)))
+        need = predicted(engine, batch, slots, max(map(len, prompts)))
         measured = need.weights + found[0]
         rows.append(
             {"batch": batch, "slots": slots, "weights": need.weights, "cache": need.cache}

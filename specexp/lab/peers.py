@@ -1,14 +1,13 @@
-"""The suite `peers`: the same work by other engines, on the same weights, in turns.
+"""The suite `peers`: other engines at the same work, on the same weights, in turns.
 
-Every side is given prompts as lists of tokens and hands back lists of tokens. The whole call is
-timed, prefill included, on both sides, and delivered tokens are counted. EOS ends nothing on either
-side, so that all write as much: specexp's engines are given no `eos`, and the modules have for as
-long as the suite runs a generation config in which `eos_token_id` is None. How much to draft is
-read by transformers from the *draft model's* generation config: there it is gamma, constant, with a
-confidence threshold of 0, which ends no draft early.
+Each side takes prompts as token lists and returns token lists. The whole call is timed, prefill
+included, and delivered tokens are counted. EOS is ignored on both sides, so that all generate the
+same number: specexp's engines have no `eos`, and while the suite runs the modules have a generation
+config without `eos_token_id`. transformers reads the draft length from the *draft model's*
+generation config: gamma, constant, with a confidence threshold of 0, so no draft ends early.
 
-Prompt lookup is not the same search: of the earlier occurrences of up to three tokens transformers
-copies the first that it finds, specexp the latest.
+Prompt lookup differs: among earlier occurrences of up to three tokens, transformers copies what
+follows the first one, specexp what follows the latest.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from specexp.lab.turns import Turn
 from specexp.quantised import split
 from specexp.sampling import Sampling
 
-MOST = 8  # rows of the comparison under batch, if --batches has as many
-SUFFIX = 3  # tokens that prompt lookup matches at most, on both sides
+MOST = 8  # largest batch size that is compared
+SUFFIX = 3  # most tokens that prompt lookup matches, on both sides
 Texts = list[list[int]]  # of a batch, row by row
 Writer = Callable[[Texts], Texts]  # prompts to new tokens
 
-# what is compared: the work, their arm, our arm
+# (work, their arm, our arm) of each comparison
 ALONE = (("plain", "plain", "plain"), ("draft", "draft", "draft"), ("lookup", "lookup", "lookup"),
          ("vLLM plain", "vllm", "plain"))  # fmt: skip
 TOGETHER = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
@@ -46,9 +45,9 @@ TOGETHER = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
 def peers(
     rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """One row a comparison: tokens/s of theirs (or why it is missing) and of ours, ours / theirs,
-    and how much of their text is specexp's plain text (`equal`). The unit is a prompt and repeat,
-    or the whole batch and a repeat."""
+    """One row per comparison: tokens/s of the peer (or why it is missing) and of specexp, their
+    ratio, and how much of each output equals specexp's plain decoding (`equal`). The unit is a
+    prompt and repeat, or the whole batch and a repeat."""
     new, gamma, device = max_new_tokens, rig.options["gamma"], rig.target.device
     batch = max([b for b in batches if b <= MOST], default=min(batches))
     ids = rig.encode([prompt.text for prompt in prompts])
@@ -90,7 +89,7 @@ def peers(
 
 
 def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, Any]:
-    """Delivered tokens a second of both sides, over all turns, and ours over theirs."""
+    """Delivered tokens/s of both sides over all turns, and the ratio of ours to theirs."""
     found: dict[str, Any] = {"tok_s": float(_tokens(ours).sum() / sum(turns.seconds(ours)))}
     if not theirs:
         return found | {"their_tok_s": None, "ratio": None}
@@ -104,9 +103,9 @@ def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, A
 def equal(
     plain: Engine, ids: Texts, seen: Sequence[Turn] | None, max_new_tokens: int
 ) -> dict[str, float] | None:
-    """How much of an arm's greedy text is that of `plain`, the first time that it wrote all of
-    `ids`: share of the tokens before the first difference of a row; how many rows part at a near
-    tie, and how many for no such reason. None for sampled texts, whose noise is not the same."""
+    """How far an arm's first greedy outputs for `ids` equal those of `plain`: the share of tokens
+    before each row's first difference, and the rows that differ at a near tie or for any other
+    reason. None for sampled output, whose noise differs."""
     if seen is None or plain.sampling.temperature > 0:
         return None
     texts = [row for turn in seen for row in turn.made][: len(ids)]
@@ -127,7 +126,7 @@ def ours(engine: Engine, max_new_tokens: int) -> Writer:
 
 
 def others(rig: Rig, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, str]]:
-    """The peers that can be had here, and why the others cannot."""
+    """The peers available here, and why the others are not."""
     module, new = rig.target.module, max_new_tokens
     lookup = {"prompt_lookup_num_tokens": rig.options["gamma"], "max_matching_ngram_size": SUFFIX}
     found = {"plain": transformers(module, new), "lookup": transformers(module, new, **lookup)}
@@ -140,22 +139,22 @@ def others(rig: Rig, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, 
     if importlib.util.find_spec("vllm") is None:
         missing["vllm"] = "vLLM is not installed"
     elif split(rig.options["target"])[1]:
-        missing["vllm"] = f"vLLM has no {rig.target.name}"
+        missing["vllm"] = f"vLLM cannot load {rig.target.name}"
     else:
         found["vllm"] = vllm(rig, new)
     return found, missing
 
 
 def unassisted(rig: Rig) -> str:
-    """Why transformers' assisted generation cannot do what this rig does; "" where it can."""
+    """Why transformers' assisted generation cannot run this pairing; "" if it can."""
     drafter = rig.engine.drafter
     if not isinstance(drafter, DraftModel):
-        return f"assisted generation takes a draft model, and {rig.drafter} is none"
+        return f"assisted generation needs a draft model, and {rig.drafter} is not one"
     sizes = [lm.config.vocab_size for lm in (rig.target, drafter.lm)]
     if sizes[0] != sizes[1]:
         return (
-            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}: assisted "
-            "generation takes that for different tokenizers"
+            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}, which "
+            "assisted generation mistakes for different tokenizers"
         )
     return ""
 
@@ -166,7 +165,7 @@ def _draft_module(rig: Rig) -> list[Any]:
 
 
 def transformers(module: Any, max_new_tokens: int, **how: Any) -> Writer:
-    """`module.generate`, rows padded on the left; how: its options besides `same_settings`."""
+    """`module.generate` with rows padded on the left; how: options besides `same_settings`."""
 
     def write(texts: Texts) -> Texts:
         width = max(map(len, texts))
@@ -184,8 +183,8 @@ def transformers(module: Any, max_new_tokens: int, **how: Any) -> Writer:
 
 @contextmanager
 def same_settings(modules: Sequence[Any], gamma: int, sampling: Sampling) -> Iterator[None]:
-    """While this lasts the modules `generate` as specexp does: without EOS, greedily or with the
-    same law, and gamma guesses a round whatever becomes of them."""
+    """While active, the modules `generate` as specexp does: without EOS, greedily or from the same
+    law, and with a constant draft length of gamma."""
     law: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
         law = {"do_sample": True, "temperature": sampling.temperature,
@@ -204,7 +203,8 @@ def same_settings(modules: Sequence[Any], gamma: int, sampling: Sampling) -> Ite
 
 
 def vllm(rig: Rig, max_new_tokens: int) -> Writer:
-    """vLLM's offline engine, plain decoding, as it comes; it loads the weights once more."""
+    """vLLM's offline engine at its defaults, plain decoding; it loads a second copy of the
+    weights."""
     package = importlib.import_module("vllm")
     engine = package.LLM(
         model=build.locate(rig.options["target"]), dtype=rig.options["dtype"],

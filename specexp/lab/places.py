@@ -1,4 +1,4 @@
-"""Where points run. `Here`: on this machine; `cluster` and `slurm`: on others."""
+"""Where grid points run: `Here` on this machine, `cluster` and `slurm` on others."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from specexp.lab.grid import Point
 
 
 class Seat(Protocol):
-    """Room for one point at a time. `name` says where, for the record."""
+    """Runs one point at a time. `name`: where, as recorded with the result."""
 
     @property
     def name(self) -> str: ...
 
     def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
-        """Run the point into the attempt folder. Raises Failure."""
+        """Run the point and leave its output in the attempt folder. Raises Failure."""
 
 
 class Place(Protocol):
-    """Entered before the first point, left after the last. `how` is a line for people."""
+    """A context around all points. `how`: one line about it for the user."""
 
     @property
     def how(self) -> str: ...
@@ -36,25 +36,25 @@ class Place(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
-        """How many points run side by side, given `jobs` or None."""
+        """How many points run at once. jobs: what the user asked for; timed: the points measure
+        time."""
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
-        """Entered around a point that measures time: True if no other runner's runs where it is to
-        run."""
+        """A context around a point that measures time: True if no other runner times one there."""
 
     def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
-        """Seat 0, 1, 2 ...; each is used by one thread."""
+        """Seat number 0, 1, 2 ...; each is used by one thread."""
 
     def kill(self) -> None:
-        """End every point that runs, from any thread, at once."""
+        """Kill every running point at once; callable from any thread."""
 
 
 def of(
     name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
     say: Callable[[str], None] = lambda said: None,
 ) -> Place:  # fmt: skip
-    """The place of this name: `here`, `slurm` with or without options (`slurm.OnSlurm`), or one of
-    Ray's (`cluster.OnRay`). Raises UserError."""
+    """The place of this name: `here`, `slurm` with or without options (`slurm.OnSlurm`), or else a
+    Ray address (`cluster.OnRay`). Raises UserError."""
     kind, _, asked = name.partition(":")
     if name == "here":
         return Here(points, forked)
@@ -68,7 +68,7 @@ def of(
 
 
 class Here:
-    """This machine; on one with several GPUs seat i sees GPU i alone, unless a point names one."""
+    """This machine. With several GPUs, seat i sees only GPU i, unless a point names a GPU."""
 
     def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
         self._kernels = kernels.Kernels(
@@ -118,7 +118,7 @@ class _Chair:
 
 
 def _visible(number: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of this seat; nothing where there is at most one GPU."""
+    """CUDA_VISIBLE_DEVICES for this seat; empty with at most one GPU."""
     import torch
 
     count = torch.cuda.device_count()

@@ -1,7 +1,7 @@
-"""The figures. Each takes tables that bench makes and says in its title what they show.
+"""Figures of measurements and runs. Each takes tables from `bench` or `track` and measures nothing.
 
-Titles are computed from the data; "faster" and "slower" stand there only where the interval
-excludes 1. Nothing here measures, and nothing is hidden: every point has its 95 % interval.
+Titles state the result and are computed from the data; they say faster or slower only if the
+interval excludes 1. Measured points carry their 95 % intervals.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from specexp.lab import bench, stats
+from specexp.lab.prompts import NAMES as CATEGORIES
 from specexp.trace import Acceptance
 
-CATEGORIES = ("code", "prose", "records", "editing", "messy")
 PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
 PLAIN, SPECULATIVE, PREDICTED = "#8c8c8c", "#0173b2", "#de8f05"
+PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 
 @contextmanager
 def panels(columns: int, width: float, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Axes side by side in the style of every figure here; closed when done."""
+    """Axes side by side in the common style; the figure is closed at the end."""
     style: Any = {"axes.titlelocation": "left", "axes.titlesize": 12, "legend.frameon": False}
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(style):
         figure, axes = plt.subplots(
@@ -66,19 +68,19 @@ def by_category(samples: pd.DataFrame) -> Figure:
             axes.bar(at, part["value"], width * 0.92, yerr=error, color=colour, label=pairing,
                      error_kw={"elinewidth": 1, "ecolor": "#333333"})  # fmt: skip
         axes.set_xticks(range(len(order)), order)
-        axes.set(ylabel="share of guesses kept", ylim=(0, 1.02))
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.set(ylabel="acceptance rate", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.legend(title=None, ncols=len(pairings), loc="upper right", bbox_to_anchor=(1, 1.12))
         best, worst = main.idxmax(), main.idxmin()
         figure.suptitle(
-            f"{pairings[0]}: {main[best]:.0%} of guesses kept on {best}, "
+            f"{pairings[0]}: acceptance rate {main[best]:.0%} on {best}, "
             f"{main[worst]:.0%} on {worst}", x=0.01, ha="left",
         )  # fmt: skip
     return figure
 
 
 def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
-    """Speedup over acceptance length, one point an arm, its size the cost of a draft; from
+    """Speedup over acceptance length, one point per arm, sized by the cost of its draft; from
     `bench.speedups(by="arm")` and `bench.costs`."""
     table = measured.merge(costs, on="arm")
     table["draft_steps"] = table["draft_s"] / table["step_s"]
@@ -93,46 +95,43 @@ def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         axes.set(xlabel="acceptance length (tokens a target pass)",
                  ylabel="speedup over plain decoding",
                  xlim=(0.9, table["length"].max() + 0.25))  # fmt: skip
-        legend = axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
-                             loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
-        for handle in legend.legend_handles:
-            if handle is not None and hasattr(handle, "set_markersize"):
-                handle.set_markersize(6)
+        axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
+                    loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
         best = table.loc[table["speedup"].idxmax()]
         found = stats.Interval(best["speedup"], best["low"], best["high"])
         longest = table.loc[table["length"].idxmax()]
         figure.suptitle(
             f"{best['arm']}: {stats.verdict(found)} [{found.low:.2f}, {found.high:.2f}]; longest "
-            f"kept: {longest['arm']}, {longest['length']:.2f} tokens a pass", x=0.01, ha="left",
+            f"acceptance length: {longest['arm']}, {longest['length']:.2f}", x=0.01, ha="left",
         )  # fmt: skip
     return figure
 
 
 def arm_costs(costs: pd.DataFrame) -> Figure:
     """Where a round's time goes for each arm, in plain steps; costs from `bench.costs`."""
-    parts = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept"}
     with canvas(8, 1.4 + 0.42 * len(costs)) as (figure, axes):
         left = pd.Series(0.0, index=costs.index)
         palette = sns.color_palette("colorblind", 3)
-        for (column, label), colour in zip(parts.items(), palette, strict=True):
+        for (column, label), colour in zip(PHASES.items(), palette, strict=True):
             share = costs[column] / costs["step_s"]
             axes.barh(costs["arm"], share, left=left, label=label, color=colour)
             left = left + share
         axes.axvline(1, color=PLAIN, lw=1)
         axes.invert_yaxis()
         axes.set(xlabel=f"plain steps (of {costs['step_s'].iloc[0] * 1e3:.1f} ms)")
-        axes.legend(loc="lower right")
-        dear = costs.loc[costs["draft_s"].idxmax()]
-        wide = costs.loc[costs["verify_s"].idxmax()]
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        draft = costs.loc[costs["draft_s"].idxmax()]
+        check = costs.loc[costs["verify_s"].idxmax()]
         figure.suptitle(
-            f"Dearest draft: {dear['arm']}, {dear['draft_s'] / dear['step_s']:.2f} steps; dearest "
-            f"check: {wide['arm']}, {wide['verify_s'] / wide['step_s']:.2f}", x=0.01, ha="left",
+            f"Most expensive draft: {draft['arm']}, {draft['draft_s'] / draft['step_s']:.2f} plain "
+            f"steps; verification: {check['arm']}, {check['verify_s'] / check['step_s']:.2f}",
+            x=0.01, ha="left",
         )  # fmt: skip
     return figure
 
 
 def over_temperature(samples: pd.DataFrame) -> Figure:
-    """Acceptance length over temperature, one line a rule; samples from `bench.acceptance`."""
+    """Acceptance length over temperature, one line per rule; samples from `bench.acceptance`."""
     rows = []
     for (rule, temperature), part in samples.groupby(["rule", "temperature"], sort=False):
         length = stats.interval(
@@ -157,34 +156,36 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
         exact = hot[~hot["rule"].str.contains("lossy")]
         best = exact.loc[exact["value"].idxmax()]
         axes.set_title(
-            f"At temperature {best['temperature']:g} the exact rule that keeps most is "
-            f"{best['rule']}: {best['value']:.2f}"
+            f"At temperature {best['temperature']:g} the exact rule with the longest acceptance "
+            f"length is {best['rule']}: {best['value']:.2f}"
         )
     return figure
 
 
 def bias_and_length(table: pd.DataFrame) -> Figure:
-    """What a lossy rule buys and what it costs: columns rule, length, bias (total variation)."""
+    """Acceptance length over bias, one point per rule; table: columns rule, length, bias (total
+    variation)."""
     with canvas(8, 4.2) as (figure, axes):
         palette = sns.color_palette("colorblind", len(table))
         for (_, row), colour in zip(table.iterrows(), palette, strict=True):
             axes.scatter(row["bias"], row["length"], s=90, color=colour, label=row["rule"],
                          marker="D" if row["bias"] > 0 else "o")  # fmt: skip
-        axes.set(xlabel="total variation of a round's first token to the target's law",
-                 ylabel="acceptance length",
+        axes.set(xlabel="bias: total variation of a round's first token to the target's law",
+                 ylabel="acceptance length (tokens a target pass)",
                  xlim=(-0.02, max(0.1, table["bias"].max() * 1.15)))  # fmt: skip
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         worst = table.loc[table["bias"].idxmax()]
         axes.set_title(
-            f"{worst['rule']} moves the law by {worst['bias']:.0%}" if worst["bias"] > 0
-            else "Every rule here keeps the target's law"
+            f"Largest bias: {worst['rule']}, total variation {worst['bias']:.1%}"
+            if worst["bias"] > 0 else "Every rule here keeps the target's law"
         )  # fmt: skip
     return figure
 
 
 def by_position(samples: pd.DataFrame) -> Figure:
-    """How far a draft gets: P(at least i guesses kept), and P(guess i | the one before it)."""
+    """Acceptance by position in the draft, one colour per pairing: P(at least i guesses accepted),
+    and P(guess i accepted | guess i - 1 was)."""
     pairings = list(dict.fromkeys(samples["pairing"]))
     with canvas() as (figure, axes):
         palette = sns.color_palette("colorblind", len(pairings))
@@ -193,22 +194,23 @@ def by_position(samples: pd.DataFrame) -> Figure:
             steps = range(1, len(record.marginal) + 1)
             axes.plot(steps, record.marginal, "o-", color=colour, label=pairing)
             axes.plot(steps, record.conditional, "o:", color=colour, alpha=0.6, markersize=4)
-        axes.plot([], [], "k-", label="reached and kept")
-        axes.plot([], [], "k:", label="kept, given the one before")
+        axes.plot([], [], "k-", label="this guess and all before it")
+        axes.plot([], [], "k:", label="this guess, given the one before")
         gamma = int(samples["gamma"].max())
-        axes.set(xlabel="position in the draft", ylabel="probability", ylim=(0, 1.02))
+        axes.set(xlabel="position in the draft", ylabel="probability of acceptance",
+                 ylim=(0, 1.02))  # fmt: skip
         axes.set_xticks(range(1, gamma + 1))
         axes.legend()
         record = bench.pooled(samples[samples["pairing"] == pairings[0]])
         axes.set_title(
-            f"{pairings[0]}: {record.length:.2f} tokens a pass; the first guess is kept "
-            f"{_first(record):.0%} of the time, the last {_last(record, gamma):.0%}"
+            f"{pairings[0]}: acceptance length {record.length:.2f}; the first guess is accepted in "
+            f"{_marginal(record, 1):.0%} of rounds, the last in {_marginal(record, gamma):.0%}"
         )
     return figure
 
 
 def by_temperature(samples: pd.DataFrame) -> Figure:
-    """Acceptance rate over temperature, one line a pairing."""
+    """Acceptance rate over temperature, one line per pairing; samples from `bench.acceptance`."""
     rows = []
     for (pairing, temperature), part in samples.groupby(["pairing", "temperature"], sort=False):
         rate = stats.share(part["accepted"], part["drafted"])
@@ -223,14 +225,14 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
             axes.fill_between(
                 part["temperature"], part["low"], part["high"], color=colour, alpha=0.15
             )
-        axes.set(xlabel="temperature", ylabel="share of guesses kept", ylim=(0, 1.02))
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.legend()
         main = rates[rates["pairing"] == pairings[0]]
         cold, hot = main.iloc[0], main.iloc[-1]
         axes.set_title(
-            f"{pairings[0]}: {cold['value']:.0%} kept at temperature {cold['temperature']:g}, "
-            f"{hot['value']:.0%} at {hot['temperature']:g}"
+            f"{pairings[0]}: acceptance rate {cold['value']:.0%} at temperature "
+            f"{cold['temperature']:g}, {hot['value']:.0%} at {hot['temperature']:g}"
         )
     return figure
 
@@ -238,7 +240,7 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
 def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     """Speedup over draft length: `bench.speedups(by="gamma")` against `bench.predicted`."""
     best = measured.loc[measured["speedup"].idxmax()]
-    foretold = predicted.set_index("gamma")["speedup"]
+    by_gamma = predicted.set_index("gamma")["speedup"]
     found = stats.Interval(best["speedup"], best["low"], best["high"])
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1)
@@ -253,7 +255,7 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
         axes.legend(loc="best")
         axes.set_title(
             f"{stats.verdict(found).capitalize()} at γ = {int(best['gamma'])} "
-            f"[{found.low:.2f}, {found.high:.2f}]; theory says {foretold[int(best['gamma'])]:.2f}x"
+            f"[{found.low:.2f}, {found.high:.2f}]; predicted {by_gamma[int(best['gamma'])]:.2f}x"
         )
     return figure
 
@@ -263,9 +265,8 @@ def round_costs(costs: pd.DataFrame) -> Figure:
     step = costs.loc[costs["gamma"] == 0, ["draft_s", "verify_s", "rest_s"]].to_numpy().sum()
     with canvas() as (figure, axes):
         bottom = pd.Series(0.0, index=costs.index)
-        labels = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept"}
         palette = sns.color_palette("colorblind", 3)
-        for (column, label), colour in zip(labels.items(), palette, strict=True):
+        for (column, label), colour in zip(PHASES.items(), palette, strict=True):
             axes.bar(costs["gamma"].astype(str), costs[column] / step, 0.7, bottom=bottom,
                      label=label, color=colour)  # fmt: skip
             bottom = bottom + costs[column] / step
@@ -276,8 +277,8 @@ def round_costs(costs: pd.DataFrame) -> Figure:
         gamma = int(last["gamma"])
         verify = last["verify_s"] / costs["verify_s"].iloc[0]
         axes.set_title(
-            f"Verifying {gamma + 1} tokens costs {verify:.2f}x one; "
-            f"a draft of {gamma} costs {last['draft_s'] / step:.2f} plain steps"
+            f"Verifying {gamma + 1} tokens takes {verify:.2f}x as long as one; "
+            f"drafting {gamma} takes {last['draft_s'] / step:.2f} plain steps"
         )
     return figure
 
@@ -291,7 +292,7 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
             by_batch["batch"], by_batch["tok_s"], "o-", color=SPECULATIVE, label="speculative"
         )
         batch_axis(axes, by_batch["batch"])
-        axes.set(ylabel="tokens a second, all streams", ylim=(0, None))
+        axes.set(ylabel="tokens/s, all streams", ylim=(0, None))
         axes.legend()
         axes.set_title(
             f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: plain decoding gains "
@@ -302,14 +303,14 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
 
 
 def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Figure:
-    """Speedup over batch size with the break-even line; `bench.speedups(by="batch")`. served: the
-    same for streams that come and go; `load.rates`, one policy."""
+    """Speedup over batch size with the break-even line; from `bench.speedups(by="batch")`. served:
+    the same under continuous batching, from `load.rates` for one policy."""
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
         axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=PLAIN, va="top")
-        lines = [(by_batch, "batch", "o-", SPECULATIVE, "a batch that stays")]
+        lines = [(by_batch, "batch", "o-", SPECULATIVE, "static batch")]
         if served is not None:
-            lines.append((served, "load", "s--", PREDICTED, "served: streams come and go"))
+            lines.append((served, "load", "s--", PREDICTED, "continuous batching"))
         for table, at, style, colour, label in lines:
             axes.errorbar(
                 table[at], table["speedup"], color=colour, fmt=style, capsize=3, label=label,
@@ -325,11 +326,12 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
 
 
 def crossing(by_batch: pd.DataFrame) -> str:
-    """Where speculation stops paying, in words; only intervals that exclude 1 count."""
+    """The batch size at which speculation stops paying, in words; only intervals that exclude 1
+    count."""
     first = by_batch.iloc[0]
-    told = by_batch[by_batch["low"] < by_batch["high"]]  # by more than one sample
-    pays = told[told["low"] > 1]["batch"]
-    costs = told[told["high"] < 1]["batch"]
+    with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
+    pays = with_interval[with_interval["low"] > 1]["batch"]
+    costs = with_interval[with_interval["high"] < 1]["batch"]
     start = f"{first['speedup']:.2f}x at batch {first['batch']:.0f}"
     last = by_batch.iloc[-1]
     end = f"{last['speedup']:.2f}x at batch {last['batch']:.0f}"
@@ -343,30 +345,33 @@ def crossing(by_batch: pd.DataFrame) -> str:
 
 
 def rate_and_speedup(runs: pd.DataFrame) -> Figure:
-    """Runs from `track.runs`: does acceptance explain the speedup?"""
+    """Speedup over acceptance rate, one point per run from `track.runs`."""
     needed = ["metrics.acceptance/rate", "metrics.speedup/measured"]
-    if not set(needed) <= set(runs):
+    have = runs.dropna(subset=needed) if set(needed) <= set(runs) else runs.head(0)
+    if have.empty:
         return _nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
-    have = runs.dropna(subset=needed)
+    have = have.rename(columns={"params.drafter": "drafter"})
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1)
         sns.scatterplot(
             have, x="metrics.acceptance/rate", y="metrics.speedup/measured",
-            hue="params.drafter", style="experiment", s=80, palette="colorblind", ax=axes,
+            hue="drafter", style="experiment", s=80, palette="colorblind", ax=axes,
         )  # fmt: skip
-        axes.set(xlabel="share of guesses kept", ylabel="speedup over plain decoding", xlim=(0, 1))
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+        axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         best = have.loc[have["metrics.speedup/measured"].idxmax()]
         axes.set_title(
-            f"Best run: {best['params.drafter']} at {best['metrics.speedup/measured']:.2f}x, "
-            f"{best['metrics.acceptance/rate']:.0%} kept ({best['experiment']})"
+            f"Fastest: {best['drafter']}, {best['metrics.speedup/measured']:.2f}x at acceptance "
+            f"rate {best['metrics.acceptance/rate']:.0%} ({best['experiment']})"
         )
     return figure
 
 
 def runs_by_category(runs: pd.DataFrame) -> Figure:
-    """Runs from `track.runs`, those of 10_acceptance, as the others weigh guesses differently:
-    acceptance by drafter, by whatever else of `PAIRING` differs, and by category, as a heat map."""
+    """Acceptance rate by pairing and category as a heat map, averaged over the runs from
+    `track.runs` that differ in nothing of `PAIRING`. Only runs of 10_acceptance: others weigh
+    guesses differently."""
     nothing = "No run has acceptance by category yet: run 10_acceptance"
     columns = {c: c.rpartition("/")[2] for c in runs if c.startswith("metrics.category/")}
     if not columns:
@@ -387,12 +392,12 @@ def runs_by_category(runs: pd.DataFrame) -> Figure:
     rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index, order]
     with canvas(8, 1.2 + 0.6 * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=True, fmt=".0%", vmin=0, vmax=1, cmap="crest", ax=axes,
-                    cbar_kws={"format": lambda y, _: f"{y:.0%}"})  # fmt: skip
-        axes.set(xlabel="share of guesses kept, in runs of 10_acceptance", ylabel="")
+                    cbar_kws={"format": PercentFormatter(1)})  # fmt: skip
+        axes.set(xlabel="acceptance rate in runs of 10_acceptance", ylabel="")
         axes.tick_params(axis="y", rotation=0)
         category = rates.max().idxmax()
         drafter, most = rates[category].idxmax(), rates[category].max()
-        axes.set_title(f"Kept most: {drafter} on {category} ({most:.0%})")
+        axes.set_title(f"Highest acceptance rate: {drafter} on {category} ({most:.0%})")
     return figure
 
 
@@ -430,9 +435,6 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xlabel("batch size (streams)")
 
 
-def _first(record: Acceptance) -> float:
-    return record.marginal[0] if record.marginal else 0.0
-
-
-def _last(record: Acceptance, gamma: int) -> float:
-    return record.marginal[gamma - 1] if len(record.marginal) >= gamma else 0.0
+def _marginal(record: Acceptance, position: int) -> float:
+    """The share of rounds that accepted this position, counted from 1; 0 if none reached it."""
+    return record.marginal[position - 1] if len(record.marginal) >= position else 0.0

@@ -1,10 +1,10 @@
 """Prompts from question files: one JSON object a line with question_id, category and turns.
 
-That is the layout of MT-bench and Spec-Bench, so their question.jsonl loads as it is; further
-keys are ignored. Five files in it ship with the project, in data/prompts. A file is loaded whole
-or refused: every broken line is found before the first prompt is used.
+This is the format of MT-bench and Spec-Bench, whose question.jsonl loads unchanged; other keys are
+ignored. Five such files ship with the project, in data/prompts. A file with a broken line is
+rejected as a whole, and the error names the lines.
 
-This file does not know about tokens, models or chat templates: a prompt is a text to continue.
+Nothing here knows about tokens, models or chat templates: a prompt is a text to continue.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from specexp.errors import UserError
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "prompts"
-NAMES = ("code", "prose", "records", "editing", "messy")
+NAMES = ("code", "prose", "records", "editing", "messy")  # files, and their one category each
 SHOWN = 5  # broken lines named in one message
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `text` is what gets continued; later turns of a dialogue are kept unused."""
+    """One question. `text` is the prompt; later turns of a dialogue are unused."""
 
     question_id: int | str
     category: str
@@ -40,11 +40,11 @@ class Prompt:
 def load(
     path_or_name: str | Path, categories: Sequence[str] | None = None, limit: int | None = None
 ) -> list[Prompt]:
-    """The prompts of a shipped set (`code`, ..., or `all`) or of a file of your own, one
-    of each category in turn, so that the first few are of no one kind.
+    """The prompts of a shipped set (`code`, ..., or `all`) or of a file, one of each category in
+    turn, so that the first few cover all categories.
 
-    `categories` keeps only those; `limit` keeps so many. Raises UserError naming the file and its
-    broken lines.
+    `categories`: use only these; `limit`: at most this many prompts. Raises UserError, which names
+    the file and its broken lines.
     """
     if path_or_name == "all":
         prompts = [prompt for name in NAMES for prompt in _read(SHIPPED / f"{name}.jsonl")]
@@ -140,7 +140,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _hint(path: Path) -> str:
-    """The shipped set or the neighbouring file that was probably meant."""
+    """A suggestion: the most similar shipped set or neighbouring file."""
     beside = (other.name for other in islice(path.parent.glob("*.json*"), 1000))
     close = get_close_matches(path.name, [*NAMES, "all", *beside], n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; shipped are {', '.join(NAMES)}, all"

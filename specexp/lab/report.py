@@ -1,4 +1,4 @@
-"""Runs side by side as a table, and where to look further. Reads MLflow, runs nothing."""
+"""Finished runs side by side as a table. Reads MLflow, runs nothing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specexp.lab import store, track
+from specexp.lab import prompts, store, track
 
 HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
-NAMED = ("params.drafter", "params.policy")  # in every table, whether they differ or not
-CATEGORIES = ("code", "prose", "records", "editing", "messy")
+NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
 
 
 def headline(result: Path) -> str:
-    """The figures of one result that say most, on one line."""
+    """The headline figures of one result, on one line."""
     metrics = json.loads((result / store.RESULT).read_text())["metrics"]
     return "  ".join(f"{n.partition('/')[2]} {metrics[n]:.3g}" for n in HEADLINES if n in metrics)
 
 
 def show(console: Console, run_keys: Collection[str]) -> None:
-    """The comparison of these points' finished runs, then where everything is. Raises Away."""
+    """Print the finished runs of these points as tables, then where to find everything. Raises
+    Away."""
     runs = track.runs()
     if len(runs):
         made = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
@@ -45,10 +45,11 @@ def show(console: Console, run_keys: Collection[str]) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of one experiment for the terminal: narrow, so categories or speedups."""
+    """The overview of one experiment for the terminal; if it has speedups, without categories, so
+    that it fits."""
     view = overview(runs.drop(columns="experiment"))
     if "speedup" in view:
-        view = view.drop(columns=[c for c in CATEGORIES if c in view])
+        view = view.drop(columns=[c for c in prompts.NAMES if c in view])
     title = Text(experiment, "table.title")
     out = Table(*view, title=title, title_justify="left", box=None, header_style="bold")
     for row in view.itertuples(index=False):
@@ -57,16 +58,16 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def overview(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row a run: the parameters that differ between runs, then the figures that were logged;
-    those that a run's tag `simulated` is about say so."""
+    """One row per run: the parameters that differ between runs, then the logged figures. Figures of
+    the groups in a run's tag `simulated` are marked so."""
     view = pd.DataFrame(index=runs.index)
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
     for column in (c for c in runs if c.startswith("params.")):
         if column in NAMED or (runs[column] != runs[column].iloc[0]).any():
             view[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
-    view["kept"] = _metric(runs, "acceptance/rate", "{:.0%}")
-    for category in CATEGORIES:
+    view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
+    for category in prompts.NAMES:
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
@@ -85,7 +86,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
-    """A series of every run that has it: columns drafter, step, value, run_id."""
+    """One series of all runs that logged it: columns drafter, step, value, run_id."""
     name = f"metrics.{series}"
     having = runs[runs[name].notna()] if name in runs else runs.head(0)
     rows = [

@@ -1,8 +1,8 @@
-"""The suite `roofline`: does a pass cost what the machine must do for it, or what we add to it?
+"""The suite `roofline`: is a pass limited by the hardware, or by what the toolkit adds to it?
 
-A pass of few tokens reads every weight once and does next to nothing with it, so its floor is the
-memory's. Two yardsticks are timed in the same turns: a copy of a buffer that no cache holds, and
-the bare matrix products of that very model, one after another, with nothing between them.
+A pass over few tokens reads every weight once and computes little, so memory bandwidth bounds it.
+Two references are timed in the same turns: a copy of a buffer larger than any cache, and the bare
+matrix products of the same model by torch, back to back (a compiled pass may beat those).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from specexp.quantised import held
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
-PASSES = 10  # turns of single passes for each repeat that is asked for: they are short
-CONTEXT = 256  # slots of the buffer that a pass reads, if the model has as many
-COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes: several times the last cache of what one meets
+PASSES = 10  # turns per repeat: a single pass is short
+CONTEXT = 256  # cache slots that a pass reads, or the model's context if that is shorter
+COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes: several times a usual last-level cache
 
 
 def weight_bytes(module: nn.Module, tokens: int) -> int:
     """Bytes of weights that a pass over `tokens` tokens reads.
 
-    Every tensor once, however many modules share it. Of a table that is only looked up (an
-    embedding that is not the head's too) the rows looked up. A mixture of experts counts whole.
+    A tensor shared by several modules counts once. An embedding not tied to the LM head counts only
+    the rows looked up. All experts of a mixture are counted.
     """
     looked_up: dict[int, Tensor] = {}
     read: dict[int, Tensor] = {}
@@ -44,13 +44,13 @@ def weight_bytes(module: nn.Module, tokens: int) -> int:
 
 def pass_bytes(lm: LM, batch: int, tokens: int, context: int) -> int:
     """Bytes that a pass over `tokens` tokens a row must read: the weights, and the keys and values
-    of `context` slots a row. (What it writes is a few tokens' keys and values: left out.)"""
+    of `context` slots a row. The few tokens' keys and values that it writes are left out."""
     return weight_bytes(lm.module, batch * tokens) + batch * context * lm.kv_bytes_per_token
 
 
 def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
     """The bare matrix products of a pass over `tokens` tokens: every linear layer's weight
-    [out, in] times a random activation [tokens, in], in order, without biases."""
+    [out, in] applied to a random activation [tokens, in], in order, without biases."""
     weights = matrices(module)
     x = {
         w.shape[1]: torch.randn(tokens, w.shape[1], device=w.device, dtype=w.dtype) for w in weights
@@ -66,7 +66,7 @@ def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
 
 
 def matrices(module: nn.Module) -> list[Tensor]:
-    """The weights [out, in] of the linear layers, the head's too. GPT-2 keeps its own [in, out]."""
+    """The weights [out, in] of all linear layers, LM head included. GPT-2 stores them [in, out]."""
     found: list[Any] = []
     for part in module.modules():
         if isinstance(part, nn.Linear):
@@ -79,9 +79,9 @@ def matrices(module: nn.Module) -> list[Tensor]:
 def a_pass(
     lm: LM, ids: list[int], batch: int, tokens: int, context: int, slack: int = 0
 ) -> Callable[[Any], Any]:
-    """A pass over `tokens` tokens a row, repeated where it stands: at the end of texts that
-    fill a buffer of `context` slots but for the last `slack` (by default `tokens`). It has a cache
-    of its own. ids: any text; it is repeated to fill the rows."""
+    """A repeatable pass over `tokens` tokens a row, at the end of a prompt that fills a buffer of
+    `context` slots except the last `slack` (at least `tokens`). It has a cache of its own. ids: any
+    tokens; they are repeated to fill the prompt."""
     lm = LM(lm.module, lm.name, lm.vocab)
     slack = max(slack, tokens)
     length = max(1, context - slack)
@@ -96,8 +96,8 @@ def a_pass(
 
 
 def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
-    """A copy of a large buffer into another, and the bytes that it moves: as many read as written.
-    (A processor that reads a line before it overwrites it moves half as much again.)"""
+    """A copy between two large buffers, and the bytes that it moves: half read, half written. (A
+    processor that reads a cache line before overwriting it moves half as much again.)"""
     size = min(COPIED[device.type], free_memory(device) // 8)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -105,7 +105,7 @@ def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
 
 
 def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
-    """One row a model (`causal`) and pass: 1 token, and gamma + 1."""
+    """One row per model (see `causal`) and pass, over 1 token and over gamma + 1."""
     gamma, ids = rig.options["gamma"], [t for row in rig.encode(texts) for t in row]
     copy, copied = copying(rig.target.device)
     arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
@@ -133,8 +133,8 @@ def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
 
 
 def causal(rig: Rig) -> list[LM]:
-    """The target, and those of the drafter's models that read tokens alone. (An EAGLE layer reads
-    the target's states; what it costs is in the suite `round`.)"""
+    """The target, and the drafter's models that read tokens alone. An EAGLE layer also reads the
+    target's hidden states; its cost is in the suite `round`."""
     return [lm for lm in rig.engine.models if hasattr(lm.module, "base_model")]
 
 

@@ -1,4 +1,4 @@
-"""What looks like a secret, and how texts are kept free of it."""
+"""Detects what looks like a secret, and removes it from texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 NAME = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 _KEY = "[A-Z ]*PRIVATE KEY"
-# Lines of a key without its end, in JSON too, where a quote ends a text or goes on with the next.
+# Lines of a key whose end is missing; in JSON a key may continue in the next string of a list.
 _CUT = r"""(?:[\w+/=\s-]|\\[nr]|",\s*"(?=[A-Za-z0-9+/=]{16,}(?:\\n)?"\s*[],]))"""
 VALUE = re.compile(
     r"hf_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{12,}|eyJ[\w-]{10,}\.[\w-]{10,}"
@@ -20,8 +20,8 @@ _SHORTEST = 8
 
 
 def hide(text: str) -> str:
-    """The text, which may be JSON, without what has a secret's shape, a password in an address
-    among them, or is the value of a variable named as one."""
+    """The text (plain or JSON) with secrets replaced: strings of a known shape, passwords in
+    addresses, and values of environment variables whose names suggest a secret."""
     for name, value in os.environ.items():
         if NAME.search(name) and len(value) >= _SHORTEST:
             escaped = (json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False))

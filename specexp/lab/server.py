@@ -1,7 +1,8 @@
-"""MLflow's own server over a store: for this machine alone unless told otherwise.
+"""Starts MLflow's server over a store, reachable from this machine only by default.
 
-It has no password, so it answers only to the names it was started for, keeps artifacts itself and
-runs no jobs. Addresses with passwords go to it by the environment, where `ps` does not show them.
+It has no password, so it accepts only requests to the host names it was started for, serves
+artifacts itself and runs no jobs. Addresses with passwords are passed to it in the environment,
+where `ps` does not show them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def show(port: int, host: str = "127.0.0.1") -> None:
-    """Print each experiment's link and become the UI; a server that is there already has its own.
-    Raises UserError, Away, Damaged."""
+    """Print each experiment's link, then become the UI server; if runs are tracked on a server that
+    already runs, only print. Raises UserError, Away, Damaged."""
     place = track.backend()
     if track.own() and not track.there():
         raise UserError(f"no runs in {store.root()} yet: run `make demo`, or a notebook, first")
@@ -42,8 +43,8 @@ def show(port: int, host: str = "127.0.0.1") -> None:
 
 
 def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> None:
-    """Become a server for several machines or people, over `address` or the store's own database.
-    Raises UserError, Away, Damaged."""
+    """Become a server for several machines or people, over the database at `address` or the store's
+    own. Raises UserError, Away, Damaged."""
     place = Backend.at(address, store.root()) if address else track.database()
     if place.served:
         raise UserError(f"{place} is a server already: give postgresql://... or sqlite:///...")
@@ -57,7 +58,7 @@ def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> Non
 
 
 def command(place: Backend, host: str, port: int) -> list[str]:
-    """MLflow's server with the names it answers to: nothing secret is in it."""
+    """The command that starts MLflow's server, with the host names it accepts; no secret in it."""
     names = _names(host)
     hosts = [*(f"{n}:{port}" for n in names), *_more()]
     origins = [f"{scheme}://{n}" for n in hosts for scheme in ("http", "https")]
@@ -70,7 +71,7 @@ def command(place: Backend, host: str, port: int) -> list[str]:
 
 
 def environment(place: Backend) -> dict[str, str]:
-    """What `command` is to be run with."""
+    """The environment for `command`."""
     given = {n: v for n, v in os.environ.items() if n != "MLFLOW_TRACKING_URI"}
     return given | {
         "MLFLOW_BACKEND_STORE_URI": place.uri,
@@ -81,7 +82,8 @@ def environment(place: Backend) -> dict[str, str]:
 
 
 def _become(place: Backend, host: str, port: int) -> None:
-    """In place of this process, so that what stops us stops it; in a folder without modules."""
+    """Replace this process by the server, so that signals reach it; in the store's folder, so that
+    no module of the working folder is imported."""
     sys.stdout.flush()
     os.chdir(store.root())
     asked = command(place, host, port)
@@ -89,7 +91,7 @@ def _become(place: Backend, host: str, port: int) -> None:
 
 
 def _names(host: str) -> list[str]:
-    """What a server that listens there may be called in a Host header."""
+    """The names that a Host header may use for a server on this address."""
     if _loopback(host):
         return list(_LOCAL)
     named = [host] if not _any(host) else _addresses()
@@ -97,7 +99,7 @@ def _names(host: str) -> list[str]:
 
 
 def _more() -> list[str]:
-    """Names that only the network knows: MLflow's own variable gives them."""
+    """More names, from MLflow's own environment variable."""
     given = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
     return [name.strip() for name in given if name.strip() and "*" not in name]
 
@@ -129,12 +131,12 @@ def _loopback(host: str) -> bool:
 
 def _warn(host: str) -> None:
     if not _loopback(host):
-        said = "there is no password: whoever reaches it can read and change everything in it"
-        Console(stderr=True).print(f"[bold red]warning[/]: {said}", soft_wrap=True)
+        risk = "there is no password: anyone who reaches this port can read and change all runs"
+        Console(stderr=True).print(f"[bold red]warning[/]: {risk}", soft_wrap=True)
 
 
 def _free(host: str, port: int) -> None:
-    """Raises UserError where nothing could listen."""
+    """Raises UserError if nothing can listen on this address."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family) as probe:
@@ -142,5 +144,5 @@ def _free(host: str, port: int) -> None:
             probe.bind((host, port))
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} is taken: give another by --port") from e
+            raise UserError(f"port {port} is in use: choose another with --port") from e
         raise UserError(f"cannot listen on {host}, port {port}: {e.strerror}") from e

@@ -1,7 +1,7 @@
-"""Sheets: grid files read and understood, each mistake with its line and the nearest valid name.
+"""Grid files, parsed and validated: each mistake with its line and the nearest valid name.
 
-A sheet says which points a file means and where in the file each value stands. What the values mean
-to models is not known here.
+A sheet yields the points of a grid file and the line of each value. What the values mean to models
+is checked elsewhere (build.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from specexp.lab.notebook import Notebook, Parameter, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
-MOST, TOLD = 1_000_000, 200  # points of one file; problems told at once
-Wrong = Callable[..., None]  # called with what is wrong and the path to it in the file
+MOST, TOLD = 1_000_000, 200  # points of one file; problems listed in one error
+Wrong = Callable[..., None]  # called with what is wrong and its path in the file
 _UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
 
 
 class Report:
-    """What is wrong with these files, to be told all at once."""
+    """Collects the problems of grid files, to raise them all at once."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -37,7 +37,7 @@ class Report:
         self.problems.append((path, line, what))
 
     def refuse(self) -> None:
-        """Raise UserError if there is a problem: one line each, files in order, lines in order."""
+        """Raise UserError if there are problems: one line each, in order of files and lines."""
         if not self.problems:
             return
         places: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
@@ -58,11 +58,11 @@ def _escaped(character: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A grid file that says what it means: every value fits its parameter and is coerced.
+    """A valid grid file: every value fits its parameter and is coerced to its type.
 
-    `base`: every parameter of the notebook, defaults and fixed values; `axes`: seeds included;
-    `include`: entries by their places in the file; `exclude`: entries; `product`: whether the axes
-    are run, or the includes alone.
+    `base`: all parameters of the notebook, with defaults or fixed values; `axes`: seeds included;
+    `include`: entries by their index in the file; `exclude`: entries; `product`: whether the
+    product of the axes is run, or only the includes.
     """
 
     path: Path
@@ -76,7 +76,7 @@ class Sheet:
 
     @property
     def most(self) -> int:
-        """Points, were there no `exclude`."""
+        """The number of points before `exclude`."""
         axes = math.prod(map(len, self.axes.values())) if self.product else 0
         return axes + len(self.include)
 
@@ -90,7 +90,7 @@ class Sheet:
         return tuple(dict.fromkeys([*self.axes, *(n for i in self.include.values() for n in i)]))
 
     def combinations(self) -> Iterator[tuple[dict[str, Any], int | None]]:
-        """The parameters of every point, and which `include` it is of, if it is of one."""
+        """The parameters of every point, and the index of its `include` entry, if it has one."""
         for values in itertools.product(*self.axes.values()) if self.product else ():
             params = self.base | dict(zip(self.axes, values, strict=True))
             if not any(_matches(params, entry) for entry in self.exclude):
@@ -99,25 +99,25 @@ class Sheet:
             yield self.base | entry, index
 
     def values(self, name: str) -> list[Any]:
-        """The values that a parameter has in some point, each once."""
+        """The distinct values of a parameter over all points."""
         of_product = self.axes.get(name, [self.base[name]]) if self.product else []
         of_include = (i.get(name, self.base[name]) for i in self.include.values())
         return distinct([*of_product, *of_include])
 
     def where(self, name: str, params: dict[str, Any], index: int | None) -> int | None:
-        """The line that gives a point its value of a parameter; None if that is the default."""
+        """The line that sets a point's value of a parameter; None if it is the default."""
         if index is not None and name in self.include[index]:
             return self.document.line("include", index, name)
         if name in self.axes and index is None:
             axis = _axis(self.document, name)
-            written = self.document.at(*axis)  # more than is in `axes` after --only
+            written = self.document.at(*axis)  # all values: --only removes some from `axes`
             return self.document.line(*axis, norms(written).index(norm(params[name])))
         given = self.document.has("fixed", name)
         return self.document.line("fixed", name) if given else None
 
 
 def read(path: Path, report: Report) -> Sheet | None:
-    """A grid file, or None with what is wrong with it reported."""
+    """Read a grid file; None if it has problems, which are reported."""
     before = len(report.problems)
     try:
         document = lines.read(path)
@@ -133,7 +133,7 @@ def read(path: Path, report: Report) -> Sheet | None:
     spec = document.value
     if not isinstance(spec, dict):
         if not document.problems:
-            kind = "is empty" if spec is None else "holds no mapping"
+            kind = "is empty" if spec is None else "is not a mapping"
             wrong(f"{kind}: a grid is a mapping with the keys {', '.join(KEYS)}")
         return None
     _check_texts(spec, wrong)
@@ -148,7 +148,7 @@ def read(path: Path, report: Report) -> Sheet | None:
 
 
 def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
-    """The keys, and the values that are no parameters."""
+    """Check the top-level keys, and `experiment` and `timeout_s`."""
     strange = [name for name in spec if name not in KEYS]
     for name in strange:
         near = difflib.get_close_matches(name, KEYS if len(strange) <= TOLD else (), 1)
@@ -157,14 +157,15 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
     title = spec.get("experiment") or "none"
     fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
     if not fits or notebook.unfit(title):
-        wrong("experiment: a short name of letters, digits, blanks, dots and dashes", "experiment")
+        wrong("experiment: a short name of letters, digits, spaces, dots and dashes", "experiment")
     timeout = spec.get("timeout_s")
     if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < 1e9):
         wrong("timeout_s: a number of seconds above 0 and below 1.0e+9", "timeout_s")
 
 
 def _shaped(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """Of `fixed`, `grid`, `include`, `exclude` and `seeds`, what has the form that it must have."""
+    """The well-formed parts of `fixed`, `grid`, `include`, `exclude` and `seeds`; the others are
+    reported."""
     good: dict[str, Any] = {"fixed": {}, "grid": {}, "include": [], "exclude": []}
     for name in ("fixed", "grid"):
         value = spec.get(name)
@@ -208,8 +209,8 @@ def _notebook(grid_file: Path, named: Any, wrong: Wrong) -> Notebook | None:
 
 
 def _find(grid_file: Path, named: str) -> Path:
-    """The notebook that a grid names. A notebook is code, so it must lie, symbolic links followed,
-    in this repository or under the folder above the grid file's own."""
+    """The notebook that a grid names. A notebook is code, so with symbolic links resolved it must
+    lie in this repository or under the parent of the grid file's folder."""
     folder = grid_file.resolve().parent
     above = folder.parent if folder.parent != folder.parent.parent else folder
     outside = None
@@ -224,13 +225,13 @@ def _find(grid_file: Path, named: str) -> Path:
         outside = outside or (path if there else None)
     if outside:
         raise UserError(
-            f"notebook {named!r:.80} lies outside {above} and {ROOT}: a notebook is code, and only "
+            f"notebook {named!r:.80} lies outside {above} and {ROOT}: a notebook is code, so only "
             "those beside the grid or in the repository are run"
         )
     beside = [p.name for f in (folder, folder.parent, ROOT / "notebooks") for p in _notebooks(f)]
     near = difflib.get_close_matches(named.rpartition("/")[2], beside, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"notebook {named!r:.80} does not exist, or is no .ipynb file{hint}")
+    raise UserError(f"notebook {named!r:.80} does not exist or is not an .ipynb file{hint}")
 
 
 def _notebooks(folder: Path) -> list[Path]:
@@ -240,13 +241,14 @@ def _notebooks(folder: Path) -> list[Path]:
 def _fitted(
     path: Path, document: lines.Document, found: Notebook, shaped: dict[str, Any], wrong: Wrong
 ) -> Sheet:
-    """Report values that do not fit their parameters; the sheet is of use if nothing is wrong."""
+    """Build the sheet and report values that do not fit their parameters; after a report the sheet
+    must not be used."""
     known = found.parameters
     entries = (shaped["fixed"], shaped["grid"], *shaped["include"], *shaped["exclude"])
     hints = len({name for entry in entries for name in entry} - known.keys()) <= TOLD
 
     def fitting(name: str, value: Any, *where: str | int) -> Any:
-        """The value coerced, or as it is when its problem was reported."""
+        """The coerced value, or the value itself after reporting its problem."""
         problem = _name_problem(known, name, hints) or known[name].problem(value)
         if problem:
             wrong(f"{where[0]}.{shown(name)} {problem}", *where)
@@ -265,7 +267,7 @@ def _fitted(
         where = _axis(document, name)
         for i, j in _repeated(values):
             first = document.line(*where, i)
-            what = f"{'.'.join(where)}: {shown(values[j])} stands there twice"
+            what = f"{'.'.join(where)}: {shown(values[j])} appears twice"
             wrong(f"{what}, first on line {first}", *where, j)
         if name in fixed:
             first = document.line("fixed", name)
@@ -286,9 +288,9 @@ def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wr
     known = found.parameters.get("seed")
     if known is None or known.kind is not int:
         none = f"seeds: {found.path.name} has no parameter `seed: int`"
-        wrong(f"{none}, so all its points would be the same", "seeds")
+        wrong(f"{none}, so the points would all be equal", "seeds")
     elif "seed" in axes:
-        wrong("seeds: there is an axis seed already", "seeds")
+        wrong("seeds: the grid already has an axis `seed`; keep one of them", "seeds")
     else:
         for i, seed in enumerate(seeds):
             if type(seed) is not int or seed < 0:
@@ -300,18 +302,18 @@ def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wr
 
 
 def _check_points(sheet: Sheet, wrong: Wrong) -> None:
-    """Values that fit one by one and make no sense together."""
+    """Report values that are valid one by one but not together."""
     for name in sheet.varying:
         if sheet.notebook.reads is not None and name not in sheet.notebook.reads:
             entry = next((i for i, entry in sheet.include.items() if name in entry), 0)
             on_axis = name in sheet.axes
             wrong(
-                f"{name} is read by no cell of {sheet.notebook.path.name}: its points would all be "
-                "the same experiment",
+                f"{name} is read by no cell of {sheet.notebook.path.name}, so its points would all "
+                "be the same experiment",
                 *(_axis(sheet.document, name) if on_axis else ("include", entry, name)),
             )
     if sheet.exclude and not sheet.product:
-        wrong("exclude takes points from a grid, and there is none here", "exclude")
+        wrong("exclude removes points of a grid, and this file has no grid", "exclude")
     axes = {name: set(norms(values)) for name, values in sheet.axes.items()}
     there = {name: {norm(value)} for name, value in sheet.base.items()} | axes
     _check_exclude(sheet, there, wrong)
@@ -347,7 +349,7 @@ def _name_problem(known: dict[str, Parameter], name: str, hints: bool) -> str | 
     if not notebook.is_name(name):
         return "is not a parameter name"
     if secret.NAME.search(name) and name not in known:
-        return "looks like a secret; parameters are stored in the open, use the environment"
+        return "looks like a secret; parameters are stored unencrypted, use the environment"
     if name not in known:
         near = difflib.get_close_matches(name, known if hints else [], 1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
@@ -359,7 +361,7 @@ def _name_problem(known: dict[str, Parameter], name: str, hints: bool) -> str | 
 
 
 def norm(value: Any) -> Any:
-    """Something hashable that is equal where two values are the same to an experiment."""
+    """A hashable key, equal for values that are the same to an experiment."""
     if isinstance(value, list):
         return tuple(map(norm, value))
     return (type(value), str(value)) if isinstance(value, bool | dict) else value
@@ -374,7 +376,7 @@ def distinct(values: list[Any]) -> list[Any]:
 
 
 def _repeated(values: list[Any]) -> Iterator[tuple[int, int]]:
-    """Index of the first and of a later one, for each value that stands there again."""
+    """(index of the first occurrence, index) of each repeated value."""
     first: dict[Any, int] = {}
     for at, value in enumerate(values):
         if (i := first.setdefault(norm(value), at)) != at:

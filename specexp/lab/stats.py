@@ -1,10 +1,10 @@
-"""Intervals for ratios and rates. Nothing here knows what is being measured.
+"""Bootstrap confidence intervals for ratios and rates, whatever is measured.
 
-The resampled unit is the prompt (or the repetition), never the token: guesses of one text are not
-independent. "Faster" is said only of an interval that excludes 1.
+The resampled unit is the prompt (or the repeat), never the token, because the guesses within one
+output are not independent. A speedup is called faster or slower only if its interval excludes 1.
 
-Percentiles of a bootstrap over six units hold the truth 84 times in a hundred, not 95: they are
-moved away from the figure by as much as Student's t exceeds the normal law's.
+A percentile bootstrap over six units covers the true value 84 % of the time instead of 95 %, so
+both ends are moved outwards by the ratio of Student's t quantile to the normal one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import bootstrap, norm, t
 
-FEWEST = 5  # units: of fewer an interval says little
+FEWEST = 5  # units that an interval should rest on; with fewer it says little
 _TINY = np.finfo(float).tiny
 
 
 class Interval(NamedTuple):
-    """A figure and its 95 % bootstrap interval; low = high = value where only one unit was seen."""
+    """A value with its 95 % bootstrap interval; low = high = value if there is only one unit."""
 
     value: float
     low: float
@@ -32,12 +32,12 @@ class Interval(NamedTuple):
 
 
 def ratio(above: ArrayLike, below: ArrayLike) -> Interval:
-    """sum(above) / sum(below) over paired units [n]; 0 where both are 0."""
+    """sum(above) / sum(below) over paired units [n]; 0 if both sums are 0."""
     return _within(0, interval(_ratio, above, below), np.inf)
 
 
 def share(part: ArrayLike, whole: ArrayLike) -> Interval:
-    """As `ratio`, of parts that are never more than the whole."""
+    """As `ratio`, for parts that never exceed the whole: the interval ends at 1."""
     return _within(0, interval(_ratio, part, whole), 1)
 
 
@@ -52,7 +52,7 @@ def _within(least: float, found: Interval, most: float) -> Interval:
 def speedup(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike
 ) -> Interval:
-    """Seconds a delivered token, plain decoding over speculation, of paired units [n]."""
+    """Seconds per delivered token of plain decoding over speculation's; paired units [n]."""
     found = interval(
         lambda ps, pt, fs, ft: (ps.sum(-1) / pt.sum(-1)) / (fs.sum(-1) / ft.sum(-1)),
         plain_s, plain_tokens, fast_s, fast_tokens,
@@ -63,7 +63,8 @@ def speedup(
 def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
     """A statistic of paired columns [n] with its bootstrap interval over units.
 
-    `statistic` takes columns [..., n] and reduces the last axis.
+    `statistic` takes columns [..., n] and reduces the last axis. Raises ValueError unless the
+    columns are one-dimensional, equally long and not empty.
     """
     data = [np.asarray(c, float) for c in columns]
     if len({d.shape for d in data}) != 1 or data[0].ndim != 1 or not data[0].size:
@@ -81,9 +82,9 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
 
 
 def verdict(speedup: Interval) -> str:
-    """In words: faster or slower only when the interval excludes 1."""
+    """The speedup in words: faster or slower only if the interval excludes 1."""
     if speedup.low == speedup.high:
-        return f"{speedup.value:.2f}x of one sample"
+        return f"{speedup.value:.2f}x in one sample"
     if speedup.low > 1:
         return f"{speedup.value:.2f}x faster"
     if speedup.high < 1:

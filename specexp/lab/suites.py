@@ -1,9 +1,9 @@
-"""`specexp bench`: do figures made on this machine describe the hardware, or the toolkit?
+"""The suites of `specexp bench`: is this machine limited by its hardware, or by the toolkit?
 
-Four suites, each a comparison whose arms take turns in one process, each giving plain data that
-JSON can hold: `peers` (other engines, same work), `roofline` (a pass against the memory and against
-its own matrix products), `round` (where a round's time goes) and `scale` (how a pass grows). A
-fifth, `memory`, times nothing: it compares peaks with what was foretold (peaks.py).
+Four suites time interleaved comparisons in one process: `peers` (other engines at the same work),
+`roofline` (a pass against memory bandwidth and its own matrix products), `round` (where a round's
+time goes) and `scale` (how the cost of a pass grows). `memory` times nothing: it compares peak
+memory with the prediction from configs. Every suite returns plain data that JSON can hold.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ NAMES = ("peers", "roofline", "round", "scale", "memory")
 PHASES = ("draft", "verify", "accept", "commit", "host")
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
-PROMPTS = 5  # of those that are named, evenly over their categories
+PROMPTS = 5  # how many prompts are used, evenly over categories
 PACKAGES = ("specexp", "torch", "transformers", "numpy", "vllm")
 
 
 def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What the figures were made with: `costs.fingerprint`, versions, load, and what to beware."""
+    """The machine and software behind the figures: `costs.fingerprint`, versions, load average, and
+    a warning if the dtype is emulated."""
     return fingerprint(device, dtype) | {
         "where": doctor.described(device),
         "cores": os.cpu_count(),
@@ -58,26 +59,28 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def place(out: Path, options: dict[str, Any]) -> Path:
-    """The file to write: `out`, or, if that is a folder, one in it that says what was measured."""
+    """The file to write: `out` itself, or, if that is a folder, a file in it named by device, dtype
+    and target."""
     if out.suffix and not out.is_dir():
         return out
     device = torch.device(build.where(options["device"]))
-    said = fingerprint(device, DTYPES[options["dtype"]])
-    words = "bench", said["device"], said["dtype"], Path(options["target"]).name
+    machine = fingerprint(device, DTYPES[options["dtype"]])
+    words = "bench", machine["device"], machine["dtype"], Path(options["target"]).name
     return out / ("_".join(re.sub(r"\W+", "-", word).strip("-") for word in words) + ".json")
 
 
 def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
-    """Raises UserError for whatever is wrong, a line each, before a weight is loaded."""
+    """Raises UserError with every problem, one line each, before any weight is loaded."""
     problems = [
         f"suite {name!r} is unknown; there are {', '.join(NAMES)}"
         for name in names
         if name not in NAMES
     ]
     if options["gamma"] == 0:
-        problems.append("gamma is 0; to see what speculation costs it must be 1 or more")
+        problems.append("gamma is 0; to measure speculation it must be 1 or more")
     batches = options.get("batches", [1])
-    most = max(batches) if "memory" in names else peers.MOST  # rows for which texts are written
+    # rows of the largest batch that generates: `memory` runs every batch, `peers` one
+    most = max(batches) if "memory" in names else max(peers.MOST, min(batches))
     problems += build.check(options | {"batches": [min(b, most) for b in batches]}, texts)
     if problems:
         raise UserError("\n".join(problems))
@@ -105,15 +108,15 @@ def run(
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[dict[str, float]]:
-    """While this lasts, seconds by phase of all rounds of `engine`, the device awaited at every
-    border; outside of it the loop has no clocks. The phases are without gaps:
+    """Hook clocks into `engine` while active; yields seconds by phase, summed over its rounds.
 
+    The device is synchronised at every phase border, and the phases have no gaps between them.
     draft: `propose`; verify: the target's pass; accept: law and rule; commit: from the verdict to
-    the report (observe, commit; chains have nothing to move); host: all between two rounds, which
-    is reading the report and what Python makes of it. `passes`: the part of `draft` inside the
-    drafter's models, 0 where that is replayed; `rounds`: how many.
+    the report (observe, commit; on a chain there is nothing to move); host: everything between two
+    rounds, which is reading the report and Python's work on it. `passes`: the part of `draft`
+    inside the drafter's models, 0 where drafting is replayed; `rounds`: their number.
 
-    Rounds that are replayed whole are taken apart: draft and verify are replayed, the rest is
+    Rounds that are otherwise replayed whole are split: draft and verify are replayed, the rest is
     launched one operation at a time.
     """
     spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
@@ -132,7 +135,7 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
 
     def begin(call: Any, *args: Any) -> Any:
         made = call(*args)
-        border(None)  # reading the prompts is no part of a round
+        border(None)  # prefill is not part of a round
         return made
 
     def a_round(call: Any, *args: Any) -> Any:
@@ -188,10 +191,11 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
 def a_round(
     rig: Rig, texts: Sequence[str], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:  # fmt: skip
-    """Where a round's time goes, by phase, plain and speculative; the unit is a text and repeat.
+    """Where a round's time goes, by phase, plain and speculative; the unit is a prompt and repeat.
 
-    The clean loop has no clocks but the one that every round ends with. The phases are those of the
-    same texts once more, round for round in the same state, with a clock at every border.
+    The clean loop has no clocks except the one at the end of every round. The phases come from
+    generating the same outputs again, round by round in the same state, with a clock at every phase
+    border.
     """
     fast = rig.with_().engine
     fast.eos = ()
@@ -214,7 +218,7 @@ def a_round(
         ("fast", "replay"): lambda ids: replay(fast, ids),
     }
     items = rig.encode(texts) * repeats
-    seen = turns.take(arms, items, rig.target.device, "round", lead=1)  # rounds are recorded then
+    seen = turns.take(arms, items, rig.target.device, "round", lead=1)  # rounds get recorded then
     made = {arm: [turn.made for turn in found] for arm, found in seen.items()}
     sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
     traces = {side: [trace for trace, _ in made[side, "clean"]] for side in ("plain", "fast")}
@@ -231,20 +235,21 @@ def a_round(
     times = [[t.decode_s for t in of] for of in traces.values()]
     tokens = [[t.emitted for t in of] for of in traces.values()]
     measured = stats.speedup(times[0], tokens[0], times[1], tokens[1])
-    foretold = bench.predicted(passes, record).set_index("gamma")["speedup"][gamma]
+    predicted = bench.predicted(passes, record).set_index("gamma")["speedup"][gamma]
     return {
         "gamma": gamma, "drafter": rig.drafter, "texts": len(texts), "turns": len(items),
         **sides,
         "acceptance": {"rate": record.rate, "length": record.length,
                        "conditional": list(record.conditional)},
-        "speedup": {"measured": measured._asdict(), "from_passes": float(foretold)},
+        "speedup": {"measured": measured._asdict(), "from_passes": float(predicted)},
     }  # fmt: skip
 
 
 @contextmanager
 def passing(engine: Engine) -> Iterator[Callable[[], float]]:
-    """Seconds that the rounds of a generation spend in passes, where rounds are replayed: by a
-    clock in compiled passes. Elsewhere, or where some are not compiled, 0: phases tell."""
+    """Yields a function that returns the seconds spent in passes since prefill, by the clock in
+    compiled passes. 0 where rounds are not replayed or a model is not compiled: the phases are used
+    instead."""
     nets = [lm.net for lm in engine.models]
     clocked = engine.replays is not None and all(isinstance(net, native.Native) for net in nets)
     begin, begun = engine.begin, 0.0
@@ -265,14 +270,14 @@ def passing(engine: Engine) -> Iterator[Callable[[], float]]:
 def _side(
     clean_loops: Sequence[tuple[Trace, float]], replays: Sequence[dict[str, float]]
 ) -> dict[str, Any]:  # fmt: skip
-    """Rounds of one engine: clean loops with the seconds that they spent in passes, where those
-    have a clock, and the same rounds phase by phase."""
+    """The figures of one engine. clean_loops: traces with the seconds spent in passes (0 without a
+    clock); replays: the same rounds by phase."""
     rounds = np.array([spent["rounds"] for spent in replays])
     clean = np.array([trace.decode_s / len(trace.rounds) for trace, _ in clean_loops])
     timed = np.array([spent / len(trace.rounds) for trace, spent in clean_loops])
     each = {phase: np.array([s[phase] for s in replays]) / rounds for phase in (*PHASES, "passes")}
     models = each["passes"].any()
-    passes = each["passes"] if models else each["draft"]  # no model: drafting is all there is
+    passes = each["passes"] if models else each["draft"]  # without a model, all of drafting
     total = np.sum([each[phase] for phase in PHASES], 0)
     inside = timed if timed.any() else passes + each["verify"]
     overhead = stats.interval(lambda r, p: 1 - p.sum(-1) / r.sum(-1), clean, inside)
@@ -295,8 +300,9 @@ def _side(
 def scale(
     rig: Rig, texts: Sequence[str], batches: Sequence[int], repeats: int
 ) -> dict[str, Any]:  # fmt: skip
-    """How a target pass grows, one axis at a time from one row, one token and a short buffer; the
-    head's product alone over its vocabulary; a one-token pass of each model of the zoo."""
+    """How the cost of a target pass grows along each axis, starting from one row, one token and a
+    short buffer; the LM head's product alone, over vocabulary size; and a one-token pass of other
+    models (see `_models`)."""
     target, gamma = rig.target, rig.options["gamma"]
     ids = [t for row in rig.encode(texts) for t in row]
     contexts = [c for c in CONTEXTS if c <= target.context] or [target.context]
@@ -347,7 +353,7 @@ def _row(axis: str, value: Any, took: Sequence[turns.Turn], first: Any) -> dict[
 
 
 def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
-    """The head's product for one token, over a quarter, half and all of its vocabulary."""
+    """The LM head's product for one token, over a quarter, half and all of its vocabulary."""
     V, E = weight.shape
     x = torch.randn(1, E, device=weight.device, dtype=weight.dtype)
     parts = {v: weight[:v] for v in sorted({max(1, V // 4), max(1, V // 2), V})}
@@ -358,7 +364,7 @@ def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
 
 
 def _models(rig: Rig) -> list[LM]:
-    """The target and the drafter's models; for a target that ships, all that ship."""
+    """The target and the drafter's models; for a target from the zoo, all models of the zoo."""
     found = causal(rig)
     known = {model.name: model for model in shelf.models(shelf.SHELF)}
     if rig.options["target"] in known:

@@ -1,8 +1,8 @@
-"""Arms that take turns: how `specexp bench` times whatever it compares.
+"""Interleaved timing: `specexp bench` calls the arms that it compares in turns.
 
-A shared machine is slow for a while and fast for a while. Arms that are called one after another,
-forwards and then backwards, meet the same moments, so that ratios of theirs hold where the seconds
-do not. The unit of every interval is the turn.
+The speed of a shared machine drifts. Arms called one after another, in reverse order every other
+turn, meet the same drift, so their ratios are reproducible where their seconds are not. The unit of
+every interval is the turn.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Item = TypeVar("Item")
 
 
 class Turn(NamedTuple):
-    """One call of an arm: how long it took, and what it returned."""
+    """One call of an arm: its duration and its result."""
 
     seconds: float
     made: Any = None
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once the device has done all that it was given."""
+    """A timestamp in seconds, taken after all work queued on the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -44,10 +44,12 @@ def take(
     lead: int = 0,
     warm: Sequence[Item] = (),
 ) -> dict[Arm, list[Turn]]:
-    """Give every item to every arm, in reverse order every other turn, after turns that do not
-    count: of `warm`, items of every shape where rounds are recorded, or else of the first one; and
-    before each turn `lead` more of its own. One turn an item, in order. about: what the progress
-    bar says."""
+    """Time every arm on every item, arms in reverse order every other turn; one turn an item.
+
+    Uncounted warm-up turns come first, on `warm` (where rounds are recorded: items of every shape),
+    or else on the first item. Each arm is called `lead` more times just before every timed call, on
+    the same item. about: the label of the progress bar.
+    """
     seen: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
     with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, unit="call") as bar:
@@ -73,8 +75,8 @@ def median_s(turns: Sequence[Turn]) -> float:
 
 
 def ratio(above: Sequence[Turn], below: Sequence[Turn], factor: float = 1.0) -> Interval:
-    """`factor` times the median seconds of one arm over those of another, of paired turns. Medians,
-    for a pass takes milliseconds, and one disturbed turn would outweigh all others in a sum."""
+    """`factor` times the median seconds of one arm over another's, turns paired. Medians, because
+    in a sum of millisecond passes one disturbed turn would outweigh all others."""
     return stats.interval(
         lambda a, b: factor * np.median(a, -1) / np.median(b, -1), seconds(above), seconds(below)
     )
