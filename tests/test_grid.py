@@ -565,7 +565,7 @@ BAD = {
     # points
     "excludes all": (HEAD + "grid: {x: [1]}\nexclude: [{x: 1}]", 3, "removes every point"),
     "excludes nothing": (HEAD + "grid: {x: [1]}\nexclude:\n- {x: 1, how: a}\n", 4, "well"),
-    "excludes an absent value": (HEAD + "grid: {x: [1, 2]}\nexclude: [{x: 5}]", 3, "values are 1, 2"),
+    "excludes no value": (HEAD + "grid: {x: [1, 2]}\nexclude: [{x: 5}]", 3, "values are 1, 2"),
     "repeats a grid point": (HEAD + "grid:\n  x: [1, 2]\ninclude:\n- x: 2", 5, "grid (line 2)"),
     "repeats the default": (HEAD + "seeds: [0]\ninclude: [{how: well}]", 3, "repeats a point"),
     "repeats an include": (HEAD + "include:\n- x: 2\n- {x: 2, how: well}", 4, "of line 3"),

@@ -17,10 +17,10 @@ from conftest import TRIVIAL
 from test_run import alive, go, statuses, until
 
 from specexp.errors import UserError
-from specexp.lab import build, cluster, errand, grid, identity, places, track
+from specexp.lab import build, cluster, grid, identity, places, remote, track
 from specexp.lab.cluster import OnRay
-from specexp.lab.errand import Answer, Errand, packed, unpack
 from specexp.lab.execute import Failure
+from specexp.lab.remote import Outcome, Task, packed, unpack
 
 NODE = socket.gethostname()
 ray = pytest.mark.ray
@@ -54,7 +54,7 @@ def working(label: str) -> psutil.Process:
 
 def overheard(place: OnRay, file: Path) -> OnRay:
     """The same place; where its points are is also written to the file."""
-    carry = place._carry
+    run_point = place._run_point
 
     def heard(point, seat, watch):
         def write(said):
@@ -62,10 +62,10 @@ def overheard(place: OnRay, file: Path) -> OnRay:
                 told.write(f"{point.label} {said}\n")
             watch(said)
 
-        return carry(point, seat, write)
+        return run_point(point, seat, write)
 
     file.touch()
-    place._carry = heard
+    place._run_point = heard
     return place
 
 
@@ -116,7 +116,7 @@ def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
     assert statuses() == {todo[0].run_key: "FINISHED"}
     assert not list((store / "failed").glob("*"))
     [line] = heard
-    assert "lost 1 times" in line
+    assert "lost (try 1 of 4)" in line
     until(lambda: not any(alive(p) for p in below))
 
 
@@ -154,21 +154,21 @@ def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
     monkeypatch.setenv(native, "off")
     monkeypatch.delenv(graphs, raising=False)
     [point] = points(x=[1])
-    told = errand.Errands([point], True, False).of(point).environment
+    told = remote.Tasks([point], True, False).of(point).environment
     assert (told[native], told[graphs]) == ("off", "")
 
 
 def test_a_machine_lost_again_and_again_is_a_loss(points):
     asked: list[grid.Point] = []
 
-    def carry(point, number, watch):
+    def run_point(point, number, watch):
         asked.append(point)
-        raise errand.Lost("power cut")
+        raise remote.WorkerLost("power cut")
 
     heard: list[str] = []
-    seat = errand.Seat(SimpleNamespace(carry=carry, say=heard.append), 0)
+    seat = remote.Seat(SimpleNamespace(run_point=run_point, say=heard.append), 0)
     [point] = points(x=[1])
-    with pytest.raises(Failure, match="lost 4 times: power cut") as found:
+    with pytest.raises(Failure, match=r"lost \(try 4 of 4\): power cut") as found:
         seat.execute(point, Path("nowhere"), lambda said: None)
     assert found.value.kind == "lost"
     assert len(asked) == 4
@@ -204,7 +204,7 @@ def test_what_ray_is_asked_for(points):
 def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
     todo = points(x=[1])
     for name in ("rey", "host", "ray://host", "http://host:1", "host:port"):
-        with pytest.raises(UserError, match="no Ray address"):
+        with pytest.raises(UserError, match="cannot run points on"):
             places.of(name, todo)
     with socket.socket() as taken:  # bound and not listening: nobody else listens there
         taken.bind(("127.0.0.1", 0))
@@ -217,7 +217,7 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
         OnRay(todo)
     todo[0].params["device"] = "cuda"
     monkeypatch.setattr(cluster.store, "ROOT", tmp_path)
-    with pytest.raises(UserError, match="not below"):
+    with pytest.raises(UserError, match="is outside"):
         OnRay(todo)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install"):
@@ -226,13 +226,13 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
 
 def test_a_worker_with_other_code_refuses(points, tmp_path):
     [point] = points(x=[1])
-    answer = errand.run(Errand(point, TRIVIAL, [], False, "another digest", {}))
-    assert answer == Answer(NODE, b"", answer.failure)
+    answer = remote.run(Task(point, TRIVIAL, [], False, "another digest", {}))
+    assert answer == Outcome(NODE, b"", answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
     assert "other code" in message
-    seat = errand.Seat(SimpleNamespace(carry=lambda *asked: answer), 0)
-    with pytest.raises(Failure, match=f"on {NODE}: other code"):
+    seat = remote.Seat(SimpleNamespace(run_point=lambda *asked: answer), 0)
+    with pytest.raises(Failure, match=f"on {NODE}: this machine imported code"):
         seat.execute(point, tmp_path, lambda said: None)
 
 
