@@ -99,7 +99,7 @@ KINDS = {
     "killed": ("kernel-died", "killed by SIGKILL"),
     "nothing": ("invalid-result", "track.log"),
     "nan": ("error", "not a finite number"),
-    "other": ("invalid-result", "other parameters than it was given: x"),
+    "other": ("invalid-result", "parameters that differ from its own: x"),
     "twice": ("error", "one run logs once"),
 }
 
@@ -391,7 +391,7 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
     def through(point, together=False):
         work = run.Work([point], run.live.Board(Console(quiet=True), 1), queue=[point])
         monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, seat)))
-        work.through(places.Here([point]), 1, together)
+        work.run_queue(places.Here([point]), 1, together)
 
     monkeypatch.setattr(places, "execute", executed)
     timed, other, third = points(x=[1, 2, 3])
@@ -416,7 +416,7 @@ def test_what_is_left_is_reckoned_by_how_many_run_at_once(store, points, monkeyp
         work, "_serve", lambda queue, *_: seen.append((len(queue), work.board.jobs))
     )
     work.queue.extend(todo)
-    work.through(places.Here(todo), 2, together=False)
+    work.run_queue(places.Here(todo), 2, together=False)
     assert seen == [(2, 2), (2, 2), (1, 1)]
 
 
@@ -639,7 +639,7 @@ def test_a_point_that_succeeded_later_is_kept_not_failed_while_mlflow_is_away(
         assert "kept" in go([point], retry_failed=True)[1]
         code, said = go([point])
     assert code == 1
-    assert "the result is safe; MLflow is away" in said
+    assert "the result is safe, but MLflow cannot be reached" in said
     assert "planted" not in said
     assert go([point])[0] == 0
 
@@ -665,8 +665,8 @@ def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, m
     assert code == 1
     assert time.monotonic() - begin < run.PATIENCE_S / 2
     refused = store / "results" / todo[0].run_key
-    assert f"MLflow refuses {refused}: {store}/mlflow.db: x is" in said
-    assert "the result is safe; MLflow refuses it" in said
+    assert f"MLflow refused {refused}: {store}/mlflow.db: x is" in said
+    assert "the result is safe, but MLflow refused it" in said
     assert "run the same command again" not in said
     assert statuses() == {todo[1].run_key: "FINISHED"}
     monkeypatch.setattr(track, "_publish", publish)
@@ -682,7 +682,7 @@ def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypat
     rebuild.show(made, console)
     assert (made.results, made.torn) == (1, ())
     said = console.export_text()
-    assert f"left out, as MLflow refuses it: {store}/results/{todo[0].run_key}: " in said
+    assert f"left out, as MLflow refused it: {store}/results/{todo[0].run_key}: " in said
     assert "x is beyond" in said
 
 

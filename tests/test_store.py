@@ -375,7 +375,7 @@ def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
     monkeypatch.setattr(track.store, "load", load)
     code, said = go(points(1, 2))
     assert code == 1
-    assert f"cannot go on: [Errno {number}]" in said
+    assert f"error: [Errno {number}]" in said
     assert go(points(1, 2))[0] == 0
     assert check.problems() == []
     assert len(shown()) == 2

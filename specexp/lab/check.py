@@ -124,7 +124,7 @@ def _shown() -> dict[str, list[Any]]:
     """run_key -> active runs in MLflow."""
     found = defaultdict(list)
     place = track.backend()
-    for experiment in place.experiments() if track.there() else []:
+    for experiment in place.experiments() if track.has_database() else []:
         for run in filter(track.is_ours, place.runs(experiment.experiment_id)):
             found[run.data.tags["run_key"]].append(run)
     return dict(found)

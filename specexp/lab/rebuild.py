@@ -60,7 +60,7 @@ def show(made: Rebuilt, console: Console) -> None:
     lines = [f"{made.results} results and {made.failures} failures are in {track.where()}"]
     lines += [f"left out, as it is damaged: {path}" for path in made.torn]
     lines += [
-        f"left out, as MLflow refuses it: {path}: {why}" for path, why in made.refused.items()
+        f"left out, as MLflow refused it: {path}: {why}" for path, why in made.refused.items()
     ]
     if made.aside:
         names = ", ".join(path.name for path in made.aside)

@@ -26,7 +26,7 @@ def show(port: int, host: str = "127.0.0.1") -> None:
     """Print each experiment's link and become the UI; a server that is there already has its own.
     Raises UserError, Away, Damaged."""
     place = track.backend()
-    if track.own() and not track.there():
+    if track.own() and not track.has_database():
         raise UserError(f"no runs in {store.root()} yet: run `make demo`, or a notebook, first")
     if not place.served:
         _free(host, port)
