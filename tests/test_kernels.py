@@ -354,7 +354,7 @@ def test_a_slot_that_is_killed_takes_its_kernel_and_no_other_point(go, forking, 
         assert go(other, "print(1)") == ["1"]
         with pytest.raises(DeadKernelError):
             go(slot, CHILDREN, "os.kill(os.getppid(), 9); time.sleep(600)")
-        assert slot.ended == "killed with the process above it"
+        assert slot.ended == "killed with its parent process"
         assert go(slot, "print(1)") == ["1"]
         assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
         os.kill(slot.slot, signal.SIGKILL)  # while it is idle

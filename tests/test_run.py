@@ -395,7 +395,7 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
 
     monkeypatch.setattr(places, "execute", executed)
     timed, other, third = points(x=[1, 2, 3])
-    seat = places._Chair(None, 0)
+    seat = places._LocalSeat(None, 0)
     with places.Here([]).alone() as ours:
         assert ours
         through(timed)
@@ -429,7 +429,7 @@ def test_a_seat_shows_its_own_gpu_but_to_a_point_that_names_one(monkeypatch, dev
     given = []
     monkeypatch.setattr(places, "execute", lambda *args: given.append(args[-1]))
     point = SimpleNamespace(params={} if device is None else {"device": device})
-    places._Chair(None, 1).execute(point, None, None)
+    places._LocalSeat(None, 1).execute(point, None, None)
     assert given == [{"CUDA_VISIBLE_DEVICES": "1"} if hides else {}]
 
 

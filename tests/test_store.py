@@ -87,7 +87,7 @@ def run_of_key(key):
 
 
 BREAKS = {
-    "torn": (lambda r: (r / "result.json").write_text("{}"), "not as it was committed"),
+    "torn": (lambda r: (r / "result.json").write_text("{}"), "changed since it was committed"),
     "deleted": (lambda r: track.client().delete_run(run_of(r)), "0 times"),
     "twice": (twice, "2 times"),
     "half": (half, "RUNNING"),
@@ -98,9 +98,9 @@ BREAKS = {
     ),
     "other parameter": (lambda r: track.client().log_param(run_of(r), "y", 1), "parameter"),
     "status": (lambda r: track.client().set_terminated(run_of(r), "FAILED"), "0 times"),
-    "unmarked": (lambda r: track.client().set_tag(run_of(r), "published", "0"), "died"),
-    "no result": (lambda r: r.rename(r.parent.parent / "gone"), "is not there"),
-    "attempt": (lambda r: store.new_attempt("k"), "a run that died"),
+    "unmarked": (lambda r: track.client().set_tag(run_of(r), "published", "0"), "in part"),
+    "no result": (lambda r: r.rename(r.parent.parent / "gone"), "is missing"),
+    "attempt": (lambda r: store.new_attempt("k"), "a process that died"),
 }
 
 
@@ -160,7 +160,7 @@ def test_a_database_that_is_busy_for_a_moment_hides_nothing(filled, monkeypatch)
 
     monkeypatch.setattr(check, "_shown", busy)
     [line] = check.problems()
-    assert "is not there" in line
+    assert "is missing" in line
 
 
 def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
@@ -356,7 +356,7 @@ def test_a_database_that_cannot_be_opened_now_is_not_called_damaged(filled, monk
         raise sqlite3.OperationalError("unable to open database file")
 
     monkeypatch.setattr(sqlite3, "connect", connect)
-    with pytest.raises(Away, match="cannot be opened: is it yours"):
+    with pytest.raises(Away, match="cannot be opened: check permissions"):
         track.backend().empty()
 
 
@@ -805,9 +805,9 @@ def test_nonsense_is_refused_in_one_line_before_anything_is_copied(place, tmp_pa
         transfer.transfer(here, same, quiet())
     with pytest.raises(UserError, match="no folder"):
         transfer.transfer(here, Backend.at(f"sqlite:///{tmp_path}/no/x.db", tmp_path), quiet())
-    with pytest.raises(UserError, match="there is no"):
+    with pytest.raises(UserError, match="does not exist"):
         transfer.transfer(Backend.at(f"sqlite:///{tmp_path}/x.db", tmp_path), here, quiet())
-    with pytest.raises(Away, match="nobody answers"):
+    with pytest.raises(Away, match="connection refused"):
         transfer.transfer(here, Backend.at("http://127.0.0.1:9", tmp_path), quiet())
     for address in ("", "somewhere", "file:///x", "ftp://x", "sqlite:///", "postgres://a:b@c/d"):
         with pytest.raises(UserError, match=r"sqlite:///PATH"):

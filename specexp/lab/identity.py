@@ -1,7 +1,7 @@
-"""What a result depends on: parameters, notebook, code, models, data and device, each a digest.
+"""The identity of a result: digests of its parameters, notebook, code, models, data and device.
 
-Two points with the same identity are the same experiment, on whatever day and machine they run.
-Models and data are read once a process for as long as size and time of change stay the same.
+Points with the same identity are the same experiment, whenever and wherever they run. A process
+reads models and data once, and again if their size or modification time changes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def digest(value: Any) -> str:
 
 
 class Surroundings:
-    """The parts of an identity that many points share, each found out once.
+    """Computes the parts of an identity that many points share, each once.
 
-    Of one moment: make another one when files may have changed.
+    It caches them: make a new one when files may have changed.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class Surroundings:
         self.code = code_digest()[:16]
 
     def of(self, params: Mapping[str, Any], notebook: str) -> dict[str, str]:
-        """Everything but the parameters; points that agree share one dictionary. Raises UserError
-        for a model that is not there."""
+        """All parts of a point's identity except its parameters; equal ones are one dictionary.
+        Raises UserError for a missing model."""
         read = {n: params[n] for n in (*_MODELS, *_DATA, "device") if n in params}
-        key = os.getcwd(), repr(read), notebook  # what is relative is so to the folder
+        key = os.getcwd(), repr(read), notebook  # paths may be relative
         if key not in self.known:
             parts = {"notebook": notebook[:16], "code": self.code}
             if sources := build.sources(dict(params)):
@@ -67,24 +67,24 @@ class Surroundings:
 
 
 def code_digest() -> str:
-    """A digest of the library's source as it is now: results of other code are other results."""
+    """A digest of the library's source as it is now."""
     total = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
-        hidden = any(part[0] == "." for part in path.relative_to(PACKAGE).parts)  # an editor's own
+        hidden = any(part[0] == "." for part in path.relative_to(PACKAGE).parts)  # of editors
         if path.suffix in SOURCE and not hidden and path.is_file():
             total.update(path.read_bytes())
     return total.hexdigest()
 
 
 def device_class(device: str) -> str:
-    """The GPU's name or "cpu": a CPU's result is never taken for a GPU's."""
+    """The GPU's name or "cpu", so that results of different devices have different keys."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
 
 
 def engine(device: str) -> str:
-    """What of the engine is switched off, or not compiled as there is no compiler; else nothing."""
+    """Which parts of the engine are switched off or cannot be compiled; empty if none."""
     off = [f"{name} off" for name in SWITCHES if os.environ.get(name) == "off"]
     if device_class(device) == "cpu" and not native.compiler():
         off.append("no compiler")
@@ -97,8 +97,8 @@ def name_of(source: str) -> str:
 
 
 def model_digest(source: str) -> str:
-    """Of a folder: its config, tokenizer and weights. Of a hub id: the revision in the local cache,
-    or, where there is none, the id alone. `+int8` changes nothing of that."""
+    """Of a folder: a digest of its config, tokenizer and weights. Of a hub id: the revision in the
+    local cache, or the id itself if it is not cached. `+int8` is ignored."""
     source, _ = quantised.split(source)
     if not os.path.isdir(source):
         cached = try_to_load_from_cache(source, "config.json")
@@ -108,9 +108,9 @@ def model_digest(source: str) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file. Of one of more than 1 GB (half a second of hashing) only the size, the
-    header that lists a safetensors file's tensors, and the first and last MiB are read: weights
-    that differ in the middle alone pass for the same."""
+    """SHA-256 of a file. Of files above 1 GB (half a second of hashing) only the size, the header
+    that lists a safetensors file's tensors, and the first and last MiB are hashed: weights that
+    differ only in between are taken for equal."""
     state = path.stat()
     return _file_digest(path, state.st_size, state.st_mtime_ns)
 
@@ -131,7 +131,7 @@ def _file_digest(path: Path, size: int, changed_ns: int) -> str:
 
 
 def _data_files(read: Mapping[str, Any]) -> Iterable[Path]:
-    """The files of prompts and arrivals that these parameters name."""
+    """The files of prompts and arrival traces that these parameters name."""
     named = read.get("prompts")
     if isinstance(named, str):
         names = prompts.NAMES if named == "all" else [named]

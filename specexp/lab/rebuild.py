@@ -1,4 +1,4 @@
-"""What MLflow shows, made anew from what was committed: a database is never the record."""
+"""Rebuilds MLflow's database from the store: committed results are the record, MLflow a view."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specexp.lab import store, track
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """How many results and failures were published, what was set aside, what was left out: torn,
-    or refused by MLflow and why."""
+    """How many results and failures were published; the files of the old database; the folders that
+    were left out as damaged, or as refused by MLflow and why."""
 
     results: int
     failures: int
@@ -27,15 +27,15 @@ class Rebuilt:
 
 
 def rebuild(console: Console) -> Rebuilt:
-    """Publish every result and failure again, in the order in which they came, those that were
-    logged by hand too. The store's own database and artifacts are set aside first; a server's stay,
-    and only what it lacks is added. Raises StoreBusy while anybody is at work."""
+    """Publish every result and failure again, oldest first, including those logged by hand. The
+    store's own database and artifacts are renamed first; a server keeps its runs and gets those
+    that it lacks. Raises StoreBusy while another process works on the store."""
     with store.alone("setup", lambda said: console.print(Text(said))):
         others = [who for key, who in store.claims().items() if key != "setup"]
         if others:
-            raise store.StoreBusy(f"{others[0]} is at work here: stop it first")
+            raise store.StoreBusy(f"{others[0]} is using {store.root()}: stop it first")
         folders = _committed()
-        for folder in folders:  # first: what is not marked is shown again, whenever we are killed
+        for folder in folders:  # first, so that a runner publishes them even if we are killed
             track.marker(folder).unlink(missing_ok=True)
         aside = _set_aside() if track.own() else ()
         track.backend().prepare()
@@ -56,21 +56,21 @@ def rebuild(console: Console) -> Rebuilt:
 
 
 def show(made: Rebuilt, console: Console) -> None:
-    """Say what was done, one line a thing."""
-    lines = [f"{made.results} results and {made.failures} failures are in {track.where()}"]
+    """Print what was done."""
+    lines = [f"published {made.results} results and {made.failures} failures to {track.where()}"]
     lines += [f"left out, as it is damaged: {path}" for path in made.torn]
     lines += [
         f"left out, as MLflow refused it: {path}: {why}" for path, why in made.refused.items()
     ]
     if made.aside:
         names = ", ".join(path.name for path in made.aside)
-        lines += [f"set aside: {names}; delete them when you miss nothing",
-                  "start `specexp ui` or `specexp store serve` again if one is open"]  # fmt: skip
+        lines += [f"the old files are now {names}: delete them once you have checked the new ones",
+                  "restart `specexp ui` or `specexp store serve` if one is running"]  # fmt: skip
     console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _committed() -> list[Path]:
-    """Results and failures that MLflow was or is to be told of, oldest first."""
+    """Results and failures, oldest first."""
     found = [
         p for name in ("results", "failed") for p in store.root().glob(f"{name}/*/{store.TAGS}")
     ]
@@ -82,7 +82,7 @@ def _key(folder: Path) -> str:
 
 
 def _set_aside() -> tuple[Path, ...]:
-    """Database, journals and artifacts under names that nothing uses."""
+    """Rename database, journals and artifacts to unused names."""
     mark = f".damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
     kept = []
     for name, journal in (("mlflow.db", ""), ("mlflow.db", "-wal"), ("mlflow.db", "-shm"),

@@ -1,7 +1,8 @@
-"""MLflow's own server over a store: for this machine alone unless told otherwise.
+"""Starts MLflow's own server over a store, by default for this machine only.
 
-It has no password, so it answers only to the names it was started for, keeps artifacts itself and
-runs no jobs. Addresses with passwords go to it by the environment, where `ps` does not show them.
+The server has no password, so it only accepts requests for the host names it was started with. It
+stores artifacts itself and runs no jobs. It gets addresses with passwords through the environment,
+where `ps` does not show them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def show(port: int, host: str = "127.0.0.1") -> None:
-    """Print each experiment's link and become the UI; a server that is there already has its own.
-    Raises UserError, Away, Damaged."""
+    """Print a link per experiment and become the UI, unless runs are tracked on a server, which has
+    one. Raises UserError, Away, Damaged."""
     place = track.backend()
     if track.own() and not track.has_database():
         raise UserError(f"no runs in {store.root()} yet: run `make demo`, or a notebook, first")
     if not place.served:
-        _free(host, port)
+        _check_free(host, port)
         with store.alone("setup"):
             track.initialise()
     base = place.uri if place.served else _address(host, port)
@@ -42,12 +43,12 @@ def show(port: int, host: str = "127.0.0.1") -> None:
 
 
 def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> None:
-    """Become a server for several machines or people, over `address` or the store's own database.
+    """Become a server for several people or machines, over `address` or the store's own database.
     Raises UserError, Away, Damaged."""
     place = Backend.at(address, store.root()) if address else track.database()
     if place.served:
-        raise UserError(f"{place} is a server already: give postgresql://... or sqlite:///...")
-    _free(host, port)
+        raise UserError(f"{place} is already a server: give postgresql://... or sqlite:///...")
+    _check_free(host, port)
     with store.alone("setup"):
         place.prepare(known=not address and track.had_runs())
     print(f"runs       {place}\nartifacts  {place.artifacts}")
@@ -57,7 +58,7 @@ def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> Non
 
 
 def command(place: Backend, host: str, port: int) -> list[str]:
-    """MLflow's server with the names it answers to: nothing secret is in it."""
+    """The command of MLflow's server, with the host names it accepts and without secrets."""
     names = _names(host)
     hosts = [*(f"{n}:{port}" for n in names), *_more()]
     origins = [f"{scheme}://{n}" for n in hosts for scheme in ("http", "https")]
@@ -70,7 +71,7 @@ def command(place: Backend, host: str, port: int) -> list[str]:
 
 
 def environment(place: Backend) -> dict[str, str]:
-    """What `command` is to be run with."""
+    """The environment for `command`."""
     given = {n: v for n, v in os.environ.items() if n != "MLFLOW_TRACKING_URI"}
     return given | {
         "MLFLOW_BACKEND_STORE_URI": place.uri,
@@ -81,7 +82,7 @@ def environment(place: Backend) -> dict[str, str]:
 
 
 def _become(place: Backend, host: str, port: int) -> None:
-    """In place of this process, so that what stops us stops it; in a folder without modules."""
+    """Replace this process, so that its signals reach the server; in a folder without modules."""
     sys.stdout.flush()
     os.chdir(store.root())
     asked = command(place, host, port)
@@ -89,7 +90,7 @@ def _become(place: Backend, host: str, port: int) -> None:
 
 
 def _names(host: str) -> list[str]:
-    """What a server that listens there may be called in a Host header."""
+    """The host names by which a server that listens there can be reached."""
     if _loopback(host):
         return list(_LOCAL)
     named = [host] if not _any(host) else _addresses()
@@ -97,7 +98,7 @@ def _names(host: str) -> list[str]:
 
 
 def _more() -> list[str]:
-    """Names that only the network knows: MLflow's own variable gives them."""
+    """Further host names, from MLflow's own variable."""
     given = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
     return [name.strip() for name in given if name.strip() and "*" not in name]
 
@@ -129,12 +130,12 @@ def _loopback(host: str) -> bool:
 
 def _warn(host: str) -> None:
     if not _loopback(host):
-        said = "there is no password: whoever reaches it can read and change everything in it"
+        said = "there is no password: whoever can reach this server can read and change everything"
         Console(stderr=True).print(f"[bold red]warning[/]: {said}", soft_wrap=True)
 
 
-def _free(host: str, port: int) -> None:
-    """Raises UserError where nothing could listen."""
+def _check_free(host: str, port: int) -> None:
+    """Raise UserError if a server could not listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family) as probe:
@@ -142,5 +143,5 @@ def _free(host: str, port: int) -> None:
             probe.bind((host, port))
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} is taken: give another by --port") from e
+            raise UserError(f"port {port} is in use: choose another with --port") from e
         raise UserError(f"cannot listen on {host}, port {port}: {e.strerror}") from e

@@ -1,4 +1,4 @@
-"""The view that the MLflow UI opens an experiment with: columns, order, charts, and its link."""
+"""The shared view in which the MLflow UI opens an experiment: columns, order, charts, link."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ LINES = (
 
 
 def shared(logged: Collection[str]) -> str:
-    """The state the UI opens with behind `view_url`: columns, order and charts, of the parameters
-    and metrics that an experiment has.
+    """The view's state as JSON: columns, order and charts of the logged parameters and metrics.
 
-    The format is internal to MLflow's UI (3.17.2); should it change, the link shows the plain list.
+    The format is internal to MLflow's UI (3.17.2). Should it change, `url` leads to the plain list.
     """
     columns = [f"params.`{p}`" for p in OPTIONS if p in logged]
     columns += [f"metrics.`{m}`" for m in FIGURES if m in logged]
@@ -75,7 +74,7 @@ def _short(metric: str) -> str:
 
 
 def url(experiment: str, base: str) -> str:
-    """The link that opens an experiment's runs in the shared view of the UI at `base`."""
+    """The link to an experiment's runs in the shared view; `base` is the address of the UI."""
     return (
         f"{base}/#/experiments/{experiment}/runs?viewStateShareKey={KEY}"
         "&compareRunsMode=CHART&workflowType=machine_learning"
