@@ -30,14 +30,14 @@ SERIES = {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32:
 @pytest.fixture(autouse=True)
 def made_fast(monkeypatch, migrated):
     """Creating MLflow's tables takes seconds, copying them does not."""
-    real = Backend._make
+    real = Backend._create_tables
 
     def make(self, uri):
         if uri.startswith("sqlite") and not Path(uri.removeprefix("sqlite:///")).exists():
             shutil.copy(migrated / "mlflow.db", uri.removeprefix("sqlite:///"))
         real(self, uri)
 
-    monkeypatch.setattr(Backend, "_make", make)
+    monkeypatch.setattr(Backend, "_create_tables", make)
 
 
 @pytest.fixture
