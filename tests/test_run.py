@@ -225,7 +225,7 @@ def test_where_no_kernel_can_be_forked_every_point_says_why_and_runs_again_unask
         broken.setattr(sys, "executable", shutil.which("false"))
         code, said = go(todo)
     assert code == 1
-    assert said.count("lost: the process that forks exited with status 1") == 2
+    assert said.count("lost: the zygote exited with status 1") == 2
     assert go(todo)[0] == 0
 
 

@@ -146,7 +146,7 @@ def _kind(name: str, value: str) -> str:
 
 def _death(ended: str) -> str:
     if "SIGKILL" in ended:
-        return f"the kernel was {ended}: most likely the machine ran out of memory"
+        return f"the kernel {ended}: most likely the machine ran out of memory"
     return f"the kernel {ended}: it crashed, or the notebook ended it"
 
 

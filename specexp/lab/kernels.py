@@ -87,13 +87,13 @@ class Kernels:
     def __init__(self, modules: Sequence[str] = (), forked: bool = True) -> None:
         self.modules, self.deaths, self.lock = modules, 0, threading.Lock()
         self.gone = ""  # how the last zygote died
-        self.why = "" if forked else "as asked"  # why kernels are not forked
+        self.why = "" if forked else "as requested"  # why kernels are not forked
         if forked and sys.platform != "linux":
             self.why = f"no safe fork on {sys.platform}"
 
     @property
     def how(self) -> str:
-        return f"plain: {self.why}" if self.why else "forked"
+        return f"plain kernels ({self.why})" if self.why else "forked kernels"
 
     def __enter__(self) -> Kernels:
         usual = tempfile.gettempdir()
@@ -135,7 +135,7 @@ class Kernels:
             self._stop(patience=0.1)
             self.deaths += 1
             *_, last = ["", *(self.folder / "zygote.log").read_text().strip().splitlines()]
-            how = f"the process that forks {described(dead.returncode)} {last}".strip()
+            how = f"the zygote {described(dead.returncode)} {last}".strip()
             if self.deaths > 2:
                 self.gone = how
                 raise NoZygote(how)
@@ -291,7 +291,7 @@ class Slot:
                 self.died = message.get("died", self.died)
                 if wanted in message:
                     return message[wanted]
-        self.died = self.died or "killed with its parent process"
+        self.died = self.died or "was killed with its parent process"
         raise DeadKernelError(self.died)
 
 

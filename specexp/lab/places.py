@@ -79,7 +79,7 @@ class Here:
 
     @property
     def how(self) -> str:
-        return f"kernels {self._kernels.how}"
+        return f"in {self._kernels.how}"
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
         return 1 if timed else jobs or 1

@@ -129,7 +129,8 @@ class Work:
             ):
                 self.queue.append(point)
             else:
-                self.board.ended(point.label, "failed", ": ".join(failures[point.run_key]))
+                said = f"in an earlier run: {': '.join(failures[point.run_key])}"
+                self.board.ended(point.label, "failed", said)
         free, need = shutil.disk_usage(store.root()).free, len(self.queue) * ROOM_PER_POINT
         if free < need:
             said = f"too little space, {len(self.queue)} points may need {need / 1e6:.0f} MB"
@@ -193,7 +194,8 @@ class Work:
             if not self.force and store.result_of(key).exists():
                 self._report_done(point, "by another runner")
             elif others and others[key][0] not in RETRIED:
-                self.board.ended(point.label, "failed", f"by another runner: {others[key][1]}")
+                said = f"by another runner: {': '.join(others[key])}"
+                self.board.ended(point.label, "failed", said)
             else:
                 return self._attempt_alone(point, seat)
             return True

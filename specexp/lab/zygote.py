@@ -225,7 +225,7 @@ def reap() -> list[tuple[int, str]]:
 def described(code: int) -> str:
     """An exit code in words."""
     names = {-s.value: s.name for s in signal.Signals}
-    return f"exited with status {code}" if code >= 0 else f"killed by {names.get(code, -code)}"
+    return f"exited with status {code}" if code >= 0 else f"was killed by {names.get(code, -code)}"
 
 
 def prctl(option: int, value: int) -> None:
