@@ -1,4 +1,4 @@
-"""Grid files: what runs, and the many ways a file is refused before anything does."""
+"""Grid files: which points they mean, and how bad ones are rejected before anything runs."""
 
 import json
 import re
@@ -31,7 +31,7 @@ maybe: str | None = None  # or nothing
 
 
 def write(path: Path, *cells: str | dict, parameters: str | None = PARAMETERS, **metadata) -> Path:
-    """A notebook of a parameters cell and code cells, in the format of JupyterLab."""
+    """A notebook with a parameters cell and code cells, as JupyterLab saves it."""
     tagged = [] if parameters is None else [{"source": parameters, "tags": ["parameters"]}]
     made = []
     for cell in [*tagged, *cells]:
@@ -48,7 +48,7 @@ def write(path: Path, *cells: str | dict, parameters: str | None = PARAMETERS, *
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where grids are written, beside a notebook whose cells read every parameter."""
+    """A folder for grids, beside a notebook whose cells read every parameter."""
     (tmp_path / "grids").mkdir()
     write(tmp_path / "reader.ipynb", "print(x, how, rate, seed, names, rates, flag, maybe)")
     return tmp_path / "grids"
@@ -67,7 +67,7 @@ def load(folder):
 
 
 def refusal(load, text, **options) -> list[str]:
-    """The lines of the refusal, without the name of the file: `3: what is wrong`."""
+    """The lines of the error without the file name: `3: what is wrong`."""
     with pytest.raises(UserError) as refused:
         load(text, **options)
     return [re.sub(r"^.*g\.yaml:(?=\d+: )", "", line) for line in str(refused.value).split("\n")]
@@ -232,7 +232,7 @@ def test_opening_saving_and_running_a_notebook_keeps_the_key_and_editing_code_do
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Nothing is switched off, and there is a compiler."""
+    """Pretend that nothing is switched off and that there is a compiler."""
     monkeypatch.setattr(native, "compiler", lambda: "c++")
     for name in identity.SWITCHES:
         monkeypatch.delenv(name, raising=False)
@@ -802,7 +802,7 @@ def test_notebooks_of_two_folders_each_have_the_relative_files_beside_them(tmp_p
 
 
 def test_a_notebook_elsewhere_is_not_run(tmp_path):
-    """Neither by a path nor by a symbolic link: a notebook is code."""
+    """Neither through a path nor a symbolic link: a notebook is code."""
     inside, outside = tmp_path / "project" / "grids", tmp_path / "elsewhere"
     inside.mkdir(parents=True)
     outside.mkdir()
@@ -986,7 +986,7 @@ def test_every_value_and_every_combination_is_checked_and_none_twice(load, monke
 
 
 def test_what_is_checked_alone_is_the_same_whatever_the_others_are():
-    """`build.ALONE` is believed when points are left out of the checks."""
+    """Points are left out of the checks in reliance on `build.ALONE`."""
     base = {n: p.default for n, p in notebook.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
     wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
     assert set(wrong) <= build.ALONE
@@ -1117,7 +1117,7 @@ PIECES = [
 
 @st.composite
 def mutated(draw, texts):
-    """A valid grid with pieces of it cut out, doubled, moved, or replaced by what is likely odd."""
+    """A valid grid with parts removed, repeated, moved or replaced by odd text."""
     text = draw(st.sampled_from(texts))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(text)))
@@ -1128,7 +1128,7 @@ def mutated(draw, texts):
 
 
 def holds(load, text: str) -> None:
-    """Either points, each with a value that fits for every parameter, or lines that say where."""
+    """The text loads as points with fitting values, or fails with the lines of its problems."""
     said, points = "", []
     try:
         points = load(text.encode("utf-8", "surrogatepass"), ask=lambda n: False)

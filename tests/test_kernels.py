@@ -1,4 +1,4 @@
-"""Kernels of points: they start from one state, see nothing of each other, and leave nothing."""
+"""Kernels: they start from the same state, are isolated, and leave no process behind."""
 
 import gc
 import json
@@ -37,7 +37,7 @@ def one_thread(monkeypatch):
 
 @pytest.fixture(scope="module")
 def forking():
-    """Of two threads where each point is to have one: what must not be is what would be."""
+    """Two threads, as a control where each point is to have one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "2")
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -59,7 +59,7 @@ def slot(forking):
 
 @pytest.fixture(params=["forked", "plain"])
 def either(request):
-    """A slot of either kind: what holds for one holds for the other."""
+    """A slot of forked or plain kernels, which behave alike."""
     k = request.getfixturevalue({"forked": "forking", "plain": "plain"}[request.param])
     with k.slot() as s:
         yield s
@@ -67,7 +67,7 @@ def either(request):
 
 @pytest.fixture
 def go(tmp_path):
-    """Run cells in a slot; the texts that each printed. `during` sees the slot while they ran."""
+    """Run cells in a slot; returns what each printed. `during` gets the slot while they run."""
 
     def call(slot, *cells, seed=0, warm=None, env=None, cwd=tmp_path, during=None, **options):
         notebook = nbformat.v4.new_notebook(
@@ -402,7 +402,7 @@ def test_only_the_user_can_speak_to_a_kernel(slot, tmp_path):
 
 @pytest.fixture
 def helpers(tmp_path, monkeypatch):
-    """Modules for a zygote to import."""
+    """A folder of modules for a zygote to import."""
     (folder := tmp_path / "helpers").mkdir()
     (folder / "hangs.py").write_text(
         f"import time; open({str(tmp_path / 'importing')!r}, 'w').close(); time.sleep(600)"
@@ -500,7 +500,7 @@ STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck"
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
-    """Nor does what hangs before its first kernel."""
+    """Nor do processes that hang before its first kernel."""
     cell = textwrap.dedent(CHILDREN) + "time.sleep(600)"
     runner = subprocess.Popen(
         [sys.executable, "-c", RUNNER, str(tmp_path), STATES[state], state, cell],

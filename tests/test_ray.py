@@ -1,4 +1,4 @@
-"""Points on Ray: each once, whatever dies; what comes back stays in its folder."""
+"""Points on Ray: each runs once, whatever dies, and its files stay in its folder."""
 
 import io
 import os
@@ -33,7 +33,7 @@ def no_semantics(monkeypatch):
 
 @pytest.fixture(scope="session")
 def address():
-    """A cluster of two CPUs, which this process has joined."""
+    """A cluster with two CPUs, which this process has joined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -46,14 +46,14 @@ def address():
 
 
 def working(label: str) -> psutil.Process:
-    """The worker that runs the point of this label."""
+    """The process of the worker that runs the point of this label."""
     named = [(" ".join(p.info["cmdline"] or ()), p) for p in psutil.process_iter(["cmdline"])]
     [worker] = [p for name, p in named if name.strip() == f"ray::{label}"]
     return worker
 
 
 def overheard(place: OnRay, file: Path) -> OnRay:
-    """The same place; where its points are is also written to the file."""
+    """The same place, which also writes its points' progress to the file."""
     run_point = place._run_point
 
     def heard(point, seat, watch):
@@ -177,7 +177,7 @@ def test_a_machine_lost_again_and_again_is_a_loss(points):
 
 @ray
 def test_what_ray_is_asked_for(points):
-    """Timed points get a machine of the largest kind, others a CPU, and a GPU if they need one."""
+    """Timed points get one of the largest machines, others a CPU, both a GPU if they need one."""
     [point] = points(x=[1])
 
     def place(nodes, **options):
@@ -206,7 +206,7 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
     for name in ("rey", "host", "ray://host", "http://host:1", "host:port"):
         with pytest.raises(UserError, match="cannot run points on"):
             places.of(name, todo)
-    with socket.socket() as taken:  # bound and not listening: nobody else listens there
+    with socket.socket() as taken:  # bound but not listening, so that nobody else listens there
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         for name in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):

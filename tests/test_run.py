@@ -1,4 +1,4 @@
-"""The runner: success is proved, failure is kept, and a killed run goes on where it was."""
+"""The runner: success is verified, failures are kept, and a killed run resumes."""
 
 import json
 import os
@@ -37,14 +37,14 @@ def all_runs() -> list:
 
 
 def statuses() -> dict[str, str]:
-    """run_key -> status of the runs in MLflow; each key must have one run only."""
+    """run_key -> status of its run in MLflow; asserts that each key has only one."""
     found = all_runs()
     assert len({r.data.tags["run_key"] for r in found}) == len(found)
     return {r.data.tags["run_key"]: r.info.status for r in found}
 
 
 def start(tmp_path) -> subprocess.Popen:
-    """A runner of its own over the grid that `points` wrote."""
+    """Start a runner process on the grid that `points` wrote."""
     code = (
         "import sys; from pathlib import Path; from specexp.lab import grid, run; "
         f"sys.exit(run.run(grid.load([Path({str(tmp_path / 'trivial.yaml')!r})])))"
@@ -584,7 +584,7 @@ def test_a_notebook_that_times_says_so_or_its_figures_are_refused(store, points)
 
 
 class Outage:
-    """MLflow is away for the first `times` calls."""
+    """MLflow cannot be reached in the first `times` calls."""
 
     def __init__(self, times):
         self.left, self.publish = times, track._publish
@@ -645,7 +645,7 @@ def test_a_point_that_succeeded_later_is_kept_not_failed_while_mlflow_is_away(
 
 
 def refusing(monkeypatch, key, why, code):
-    """MLflow refuses the run of that key; what publishes otherwise."""
+    """MLflow refuses the run of that key; others are published."""
     publish = track._publish
 
     def refuses(folder):
@@ -716,7 +716,7 @@ def test_too_little_room_is_refused_before_anything_runs(store, points, monkeypa
 
 
 def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
-    """MLflow would copy what a link points to."""
+    """MLflow would copy the file that a link points to."""
     outside = tmp_path / "outside"
     outside.write_text("not yours")
     real = places.execute
@@ -734,7 +734,7 @@ def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
 
 
 def test_papermills_own_word_is_not_believed(store, points, tmp_path):
-    """The control: papermill alone returns as after a success from a notebook that ended early."""
+    """The control: papermill alone reports success for a notebook that ended early."""
     import papermill
 
     out = tmp_path / "out.ipynb"

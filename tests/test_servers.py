@@ -1,4 +1,4 @@
-"""Runs over HTTP: MLflow's server as we start it, on SQLite and on PostgreSQL."""
+"""Tracking over HTTP: MLflow's server as `server` starts it, on SQLite and PostgreSQL."""
 
 import json
 import multiprocessing
@@ -30,7 +30,7 @@ FOREIGN = (
 
 @pytest.fixture
 def served(monkeypatch):
-    """What is logged and published goes to this server until the test ends."""
+    """Track runs on this server until the test ends."""
 
     def call(running):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", running.url)
@@ -94,7 +94,7 @@ def test_a_server_answers_those_it_was_started_for_and_keeps_what_it_is_given(
 
 @pytest.fixture
 def become(monkeypatch):
-    """What a command would become instead of running it: its arguments and environment."""
+    """Capture the program that a command would exec: its arguments and environment."""
     seen = []
 
     def call(*args):
@@ -163,7 +163,7 @@ def test_serving_refuses_what_cannot_work_in_one_line(store, become, capsys):
 
 @pytest.fixture
 def points(points, monkeypatch):
-    """A grid whose points write their result without a notebook, half a second each."""
+    """A grid whose points write their result without a kernel, half a second each."""
 
     def execute(point, attempt, *rest):
         time.sleep(0.5)
@@ -186,7 +186,7 @@ def go(points):
 
 
 def restarts_in_mid_grid(store, points, served, place):
-    """Stopped when the third point is there, started when the run has noticed."""
+    """Stop the server after the third point, and restart it once the runner has noticed."""
     with Mlflow(place) as mlflow:
         served(mlflow)
 
@@ -201,7 +201,7 @@ def restarts_in_mid_grid(store, points, served, place):
         other.start()
         code, said = go(points(*range(8)))
         other.join()
-        if code:  # it took longer than anybody waits
+        if code:  # the outage was longer than the runner waits
             code, said = go(points(*range(8)))
         assert code == 0
         assert mlflow.url in said

@@ -1,4 +1,4 @@
-"""Points on Slurm: jobs of a site that is four small scripts, and what it is asked for."""
+"""Points on Slurm: jobs of a fake site, four small scripts, and what they ask it for."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""The tracking store as its users meet it: checked, damaged, made anew, moved, copied, shared."""
+"""The store from its users' side: checked, damaged, rebuilt, moved, copied, shared."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ SERIES = {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32:
 
 @pytest.fixture(autouse=True)
 def made_fast(monkeypatch, migrated):
-    """Creating MLflow's tables takes seconds, copying them does not."""
+    """Copy MLflow's tables from a template, as creating them takes seconds."""
     real = Backend._create_tables
 
     def make(self, uri):
@@ -106,7 +106,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_each_broken_promise_is_told(filled, how):
-    """The controls: a check that sees nothing would pass everything."""
+    """The controls: a check that finds nothing would pass everything."""
     breaks, said = BREAKS[how]
     breaks(first(filled))
     found = check.problems()
@@ -134,7 +134,7 @@ def test_what_is_between_two_states_is_looked_at_again(filled, monkeypatch):
 
 
 def test_broken_is_what_two_looks_find(filled, monkeypatch):
-    """What lasts is told, and what was only there the first or the second time is not."""
+    """A lasting problem is reported, one that only one of two looks finds is not."""
     lasting, passing = sorted((filled / "results").iterdir())[:2]
     shutil.rmtree(lasting)
     away = passing.rename(filled / "away")
@@ -175,7 +175,7 @@ def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
 
 
 def test_a_point_that_is_done_while_mlflow_is_read_breaks_nothing(filled, monkeypatch):
-    """It was claimed, committed, published and let go between one glance and the next."""
+    """It was claimed, committed, published and released between two looks."""
     real, looks = check._shown, []
 
     def slowly():
@@ -194,7 +194,7 @@ def test_a_point_that_is_done_while_mlflow_is_read_breaks_nothing(filled, monkey
 
 @pytest.fixture
 def points(points, monkeypatch):
-    """A grid whose points write their result without a notebook; x = 13 fails."""
+    """A grid whose points write their result without a kernel; x = 13 fails."""
 
     def execute(point, attempt, *rest):
         if point.params["x"] == 13:
@@ -221,7 +221,7 @@ def quiet():
 
 
 def shown(place=None):
-    """Everything active in MLflow that does not depend on when and under which ids."""
+    """Everything active in MLflow except times and ids."""
     place = place or track.backend()
     found = []
     for e in place.experiments():
@@ -382,7 +382,7 @@ def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
 
 
 def test_a_journal_left_by_a_killed_writer_is_used(filled):
-    """WAL and shared memory of a process that was killed hold what it had committed."""
+    """The WAL and shared memory of a killed process hold its committed data."""
     code = (
         "import os, signal, sqlite3, sys\n"
         "db = sqlite3.connect(sys.argv[1])\n"
@@ -449,7 +449,7 @@ def test_a_rebuild_leaves_out_what_is_torn_and_says_so(filled):
 
 
 def committed(name: str, series: dict) -> Path:
-    """A result of a version that refused less than this one."""
+    """A result of an earlier version, which rejected less."""
     key = f"byhand-{name}"
     attempt = store.new_attempt(key)
     metrics = {"acceptance/rate": 0.5}
@@ -526,7 +526,7 @@ def test_an_experiment_that_was_deleted_in_the_ui_comes_back_with_its_next_point
 
 
 def test_a_point_that_was_published_twice_by_a_lost_answer_is_shown_once(filled):
-    """The server did what was asked, the answer got lost, and the client asked again."""
+    """The server did as asked, but its answer was lost and the client asked again."""
     half(first(filled))
     (first(filled) / "published").unlink()
     track.publish(first(filled))
@@ -671,7 +671,7 @@ def test_two_stores_that_share_a_server_leave_each_others_runs_alone(
 
 @pytest.fixture
 def place(tmp_path, migrated):
-    """place("name") -> an empty MLflow database with nothing to do with any store."""
+    """place("name") -> an empty MLflow database that belongs to no store."""
 
     def call(name):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -684,7 +684,7 @@ def place(tmp_path, migrated):
 
 
 def odd_runs(place, tmp_path):
-    """What real stores have and tidy ones do not."""
+    """Fill a database with the irregularities of real ones."""
     mlflow = place.client
     one = mlflow.create_experiment("ein Name / mit: allem", place.location("x"), {"note": "n"})
     parent = mlflow.create_run(one, 1_000, {"mlflow.user": "somebody"}, "parent")
@@ -783,7 +783,7 @@ def test_a_run_that_went_on_after_it_was_copied_is_copied_again(place, tmp_path)
 
 
 def test_the_comparison_after_a_copy_sees_every_difference(place, tmp_path):
-    """The control: a comparison that sees nothing would pass everything."""
+    """The control: a comparison that finds nothing would pass everything."""
     here, there = place("here"), place("there")
     odd_runs(here, tmp_path)
     transfer.transfer(here, there, quiet())

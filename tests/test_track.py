@@ -1,4 +1,4 @@
-"""What a notebook may log, how it reaches MLflow, and the UI's safety."""
+"""What a notebook may log, how it reaches MLflow, and the security of the UI."""
 
 import importlib.metadata
 import json
