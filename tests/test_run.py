@@ -133,6 +133,30 @@ def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, p
     assert f"1 done, {len(KINDS)} failed" in text
 
 
+def test_a_run_names_its_notebook_by_where_it_is(points):
+    [inside] = points(x=[1])
+    outside = replace(inside, notebook=Path("/elsewhere/own.ipynb"))
+    named = [run.tags_of(point)["mlflow.source.name"] for point in (inside, outside)]
+    assert named == ["tests/notebooks/trivial.ipynb", "own.ipynb"]
+
+
+def test_the_status_of_a_store_that_does_not_exist_makes_none(points, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
+    assert run.status(points(x=[1, 2])).caption == "2 to do"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_failure_of_an_earlier_run_is_told_as_one(store, points, monkeypatch):
+    def fail(*_):
+        raise Failure("error", "planted")
+
+    monkeypatch.setattr(places, "execute", fail)
+    todo = points(x=[1])
+    assert "s  trivial x=1  error: planted" in go(todo)[1]
+    assert "  trivial x=1  in an earlier run: error: planted" in go(todo)[1]
+    assert " s  trivial" not in go(todo)[1]
+
+
 def test_a_notebook_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, tmp_path):
     own, file = tmp_path / "own.ipynb", tmp_path / "grids" / "own.yaml"
     file.parent.mkdir()

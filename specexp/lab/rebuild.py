@@ -44,7 +44,7 @@ def rebuild(console: Console) -> Rebuilt:
         refused: dict[Path, str] = {}
         with Progress(console=console, transient=True) as progress:
             for folder in progress.track(whole, description="publishing"):
-                with store.claim(_key(folder)) as ours:
+                with store.claim(store.key_of(folder)) as ours:
                     if ours:
                         try:
                             track.publish(folder)
@@ -75,10 +75,6 @@ def _committed() -> list[Path]:
         p for name in ("results", "failed") for p in store.root().glob(f"{name}/*/{store.TAGS}")
     ]
     return sorted((p.parent for p in found), key=store.ended_ms)
-
-
-def _key(folder: Path) -> str:
-    return folder.name if folder.parent.name == "results" else store.key_of(folder)
 
 
 def _set_aside() -> tuple[Path, ...]:

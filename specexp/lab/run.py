@@ -161,7 +161,7 @@ class Work:
                     f.result()
         self._away = False
         for kept in self.unpublished[:]:
-            with store.claim(_key(kept)) as ours:
+            with store.claim(store.key_of(kept)) as ours:
                 if ours and not self._publish(kept):
                     return
 
@@ -346,18 +346,15 @@ def _write_point(point: Point, attempt: Path) -> None:
     (attempt / store.POINT).write_text(json.dumps(known, indent=1))
 
 
-def _key(kept: Path) -> str:
-    """The run key of a result or a failed attempt."""
-    return kept.name if kept.parent.name == "results" else store.key_of(kept)
-
-
 def tags_of(point: Point) -> dict[str, str]:
+    inside = point.notebook.is_relative_to(store.ROOT)
+    source = point.notebook.relative_to(store.ROOT).as_posix() if inside else point.notebook.name
     return {
         "run_key": point.run_key,
         "grid": point.grid,
         "name": point.label,
         "notebook": point.notebook.name,
-        "mlflow.source.name": f"notebooks/{point.notebook.name}",
+        "mlflow.source.name": source,
         "mlflow.source.type": "NOTEBOOK",
     }
 

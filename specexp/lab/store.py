@@ -194,9 +194,9 @@ def new_attempt(key: str) -> Path:
     return path
 
 
-def key_of(attempt: Path) -> str:
-    """The run key of a folder in `attempts/`, `failed/` or `replaced/`, named `<key>-<random>`."""
-    return attempt.name.rpartition("-")[0]
+def key_of(path: Path) -> str:
+    """The run key of a result, or of a folder elsewhere in the store, named `<key>-<random>`."""
+    return path.name if path.parent.name == "results" else path.name.rpartition("-")[0]
 
 
 def attempts_of(key: str, where: str) -> list[Path]:
