@@ -71,7 +71,7 @@ def read(path: Path) -> Document:
 
 
 def scalar(text: str) -> Any:
-    """The value of an unquoted YAML scalar. Raises UserError for those that `Document` rejects."""
+    """The value of an unquoted YAML scalar. Raises UserError for those that `read` rejects."""
     document = Document()
     event = yaml.ScalarEvent(None, None, (True, False), text)
     value = _Builder(document, iter(())).scalar(event, 1)

@@ -35,6 +35,7 @@ DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5,
 RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
 STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
 RESUME = "run the same command again to resume"
+FREE_SPACE = f"free up space and {RESUME}"
 PATIENCE_S = 90.0
 ROOM_PER_POINT = 2_000_000
 
@@ -83,7 +84,7 @@ def run(
         return _error(console, "damaged", str(e), DAMAGED)
     except OSError as e:
         if e.errno in store.FULL:
-            said = f"{e.strerror}: {e.filename or store.root()}, {_free()}; free some and {RESUME}"
+            said = f"{e.strerror}: {e.filename or store.root()}, {_free()}; {FREE_SPACE}"
             return _error(console, "disk full", said, DISK_FULL)
         return _error(console, "error", f"{e}; {RESUME}", FAILED)
     except track.Away as e:
@@ -190,7 +191,7 @@ class Work:
                 self.board.say(f"waiting for {point.label}, run by {who}", once=True)
                 return False
             self._recover(key)
-            others = failures_of([point], besides=self._earlier)
+            others = failures_of([point], ignoring=self._earlier)
             if not self.force and store.result_of(key).exists():
                 self._report_done(point, "by another runner")
             elif others and others[key][0] not in RETRIED:
@@ -247,7 +248,7 @@ class Work:
     def _disk_full(self, point: Point, attempt: Path, why: str) -> None:
         shutil.rmtree(attempt, ignore_errors=True)
         self.board.ended(point.label, "stopped", why)
-        self.stop(DISK_FULL, f"{why}, {_free()}; free some and {RESUME}")
+        self.stop(DISK_FULL, f"{why}, {_free()}; {FREE_SPACE}")
 
     def _fail(self, point: Point, attempt: Path, failure: Failure, state: str) -> None:
         self._publish_failure(set_aside(attempt, failure))
@@ -381,15 +382,15 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
 
 
 def failures_of(
-    points: Sequence[Point], besides: Collection[str] = ()
+    points: Sequence[Point], ignoring: Collection[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """run_key -> kind and message of each point's last failure, ignoring the attempts `besides` and
+    """run_key -> kind and message of each point's last failure, without the attempts `ignoring` and
     those that are torn."""
     keys = {p.run_key for p in points}
     kept = [
         path
         for path in store.listed("failed")
-        if store.key_of(path) in keys and path.name not in besides and track.publishable(path)
+        if store.key_of(path) in keys and path.name not in ignoring and track.publishable(path)
     ]
     found = {}
     for path in sorted(kept, key=store.ended_ms):
