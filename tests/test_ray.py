@@ -230,7 +230,7 @@ def test_a_worker_with_other_code_refuses(points, tmp_path):
     assert answer == Outcome(NODE, b"", answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
-    assert "other code" in message
+    assert "differs from the runner" in message
     seat = remote.Seat(SimpleNamespace(run_point=lambda *asked: answer), 0)
     with pytest.raises(Failure, match=f"on {NODE}: this machine imported code"):
         seat.execute(point, tmp_path, lambda said: None)
