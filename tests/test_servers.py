@@ -151,6 +151,10 @@ def test_serving_refuses_what_cannot_work_in_one_line(store, become, capsys):
             assert said in err
             assert not found
             assert len(err.strip().splitlines()) == 1
+
+
+def test_serving_a_database_that_is_away_says_so_without_its_password(store, become, capsys):
+    pytest.importorskip("psycopg2")
     code, *_ = become("store", "serve", "--backend", "postgresql://me:hush@127.0.0.1:9/db")
     err = capsys.readouterr().err
     assert code == 1
