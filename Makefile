@@ -1,4 +1,4 @@
-# The two commands of a fresh machine: make demo, make test. `make help` lists the rest.
+# On a fresh machine: make demo, make test. `make help` lists all targets.
 PY   ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
 BIN  := $(VENV)/bin
@@ -6,14 +6,14 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
 
-# make gpu: the machine's own Python on this checkout; where the figures go; what is measured.
+# For make gpu: the machine's own Python on this checkout, the output folder, the options of bench.
 HERE  = PYTHONPATH=$(CURDIR) $(PY)
 OUT  ?= data/measurements
 BENCH ?= --device cuda --dtype bfloat16 --batches 1,2,4,8,16,32,64,128,256 --out $(OUT)
 PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
 
 .PHONY: help demo test test-all gpu overhead soak lab ui
-help:            ## what can be made
+help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 demo: $(STAMP)   ## install, run the demo grids, print the comparison
@@ -24,10 +24,10 @@ test: $(STAMP)   ## install, lint, type-check, run the tests
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-all: $(STAMP)  ## the tests that take longer too
+test-all: $(STAMP)  ## run all tests, slow ones included (no lint)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
-gpu:             ## on a machine with a GPU, nothing installed: its tests, then the bench (TWIN=8B too)
+gpu:             ## GPU tests, then the bench, with PY's packages (TWIN=8B: on that pair too)
 	@$(HERE) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here")'
 	@$(HERE) -m specexp.cli doctor || true
 	$(HERE) -m pytest -m cuda
@@ -37,10 +37,10 @@ ifdef TWIN
 	$(HERE) -m specexp.cli bench $(BENCH) --target $(notdir $(PAIR))
 endif
 
-overhead: $(STAMP)  ## what a grid costs a point, beside plain papermill
+overhead: $(STAMP)  ## measure a grid's overhead per point, against plain papermill
 	$(BIN)/python tests/overhead.py
 
-soak: $(STAMP)   ## a thousand kills of runners at work, and what was lost
+soak: $(STAMP)   ## kill runners a thousand times and check that nothing is lost
 	$(BIN)/python tests/soak.py
 
 lab: $(STAMP)    ## open JupyterLab on the notebooks

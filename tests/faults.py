@@ -1,13 +1,13 @@
-"""Break runners on purpose, and say whether anything was lost.
+"""Fault injection for runners, and a check that nothing was lost.
 
-`Warm` is a process that has imported everything and forks a child for every job: a whole grid of
-stubbed points, on a real store and a real MLflow database, takes a third of a second. In a child an
-`Injector` counts what it does to the store (files opened to be written, each write, rename, fsync,
-SQL statement, ...) and at one chosen moment kills the process or fails the call. `problems` then
-says what is wrong with a store. `naive` is a runner as one would write it without thinking of
-faults: a harness that finds nothing wrong with it is blind.
+`Warm` is a process that has imported everything and forks a child for every job: a grid of stubbed
+points, on a real store and a real MLflow database, takes a third of a second. In a child, an
+`Injector` counts the events on the store (files opened for writing, each write, rename, fsync, SQL
+statement, ...) and kills the process or fails the call at a chosen one. `problems` then lists what
+is wrong with the store. `naive` is a runner written without a thought of faults, as a control: a
+harness that finds nothing wrong with it is blind.
 
-No test: tests/test_faults.py and tests/soak.py use it. As a program this file is the warm server.
+Used by tests/test_faults.py and tests/soak.py. Run as a program, this file is the warm server.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ SOON = {"run.PATIENCE_S": 0.5, "run.ROOM_PER_POINT": 0}  # globals of the lab, f
 
 @dataclass
 class End:
-    """How a job ended. `code`: its exit status, or minus the signal; `events`: what it did to the
-    store, as (phase, what, path); `phase`: where it was last; `value`: what it returned."""
+    """How a job ended. `code`: its exit status, or minus the signal; `said`: its output; `events`:
+    on the store, as (phase, what, path); `phase`: the last one; `value`: what it returned."""
 
     code: int
     said: str
@@ -73,12 +73,12 @@ class End:
 
     @property
     def line(self) -> str:
-        """The last line that says how it went."""
+        """The last line of its output."""
         return next((x for x in reversed(self.said.splitlines()) if x.strip()), "")
 
 
 class Warm:
-    """A server process, while the `with` lasts. One thread may call it."""
+    """A server process for the duration of the `with`. For one thread."""
 
     def __enter__(self) -> Warm:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("SPECEXP", "MLFLOW_TRACK"))}
@@ -100,18 +100,18 @@ class Warm:
         return json.loads(self._server.stdout.readline())
 
     def start(self, do: str, store: Path, **job: Any) -> int:
-        """Begin a job (a function of `JOBS`) and return its process id.
+        """Start a job (a function of `JOBS`) and return its process id.
 
-        inject: what the Injector is to do. tune: {"run.PATIENCE_S": 1} sets a global of the lab.
-        environment: variables. limits: {"RLIMIT_FSIZE": bytes}. The rest is the job's own.
+        inject: arguments of the Injector. tune: {"run.PATIENCE_S": 1} sets a global of the lab.
+        environment: variables. limits: {"RLIMIT_FSIZE": bytes}. Others are passed to the job.
         """
         return int(self._ask({"ask": "start", "job": {"do": do, "store": str(store), **job}}))
 
     def wait(self, pid: int, seconds: float = 120, kill: dict[str, Any] | None = None) -> End:
-        """Its end; a job that takes longer is killed and this raises TimeoutError.
+        """Wait for a job to end; if it takes longer, kill it and raise TimeoutError.
 
-        kill: {"after": s, "phase": name, "nth": n}, SIGKILL from outside, so many seconds after the
-        n-th time that it is in the phase, or after its start where there is no phase.
+        kill: {"after": s, "phase": name, "nth": n} sends SIGKILL s seconds after the job enters the
+        phase for the n-th time, or after its start if no phase is given.
         """
         told = self._ask({"ask": "wait", "pid": pid, "seconds": seconds, "kill": kill})
         end = End(**told | {"events": [tuple(e) for e in told["events"]]})
@@ -123,15 +123,14 @@ class Warm:
         return self.wait(self.start(do, store, **job), seconds)
 
     def problems(self, store: Path, grids: Sequence[Path], **options: Any) -> list[str]:
-        """What `problems` finds, in a process of its own."""
+        """Run `problems` in a process of its own."""
         end = self.run("check", store, grids=[str(g) for g in grids], options=options)
         assert end.value is not None, end.said
         return end.value
 
 
 def committed(store: Path) -> dict[str, tuple[str, int]]:
-    """run_key -> attempt and time of every result that is there and whole: a resume may not
-    touch them."""
+    """run_key -> attempt and time of every intact result, none of which a resume may change."""
     found = {}
     for result in sorted((store / "results").glob("*")):
         if not _torn(result):
@@ -146,11 +145,11 @@ def committed(store: Path) -> dict[str, tuple[str, int]]:
 def problems(
     root: Path, points: Sequence[Any], failed: Sequence[str] = (), artifacts: bool = True
 ) -> list[str]:
-    """What is wrong with a store whose grid is complete, a line each, by a word that says the kind:
-    lost, torn, duplicated, differs, running, leftover, orphan.
+    """What is wrong with the store of a finished grid, one line each, which begins with its kind:
+    lost, torn, duplicated, differs, running, leftover or orphan.
 
-    failed: run_keys that may have failed (one FAILED run, no result). artifacts: compare MLflow's
-    copies of the files too.
+    failed: run keys that may have failed (one FAILED run, no result). artifacts: also compare
+    MLflow's copies of the files.
     """
     from specexp.lab import track
 
@@ -201,7 +200,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _torn(result: Path) -> str:
-    """Why this folder is no whole result; empty when it is. Shares no code with the store."""
+    """Why this folder is not an intact result; empty if it is. Shares no code with the store."""
     try:
         digests = json.loads((result / "manifest.json").read_text())
         missing = {"result.json", "notebook.ipynb", "tags.json"} - digests.keys()
@@ -272,12 +271,12 @@ def orphans(root: Path, seconds: float = 5.0) -> dict[int, str]:
 
 
 class Injector:
-    """Counts what this process does to the store, and strikes once.
+    """Counts this process's events on the store, and injects one fault.
 
-    do: None (only counts), "kill" (SIGKILL), "stop" (SIGTERM), or the name of an errno. at: strike
-    at the at-th event, from 1, of those that fit (of `phase`, where one is given, of the
-    `nth` time that the phase is entered, where that is given). stays: the error stays, like a full
-    disk, and is not one call's only. A write that is struck has happened by half.
+    do: None (only count), "kill" (SIGKILL), "stop" (SIGTERM), or the name of an errno. at: inject
+    it at the at-th fitting event, counted from 1; with `phase`, only those in that phase; with
+    `nth`, only those after the phase is entered for the n-th time. stays: the error persists, like
+    a full disk, instead of affecting one call. A faulted write writes half of its data.
     """
 
     def __init__(
@@ -311,7 +310,7 @@ class Injector:
         self._write(self._trace, f"{name}\t\t\n".encode())
 
     def mark(self, owner: Any, name: str, phase: str) -> None:
-        """Calls of owner.name are the phase."""
+        """Make calls of owner.name a phase of this name."""
         called = getattr(owner, name)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -431,7 +430,7 @@ class Injector:
 
 
 class _Torn:
-    """A file open for writing, each write of which is an event."""
+    """A file open for writing, whose every write is an event."""
 
     def __init__(self, file: Any, path: str, event: Callable[..., None]) -> None:
         self._file, self._path, self._event = file, path, event
@@ -497,7 +496,7 @@ def _check(job: dict[str, Any]) -> list[str]:
 
 
 def _scan(job: dict[str, Any]) -> dict[str, float]:
-    """Seconds that the parts of a resume take before anything runs, and the report after it."""
+    """The seconds that each part of a resume takes before a point runs, and the final report."""
     from rich.console import Console
 
     from specexp.lab import grid, live, report, run, store, track
@@ -540,10 +539,10 @@ JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def quick_place(job: dict[str, Any]) -> Any:
-    """A place whose points are done at once: what a notebook and papermill write is written, and
-    all that judges it is real. `ledger`: a file with a line for each execution; `sleep`: seconds
-    of work; `gate`: a file that is waited for; `size`: characters of output; `fails`: the kind of
-    failure it ends with."""
+    """A place that executes points instantly, writing what a notebook and papermill would write;
+    all checks of that are real. `ledger`: a file that gets a line per execution; `sleep`: seconds
+    of work; `gate`: a file to wait for; `size`: characters of output; `fails`: the kind of failure
+    to raise."""
     import nbformat
     import papermill
 
@@ -609,7 +608,7 @@ class _Picture:
 
 
 def write_point(folder: Path, params: dict[str, Any], experiment: str, size: int = 1000) -> None:
-    """What a notebook and papermill leave of a point that went well."""
+    """Write what a notebook and papermill leave after a successful point."""
     from specexp.lab import track
 
     notebook = json.loads(TRIVIAL.read_text())
@@ -630,7 +629,8 @@ def write_point(folder: Path, params: dict[str, Any], experiment: str, size: int
 
 
 def naive(root: Path, points: Sequence[Any]) -> None:
-    """The control: results written in place, what has a notebook is done, MLflow told meanwhile."""
+    """The control: it writes results in place, takes a notebook for a result, and logs to MLflow
+    as it goes."""
     from specexp.lab import track
     from specexp.lab.store import digest
 
@@ -685,7 +685,7 @@ def _child(job: dict[str, Any], folder: Path) -> int:
 
 
 def _upset_clock(how: str) -> None:
-    """jumps: an hour back or forth at every look; 2040: later than 32 bits can say."""
+    """jumps: up to an hour off at every call; 2040: a time beyond 32 bits."""
     import random
 
     true = time.time
@@ -755,7 +755,7 @@ def _wait(
 def _moments(
     trace: Path, begun: float, after: float, phase: str | None = None, nth: int = 1
 ) -> Iterator[bool]:
-    """At each look: has the moment come?"""
+    """Yields whether the time to kill has come, at every poll."""
     while phase and not trace.exists():
         yield False
     if phase:
@@ -770,7 +770,7 @@ def _moments(
 
 
 def _rehearse() -> None:
-    """A grid here, for all that is made when it is first used."""
+    """Run a grid in this process, for everything that is created at first use."""
     import functools
 
     import yaml
@@ -792,7 +792,7 @@ def _rehearse() -> None:
 
 
 def serve() -> None:
-    """Import everything, then answer questions, one a line, until there are no more."""
+    """Import everything, then answer requests, one per line, until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import gc

@@ -1,8 +1,8 @@
-"""What a grid costs beside its experiments: `make overhead`.
+"""Measures a grid's overhead per point: `make overhead`.
 
-One grid of a trivial notebook that imports what experiments import (torch, transformers, MLflow)
-runs as `specexp grid run` would run it; before and after it the same notebook runs by papermill
-alone, in one long-lived process. Prints seconds a point and writes them as JSON.
+Runs a grid of a trivial notebook, which imports what experiments import (torch, transformers,
+MLflow), as `specexp grid run` does; before and after it, runs the same notebook with papermill
+alone, in one long-lived process. Prints seconds per point and writes them as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CELLS = [
 
 
 def write_notebook(folder: Path) -> Path:
-    """The trivial experiment: parameters, imports, one figure logged."""
+    """The trivial experiment: parameters, imports, one logged metric."""
     parameters = nbformat.v4.new_code_cell("x: int = 0  # a number")
     parameters.metadata["tags"] = ["parameters"]
     cells = [parameters, *map(nbformat.v4.new_code_cell, CELLS)]
@@ -41,7 +41,7 @@ def write_notebook(folder: Path) -> Path:
 
 
 def by_papermill(notebook: Path, folder: Path, points: int, first: int) -> list[float]:
-    """Seconds of each point, papermill alone."""
+    """Seconds per point with papermill alone."""
     took = []
     for x in progress(range(first, first + points), description="papermill alone"):
         attempt = folder / f"plain-{x}"
@@ -58,7 +58,7 @@ def by_papermill(notebook: Path, folder: Path, points: int, first: int) -> list[
 
 
 def by_specexp(notebook: Path, folder: Path, points: int, forked: bool) -> float:
-    """Seconds of a whole grid of this many points, start-up included."""
+    """Seconds for a grid of this many points, start-up included."""
     file = folder / "grid.yaml"
     file.write_text(yaml.safe_dump({"notebook": notebook.name, "grid": {"x": list(range(points))}}))
     os.environ["SPECEXP_MLRUNS"] = str(folder / ("forked" if forked else "fresh"))
@@ -72,7 +72,7 @@ def by_specexp(notebook: Path, folder: Path, points: int, forked: bool) -> float
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--points", type=int, default=100)
-    options.add_argument("--beside", type=int, default=10, help="points of the slower two")
+    options.add_argument("--beside", type=int, default=10, help="points of the two slower ways")
     options.add_argument("--out", type=Path, default=Path("data/measurements/grid_overhead.json"))
     asked = options.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""Real servers for the tests: MLflow's, and PostgreSQL where the system has it."""
+"""Real servers for the tests: MLflow's, and PostgreSQL's if it is installed."""
 
 import contextlib
 import glob
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 class Mlflow:
-    """MLflow's server over `place`, started and stopped at will; `url` stays."""
+    """MLflow's server over `place`, which can be stopped and restarted at the same `url`."""
 
     def __init__(self, place: Backend, host: str = "127.0.0.1") -> None:
         self.place, self.host, self.port = place, host, free_port()
@@ -55,7 +55,7 @@ class Mlflow:
         self.running.wait(120)
 
     def status(self, path: str = "/", data: bytes | None = None, **headers: str) -> int:
-        """The HTTP status of a request; 0 where nobody answers."""
+        """The HTTP status of a request; 0 if there is no answer."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.url + path, data, named)
         try:
@@ -67,15 +67,15 @@ class Mlflow:
 
 
 def initdb() -> str | None:
-    """PostgreSQL's tools are often not on PATH."""
+    """The path of initdb, or None: PostgreSQL's tools are often not on PATH."""
     found = sorted(glob.glob("/usr/lib/postgresql/*/bin/initdb"))
     return found[-1] if found else shutil.which("initdb")
 
 
 @contextlib.contextmanager
 def postgres():
-    """A PostgreSQL of our own on loopback with a password; yields the address of its database.
-    It refuses to run as root, so root lends it to somebody else."""
+    """A PostgreSQL server on loopback, with a password; yields the address of its database. It
+    refuses to run as root, so root runs it as `nobody`."""
     tools = Path(str(initdb())).resolve().parent
     options = {}
     if os.geteuid() == 0:

@@ -1,13 +1,13 @@
-"""A thousand kills, and what was lost: `make soak`.
+"""Kills runners a thousand times and checks that nothing is lost: `make soak`.
 
-A grid of real, forked kernels begins on a new store. Its runner is killed (SIGKILL) and the next
-one begins at once on what that left, to be killed in its turn, until one reaches the end of the
-grid: then every point must be there once, whole, and in MLflow. Kills are random (so long after the
-start, whatever goes on then) or aimed (in a phase of which too few kills are known, at a random
-event or moment of it); half and half while any phase is short of its share, and counted apart.
+A grid of real, forked kernels starts on a new store. Its runner is killed (SIGKILL), the next one
+resumes at once and is killed in turn, until one completes the grid: then every point must have one
+intact result, which is in MLflow. Kills are random (at a random time after the start) or aimed (at
+a random event or moment of a phase with too few kills so far): half of each while any phase has too
+few, and counted separately.
 
-The control, a naive runner under the same harness, must come to harm. Writes the figures as JSON;
-exits with 1, and keeps the store, if anything was wrong.
+The control, a naive runner under the same harness, must be caught. Writes the figures as JSON. If
+anything is wrong, exits with 1 and keeps the store.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MOMENTS = (
     "setup", "recover", "aside", "plan", "claim", "kernel", "work", "cell", "check",
     "manifest", "fsync", "rename", "publish", "report",
 )  # fmt: skip
-AT_WORK = ("work", "cell")  # a kernel is up; a cell is being executed in it
-BY_CLOCK = ("kernel", "work", "cell", "report")  # where a runner hardly writes
+AT_WORK = ("work", "cell")  # a kernel is running; it is executing a cell
+BY_CLOCK = ("kernel", "work", "cell", "report")  # phases with hardly any events
 KINDS = (
     "lost", "duplicated", "torn", "running", "orphan", "executed again", "changed",
     "differs", "leftover", "ended",
@@ -58,8 +58,8 @@ CELLS = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One that struck. `resumed`: what a killed runner had left was there; `early`: the runner had
-    not got to work yet."""
+    """A kill. `resumed`: the runner had resumed a killed one's work; `early`: it had not started a
+    point yet."""
 
     moment: str
     aimed: bool
@@ -68,7 +68,7 @@ class Kill:
 
 
 def moment(phase: str, events: Sequence[tuple[str, str, str]]) -> str:
-    """The phase; of a commit the step: manifest, fsync, rename (just before it, and after)."""
+    """The phase, or the step of a commit: manifest, fsync or rename (just before or after it)."""
     if phase != "commit":
         return phase
     steps = {what for _, what, _ in takewhile(lambda e: e[0] == "commit", reversed(events))}
@@ -76,9 +76,9 @@ def moment(phase: str, events: Sequence[tuple[str, str, str]]) -> str:
 
 
 class Soak:
-    """`run` kills; then `kills` and `found`, a line for each thing that was wrong, say how it went.
+    """`run` kills runners; `kills` and `found`, a line per problem, hold the outcome.
 
-    folder: for stores; one is kept if anything was wrong with it.
+    folder: for stores; those with a problem are kept.
     """
 
     def __init__(
@@ -97,14 +97,15 @@ class Soak:
         spec = {"notebook": str(folder / "soak.ipynb"), "grid": {"x": list(range(points))}}
         self.grid.write_text(yaml.safe_dump(spec))
 
-    # what is short
+    # phases with too few kills
 
     @property
     def at_work(self) -> int:
         return sum(kill.moment in AT_WORK for kill in self.kills)
 
     def short(self) -> list[str]:
-        """Where too few were killed: 2 % in each phase, 60 % at work. Only a grid has phases."""
+        """The phases with too few kills: 2 % in each and 60 % at work are wanted. Only a grid has
+        phases."""
         hit = Counter(kill.moment for kill in self.kills)
         few = [name for name in MOMENTS if hit[name] < self.wanted // 50]
         idle = self.at_work < 0.6 * self.wanted
@@ -113,8 +114,8 @@ class Soak:
     # runners
 
     def run(self) -> Iterator[Kill]:
-        """Kill until there were as many as wanted and none of the phases is short, or twice as
-        many; every grid is gone through to its end."""
+        """Kill until the wanted number is reached and no phase is short, or twice that number.
+        Every grid is completed."""
         self._rehearse()
         while not self._enough():
             self._begin()
@@ -129,7 +130,7 @@ class Soak:
         return done >= self.wanted and (not self.short() or done >= 2 * self.wanted)
 
     def _rehearse(self) -> None:
-        """One killed and resumed without harm, to know how long it takes and what it does when."""
+        """Run one grid, with one kill, to learn how long it takes and which events it has."""
         assert self.warm.run("initialise", self.template).code == 0
         self._begin()
         begun = self._runner(inject={"do": "kill", "at": 3, "phase": "cell"})
@@ -146,7 +147,7 @@ class Soak:
                 self.strikes[moment(phase, end.events[:n])].append(strike)
 
     def _strike(self) -> dict[str, Any]:
-        """Random or aimed, early rather than late, for a grid is long."""
+        """Choose a random or an aimed kill; early ones are likelier, as a grid is long."""
         short, early = self.short(), self.rng.random() ** 3
         if not short or self.rng.random() < 0.5:
             return {"kill": {"after": self.rng.uniform(0, self.seconds / 3)}}
@@ -186,8 +187,8 @@ class Soak:
     # what must hold
 
     def _look(self) -> None:
-        """What holds at any time: results are whole, for ever, and not worked for again; nothing
-        that a runner started lives on. None is at work now."""
+        """Check what holds between runners: results are intact, never change and are not executed
+        again, and no process of a runner survives it."""
         whole, now = committed(self.store), time.monotonic()
         there = {path.name for path in (self.store / "results").glob("*")}
         last = {name.rpartition("-")[0]: name for name in self.ledger.read_text().split()}
@@ -201,7 +202,7 @@ class Soak:
         self.before = whole
 
     def _end(self, end: End) -> None:
-        """What holds at the end of a grid."""
+        """Check what holds at the end of a grid."""
         if end.code:
             self._note(f"ended with {end.code}: {end.said[-3000:]}")
         self._note(*self.warm.problems(self.store, [self.grid]))

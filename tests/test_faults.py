@@ -1,4 +1,4 @@
-"""A grid loses nothing: faults at chosen moments, a resume, and what must hold then (faults.py)."""
+"""A grid loses nothing: faults at chosen moments, a resume, then the invariants (faults.py)."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from specexp.lab import build, grid, run, track
 
 
 class Bench:
-    """A store and a grid over it; `again` brings the store back to how it was when made."""
+    """A store and a grid for it; `again` restores the store's initial state."""
 
     def __init__(
         self, warm: Warm, folder: Path, template: Path, points: int, done: Sequence[int] = ()
@@ -51,7 +51,7 @@ class Bench:
         return self.warm.problems(self.store, grids or (self.grid,), **options)
 
     def events(self, do: str = "kill") -> list[tuple[str, str]]:
-        """(phase, what) of every event of an undisturbed run at which `do` can strike."""
+        """(phase, what) of every event of an undisturbed run at which `do` can be injected."""
         self.again()
         fits = FITS.get(do)
         done = self.go()
@@ -59,7 +59,7 @@ class Bench:
         return [(p, w) for p, w, _ in done.events if (w in fits if fits else w not in READING)]
 
     def struck(self, *strikes: dict) -> list[str]:
-        """What is wrong after these strikes, one run each, and a resume without any."""
+        """What is wrong after these faults, in one run each, and a resume without faults."""
         self.again()
         found = []
         before = {}
@@ -81,10 +81,10 @@ class Bench:
         return [f"done again: {key}" for key, what in before.items() if now.get(key) != what]
 
     def misspoken(self, do: str, end) -> list[str]:
-        """A fault that can be told of is told of in one line, with the right exit code."""
+        """A fault that can be reported is reported in one line, with the right exit code."""
         found = [f"a traceback: {end.said}"] if "Traceback" in end.said else []
         if end.code == 0:
-            return found  # it struck where nothing had to be done
+            return found  # the fault did not matter
         full = do == "ENOSPC"
         if end.code not in ((5,) if full else (1, 2)):
             found.append(f"exit code {end.code}: {end.said}")
@@ -109,7 +109,7 @@ def each(bench: Bench, do: str, numbers, **more) -> list[str]:
 
 
 def first_of_each_kind(events, every: int = 10**9) -> list[int]:
-    """The number of the first event of each kind (phase and what), and of each `every`-th."""
+    """The numbers of the first event of each kind (phase and what) and of every `every`-th."""
     seen: dict = {}
     for n, event in enumerate(events, 1):
         seen.setdefault(event, n)
@@ -144,7 +144,7 @@ def test_killed_before_every_event_a_grid_is_whole_after_a_resume(bench):
 
 
 def kills(bench: Bench, times: int, seed: int) -> tuple[list[str], Counter]:
-    """Three kills in a row at random events, `times` times: what was wrong, and the phases hit."""
+    """Three kills in a row at random events, `times` times: the problems and the phases hit."""
     rng, found, hit = random.Random(seed), [], Counter()
     events = bench.events()
     for _ in range(times):
@@ -207,7 +207,7 @@ def test_a_forced_run_that_is_killed_loses_no_point(bench):
 
 
 def test_a_naive_runner_is_fine_until_it_is_killed_and_then_caught(warm, disk, template):
-    """The control: the same harness over a runner that gives no thought to faults."""
+    """The control: the same harness on a runner written without a thought of faults."""
     store = disk / "store"
     file = disk / "grid.yaml"
     file.write_text(yaml.safe_dump({"notebook": str(TRIVIAL), "grid": {"x": [1, 2]}}))
@@ -309,7 +309,7 @@ def mounted(tmp_path):
 
 @pytest.mark.mount
 def test_a_disk_that_is_really_full(warm, template, tmp_path, mounted):
-    """The smaller the room, the earlier it is full: in the notebook, an artifact, the database."""
+    """Depending on its size it is full in the notebook, an artifact or the database."""
     said = Counter()
     for room in (0, 50_000, 400_000, 800_000, 1_200_000):
         store = mounted("-t", "tmpfs", "-o", "size=6m", "tmpfs")
@@ -459,7 +459,7 @@ def executions(ledger: Path) -> Counter:
 
 
 def starts(warm, disk, runners: int, times: int, xs=range(1, 5)) -> None:
-    """Runners at once on a store that does not exist yet: each point is done once."""
+    """Start runners together on a store that does not exist yet: each point runs once."""
     file = disk / "grid.yaml"
     file.write_text(yaml.safe_dump({"notebook": str(TRIVIAL), "grid": {"x": list(xs)}}))
     for n in range(times):
@@ -529,7 +529,7 @@ def test_a_clock_that_jumps_changes_nothing(bench, clock):
 
 
 def test_a_failure_of_the_future_can_be_tried_again(bench):
-    """The clock was an hour ahead when it failed; another runner's failure it is not."""
+    """It failed when the clock was an hour ahead, and is not taken for another runner's failure."""
     b = bench(points=1)
     assert b.go(fails="planted").code == 1
     [kept] = (b.store / "failed").iterdir()
@@ -568,7 +568,7 @@ def points(tmp_path, monkeypatch):
 
 
 class Outage:
-    """MLflow is away for the first `times` calls; `calls` counts them all."""
+    """MLflow cannot be reached in the first `times` calls; `calls` counts them all."""
 
     def __init__(self, monkeypatch, times: int):
         self.times, self.calls, self.publish = times, 0, track._publish
@@ -616,7 +616,7 @@ def test_a_report_that_mlflow_refuses_is_a_line(store, points, monkeypatch):
     monkeypatch.setattr(track.client().__class__, "search_experiments", refuses)
     code, said = go(todo)
     assert code == 0
-    assert "no comparison now" in said
+    assert "no comparison, MLflow cannot be read now" in said
 
 
 @pytest.mark.slow

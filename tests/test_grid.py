@@ -1,4 +1,4 @@
-"""Grid files: what runs, and the many ways a file is refused before anything does."""
+"""Grid files: which points they mean, and how bad ones are rejected before anything runs."""
 
 import json
 import re
@@ -31,7 +31,7 @@ maybe: str | None = None  # or nothing
 
 
 def write(path: Path, *cells: str | dict, parameters: str | None = PARAMETERS, **metadata) -> Path:
-    """A notebook of a parameters cell and code cells, in the format of JupyterLab."""
+    """A notebook with a parameters cell and code cells, as JupyterLab saves it."""
     tagged = [] if parameters is None else [{"source": parameters, "tags": ["parameters"]}]
     made = []
     for cell in [*tagged, *cells]:
@@ -48,7 +48,7 @@ def write(path: Path, *cells: str | dict, parameters: str | None = PARAMETERS, *
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where grids are written, beside a notebook whose cells read every parameter."""
+    """A folder for grids, beside a notebook whose cells read every parameter."""
     (tmp_path / "grids").mkdir()
     write(tmp_path / "reader.ipynb", "print(x, how, rate, seed, names, rates, flag, maybe)")
     return tmp_path / "grids"
@@ -67,7 +67,7 @@ def load(folder):
 
 
 def refusal(load, text, **options) -> list[str]:
-    """The lines of the refusal, without the name of the file: `3: what is wrong`."""
+    """The lines of the error without the file name: `3: what is wrong`."""
     with pytest.raises(UserError) as refused:
         load(text, **options)
     return [re.sub(r"^.*g\.yaml:(?=\d+: )", "", line) for line in str(refused.value).split("\n")]
@@ -232,7 +232,7 @@ def test_opening_saving_and_running_a_notebook_keeps_the_key_and_editing_code_do
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Nothing is switched off, and there is a compiler."""
+    """Pretend that nothing is switched off and that there is a compiler."""
     monkeypatch.setattr(native, "compiler", lambda: "c++")
     for name in identity.SWITCHES:
         monkeypatch.delenv(name, raising=False)
@@ -395,13 +395,13 @@ WRONG_ONLY = {
     "=3": "write NAME=VALUE",
     "x=": "write NAME=VALUE",
     "hwo=well": "did you mean 'how'?",
-    "zzz=1": "there are x, how",
-    "x=3": "no point has x 3; there are 1, 2",
+    "zzz=1": "choose from x, how",
+    "x=3": "no point has x 3; choose from 1, 2",
     "x=two": "no point has x two",
     "x=1.5": "no point has x 1.5",
     "how=wel": "did you mean 'well'?",
     "x=012": "no point has x 012",
-    "names=b": "no point has names b; there are ['a']",
+    "names=b": "no point has names b; choose from ['a']",
     "how=\x1b[31m": "no point has how '\\x1b[31m'",
 }
 
@@ -436,7 +436,7 @@ BAD = {
     "syntax": ("notebook: a\ngrid: [", 2, "is not YAML"),
     "open quote": (HEAD + "fixed: {how: 'a}\n\n", 2, "unexpected end"),
     "open bracket": (HEAD + "grid: {x: [1,\n2], how", 2, "is not YAML"),
-    "dangling": (HEAD + "grid:\n   x: [1]\n  how: [a]", 4, "begun on line"),
+    "dangling": (HEAD + "grid:\n   x: [1]\n  how: [a]", 4, "starts on line"),
     "tab": ("notebook:\n\t- a", 2, "tab"),
     "tab in a mapping": (HEAD + "grid:\n\tx: [1]", 3, "tab"),
     "empty": ("", 1, "is empty"),
@@ -460,19 +460,19 @@ BAD = {
     "aliases": (HEAD + "fixed:\n  how: *a", 3, "anchors and aliases"),
     "merge key": (HEAD + "fixed: {<<: {x: 1}}", 2, "merge keys"),
     "two documents": (HEAD + "---\n" + HEAD, 2, "document"),
-    "number as key": (HEAD + "1: 2", 2, "'1' is no string"),
-    "yes as key": (HEAD + "fixed:\n  on: 1", 3, "true or false to YAML"),
-    "null as key": (HEAD + "fixed:\n  ~: 1", 3, "is no string"),
-    "list as key": (HEAD + "? [a]\n: 1", 2, "is no string"),
+    "number as key": (HEAD + "1: 2", 2, "'1' is not a string"),
+    "yes as key": (HEAD + "fixed:\n  on: 1", 3, "YAML reads it as true or false"),
+    "null as key": (HEAD + "fixed:\n  ~: 1", 3, "is not a string"),
+    "list as key": (HEAD + "? [a]\n: 1", 2, "is not a string"),
     "deep": (HEAD + "fixed: " + "[" * 5000, 2, "nested too deep"),
     "directive": ("%YAML 9.9\n---\n" + HEAD, 1, "is not YAML"),
     # keys
     "unknown key": (HEAD + "gird: {x: [1]}", 2, "did you mean 'grid'"),
-    "far key": (HEAD + "\n\nzzz: 1", 4, "there are notebook"),
-    "no notebook": ("grid: {x: [1]}", 1, "notebook: name"),
-    "notebook a number": ("notebook: 3", 1, "notebook: name"),
-    "notebook null": ("notebook: null", 1, "notebook: name"),
-    "notebook blank": ("notebook: ' '", 1, "notebook: name"),
+    "far key": (HEAD + "\n\nzzz: 1", 4, "the keys are notebook"),
+    "no notebook": ("grid: {x: [1]}", 1, "notebook must name"),
+    "notebook a number": ("notebook: 3", 1, "notebook must name"),
+    "notebook null": ("notebook: null", 1, "notebook must name"),
+    "notebook blank": ("notebook: ' '", 1, "notebook must name"),
     "notebook missing": ("experiment: a\nnotebook: nothing.ipynb", 2, "does not exist"),
     "notebook near": ("notebook: ../10_aceptance.ipynb", 1, "did you mean '10_acceptance.ipynb'"),
     "notebook near the grid": ("notebook: ../raeder.ipynb", 1, "did you mean 'reader.ipynb'"),
@@ -485,29 +485,29 @@ BAD = {
     "experiment a list": (HEAD + "experiment: [a]\ngrid: {x: [1]}", 2, "experiment"),
     "experiment long": (HEAD + f"experiment: {'a' * 100}", 2, "experiment"),
     "experiment secret": (HEAD + f"experiment: hf_{'a' * 30}", 2, "experiment"),
-    "fixed a list": (HEAD + "fixed: [1]", 2, "fixed: a mapping"),
-    "grid a list": (HEAD + "grid: [1]", 2, "grid: a mapping"),
+    "fixed a list": (HEAD + "fixed: [1]", 2, "fixed must be a mapping"),
+    "grid a list": (HEAD + "grid: [1]", 2, "grid must be a mapping"),
     "grid empty": (HEAD + "experiment: a\ngrid:", 3, "grid is empty"),
     "grid an empty mapping": (HEAD + "grid: {}", 2, "grid is empty"),
-    "axis not a list": (HEAD + "grid: {x: 1}", 2, "grid.x: a list"),
-    "axis empty": (HEAD + "grid:\n  how: [a]\n  x: []", 4, "grid.x: a list with at least"),
-    "axis null": (HEAD + "grid: {x: null}", 2, "grid.x: a list"),
+    "axis not a list": (HEAD + "grid: {x: 1}", 2, "grid.x must be a list"),
+    "axis empty": (HEAD + "grid:\n  how: [a]\n  x: []", 4, "grid.x must be a list of at least"),
+    "axis null": (HEAD + "grid: {x: null}", 2, "grid.x must be a list"),
     "axis twice": (HEAD + "grid:\n  x:\n  - 1\n  - 2\n  - 1", 6, "1 appears twice, first on"),
     "axis twice as float": (HEAD + "grid:\n  rate: [1,\n  1.0]", 4, "twice, first on line 3"),
     "axis twice as list": (HEAD + "grid: {rates: [[1], [1.0]]}", 2, "twice"),
-    "include a mapping": (HEAD + "include: {x: 1}", 2, "include: a list"),
-    "include empty entry": (HEAD + "include:\n- {x: 1}\n- {}", 4, "include: a list"),
-    "exclude a list of texts": (HEAD + "grid: {x: [1]}\nexclude:\n- a", 4, "exclude: a list"),
-    "exclude nothing": (HEAD + "fixed: {x: 1}\ninclude: [{x: 2}]\nexclude: [{x: 1}]", 4, "no grid"),
-    "seeds a number": (HEAD + "seeds: 3", 2, "seeds: a list"),
-    "seeds empty": (HEAD + "seeds: []", 2, "seeds: a list"),
-    "seeds null": (HEAD + "seeds:", 2, "seeds: a list"),
+    "include a mapping": (HEAD + "include: {x: 1}", 2, "include must be a list"),
+    "include empty entry": (HEAD + "include:\n- {x: 1}\n- {}", 4, "include must be a list"),
+    "exclude a list of texts": (HEAD + "grid: {x: [1]}\nexclude:\n- a", 4, "must be a list"),
+    "exclude nothing": (HEAD + "fixed: {x: 1}\ninclude: [{x: 2}]\nexclude: [{x: 1}]", 4, "neither"),
+    "seeds a number": (HEAD + "seeds: 3", 2, "seeds must be a list"),
+    "seeds empty": (HEAD + "seeds: []", 2, "seeds must be a list"),
+    "seeds null": (HEAD + "seeds:", 2, "seeds must be a list"),
     "seeds negative": (HEAD + "seeds:\n- 0\n- -1", 4, "not -1"),
     "seeds booleans": (HEAD + "seeds: [true]", 2, "not True"),
     "seeds texts": (HEAD + "seeds: [a]", 2, "not 'a'"),
     "seeds huge": (HEAD + f"seeds: [{BIG}]", 2, "too large"),
     "seeds twice": (HEAD + "seeds:\n- 1\n- 1", 4, "twice, first on line 3"),
-    "seeds and an axis": (HEAD + "grid: {seed: [1]}\nseeds: [1]", 3, "already has an axis"),
+    "seeds and an axis": (HEAD + "grid: {seed: [1]}\nseeds: [1]", 3, "has an axis seed already"),
     "timeout 0": (HEAD + "timeout_s: 0", 2, "timeout_s"),
     "timeout text": (HEAD + "timeout_s: long", 2, "timeout_s"),
     "timeout true": (HEAD + "timeout_s: yes", 2, "timeout_s"),
@@ -515,7 +515,7 @@ BAD = {
     "timeout huge": (HEAD + "timeout_s: 1.0e+300", 2, "timeout_s"),
     # parameters
     "unknown parameter": (HEAD + "grid:\n  x: [1]\n  hwo: [well]", 4, "did you mean 'how'"),
-    "unknown fixed": (HEAD + "fixed:\n  x: 1\n  zzz: 1", 4, "there are x, how"),
+    "unknown fixed": (HEAD + "fixed:\n  x: 1\n  zzz: 1", 4, "choose from x, how"),
     "unknown include": (HEAD + "include:\n- x: 1\n  zzz: 1", 4, "include.zzz"),
     "unknown exclude": (HEAD + "grid: {x: [1]}\nexclude: [{zzz: 1}]", 3, "exclude.zzz"),
     "code as name": (HEAD + 'fixed: {"x=0\\nimport os": 1}', 2, "not a parameter name"),
@@ -539,11 +539,11 @@ BAD = {
     "1e-3": (HEAD + "fixed: {rate: 1e-3}", 2, "write 0.001"),
     "1e-9": (HEAD + "fixed: {rate: 1e-9}", 2, "write 1.0e-09"),
     "0o17": (HEAD + "fixed: {x: 0o17}", 2, "write 15"),
-    "octal": (HEAD + "grid:\n  x: [1,\n    012]", 4, "012 is 10 to YAML (base 8)"),
-    "sexagesimal": (HEAD + "fixed: {x: 1:30}", 2, "1:30 is 90 to YAML (base 60)"),
-    "no number": (HEAD + "fixed: {how: 0x_}", 2, "0x_ is a malformed number to YAML"),
-    "date": (HEAD + "fixed: {how: 2024-01-01}", 2, "is a date to YAML"),
-    "no date": (HEAD + "fixed: {how: 2024-13-45}", 2, "is a date to YAML"),
+    "octal": (HEAD + "grid:\n  x: [1,\n    012]", 4, "reads 012 as 10 (base 8)"),
+    "sexagesimal": (HEAD + "fixed: {x: 1:30}", 2, "reads 1:30 as 90 (base 60)"),
+    "no number": (HEAD + "fixed: {how: 0x_}", 2, "YAML takes 0x_ for a number"),
+    "date": (HEAD + "fixed: {how: 2024-01-01}", 2, "2024-01-01 as a date"),
+    "no date": (HEAD + "fixed: {how: 2024-13-45}", 2, "2024-13-45 as a date"),
     "nan": (HEAD + "fixed: {rate: .nan}", 2, "finite"),
     "infinity": (HEAD + "grid: {rate: [1.0, -.inf]}", 2, "finite"),
     "huge int": (HEAD + f"fixed: {{x: {BIG}}}", 2, "too large"),
@@ -554,19 +554,19 @@ BAD = {
     "text for list": (HEAD + "fixed: {names: a}", 2, "write ['a']"),
     "number in a list of texts": (HEAD + "fixed: {names: [a, 3]}", 2, "needs a list of str"),
     "text in a list of floats": (HEAD + "fixed: {rates: [1e-3]}", 2, "write 0.001"),
-    "mapping in list": (HEAD + "fixed: {names: [{a: 1}]}", 2, "numbers and texts only"),
-    "list in list": (HEAD + "grid: {names: [[[a]]]}", 2, "numbers and texts only"),
+    "mapping in list": (HEAD + "fixed: {names: [{a: 1}]}", 2, "only numbers and strings"),
+    "list in list": (HEAD + "grid: {names: [[[a]]]}", 2, "only numbers and strings"),
     "nan in list": (HEAD + "fixed: {rates: [.nan]}", 2, "finite"),
     "control character": (HEAD + 'fixed: {how: "a\\x07b"}', 2, "control"),
     "long text": (HEAD + f"fixed: {{how: {'a' * 70_000}}}", 2, "70000 characters"),
-    "fixed and axis": (HEAD + "fixed: {x: 1}\ngrid:\n  x: [2]", 4, "both fixed (line 2) and on an"),
-    "seed twice": (HEAD + "grid: {seed: [1]}\nfixed: {seed: 2}", 2, "both fixed"),
-    "seeds and fixed": (HEAD + "seeds: [1]\nfixed: {seed: 2}", 2, "both fixed (line 3)"),
+    "fixed and axis": (HEAD + "fixed: {x: 1}\ngrid:\n  x: [2]", 4, "(line 2) and in `grid`"),
+    "seed twice": (HEAD + "grid: {seed: [1]}\nfixed: {seed: 2}", 2, "both in `fixed`"),
+    "seeds and fixed": (HEAD + "seeds: [1]\nfixed: {seed: 2}", 2, "(line 3) and in `seeds`"),
     # points
-    "excludes all": (HEAD + "grid: {x: [1]}\nexclude: [{x: 1}]", 3, "leaves no point"),
+    "excludes all": (HEAD + "grid: {x: [1]}\nexclude: [{x: 1}]", 3, "removes every point"),
     "excludes nothing": (HEAD + "grid: {x: [1]}\nexclude:\n- {x: 1, how: a}\n", 4, "well"),
-    "excludes a value not there": (HEAD + "grid: {x: [1, 2]}\nexclude: [{x: 5}]", 3, "only 1, 2"),
-    "repeats a grid point": (HEAD + "grid:\n  x: [1, 2]\ninclude:\n- x: 2", 5, "grid on line 2"),
+    "excludes no value": (HEAD + "grid: {x: [1, 2]}\nexclude: [{x: 5}]", 3, "values are 1, 2"),
+    "repeats a grid point": (HEAD + "grid:\n  x: [1, 2]\ninclude:\n- x: 2", 5, "grid (line 2)"),
     "repeats the default": (HEAD + "seeds: [0]\ninclude: [{how: well}]", 3, "repeats a point"),
     "repeats an include": (HEAD + "include:\n- x: 2\n- {x: 2, how: well}", 4, "of line 3"),
     "repeats as float": (HEAD + "include:\n- rate: 2\n- rate: 2.0", 4, "of line 3"),
@@ -654,7 +654,7 @@ CELLS = {
     "null default": ("x: int = None", "line 1: x needs int, not null"),
     "infinite default": ("x: float = 1e999", "line 1: x is inf; only finite"),
     "secret default": (f"x: str = 'hf_{'a' * 30}'", "line 1: x looks like a secret"),
-    "twice": ("x: int = 1\nx: int = 2", "line 2: x stands there twice"),
+    "twice": ("x: int = 1\nx: int = 2", "line 2: x is defined twice"),
     "underscore": ("_x: int = 1", "line 1: _x cannot be the name"),
     "attribute": ("x.y: int = 1", "line 1: write `name"),
 }
@@ -802,7 +802,7 @@ def test_notebooks_of_two_folders_each_have_the_relative_files_beside_them(tmp_p
 
 
 def test_a_notebook_elsewhere_is_not_run(tmp_path):
-    """Neither by a path nor by a symbolic link: a notebook is code."""
+    """Neither through a path nor a symbolic link: a notebook is code."""
     inside, outside = tmp_path / "project" / "grids", tmp_path / "elsewhere"
     inside.mkdir(parents=True)
     outside.mkdir()
@@ -813,7 +813,7 @@ def test_a_notebook_elsewhere_is_not_run(tmp_path):
     file = inside / "g.yaml"
     for name in (str(far), "../../elsewhere/far.ipynb", "link.ipynb"):
         file.write_text(yaml.safe_dump({"notebook": name}))
-        with pytest.raises(UserError, match=r"g\.yaml:1: .* lies outside"):
+        with pytest.raises(UserError, match=r"g\.yaml:1: .* is outside"):
             grid.load([file])
     for name in (
         "near.ipynb",
@@ -988,7 +988,7 @@ def test_every_value_and_every_combination_is_checked_and_none_twice(load, monke
 
 
 def test_what_is_checked_alone_is_the_same_whatever_the_others_are():
-    """`build.ALONE` is believed when points are left out of the checks."""
+    """Points are left out of the checks in reliance on `build.ALONE`."""
     base = {n: p.default for n, p in notebook.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
     wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
     assert set(wrong) <= build.ALONE
@@ -1119,7 +1119,7 @@ PIECES = [
 
 @st.composite
 def mutated(draw, texts):
-    """A valid grid with pieces of it cut out, doubled, moved, or replaced by what is likely odd."""
+    """A valid grid with parts removed, repeated, moved or replaced by odd text."""
     text = draw(st.sampled_from(texts))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(text)))
@@ -1130,7 +1130,7 @@ def mutated(draw, texts):
 
 
 def holds(load, text: str) -> None:
-    """Either points, each with a value that fits for every parameter, or lines that say where."""
+    """The text loads as points with fitting values, or fails with the lines of its problems."""
     said, points = "", []
     try:
         points = load(text.encode("utf-8", "surrogatepass"), ask=lambda n: False)

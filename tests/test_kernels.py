@@ -1,4 +1,4 @@
-"""Kernels of points: they start from one state, see nothing of each other, and leave nothing."""
+"""Kernels: they start from the same state, are isolated, and leave no process behind."""
 
 import gc
 import json
@@ -37,7 +37,7 @@ def one_thread(monkeypatch):
 
 @pytest.fixture(scope="module")
 def forking():
-    """Of two threads where each point is to have one: what must not be is what would be."""
+    """Two threads, as a control where each point is to have one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "2")
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -59,7 +59,7 @@ def slot(forking):
 
 @pytest.fixture(params=["forked", "plain"])
 def either(request):
-    """A slot of either kind: what holds for one holds for the other."""
+    """A slot of forked or plain kernels, which behave alike."""
     k = request.getfixturevalue({"forked": "forking", "plain": "plain"}[request.param])
     with k.slot() as s:
         yield s
@@ -67,7 +67,7 @@ def either(request):
 
 @pytest.fixture
 def go(tmp_path):
-    """Run cells in a slot; the texts that each printed. `during` sees the slot while they ran."""
+    """Run cells in a slot; returns what each printed. `during` gets the slot while they run."""
 
     def call(slot, *cells, seed=0, warm=None, env=None, cwd=tmp_path, during=None, **options):
         notebook = nbformat.v4.new_notebook(
@@ -135,7 +135,7 @@ def test_a_forked_kernel_has_everything_imported(go, forking, slot):
         f"import sys; print([n in sys.modules for n in {names}], 'matplotlib_inline' in sys.path)"
     )
     assert go(slot, look) == ["[True, True, False] False"]
-    assert forking.how == "forked"
+    assert forking.how == "forked kernels"
 
 
 def test_the_kernel_has_the_environment_and_folder_it_is_given(go, either, monkeypatch):
@@ -290,8 +290,8 @@ ENDS = {
     "pass": "",
     "1 / 0": "",
     "os._exit(3)": "exited with status 3",
-    "os.kill(os.getpid(), 9)": "killed by SIGKILL",
-    "import ctypes; ctypes.string_at(0)": "killed by SIGSEGV",
+    "os.kill(os.getpid(), 9)": "was killed by SIGKILL",
+    "import ctypes; ctypes.string_at(0)": "was killed by SIGSEGV",
 }
 
 
@@ -354,7 +354,7 @@ def test_a_slot_that_is_killed_takes_its_kernel_and_no_other_point(go, forking, 
         assert go(other, "print(1)") == ["1"]
         with pytest.raises(DeadKernelError):
             go(slot, CHILDREN, "os.kill(os.getppid(), 9); time.sleep(600)")
-        assert slot.ended == "killed with the process above it"
+        assert slot.ended == "was killed with its parent process"
         assert go(slot, "print(1)") == ["1"]
         assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
         os.kill(slot.slot, signal.SIGKILL)  # while it is idle
@@ -363,7 +363,7 @@ def test_a_slot_that_is_killed_takes_its_kernel_and_no_other_point(go, forking, 
         before = other.slot
         assert go(other, "print(1)") == ["1"]
         assert other.slot == before
-    assert forking.how == "forked"
+    assert forking.how == "forked kernels"
 
 
 def test_slots_run_points_at_once_in_threads(go, forking):
@@ -402,7 +402,7 @@ def test_only_the_user_can_speak_to_a_kernel(slot, tmp_path):
 
 @pytest.fixture
 def helpers(tmp_path, monkeypatch):
-    """Modules for a zygote to import."""
+    """A folder of modules for a zygote to import."""
     (folder := tmp_path / "helpers").mkdir()
     (folder / "hangs.py").write_text(
         f"import time; open({str(tmp_path / 'importing')!r}, 'w').close(); time.sleep(600)"
@@ -428,14 +428,14 @@ def helpers(tmp_path, monkeypatch):
 def test_imports_that_start_threads_are_not_forked(go, helpers):
     with kernels.Kernels(["threads"]) as k, k.slot() as slot:
         assert go(slot, "import sys; print('threads' in sys.modules)") == ["False"]
-        assert k.how.startswith("plain: ")
-        assert "imports started sleeper" in k.how
+        assert k.how.startswith("plain kernels (")
+        assert "an import started sleeper" in k.how
 
 
 def test_a_zygote_that_dies_is_replaced_once(go):
     with kernels.Kernels() as k, k.slot() as slot:
         assert go(slot, "print(1)") == ["1"]
-        for how in ("forked", "plain: the process that forks killed by SIGKILL"):
+        for how in ("forked kernels", "plain kernels (the zygote was killed by SIGKILL)"):
             k.zygote.kill()
             assert go(slot, "print(1)") == ["1"]  # the slot lives on
             slot.close()
@@ -444,7 +444,7 @@ def test_a_zygote_that_dies_is_replaced_once(go):
         k.zygote.kill()
         slot.close()
         for _ in range(2):
-            with pytest.raises(kernels.NoZygote, match="the process that forks killed by SIGKILL"):
+            with pytest.raises(kernels.NoZygote, match="the zygote was killed by SIGKILL"):
                 go(slot, "print(1)")
 
 
@@ -455,7 +455,7 @@ def test_what_lies_where_the_runner_was_started_is_not_imported(go, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     with kernels.Kernels() as k, k.slot() as slot:
         assert go(slot, "print(1)", cwd=home) == ["1"]
-        assert k.how == "forked"
+        assert k.how == "forked kernels"
 
 
 @pytest.mark.parametrize("stuck", ["importing", "loading"])
@@ -500,7 +500,7 @@ STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck"
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
-    """Nor does what hangs before its first kernel."""
+    """Nor do processes that hang before its first kernel."""
     cell = textwrap.dedent(CHILDREN) + "time.sleep(600)"
     runner = subprocess.Popen(
         [sys.executable, "-c", RUNNER, str(tmp_path), STATES[state], state, cell],
@@ -541,5 +541,5 @@ def test_a_folder_for_temporary_files_may_have_a_long_name(go, tmp_path, monkeyp
 def test_forking_is_for_linux(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
-        assert kernels.Kernels().how == "plain: no safe fork on darwin"
-    assert kernels.Kernels(forked=False).how == "plain: as asked"
+        assert kernels.Kernels().how == "plain kernels (no safe fork on darwin)"
+    assert kernels.Kernels(forked=False).how == "plain kernels (as requested)"

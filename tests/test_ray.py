@@ -1,4 +1,4 @@
-"""Points on Ray: each once, whatever dies; what comes back stays in its folder."""
+"""Points on Ray: each runs once, whatever dies, and its files stay in its folder."""
 
 import io
 import os
@@ -17,10 +17,10 @@ from conftest import TRIVIAL
 from test_run import alive, go, statuses, until
 
 from specexp.errors import UserError
-from specexp.lab import build, cluster, errand, grid, identity, places, track
+from specexp.lab import build, cluster, grid, identity, places, remote, track
 from specexp.lab.cluster import OnRay
-from specexp.lab.errand import Answer, Errand, packed, unpack
 from specexp.lab.execute import Failure
+from specexp.lab.remote import Outcome, Task, packed, unpack
 
 NODE = socket.gethostname()
 ray = pytest.mark.ray
@@ -33,7 +33,7 @@ def no_semantics(monkeypatch):
 
 @pytest.fixture(scope="session")
 def address():
-    """A cluster of two CPUs, which this process has joined."""
+    """A cluster with two CPUs, which this process has joined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -46,15 +46,15 @@ def address():
 
 
 def working(label: str) -> psutil.Process:
-    """The worker that runs the point of this label."""
+    """The process of the worker that runs the point of this label."""
     named = [(" ".join(p.info["cmdline"] or ()), p) for p in psutil.process_iter(["cmdline"])]
     [worker] = [p for name, p in named if name.strip() == f"ray::{label}"]
     return worker
 
 
 def overheard(place: OnRay, file: Path) -> OnRay:
-    """The same place; where its points are is also written to the file."""
-    carry = place._carry
+    """The same place, which also writes its points' progress to the file."""
+    run_point = place._run_point
 
     def heard(point, seat, watch):
         def write(said):
@@ -62,10 +62,10 @@ def overheard(place: OnRay, file: Path) -> OnRay:
                 told.write(f"{point.label} {said}\n")
             watch(said)
 
-        return carry(point, seat, write)
+        return run_point(point, seat, write)
 
     file.touch()
-    place._carry = heard
+    place._run_point = heard
     return place
 
 
@@ -116,7 +116,7 @@ def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
     assert statuses() == {todo[0].run_key: "FINISHED"}
     assert not list((store / "failed").glob("*"))
     [line] = heard
-    assert "lost 1 times" in line
+    assert "lost (try 1 of 4)" in line
     until(lambda: not any(alive(p) for p in below))
 
 
@@ -154,21 +154,21 @@ def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
     monkeypatch.setenv(native, "off")
     monkeypatch.delenv(graphs, raising=False)
     [point] = points(x=[1])
-    told = errand.Errands([point], True, False).of(point).environment
+    told = remote.Tasks([point], True, False).of(point).environment
     assert (told[native], told[graphs]) == ("off", "")
 
 
 def test_a_machine_lost_again_and_again_is_a_loss(points):
     asked: list[grid.Point] = []
 
-    def carry(point, number, watch):
+    def run_point(point, number, watch):
         asked.append(point)
-        raise errand.Lost("power cut")
+        raise remote.WorkerLost("power cut")
 
     heard: list[str] = []
-    seat = errand.Seat(SimpleNamespace(carry=carry, say=heard.append), 0)
+    seat = remote.Seat(SimpleNamespace(run_point=run_point, say=heard.append), 0)
     [point] = points(x=[1])
-    with pytest.raises(Failure, match="lost 4 times: power cut") as found:
+    with pytest.raises(Failure, match=r"lost \(try 4 of 4\): power cut") as found:
         seat.execute(point, Path("nowhere"), lambda said: None)
     assert found.value.kind == "lost"
     assert len(asked) == 4
@@ -177,7 +177,7 @@ def test_a_machine_lost_again_and_again_is_a_loss(points):
 
 @ray
 def test_what_ray_is_asked_for(points):
-    """Timed points get a machine of the largest kind, others a CPU, and a GPU if they need one."""
+    """Timed points get one of the largest machines, others a CPU, both a GPU if they need one."""
     [point] = points(x=[1])
 
     def place(nodes, **options):
@@ -204,9 +204,9 @@ def test_what_ray_is_asked_for(points):
 def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
     todo = points(x=[1])
     for name in ("rey", "host", "ray://host", "http://host:1", "host:port"):
-        with pytest.raises(UserError, match="no Ray address"):
+        with pytest.raises(UserError, match="cannot run points on"):
             places.of(name, todo)
-    with socket.socket() as taken:  # bound and not listening: nobody else listens there
+    with socket.socket() as taken:  # bound but not listening, so that nobody else listens there
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         for name in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
@@ -226,13 +226,13 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
 
 def test_a_worker_with_other_code_refuses(points, tmp_path):
     [point] = points(x=[1])
-    answer = errand.run(Errand(point, TRIVIAL, [], False, "another digest", {}))
-    assert answer == Answer(NODE, b"", answer.failure)
+    answer = remote.run(Task(point, TRIVIAL, [], False, "another digest", {}))
+    assert answer == Outcome(NODE, b"", answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
-    assert "is not the runner's" in message
-    seat = errand.Seat(SimpleNamespace(carry=lambda *asked: answer), 0)
-    with pytest.raises(Failure, match=f"on {NODE}: the code imported"):
+    assert "differs from the runner" in message
+    seat = remote.Seat(SimpleNamespace(run_point=lambda *asked: answer), 0)
+    with pytest.raises(Failure, match=f"on {NODE}: this machine imported code"):
         seat.execute(point, tmp_path, lambda said: None)
 
 

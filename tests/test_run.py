@@ -1,4 +1,4 @@
-"""The runner: success is proved, failure is kept, and a killed run goes on where it was."""
+"""The runner: success is verified, failures are kept, and a killed run resumes."""
 
 import json
 import os
@@ -37,14 +37,14 @@ def all_runs() -> list:
 
 
 def statuses() -> dict[str, str]:
-    """run_key -> status of the runs in MLflow; each key must have one run only."""
+    """run_key -> status of its run in MLflow; asserts that each key has only one."""
     found = all_runs()
     assert len({r.data.tags["run_key"] for r in found}) == len(found)
     return {r.data.tags["run_key"]: r.info.status for r in found}
 
 
 def start(tmp_path) -> subprocess.Popen:
-    """A runner of its own over the grid that `points` wrote."""
+    """Start a runner process on the grid that `points` wrote."""
     code = (
         "import sys; from pathlib import Path; from specexp.lab import grid, run; "
         f"sys.exit(run.run(grid.load([Path({str(tmp_path / 'trivial.yaml')!r})])))"
@@ -99,7 +99,7 @@ KINDS = {
     "killed": ("kernel-died", "killed by SIGKILL"),
     "nothing": ("invalid-result", "track.log"),
     "nan": ("error", "not a finite number"),
-    "other": ("invalid-result", "other parameters than it was given: x"),
+    "other": ("invalid-result", "parameters that differ from its own: x"),
     "twice": ("error", "one run logs once"),
 }
 
@@ -131,6 +131,30 @@ def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, p
     text = table.export_text()
     assert text.count("failed  ") >= len(KINDS)
     assert f"1 done, {len(KINDS)} failed" in text
+
+
+def test_a_run_names_its_notebook_by_where_it_is(points):
+    [inside] = points(x=[1])
+    outside = replace(inside, notebook=Path("/elsewhere/own.ipynb"))
+    named = [run.tags_of(point)["mlflow.source.name"] for point in (inside, outside)]
+    assert named == ["tests/notebooks/trivial.ipynb", "own.ipynb"]
+
+
+def test_the_status_of_a_store_that_does_not_exist_makes_none(points, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
+    assert run.status(points(x=[1, 2])).caption == "2 to do"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_failure_of_an_earlier_run_is_told_as_one(store, points, monkeypatch):
+    def fail(*_):
+        raise Failure("error", "planted")
+
+    monkeypatch.setattr(places, "execute", fail)
+    todo = points(x=[1])
+    assert "s  trivial x=1  error: planted" in go(todo)[1]
+    assert "  trivial x=1  in an earlier run: error: planted" in go(todo)[1]
+    assert " s  trivial" not in go(todo)[1]
 
 
 def test_a_notebook_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, tmp_path):
@@ -225,7 +249,7 @@ def test_where_no_kernel_can_be_forked_every_point_says_why_and_runs_again_unask
         broken.setattr(sys, "executable", shutil.which("false"))
         code, said = go(todo)
     assert code == 1
-    assert said.count("lost: the process that forks exited with status 1") == 2
+    assert said.count("lost: the zygote exited with status 1") == 2
     assert go(todo)[0] == 0
 
 
@@ -391,11 +415,11 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
     def through(point, together=False):
         work = run.Work([point], run.live.Board(Console(quiet=True), 1), queue=[point])
         monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, seat)))
-        work.through(places.Here([point]), 1, together)
+        work.run_queue(places.Here([point]), 1, together)
 
     monkeypatch.setattr(places, "execute", executed)
     timed, other, third = points(x=[1, 2, 3])
-    seat = places._Chair(None, 0)
+    seat = places._LocalSeat(None, 0)
     with places.Here([]).alone() as ours:
         assert ours
         through(timed)
@@ -416,7 +440,7 @@ def test_what_is_left_is_reckoned_by_how_many_run_at_once(store, points, monkeyp
         work, "_serve", lambda queue, *_: seen.append((len(queue), work.board.jobs))
     )
     work.queue.extend(todo)
-    work.through(places.Here(todo), 2, together=False)
+    work.run_queue(places.Here(todo), 2, together=False)
     assert seen == [(2, 2), (2, 2), (1, 1)]
 
 
@@ -429,7 +453,7 @@ def test_a_seat_shows_its_own_gpu_but_to_a_point_that_names_one(monkeypatch, dev
     given = []
     monkeypatch.setattr(places, "execute", lambda *args: given.append(args[-1]))
     point = SimpleNamespace(params={} if device is None else {"device": device})
-    places._Chair(None, 1).execute(point, None, None)
+    places._LocalSeat(None, 1).execute(point, None, None)
     assert given == [{"CUDA_VISIBLE_DEVICES": "1"} if hides else {}]
 
 
@@ -584,7 +608,7 @@ def test_a_notebook_that_times_says_so_or_its_figures_are_refused(store, points)
 
 
 class Outage:
-    """MLflow is away for the first `times` calls."""
+    """MLflow cannot be reached in the first `times` calls."""
 
     def __init__(self, times):
         self.left, self.publish = times, track._publish
@@ -639,13 +663,13 @@ def test_a_point_that_succeeded_later_is_kept_not_failed_while_mlflow_is_away(
         assert "kept" in go([point], retry_failed=True)[1]
         code, said = go([point])
     assert code == 1
-    assert "the result is safe; MLflow is away" in said
+    assert "the result is safe, but MLflow cannot be reached" in said
     assert "planted" not in said
     assert go([point])[0] == 0
 
 
 def refusing(monkeypatch, key, why, code):
-    """MLflow refuses the run of that key; what publishes otherwise."""
+    """MLflow refuses the run of that key; others are published."""
     publish = track._publish
 
     def refuses(folder):
@@ -665,8 +689,8 @@ def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, m
     assert code == 1
     assert time.monotonic() - begin < run.PATIENCE_S / 2
     refused = store / "results" / todo[0].run_key
-    assert f"MLflow refuses {refused}: {store}/mlflow.db: x is" in said
-    assert "the result is safe; MLflow refuses it" in said
+    assert f"MLflow refused {refused}: {store}/mlflow.db: x is" in said
+    assert "the result is safe, but MLflow refused it" in said
     assert "run the same command again" not in said
     assert statuses() == {todo[1].run_key: "FINISHED"}
     monkeypatch.setattr(track, "_publish", publish)
@@ -682,7 +706,7 @@ def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypat
     rebuild.show(made, console)
     assert (made.results, made.torn) == (1, ())
     said = console.export_text()
-    assert f"left out because MLflow rejects it: {store}/results/{todo[0].run_key}: " in said
+    assert f"left out, as MLflow refused it: {store}/results/{todo[0].run_key}: " in said
     assert "x is beyond" in said
 
 
@@ -716,7 +740,7 @@ def test_too_little_room_is_refused_before_anything_runs(store, points, monkeypa
 
 
 def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
-    """MLflow would copy what a link points to."""
+    """MLflow would copy the file that a link points to."""
     outside = tmp_path / "outside"
     outside.write_text("not yours")
     real = places.execute
@@ -734,7 +758,7 @@ def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
 
 
 def test_papermills_own_word_is_not_believed(store, points, tmp_path):
-    """The control: papermill alone returns as after a success from a notebook that ended early."""
+    """The control: papermill alone reports success for a notebook that ended early."""
     import papermill
 
     out = tmp_path / "out.ipynb"

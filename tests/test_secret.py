@@ -1,4 +1,4 @@
-"""What looks like a secret is in no text that is kept, and JSON stays what it was."""
+"""Secrets are removed from stored text, and JSON stays valid."""
 
 import json
 

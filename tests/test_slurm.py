@@ -1,4 +1,4 @@
-"""Points on Slurm: jobs of a site that is four small scripts, and what it is asked for."""
+"""Points on Slurm: jobs of a fake site, four small scripts, and what they ask it for."""
 
 import contextlib
 import importlib.util
@@ -125,7 +125,7 @@ def test_what_is_stopped_is_cancelled(points, site):
     with OnSlurm([point]) as place:
         threading.Timer(1.0, place.kill).start()
         with pytest.raises(Failure, match="stopped"):
-            place.carry(point, 0, lambda said: None)
+            place.run_point(point, 0, lambda said: None)
     assert (site / "1.end").read_text() == "CANCELLED"
 
 
@@ -148,9 +148,9 @@ def test_what_slurm_is_asked_for(points, site):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("slurm:gpu", "'gpu' is no option for Slurm: write slurm:partition=gpu"),
-        ("slurm:a b=1", "'a b' is no option"),
-        ("slurm:time=", "'time' is no option"),
+        ("slurm:gpu", "'gpu' is not a Slurm option: write slurm:partition=gpu"),
+        ("slurm:a b=1", "'a b=1' is not a Slurm option"),
+        ("slurm:time=", "'time=' is not a Slurm option"),
     ],
 )
 def test_what_cannot_be_asked_is_said_at_once(points, site, name, said):
@@ -160,7 +160,7 @@ def test_what_cannot_be_asked_is_said_at_once(points, site, name, said):
 
 def test_a_site_that_refuses_is_heard_before_anything_runs(store, points, site):
     todo = points(x=[1, 2])
-    with pytest.raises(UserError, match="Slurm refuses these jobs: Invalid partition name"):
+    with pytest.raises(UserError, match="Slurm rejects these jobs: Invalid partition name"):
         go(todo, place=places.of("slurm:partition=nowhere", todo))
     assert not list(site.glob("*.sh"))
 
@@ -168,7 +168,7 @@ def test_a_site_that_refuses_is_heard_before_anything_runs(store, points, site):
 def test_what_slurm_needs_is_named(points, monkeypatch):
     todo = points(x=[1])
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="no sbatch here"):
+    with pytest.raises(UserError, match="sbatch or srun is missing"):
         OnSlurm(todo)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "specexp\[slurm\]"'):

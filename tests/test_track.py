@@ -1,4 +1,4 @@
-"""What a notebook may log, how it reaches MLflow, and the UI's safety."""
+"""What a notebook may log, how it reaches MLflow, and the security of the UI."""
 
 import importlib.metadata
 import json
@@ -63,9 +63,9 @@ def test_by_hand_a_run_is_committed_and_published_at_once(store, capsys):
         ({"a/..": 1.0}, {}, "group/name"),
         ({"a/" + "b" * 249: 1.0}, {}, "has 251 characters, more than 250"),
         ({"a/b": 1.0}, {"c/" + "d" * 249: [1.0]}, "has 251 characters, more than 250"),
-        ({"a/b": 1.0}, {"c/d": {0.5: 1.0}}, "c/d has the step 0.5, not a whole number"),
+        ({"a/b": 1.0}, {"c/d": {0.5: 1.0}}, "c/d has the step 0.5, not a 64-bit integer"),
         ({"a/b": 1.0}, {"c/d": {float("inf"): 1.0}}, "the step inf"),
-        ({"a/b": 1.0}, {"c/d": {2**70: 1.0}}, "not a whole number of 64 bits"),
+        ({"a/b": 1.0}, {"c/d": {2**70: 1.0}}, "not a 64-bit integer"),
     ],
 )
 def test_what_could_not_be_compared_is_refused_and_nothing_is_kept(store, metrics, series, said):
@@ -88,6 +88,16 @@ def test_under_the_runner_the_store_is_not_touched(store, tmp_path, monkeypatch)
     assert (store / "mlflow.db").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="logs once"):
         track.log("mine", {"x": 1}, METRICS)
+
+
+def test_a_run_on_the_cpu_says_so_where_there_is_a_gpu(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: f"GPU {device}")
+    monkeypatch.setenv("SPECEXP_ATTEMPT", str(tmp_path))
+    for device, name in {"cpu": "cpu", "cuda:1": "GPU cuda:1", "auto": "GPU cuda"}.items():
+        track.log("mine", {"device": device}, METRICS)
+        assert json.loads((tmp_path / "result.json").read_text())["tags"]["device"] == name
+        (tmp_path / "result.json").unlink()
 
 
 def test_a_read_only_store_gets_one_clear_line(tmp_path, monkeypatch):

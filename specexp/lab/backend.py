@@ -1,9 +1,9 @@
-"""One MLflow store, by its address: a SQLite file, a PostgreSQL database or a server.
+"""An MLflow store at an address: a SQLite file, a PostgreSQL database or a server.
 
-Here is what MLflow leaves open: making a database whole or not at all, telling a damaged one from
-one that is busy, and where artifacts are. A database names them relative to the folder that holds
-them (`artifacts/` beside a SQLite file), as MLflow's server does, so that it can be moved, and
-served to others. Knows nothing of results or grids.
+Adds what MLflow lacks: creating a database atomically, telling a damaged one from a busy one, and
+artifacts that can be moved. A database names its artifacts relative to their folder (`artifacts/`
+beside a SQLite file), as MLflow's server does, so that it can be moved and served. This module
+knows nothing of results or grids.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _DAMAGE = {
     "Can't locate revision": "was written by another version of MLflow",
 }
 _AWAY = {
-    "Connection refused": "nobody answers there",
+    "Connection refused": "connection refused: is the server running?",
     "timed out": "no answer in time",
-    "unable to open database file": "it cannot be opened: is it yours, are too many files open?",
+    "unable to open database file": "it cannot be opened: check permissions and open files",
     "database is locked": "another program has locked it",
-    "attempt to write a readonly database": "it may not be written to",
+    "attempt to write a readonly database": "it is read-only",
     "NameResolutionError": "no such host",
     "could not translate host name": "no such host",
     "password authentication failed": "user or password is wrong",
@@ -57,13 +57,13 @@ _QUIET = {
 
 
 class Away(UserError):
-    """MLflow cannot be reached, or is busy, now; what was to be shown is safe and can be later."""
+    """MLflow cannot be reached or is busy now. Results are safe and can be published later."""
 
     code = 1
 
 
 class Refused(Away):
-    """MLflow answers, and would say the same again: what was to be shown is not what it takes."""
+    """MLflow rejects the request as invalid, so that trying again is useless."""
 
 
 class Damaged(UserError):
@@ -74,8 +74,8 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class Backend:
-    """`uri`: its address as MLflow takes it. `home`: the folder whose `artifacts/` a PostgreSQL
-    database counts on, that being nowhere in its address. `remedy`: what to do once damaged."""
+    """`uri`: its address for MLflow. `home`: the folder of `artifacts/`, which is not part of a
+    PostgreSQL address. `remedy`: added to errors about damage, says what to do."""
 
     uri: str
     home: Path
@@ -83,19 +83,19 @@ class Backend:
 
     @classmethod
     def at(cls, address: str, home: Path, remedy: str = "") -> Backend:
-        """Raises UserError for an address that is none, or needs a driver that is not installed."""
+        """The store at an address. Raises UserError if it is invalid or needs a missing driver."""
         scheme, _, driver = address.partition(":")[0].partition("+")
         if scheme not in SCHEMES:
             raise UserError(
-                f"{hidden(address)} is no MLflow store: give sqlite:///PATH, postgresql://..., or "
-                "the http:// of a server"
+                f"{hidden(address)} is not the address of an MLflow store: give sqlite:///PATH, "
+                "postgresql://... or http://..."
             )
         if scheme == "sqlite":
             path = Path(_database(address))
             if not path.name:
                 raise UserError(f"{address} names no file: give sqlite:///PATH")
             return cls.of(path.resolve(), remedy)
-        if scheme == "postgresql":  # SQLAlchemy 2.0 and 2.1 differ in the driver they take unasked
+        if scheme == "postgresql":  # the default driver of SQLAlchemy 2.0 and 2.1 differs
             driver = driver or "psycopg2"
             if not importlib.util.find_spec(driver):
                 raise UserError('PostgreSQL needs its driver: pip install "specexp[postgres]"')
@@ -104,22 +104,22 @@ class Backend:
 
     @classmethod
     def of(cls, file: Path, remedy: str = "") -> Backend:
-        """A SQLite file's."""
+        """The store in a SQLite file."""
         return cls(_address(file), file.parent, remedy)
 
     @property
     def file(self) -> Path | None:
-        """The SQLite file, or None for what is not one."""
+        """The SQLite file, or None for other stores."""
         return Path(_database(self.uri)) if self.uri[:6] == "sqlite" else None
 
     @property
     def served(self) -> bool:
-        """Is a server in front of it?"""
+        """Whether the address is a server's."""
         return self.uri.startswith("http")
 
     @property
     def artifacts(self) -> Path:
-        """Where a database's artifacts are."""
+        """The folder of a database's artifacts."""
         return self.home / "artifacts"
 
     def __str__(self) -> str:
@@ -127,15 +127,15 @@ class Backend:
 
     @property
     def client(self) -> Any:
-        """An MLflow client; its calls fail after seconds, not minutes, when a server is away."""
-        self._settle()
+        """An MLflow client, whose calls fail within seconds if a server cannot be reached."""
+        self._configure()
         from mlflow import MlflowClient
 
         return MlflowClient(self.uri)
 
     @contextlib.contextmanager
     def reaching(self) -> Iterator[None]:
-        """Tell why a call failed: Away, Refused, Damaged, or OSError where a disk is full."""
+        """Translate errors of MLflow into Away, Refused, Damaged, or OSError if a disk is full."""
         from mlflow.exceptions import MlflowException
         from requests import RequestException
         from sqlalchemy.exc import SQLAlchemyError
@@ -160,8 +160,8 @@ class Backend:
     # --- the database ----------------------------------------------------------------------------
 
     def prepare(self, known: bool = False) -> None:
-        """Make the database if there is none, and see that it can be read; by one process at a
-        time. `known`: it had runs, so an empty one is damage. Raises Away, Damaged, UserError."""
+        """Create the database if there is none, and check that it can be read. One process at a
+        time may do so. `known`: it had runs, so an empty one is damaged. Raises Away, Damaged."""
         if self.served:
             return
         empty = self.empty()
@@ -172,10 +172,11 @@ class Backend:
                 self._create(self.file)
             if not self.file:
                 self._connect()
-            self._make(self.uri)
+            self._create_tables(self.uri)
 
     def empty(self) -> bool:
-        """Is it a file that nobody has made yet? Raises Damaged if it is not MLflow's, or Away."""
+        """Whether it is a SQLite file that is missing or has no tables. Raises Damaged if it is not
+        MLflow's, or Away."""
         if not self.file or not self.file.exists():
             return bool(self.file)
         if not self.file.is_file():
@@ -195,45 +196,45 @@ class Backend:
         return db
 
     def sound(self) -> list[str]:
-        """What SQLite finds wrong with its file; nothing for what is not one. Raises as `empty`."""
+        """What SQLite finds wrong with its file; empty for other stores. Raises as `empty`."""
         if not self.file or self.empty():
             return []
         with self.reaching(), contextlib.closing(self._sqlite()) as db:
-            self._make(self.uri)
+            self._create_tables(self.uri)
             found = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
         return [line for line in found if line != "ok"]
 
     def _create(self, file: Path) -> None:
-        """Under another name first: one that was being made when we are killed is never used."""
+        """Create the file under another name, then rename it: a half-made one is never used."""
         for half in file.parent.glob(f"{file.name}.new-*"):
             half.unlink()
         new = file.with_name(f"{file.name}.new-{uuid.uuid4().hex[:8]}")
-        self._make(_address(new))
+        self._create_tables(_address(new))
         with contextlib.closing(sqlite3.connect(new)) as db:
             db.execute("PRAGMA journal_mode=wal")
-        for old in ("-wal", "-shm"):  # of a file that is gone
+        for old in ("-wal", "-shm"):  # left by a deleted file
             file.with_name(file.name + old).unlink(missing_ok=True)
         os.rename(new, file)
 
-    def _make(self, uri: str) -> None:
-        """MLflow's tables, if they are not there, in its present layout, and a Default experiment
-        whose artifacts are where the others' are."""
-        self._settle()
+    def _create_tables(self, uri: str) -> None:
+        """Create MLflow's tables if missing, check their version, and put the artifacts of the
+        Default experiment where the others' are."""
+        self._configure()
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
         SqlAlchemyStore(uri, PROXIED).engine.dispose()
 
-    def _settle(self) -> None:
-        """Settings that MLflow reads from the environment before it is first used."""
+    def _configure(self) -> None:
+        """Set the environment variables that MLflow reads at its first use."""
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
-        if self.file:  # a pool would go on writing to a file that was deleted
+        if self.file:  # pooled connections would keep writing to a deleted file
             os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
         for noisy in ("alembic", "mlflow.store.db.utils"):
             logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
     def _connect(self) -> None:
-        """MLflow itself would try for minutes."""
+        """Fail after 10 s if the database cannot be reached: MLflow itself tries for minutes."""
         import sqlalchemy
 
         options = {"connect_timeout": 10}
@@ -258,14 +259,14 @@ class Backend:
             return list(_pages(ask, [experiment], filter, run_view_type=view, max_results=1000))
 
     def history(self, run: str, metric: str) -> list[Any]:
-        """Every point of a run's metric, as MLflow has them: step, value, timestamp."""
+        """Every logged value of a run's metric, with step and timestamp."""
         with self.reaching():
             return list(self.client.get_metric_history(run, metric))
 
     # --- artifacts -------------------------------------------------------------------------------
 
     def location(self, experiment: str) -> str | None:
-        """Where a new experiment's artifacts go; None leaves it to the server."""
+        """The artifact location of a new experiment; None lets the server choose."""
         if self.served:
             return None
         return PROXIED + (re.sub(r"[^A-Za-z0-9_-]+", "-", experiment).strip("-") or "experiment")
@@ -276,14 +277,14 @@ class Backend:
         if place:
             copy_files(folder, place)
         else:
-            with self.reaching():  # one by one: MLflow's own walk is silent of what it cannot open
+            with self.reaching():  # one by one: MLflow's log_artifacts skips unreadable folders
                 for path in _files(folder):
                     inside = path.parent.relative_to(folder).as_posix()
                     into = None if inside == "." else inside
                     self.client.log_artifact(run.info.run_id, str(path), into)
 
     def fetch(self, run: Any, folder: Path) -> None:
-        """Copy a run's artifacts to a folder that is there."""
+        """Copy a run's artifacts to an existing folder."""
         place = self._place(run)
         if place:
             copy_files(place, folder)
@@ -293,7 +294,7 @@ class Backend:
                 self.client.download_artifacts(run.info.run_id, "", str(folder))
 
     def digests(self, run: Any) -> dict[str, str]:
-        """Path and SHA-256 of each of a run's artifacts."""
+        """Path -> SHA-256 of a run's artifacts."""
         place = self._place(run)
         if place:
             return digests(place)
@@ -302,7 +303,7 @@ class Backend:
             return digests(Path(folder))
 
     def _place(self, run: Any) -> Path | None:
-        """The folder of a database's own artifacts; None for a server's or another place's."""
+        """The folder of a run's artifacts; None if a server or another storage keeps them."""
         uri = run.info.artifact_uri
         if self.served or not uri.startswith(PROXIED):
             return None
@@ -313,13 +314,13 @@ class Backend:
 
 
 def _address(file: Path) -> str:
-    """As SQLAlchemy reads it, whatever characters are in the path."""
+    """The SQLAlchemy address of a SQLite file, whatever characters its path has."""
     from sqlalchemy import URL
 
     plain = f"sqlite:///{file}"
     if _database(plain) == str(file):
         return plain
-    # by the driver's name, too, or MLflow would make a folder of the escaped path
+    # with the driver's name, or MLflow would make a folder of the escaped path
     return URL.create("sqlite+pysqlite", database=str(file)).render_as_string()
 
 
@@ -335,13 +336,13 @@ def _database(address: str) -> str:
 
 
 def hidden(address: str) -> str:
-    """An address without driver, user and password."""
+    """An address without driver, user and password, for messages."""
     bare = re.sub(r"//.*@", "//", re.sub(r"^(postgresql)\+\w+", r"\1", address))
     return re.sub(r"([?&](?:\w*password|passfile|user)=)[^&]*", r"\1...", bare)
 
 
 def copy_files(folder: Path, into: Path) -> None:
-    """Every regular file, whatever is there; raises OSError at the first that cannot be."""
+    """Copy every regular file, replacing existing ones. Raises OSError if one cannot be copied."""
     for path in _files(folder):
         copy = into / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -349,7 +350,7 @@ def copy_files(folder: Path, into: Path) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Path and SHA-256 of every file."""
+    """Path -> SHA-256 of every file of a folder."""
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in _files(folder)
@@ -357,7 +358,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those of a run that has artifacts, or none."""
+    """The files of a folder, or none if it does not exist, as for runs without artifacts."""
     return store.files_in(folder) if folder.exists() else []
 
 

@@ -1,7 +1,7 @@
-"""Consistency check of the store and of what MLflow shows of it. Reads everything, changes nothing.
+"""Checks that the store is consistent with itself and with MLflow. Reads only.
 
-Whatever another process has claimed is skipped. Because others may write between two reads, only
-what two successive looks both find is reported as broken.
+Points that another process has claimed are skipped. As others may change the store meanwhile, a
+violation is only reported if two consecutive looks find it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REBUILD = ": run `specexp store rebuild`"
 
 @dataclass(frozen=True)
 class Promise:
-    """One invariant: how many things were `seen`, and which of them break it, one line each."""
+    """The invariant `said`, checked on `seen` things; `broken`: one line per violation."""
 
     statement: str
     seen: int
@@ -35,12 +35,12 @@ class Promise:
 
 
 def problems() -> list[str]:
-    """Everything that is wrong with the store and with MLflow's view of it, one line each."""
+    """Every violation; empty if the store is consistent."""
     return [line for promise in check() for line in promise.broken]
 
 
 def check() -> list[Promise]:
-    """Check every promise; broken only if two looks agree."""
+    """Every invariant, with the violations that two looks found."""
     first = _look()
     if not any(promise.broken for promise in first):
         return first
@@ -55,7 +55,7 @@ def check() -> list[Promise]:
 
 
 def _look() -> list[Promise]:
-    """Check every promise once."""
+    """Every invariant, with its violations at this moment."""
     results = {p.name: p for p in _folders("results")}
     failed = _folders("failed")
     attempts = _folders("attempts")
@@ -72,61 +72,60 @@ def _look() -> list[Promise]:
     publishable = [p for p in failed if track.publishable(p)]
     ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
     found = [
-        Promise("results are whole", len(results), tuple(_torn(results))),
-        Promise("every attempt has a live process", len(attempts), tuple(_left(ours))),
+        Promise("results are intact", len(results), tuple(_torn(results))),
+        Promise("attempts belong to a running process", len(attempts), tuple(_left(ours))),
         Promise(READABLE, 1, unreadable),
     ]
     if shown is not None:
         runs = {k: each for k, each in shown.items() if k not in busy}
         found += [
-            Promise("results are in MLflow, once, as they are", len(results),
+            Promise("results are in MLflow once and equal", len(results),
                     tuple(_unlike(results, runs))),
-            Promise("failures are in MLflow as failures", len(publishable),
-                    tuple(_unshown(publishable, failed, results, runs))),
-            Promise("no run is left running", sum(map(len, shown.values())),
+            Promise("failed points are in MLflow as failures", len(told),
+                    tuple(_unshown(told, failed, results, runs))),
+            Promise("runs in MLflow have ended", sum(map(len, shown.values())),
                     tuple(_running(runs))),
         ]  # fmt: skip
     return found
 
 
 def show(console: Console) -> bool:
-    """Print one line per promise, what breaks it, and who is at work; True if all are kept."""
+    """Print the invariants, their violations and who is at work; returns whether all hold."""
     if not store.root().exists():
         console.print(Text(f"no store at {store.root()} yet: nothing to check"), soft_wrap=True)
         return True
     found = check()
     for promise in found:
         state = Text("broken  ", "bold red") if promise.broken else Text("ok      ", "green")
-        console.print(state + Text(f"{promise.seen:6d}  {promise.statement}", ""), soft_wrap=True)
+        console.print(state + Text(f"{promise.seen:6d}  {promise.said}", ""), soft_wrap=True)
         for line in promise.broken:
             console.print(Text(f"                {line}", ""), soft_wrap=True)
     for key, who in store.claims().items():
-        console.print(Text(f"at work         {key}: {who}", ""), soft_wrap=True)
+        console.print(Text(f"claimed         {key}: {who}", ""), soft_wrap=True)
     console.print(Text(f"store {store.root()}, runs in {track.where()}"), soft_wrap=True)
     return not any(promise.broken for promise in found)
 
 
 def _folders(name: str) -> list[Path]:
-    place = store.root() / name
-    return sorted(p for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
+    return [path for path in store.listed(name) if path.is_dir()]
 
 
 def _torn(results: Mapping[str, Path]) -> Iterator[str]:
     for key, result in results.items():
         if not track.publishable(result):
-            yield f"results/{key} is damaged: run its grid again"
+            yield f"results/{key} changed since it was committed: run its grid again"
 
 
 def _left(attempts: list[Path]) -> Iterator[str]:
     for attempt in attempts:
-        yield f"attempts/{attempt.name} was left by a run that died: run any grid to clean it up"
+        yield f"attempts/{attempt.name} was left by a process that died: run any grid"
 
 
 def _shown() -> dict[str, list[Any]]:
     """run_key -> specexp's active runs in MLflow."""
     found = defaultdict(list)
     place = track.backend()
-    for experiment in place.experiments() if track.there() else []:
+    for experiment in place.experiments() if track.has_database() else []:
         for run in filter(track.is_ours, place.runs(experiment.experiment_id)):
             found[run.data.tags["run_key"]].append(run)
     return dict(found)
@@ -144,14 +143,14 @@ def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iter
     for key, runs in shown.items():
         for run in runs:
             if track.own() and run.info.status == "FINISHED" and key not in results:
-                yield f"MLflow's run {run.info.run_id} is of results/{key}, which is not there"
+                yield f"MLflow's run {run.info.run_id} is of results/{key}, which is missing"
 
 
 def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
     if not record:
         return
     if not track.is_whole(run):
-        yield "a publication that was interrupted"
+        yield "the run, which was only published in part,"
     if run.data.params != track.as_params(record):
         yield "a parameter"
     points = track.as_points(record)
@@ -176,7 +175,7 @@ def _unshown(
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"
         for run in runs:
             if run.data.tags.get("attempt") not in names:
-                yield f"MLflow's run {run.info.run_id} is of an attempt that is not there"
+                yield f"MLflow's run {run.info.run_id} is of a failed attempt that is missing"
 
 
 def _running(shown: Mapping[str, list[Any]]) -> Iterator[str]:
@@ -184,4 +183,4 @@ def _running(shown: Mapping[str, list[Any]]) -> Iterator[str]:
         for run in runs:
             if run.info.status not in ENDED:
                 named = f"{run.info.run_id} {json.dumps(run.info.run_name)} ({key})"
-                yield f"MLflow's run {named} is {run.info.status}, but nobody runs it{_REBUILD}"
+                yield f"MLflow's run {named} is {run.info.status}, and nobody runs it{_REBUILD}"

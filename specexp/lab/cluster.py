@@ -1,7 +1,7 @@
-"""Points on the machines of a Ray cluster, each a Ray task.
+"""Runs points on a Ray cluster, each as a Ray task.
 
-Ray finds every point a machine and queues those for which there is none yet; nothing is scheduled
-here. Workers run the code of this checkout, sent to them unless the cluster is this machine's own.
+Ray alone schedules and queues them. Workers run the code of this checkout, which is sent to them
+unless the cluster is one started here.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import psutil
 
 from specexp.errors import UserError
-from specexp.lab import errand, store
+from specexp.lab import remote, store
 from specexp.lab.execute import Failure, Watch
 from specexp.lab.grid import Point
 
 OWN, HERE = "ray", "auto"
-FIRST_WORD_S = 120.0
+STARTUP_S = 120.0
 _ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
 
 
 class Mailbox:
-    """An actor which keeps the last word of every seat until it is fetched."""
+    """An actor that keeps the last progress message of every seat until it is fetched."""
 
     def __init__(self) -> None:
         self._said: dict[int, str] = {}
@@ -42,25 +42,25 @@ class Mailbox:
         return self._said.pop(seat, "")
 
 
-def task(todo: errand.Errand, mailbox: Any, seat: int) -> errand.Answer:
-    """What a worker does. Ray allows as many threads as CPUs were asked for: of a whole machine's,
-    half are often hyperthreads."""
+def task(todo: remote.Task, mailbox: Any, seat: int) -> remote.Outcome:
+    """Run a task on a worker. Ray sets OMP_NUM_THREADS to the number of CPUs asked for; here it is
+    limited to the physical cores, as half of a machine's CPUs are often hyperthreads."""
     import ray
 
     given = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
     if os.environ.get("OMP_NUM_THREADS") == str(given):
         cores = psutil.cpu_count(logical=False) or given
         os.environ["OMP_NUM_THREADS"] = str(min(given, cores))
-    return errand.run(todo, lambda said: mailbox.say.remote(seat, said))
+    return remote.run(todo, lambda said: mailbox.say.remote(seat, said))
 
 
 class OnRay:
-    """A cluster: `ray` is one of this machine's own, `auto` the one that runs here, HOST:PORT and
-    ray://HOST:PORT those. say: is told of machines that were lost.
+    """Runs points on a Ray cluster. `address`: `ray` starts one on this machine, `auto` joins the
+    one that runs here, HOST:PORT and ray://HOST:PORT join others. `say` reports lost machines.
 
-    A point that times something asks for all CPUs of a machine of the largest kind, so that no
-    other point is there, unless `together`; other points ask for one CPU. Both ask for one GPU if
-    their device is one, or `auto` where the cluster has any. Raises UserError.
+    A timed point asks for all CPUs of one of the largest machines, so that no other point runs
+    there, unless `together`; other points ask for one CPU. Both ask for one GPU if their device is
+    one, or is `auto` and the cluster has any. Raises UserError.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class OnRay:
         together: bool = False, say: Callable[[str], None] = lambda said: None,
     ) -> None:  # fmt: skip
         if address not in (OWN, HERE) and not _ADDRESS.fullmatch(address):
-            raise UserError(f"{address!r} is no Ray address: give ray, auto, HOST:6379 or "
-                            "ray://HOST:10001")  # fmt: skip
+            raise UserError(f"cannot run points on {address!r}: give here, slurm, ray, auto, "
+                            "HOST:6379 or ray://HOST:10001")  # fmt: skip
         if importlib.util.find_spec("ray") is None:
-            raise UserError('points on Ray need the package ray: pip install "specexp[ray]"')
+            raise UserError('to run on Ray install it: pip install "specexp[ray]"')
         for point in points:
             if re.fullmatch(r"cuda:[1-9]\d*", _device(point)):
-                raise UserError(f"{point.label}: on Ray a point sees one GPU; write device: cuda")
+                raise UserError(f"{point.label}: a point on Ray sees one GPU; write device: cuda")
         self.say, self._points = say, points
-        self._errands = errand.Errands(points, forked, together)
+        self._tasks = remote.Tasks(points, forked, together)
         self._address = os.environ.get("RAY_ADDRESS", OWN) if address == OWN else address
         self._over = threading.Event()
 
@@ -84,35 +84,35 @@ class OnRay:
         self._connect()
         import ray
 
-        self._look()
+        self._refresh()
         self._gpus = any(gpus >= 1 for _, gpus in self._nodes)
         needy = [p for p in self._points if _device(p).startswith("cuda")]
         self._task = ray.remote(max_retries=0)(task)
         self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
         try:
             if needy and not self._gpus:
-                raise UserError(f"the cluster has no GPU, and {needy[0].label} asks for one")
-            ray.get(self._mailbox.fetch.remote(0), timeout=FIRST_WORD_S)
+                raise UserError(f"{needy[0].label} needs a GPU, and the Ray cluster has none")
+            ray.get(self._mailbox.fetch.remote(0), timeout=STARTUP_S)
         except Exception as e:
             self.__exit__()
             raise (
                 e
                 if isinstance(e, UserError)
-                else UserError(f"no worker of Ray can run specexp: {_line(e)}")
+                else UserError(f"no Ray worker can run specexp: {_line(e)}")
             ) from e
         return self
 
     def _connect(self) -> None:
-        """Join the cluster or start one, which then listens on the loopback interface alone."""
+        """Join the cluster or start one that listens only on the loopback interface."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
         if self._address == OWN:
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for loopback only
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's switch for loopback only
             options |= {"address": "local", "include_dashboard": False}
         else:
             options |= {"address": self._address, "runtime_env": self._shipped()}
-            _knock(self._address)
-            if self._address.startswith("ray://") and _has_token():  # as Ray does for all others
+            _check_port(self._address)
+            if self._address.startswith("ray://") and _has_token():  # Ray does it for the others
                 os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
@@ -123,21 +123,21 @@ class OnRay:
         try:
             ray.init(**options)
         except Exception as e:
-            raise UserError(f"no Ray at {self._address}: {_line(e)}") from e
+            raise UserError(f"cannot reach Ray at {self._address}: {_line(e)}") from e
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
 
-    def _look(self) -> None:
-        """Which machines there are now: CPUs and GPUs of each."""
+    def _refresh(self) -> None:
+        """Refresh `_nodes`: CPUs and GPUs of each machine."""
         import ray
 
         found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
 
     def _shipped(self) -> dict[str, Any]:
-        """What workers get of this checkout: the library, the data, and the points' notebooks."""
-        kept = {"specexp", "data", *(self._errands.of(p).notebook.parts[0] for p in self._points)}
+        """What Ray sends to workers: the library, the data and the folders of the notebooks."""
+        kept = {"specexp", "data", *(self._tasks.of(p).notebook.parts[0] for p in self._points)}
         excludes = ["/*", *(f"!/{name}" for name in sorted(kept)), "__pycache__"]
         return {"working_dir": str(store.ROOT), "excludes": excludes}
 
@@ -155,7 +155,7 @@ class OnRay:
         return f"on Ray ({there}), room for {room} at once"
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
-        asked = [self.demand(p) for p in self._points if self._errands.alone(p) == timed]
+        asked = [self.demand(p) for p in self._points if self._tasks.alone(p) == timed]
         return jobs or max((self._fit(**demand) for demand in asked), default=1)
 
     def _fit(self, num_cpus: float, num_gpus: int) -> int:
@@ -166,22 +166,22 @@ class OnRay:
         return max(1, int(sum(each)))
 
     def demand(self, point: Point) -> dict[str, Any]:
-        """What Ray is asked for: CPUs and GPUs."""
+        """The CPUs and GPUs that a point asks Ray for."""
         gpus = int(self._gpus and _device(point).startswith(("cuda", "auto")))
         fit = [cpus for cpus, there in self._nodes if there >= gpus]
-        return {"num_cpus": max([1, *fit]) if self._errands.alone(point) else 1, "num_gpus": gpus}
+        return {"num_cpus": max([1, *fit]) if self._tasks.alone(point) else 1, "num_gpus": gpus}
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
-        return contextlib.nullcontext(True)  # `demand` sees to it
+        return contextlib.nullcontext(True)  # ensured by `demand`
 
     @contextlib.contextmanager
-    def seat(self, number: int) -> Iterator[errand.Seat]:
-        yield errand.Seat(self, number)
+    def seat(self, number: int) -> Iterator[remote.Seat]:
+        yield remote.Seat(self, number)
 
     def kill(self) -> None:
         self._over.set()
 
-    def carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
+    def run_point(self, point: Point, seat: int, watch: Watch) -> remote.Outcome:
         from ray import exceptions as ray
 
         gone = (
@@ -189,20 +189,20 @@ class OnRay:
             ray.LocalRayletDiedError, ConnectionError,
         )  # fmt: skip
         try:
-            return self._carry(point, seat, watch)
+            return self._run_point(point, seat, watch)
         except gone as e:
-            raise errand.Lost(_line(e)) from e
+            raise remote.WorkerLost(_line(e)) from e
         except ray.OutOfMemoryError as e:
             raise Failure("oom", _line(e)) from e
         except ray.RayError as e:
             raise Failure("error", f"Ray: {_line(e)}") from e
 
-    def _carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
+    def _run_point(self, point: Point, seat: int, watch: Watch) -> remote.Outcome:
         import ray
 
-        self._look()
+        self._refresh()
         options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
-        todo = self._errands.of(point)
+        todo = self._tasks.of(point)
         given = self._task.options(**options).remote(todo, self._mailbox, seat)
         watch("waiting for a machine")
         while not ray.wait([given], timeout=0.5)[0]:
@@ -213,12 +213,12 @@ class OnRay:
             with contextlib.suppress(ray.exceptions.RayError):
                 if said := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
                     watch(said)
-        answer: errand.Answer = ray.get(given)
+        answer: remote.Outcome = ray.get(given)
         return answer
 
 
 def _line(e: Exception) -> str:
-    """An error of Ray, which may fill a page, as a line; its cause if that was raised remotely."""
+    """The first 200 characters of a Ray error, on one line; of its cause if raised remotely."""
     return " ".join(str(getattr(e, "cause", None) or e).split())[:200] or type(e).__name__
 
 
@@ -231,11 +231,11 @@ def _has_token() -> bool:
     return named or (Path.home() / ".ray" / "auth_token").exists()
 
 
-def _knock(address: str) -> None:
-    """Ray would wait for a minute where nobody listens."""
+def _check_port(address: str) -> None:
+    """Raise UserError if nobody listens at the address: Ray itself would wait for a minute."""
     if found := _ADDRESS.fullmatch(address):
         host, port = found[2].strip("[]"), int(found[3])
         try:
             socket.create_connection((host, port), timeout=5).close()
         except OSError as e:
-            raise UserError(f"no Ray at {address}: {e.strerror or e}") from e
+            raise UserError(f"cannot reach Ray at {address}: {e.strerror or e}") from e

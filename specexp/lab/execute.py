@@ -1,9 +1,9 @@
-"""One grid point, from its notebook to a proved result in an attempt folder.
+"""Executes one grid point: from its notebook to a verified result in an attempt folder.
 
-What papermill says of a run is not believed (a dead kernel's cells are marked completed, SystemExit
-passes for success): a point succeeded when every cell was executed without an error and the result
-it wrote is there, complete, finite and of this very point. Everything else raises `Failure`. Knows
-nothing of stores or MLflow: the same function runs here, in a thread, or on another machine.
+Papermill's own verdict is not trusted: it marks the cells of a dead kernel as completed and takes
+SystemExit for success. A point succeeds only if every cell was executed without an error and its
+result is complete, finite and has the point's parameters. Anything else raises `Failure`. This
+module commits and publishes nothing, so it also runs on workers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specexp.lab.kernels import NoZygote, Slot
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
 EDITED = "{} was edited while the grid ran: run the grid again"
-MOST_OUTPUT = 10_000_000
+MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
 _HTML = threading.Lock()
 
 Watch = Callable[[str], None]
@@ -40,7 +40,7 @@ Watch = Callable[[str], None]
 
 class Failure(Exception):
     """A point did not succeed. `kind`: error, timeout, kernel-died, oom, invalid-result, disk,
-    lost (its machine failed or went away) or interrupted."""
+    lost (its machine failed or cannot be reached) or interrupted."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -51,10 +51,10 @@ def execute(
     point: Point, folder: Path, slot: Slot,
     watch: Watch = lambda said: None, environment: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Run the point's notebook into `folder`; it stays there whatever happens.
+    """Run the point's notebook into `folder`, which keeps notebook and log even on failure.
 
-    watch is told where it is; environment: variables for the kernel beside this process's own.
-    Raises Failure.
+    `watch` is called with the progress; `environment`: variables for the kernel, in addition to
+    this process's own. Raises Failure.
     """
     try:
         _run(point, folder, slot, watch, environment or {})
@@ -113,7 +113,7 @@ def _run(
             raise Failure("kernel-died", _death(slot.ended) if slot.ended else str(e)) from e
         if isinstance(e, OSError) and e.errno in store.FULL:
             raise Failure("disk", f"{e.strerror}: {e.filename or folder}") from e
-        if isinstance(e, OSError) and e.errno:  # ours: the notebook's own are told by papermill
+        if isinstance(e, OSError) and e.errno:  # not the notebook's: papermill wraps those
             raise Failure("lost", str(e)) from e
         raise Failure("error", f"{type(e).__name__}: {e}") from e
     finally:
@@ -127,12 +127,12 @@ def _run(
 
 
 def _literal(path: Path) -> str:
-    """A path in which papermill, which puts parameters for {names}, finds none."""
+    """A path escaped for papermill, which would replace {names} by parameters."""
     return str(path).replace("{", "{{").replace("}", "}}")
 
 
 def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What of a point's parameters says which models it loads."""
+    """The parameters that say which models the kernel should find loaded, or None."""
     if "target" not in params:
         return None
     return {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
@@ -146,12 +146,12 @@ def _kind(name: str, value: str) -> str:
 
 def _death(ended: str) -> str:
     if "SIGKILL" in ended:
-        return f"the kernel was {ended}: most likely this machine ran out of memory"
-    return f"the kernel {ended}: a crash or an exit in the notebook"
+        return f"the kernel {ended}: most likely the machine ran out of memory"
+    return f"the kernel {ended}: it crashed, or the notebook ended it"
 
 
 class _Client(PapermillNotebookClient):
-    """papermill's client; keeps a log, tells where it is, and cuts floods of output."""
+    """Papermill's client, with a log, progress messages and a limit on output."""
 
     def __init__(self, *args: Any, log_file: Any, watch: Watch, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,10 +160,10 @@ class _Client(PapermillNotebookClient):
         self.on_cell_executed = self._executed
 
     def _executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
-        """A cell that calls `exit` ends well, and with it the kernel, some time later."""
+        """Fail if a cell called `exit`: it counts as executed, and the kernel ends only later."""
         asked = execute_reply["content"].get("payload", ())
         if any(part.get("source") == "ask_exit" for part in asked):
-            raise Failure("invalid-result", f"cell {cell_index + 1} ends the kernel: exit or quit")
+            raise Failure("invalid-result", f"cell {cell_index + 1} calls exit or quit")
 
     def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
         self._tell(cell_index)
@@ -177,9 +177,9 @@ class _Client(PapermillNotebookClient):
         before = self._written.get(cell_index, 0)
         size = len(text) or len(json.dumps(msg["content"].get("data", ""), default=str))
         self._written[cell_index] = before + size
-        if before + size > MOST_OUTPUT:
-            if before <= MOST_OUTPUT:
-                said = f"\n[more than {MOST_OUTPUT:,} characters: the rest was not kept]\n"
+        if before + size > MAX_OUTPUT:
+            if before <= MAX_OUTPUT:
+                said = f"\n[more than {MAX_OUTPUT:,} characters: the rest is left out]\n"
                 outs.append(nbformat.v4.new_output("stream", name="stderr", text=said))
                 self._log.write(said)
             return None
@@ -204,7 +204,7 @@ def _check(point: Point, folder: Path) -> None:
     try:
         ran = nbformat.read(folder / NOTEBOOK, as_version=4)
     except (ValueError, nbformat.ValidationError):
-        raise Failure("invalid-result", f"{NOTEBOOK} is not readable") from None
+        raise Failure("invalid-result", f"{NOTEBOOK} cannot be read") from None
     for number, cell in enumerate(ran.cells, 1):
         if cell.cell_type != "code" or not cell.source.strip():
             continue
@@ -218,18 +218,18 @@ def _check(point: Point, folder: Path) -> None:
         problems = track.problems_of(record)
         logged = dict(record["params"])
     except FileNotFoundError:
-        raise Failure("invalid-result", "the notebook logged nothing: call track.log") from None
+        raise Failure("invalid-result", "the notebook never called track.log") from None
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise Failure("invalid-result", f"{store.RESULT} is not readable") from None
+        raise Failure("invalid-result", f"{store.RESULT} cannot be read") from None
     if not point.timed and (timings := [n for n in record["metrics"] if n.startswith(TIMINGS)]):
         problems.append(
-            f"it logs {timings[0]}, and its metadata say that it times nothing: points may have "
-            'run beside it; drop "timed": false there'
+            f"it logs {timings[0]}, but its metadata say that it measures no time, so other points "
+            'may have run beside it: remove "timed": false there'
         )
     if logged != point.params:
         odd = [n for n in point.params if logged.get(n) != point.params[n]]
         odd += [n for n in logged if n not in point.params]
-        problems.append(f"it logged other parameters than it was given: {', '.join(odd)}")
+        problems.append(f"it logged parameters that differ from its own: {', '.join(odd)}")
     if problems:
         raise Failure("invalid-result", "; ".join(problems))
 
@@ -248,7 +248,7 @@ def _exporter() -> HTMLExporter:
 
 
 def _to_html(folder: Path) -> None:
-    page = f"This notebook could not be drawn; it is in {NOTEBOOK}."
-    with _HTML, contextlib.suppress(Exception):  # it may be right all the same
+    page = f"This notebook could not be converted to HTML; see {NOTEBOOK}."
+    with _HTML, contextlib.suppress(Exception):  # the result may be right all the same
         page, _ = _exporter().from_filename(str(folder / NOTEBOOK))
     (folder / PAGE).write_text(page)

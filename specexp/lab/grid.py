@@ -1,8 +1,7 @@
 """Grids: from YAML files to a checked list of points. Nothing here runs anything.
 
-Everything that can be wrong is found before a kernel starts, and all of it is told at once, each
-with its line: papermill itself would only warn about a misspelt parameter and then run the default
-under the wrong label.
+Every mistake is found before a kernel starts and reported with its line, all at once. Papermill
+itself only warns about a misspelt parameter and runs the default under the wrong label.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from typing import Any
 from specexp.errors import UserError, first_line
 from specexp.lab import build, identity, lines
 from specexp.lab.notebook import Parameter, parameters_of, shown
-from specexp.lab.sheet import MOST, ROOT, Report, Sheet, distinct, listed, norm, norms, read
+from specexp.lab.sheet import MAX_POINTS, ROOT, Report, Sheet, distinct, listed, norm, norms, read
 
 __all__ = ["MANY", "ROOT", "Point", "load", "parameters_of"]
 
 TIMEOUT_S = 900.0
-MANY = 1_000  # points; more are asked about
-LOADED = ("target", "dtype", "device", "drafter", "draft")  # slowest first in the order of points
+MANY = 1_000  # more points than this need a confirmation
+LOADED = ("target", "dtype", "device", "drafter", "draft")  # points are ordered by these first
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One notebook run. `params`: every parameter, defaults included; `varying`: the grid's own;
-    `surroundings`: the parts of its identity besides the parameters; `timed`: it measures time, so
-    nothing else should run beside it; `others`: grids that were loaded with this one and have the
-    same point."""
+    """One notebook run. `params`: every parameter, defaults included; `varying`: the names of those
+    that the grid varies; `surroundings`: the parts of its identity besides the parameters; `timed`:
+    it measures time, so no other point should run beside it; `others`: other grids, loaded with
+    this one, that have the same point."""
 
     grid: str
     notebook: Path
@@ -64,11 +63,11 @@ class Point:
 def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None, only: Sequence[str] = ()
 ) -> list[Point]:
-    """The points of these files, each once, those that load the same models side by side.
+    """The distinct points of these files, those that load the same models next to each other.
 
-    `ask` is called with the number of points when there are more than MANY, and may refuse them.
-    `only`: texts such as "gamma=3" or "drafter=ngram,sibling-3m", all of which a point must meet.
-    Raises one UserError that lists every problem as `FILE:LINE: what`.
+    `ask` is called with the number of points if there are more than MANY, and returns whether to
+    go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
+    Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
     sheets = [sheet for path in report.files if (sheet := read(path, report))]
@@ -79,9 +78,9 @@ def load(
     points: dict[str, Point] = {}
     onces: dict[Path, build.Once] = defaultdict(build.Once)
     surroundings = identity.Surroundings()
-    if sum(sheet.most for sheet in sheets) <= MANY or not report.problems:
+    if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
-            once = onces[sheet.notebook.path.parent]  # what is relative is so to this
+            once = onces[sheet.notebook.path.parent]  # relative paths start from here
             for point in _points(sheet, Checks(sheet, once, surroundings), report):
                 first = points.setdefault(point.run_key, point)
                 if point.grid not in first.grids:
@@ -91,12 +90,12 @@ def load(
 
 
 def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
-    """The points of a sheet up to the first that something is wrong with; all are checked."""
+    """The points of a sheet up to the first with a problem; all of them are checked."""
     spec, path, varying = sheet.document.value, sheet.notebook.path, sheet.varying
     experiment = spec.get("experiment") or path.stem
     timeout = float(spec.get("timeout_s") or TIMEOUT_S)
     for params, entry in sheet.combinations():
-        with contextlib.chdir(path.parent):  # where kernels run: what is relative is so to this
+        with contextlib.chdir(path.parent):  # where its kernel will run
             checks.see(params, entry)
             around = {} if checks.wrong else checks.surroundings.of(params, sheet.notebook.digest)
         if around:
@@ -109,7 +108,7 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
 
 
 def _ordered(points: list[Point]) -> list[Point]:
-    """What is loaded changes slowest; otherwise as they come."""
+    """Sort by the models that points load, so that they are loaded once; otherwise stable."""
     ranks: dict[str, dict[Any, int]] = {name: {} for name in LOADED}
     for point in points:
         for name, rank in ranks.items():
@@ -121,10 +120,10 @@ def _ordered(points: list[Point]) -> list[Point]:
 
 
 def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[Sheet]:
-    """The sheets without the points that do not meet every text of `only`."""
+    """The sheets, restricted to the points that match every filter of `only`."""
 
     def wrong(text: str, what: str) -> None:
-        report.add(None, None, f"only {text!r:.80}: {what}")
+        report.add(None, None, f"--only {text!r:.80}: {what}")
 
     for text in only:
         name, _, asked = (part.strip() for part in text.partition("="))
@@ -133,7 +132,7 @@ def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[
         if not name or not asked:
             wrong(text, "write NAME=VALUE or NAME=VALUE,VALUE")
         elif not having:
-            wrong(text, f"no parameter is called {name!r:.60}; {_near(name, names)}")
+            wrong(text, f"there is no parameter {name!r:.60}; {_near(name, names)}")
         else:
             there = distinct([value for sheet in having for value in sheet.values(name)])
             wanted = _wanted(asked, having[0].notebook.parameters[name], there)
@@ -141,19 +140,20 @@ def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[
                 if norm(value) not in norms(there):
                     wrong(text, f"no point has {name} {shown(value)}; {_near(value, there)}")
             sheets = [_having(sheet, name, norms(wanted)) for sheet in having]
-    left = (sheet.most > MOST or next(sheet.combinations(), None) for sheet in sheets)
+    left = (sheet.size > MAX_POINTS or next(sheet.combinations(), None) for sheet in sheets)
     if only and not report.problems and not any(left):
-        wrong(" ".join(only), "no point meets all of that")
+        wrong(" ".join(only), "no point matches all of these")
     return sheets
 
 
 def _near(asked: Any, there: list[Any]) -> str:
     near = difflib.get_close_matches(str(asked), map(str, there), 1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {listed(there)}"
+    return f"did you mean {near[0]!r}?" if near else f"choose from {listed(there)}"
 
 
 def _wanted(asked: str, parameter: Parameter, there: list[Any]) -> list[Any]:
-    """The values a text asks for: itself, if a point has that, or its parts between commas."""
+    """The values that a filter asks for: all of its text if a point has that value, or its parts
+    between commas."""
     if parameter.kind is list:
         bare = re.sub(r"[\s'\"]", "", asked).strip("[]")
         return [v for v in there if ",".join(map(str, v)) == bare] or [asked]
@@ -162,7 +162,7 @@ def _wanted(asked: str, parameter: Parameter, there: list[Any]) -> list[Any]:
 
 
 def _meant(text: str, parameter: Parameter) -> Any:
-    """A value as it would be written in the file; what does not fit the parameter stays a text."""
+    """A text as the value that YAML reads; the text itself if that does not fit the parameter."""
     if parameter.kind is str and not (parameter.optional and text == "null"):
         return text.strip("\"'")
     try:
@@ -174,6 +174,7 @@ def _meant(text: str, parameter: Parameter) -> Any:
 
 
 def _having(sheet: Sheet, name: str, wanted: list[Any]) -> Sheet:
+    """The sheet, restricted to the points that have one of these values of a parameter."""
     include = {
         i: entry
         for i, entry in sheet.include.items()
@@ -187,17 +188,18 @@ def _having(sheet: Sheet, name: str, wanted: list[Any]) -> Sheet:
 
 
 def _ask(sheets: list[Sheet], ask: Callable[[int], bool] | None, report: Report) -> None:
-    """Count before anything is made; report more points than may be, or than are agreed to."""
+    """Report grids of too many points, and more points than MANY without a confirmation."""
     for sheet in sheets:
-        if sheet.most > MOST:
-            what = f"{sheet.most:,} points ({_sizes(sheet)}) are more than {MOST:,}: split the grid"
+        if sheet.size > MAX_POINTS:
+            points = f"{sheet.size:,} points ({_sizes(sheet)})"
+            what = f"{points} are more than {MAX_POINTS:,}: split the grid"
             report.add(sheet.path, sheet.line, what)
-    if report.problems or sum(sheet.most for sheet in sheets) <= MANY:
+    if report.problems or sum(sheet.size for sheet in sheets) <= MANY:
         return
     n = sum(1 for sheet in sheets for _ in sheet.combinations())
     if n > MANY and not (ask and ask(n)):
         sizes = "; ".join(map(_sizes, sheets))
-        what = f"{n:,} points ({sizes:.300}) are more than {MANY:,}: say --yes to run them"
+        what = f"{n:,} points ({sizes:.300}) are more than {MANY:,}: confirm them with --yes"
         report.add(None, None, what)
 
 
@@ -206,14 +208,14 @@ def _sizes(sheet: Sheet) -> str:
     return f"{sheet.path.name}: {axes}"
 
 
-# --- what the models say -------------------------------------------------------------------------
+# --- whether it can be built ---------------------------------------------------------------------
 
 
 class Checks:
-    """What is wrong with the points of a sheet, and on which lines.
+    """Checks the points of a sheet against their models, and finds the lines of what is wrong.
 
-    `build` is asked once for every combination of the values that it reads together, and once for
-    each value of those it reads alone.
+    To save time, parameters that `build` judges on their own (`build.ALONE`) are checked once per
+    value, all others once per combination of values.
     """
 
     def __init__(self, sheet: Sheet, once: build.Once, surroundings: identity.Surroundings) -> None:
@@ -224,15 +226,15 @@ class Checks:
         self.wrong: dict[str, list[tuple[dict[str, Any], int | None]]] = {}
 
     def see(self, params: dict[str, Any], entry: int | None) -> None:
-        """Check a point, of that entry of `include` if it is of one, unless it brings nothing."""
-        news = [("", *(norm(params[name]) for name in self.together))]
-        news += [(name, norm(params[name])) for name in self.alone]
-        if not self.seen.issuperset(news):
-            self.seen.update(news)
-            for what in self.said(params):
+        """Check a point, unless all its values were checked before. `entry`: of `include`."""
+        new = [("", *(norm(params[name]) for name in self.together))]
+        new += [(name, norm(params[name])) for name in self.alone]
+        if not self.seen.issuperset(new):
+            self.seen.update(new)
+            for what in self.problems_of(params):
                 self.wrong.setdefault(what, []).append((params, entry))
 
-    def said(self, params: dict[str, Any]) -> list[str]:
+    def problems_of(self, params: dict[str, Any]) -> list[str]:
         try:
             problems = build.problems_of(params, None, self.once)
             if not problems:
@@ -240,11 +242,11 @@ class Checks:
             return problems
         except (UserError, OSError) as e:
             return [first_line(e)]
-        except Exception as e:  # the files of somebody's model can raise anything
+        except Exception as e:  # a user's model files can raise anything
             return [f"cannot be checked: {type(e).__name__}: {' '.join(str(e).split())[:200]}"]
 
     def lines(self, what: str, points: list[tuple[dict[str, Any], int | None]]) -> set[int]:
-        """The lines of the values that are to blame for what was said of these points."""
+        """The lines of the values that cause this problem of these points."""
         blamed: dict[tuple[str, Any], set[int]] = {}
         for params, entry in points:
             known = ((name, blamed.get((name, norm(v)), ())) for name, v in params.items())
@@ -258,19 +260,19 @@ class Checks:
         return set().union(*blamed.values())
 
     def cause(self, what: str, params: dict[str, Any], entry: int | None) -> str | None:
-        """The given parameter without whose value this would not be said, those that it speaks of
-        first; if there is none, one that it speaks of."""
+        """The parameter, among those set in the file, whose default value avoids the problem; those
+        that the message mentions are tried first. If there is none, one that it mentions."""
         given = [name for name in params if self.sheet.where(name, params, entry)]
-        spoken = {name: _speaks_of(what, name, params[name]) for name in given}
-        for name in sorted(given, key=lambda n: (-spoken[n], n not in self.sheet.varying)):
+        mentions = {name: _mentions(what, name, params[name]) for name in given}
+        for name in sorted(given, key=lambda n: (-mentions[n], n not in self.sheet.varying)):
             default = self.sheet.notebook.parameters[name].default
-            if what not in self.said(params | {name: default}):
+            if what not in self.problems_of(params | {name: default}):
                 return name
-        return max((n for n in given if spoken[n]), key=lambda n: spoken[n], default=None)
+        return max((n for n in given if mentions[n]), key=lambda n: mentions[n], default=None)
 
 
-def _speaks_of(what: str, name: str, value: Any) -> int:
-    """Whether a message has the name of a parameter, plus whether it has its value."""
+def _mentions(what: str, name: str, value: Any) -> int:
+    """Whether a message contains the name of a parameter, plus whether it contains its value."""
     values = value if isinstance(value, list) else [value]
     texts = (re.escape(str(v)) for v in values if v != "")
     named = re.search(rf"\b{re.escape(name.rstrip('s'))}", what) is not None

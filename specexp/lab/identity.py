@@ -1,7 +1,7 @@
-"""A result's identity: digests of parameters, notebook, code, models, data and device.
+"""The identity of a result: digests of its parameters, notebook, code, models, data and device.
 
-Two points with the same identity are the same experiment, whenever and wherever they run. Files of
-models and data are hashed once per process, again if their size or modification time changes.
+Points with the same identity are the same experiment, whenever and wherever they run. A process
+reads models and data once, and again if their size or modification time changes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def digest(value: Any) -> str:
 
 
 class Surroundings:
-    """The parts of an identity that many points share, each computed once.
+    """Computes the parts of an identity that many points share, each once.
 
-    A snapshot: create a new one when files may have changed.
+    It caches them: make a new one when files may have changed.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class Surroundings:
         self.code = code_digest()[:16]
 
     def of(self, params: Mapping[str, Any], notebook: str) -> dict[str, str]:
-        """All parts except the parameters; points with equal parts share one dictionary. Raises
-        UserError for a model that does not exist."""
+        """All parts of a point's identity except its parameters; equal ones are one dictionary.
+        Raises UserError for a missing model."""
         read = {n: params[n] for n in (*_MODELS, *_DATA, "device") if n in params}
-        key = os.getcwd(), repr(read), notebook  # paths may be relative to the working folder
+        key = os.getcwd(), repr(read), notebook  # paths may be relative
         if key not in self.known:
             parts = {"notebook": notebook[:16], "code": self.code}
             if sources := build.sources(dict(params)):
@@ -67,24 +67,24 @@ class Surroundings:
 
 
 def code_digest() -> str:
-    """A digest of the library's source as it is on disk now."""
+    """A digest of the library's source as it is now."""
     total = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
-        hidden = any(part[0] == "." for part in path.relative_to(PACKAGE).parts)  # editors' files
+        hidden = any(part[0] == "." for part in path.relative_to(PACKAGE).parts)  # of editors
         if path.suffix in SOURCE and not hidden and path.is_file():
             total.update(path.read_bytes())
     return total.hexdigest()
 
 
 def device_class(device: str) -> str:
-    """The GPU's name or "cpu", so that results of different devices are never confused."""
+    """The GPU's name or "cpu", so that results of different devices have different keys."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
 
 
 def engine(device: str) -> str:
-    """The engine's switches that are off, and a missing compiler; "" at full speed."""
+    """Which parts of the engine are switched off or cannot be compiled; empty if none."""
     off = [f"{name} off" for name in SWITCHES if os.environ.get(name) == "off"]
     if device_class(device) == "cpu" and not native.compiler():
         off.append("no compiler")
@@ -98,8 +98,8 @@ def name_of(source: str) -> str:
 
 
 def model_digest(source: str) -> str:
-    """A digest of a folder's config, tokenizer and weights; for a hub id the revision in the local
-    cache, or the id itself if it is not cached. `+int8` makes no difference."""
+    """Of a folder: a digest of its config, tokenizer and weights. Of a hub id: the revision in the
+    local cache, or the id itself if it is not cached. `+int8` is ignored."""
     source, _ = quantised.split(source)
     if not os.path.isdir(source):
         cached = try_to_load_from_cache(source, "config.json")
@@ -109,9 +109,9 @@ def model_digest(source: str) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file. Of a file above 1 GB (half a second of hashing) only the size, the
-    safetensors header, and the first and last MiB are hashed: two such files that differ only in
-    the middle count as equal."""
+    """SHA-256 of a file. Of files above 1 GB (half a second of hashing) only the size, the header
+    that lists a safetensors file's tensors, and the first and last MiB are hashed: weights that
+    differ only in between are taken for equal."""
     state = path.stat()
     return _file_digest(path, state.st_size, state.st_mtime_ns)
 
@@ -132,7 +132,7 @@ def _file_digest(path: Path, size: int, changed_ns: int) -> str:
 
 
 def _data_files(read: Mapping[str, Any]) -> Iterable[Path]:
-    """The files of prompts and arrivals that these parameters name."""
+    """The files of prompts and arrival traces that these parameters name."""
     named = read.get("prompts")
     if isinstance(named, str):
         names = prompts.NAMES if named == "all" else [named]

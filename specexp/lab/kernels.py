@@ -1,7 +1,7 @@
-"""Kernels for points: one process each, forked from one that has imported everything (zygote.py),
-or a new program where that cannot be. Either way nothing of a point outlives it.
+"""Kernels: each is a process forked from one that has imported everything (zygote.py), or a new
+Python where forking is impossible. Either way all processes of a kernel end with it.
 
-Nothing here knows what a point is, nor whether it succeeded.
+This module knows nothing of points or whether they succeed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jupyter_client.provisioning import LocalProvisioner
 from jupyter_core.utils import run_sync
 from nbclient.exceptions import DeadKernelError
 
-from specexp.lab.zygote import words
+from specexp.lab.zygote import described
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a kernel imports by name when it starts: half of the time that takes.
+# Imported by every kernel, which takes half of its start-up time.
 MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
-# No sqlite for the history; and who ends with whom is zygote.py's business.
+# No sqlite history; and no watching of the parent process, as zygote.py ends kernels.
 ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
 COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *ARGUMENTS]
-# A socket's path has at most 107 bytes, and 33 of them are our names below this folder.
+# The path of a socket has at most 107 bytes, and our own names take 33 of them.
 LONGEST_PLACE = 107 - len("/specexp-12345678/tmp12345678/k-5")
-# Figures go into cells, whatever the environment says; and nobody debugs.
+# Figures go into cells, whatever the environment says; no warnings about debugging.
 ALWAYS = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
@@ -52,11 +52,11 @@ ALWAYS = {
 
 
 class NoZygote(DeadKernelError):
-    """There is nothing that kernels could come from any more."""
+    """The zygote died three times: no more kernels can be started."""
 
 
 def modules_of(notebooks: Iterable[Path]) -> tuple[str, ...]:
-    """What the code cells import at their top level, and what may be modules among that."""
+    """The modules that code cells import at top level, including names that may be submodules."""
     import nbformat
     from IPython.core.inputtransformer2 import TransformerManager
 
@@ -77,23 +77,23 @@ def modules_of(notebooks: Iterable[Path]) -> tuple[str, ...]:
 
 
 class Kernels:
-    """Where kernels come from during the `with`; `modules` are imported in the background.
+    """A source of kernels, for use in a `with`; `modules` are imported in the background.
 
-    They are plain, not forked, if so asked, off Linux, if what is imported starts threads, or when
-    the zygote has died twice; and for a point on a GPU, for CUDA does not survive a fork. `how`
-    says which in one line.
+    Kernels are plain (not forked) if `forked` is false, on systems other than Linux, when the
+    zygote has died twice (as it does if an import starts threads), and for points on a GPU, as CUDA
+    does not survive a fork. `how` says which.
     """
 
     def __init__(self, modules: Sequence[str] = (), forked: bool = True) -> None:
         self.modules, self.deaths, self.lock = modules, 0, threading.Lock()
         self.gone = ""  # how the last zygote died
-        self.why = "" if forked else "as asked"
+        self.why = "" if forked else "as requested"  # why kernels are not forked
         if forked and sys.platform != "linux":
             self.why = f"no safe fork on {sys.platform}"
 
     @property
     def how(self) -> str:
-        return f"plain: {self.why}" if self.why else "forked"
+        return f"plain kernels ({self.why})" if self.why else "forked kernels"
 
     def __enter__(self) -> Kernels:
         usual = tempfile.gettempdir()
@@ -108,7 +108,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def slot(self) -> Iterator[Slot]:
-        """Where one thread runs points one after another."""
+        """A slot, in which one thread runs points one after another."""
         slot = Slot(self)
         try:
             yield slot
@@ -116,7 +116,8 @@ class Kernels:
             slot.close()
 
     def connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
-        """A line to a slot to be, and the zygote that forks it if it lives. Raises NoZygote."""
+        """A connection to a new slot, which the returned zygote forks if it is alive. Raises
+        NoZygote."""
         with self.lock:
             if self.gone:
                 raise NoZygote(self.gone)
@@ -125,16 +126,16 @@ class Kernels:
                 send_handle(self.control, there.fileno(), self.zygote.pid)
             return here, self.zygote
 
-    def bury(self, dead: subprocess.Popen[bytes]) -> None:
-        """Start a zygote anew, unless that has been done; the second time one that imports nothing.
-        Raises NoZygote after the third."""
+    def replace(self, dead: subprocess.Popen[bytes]) -> None:
+        """Start a new zygote, unless another thread has. After the second death it imports nothing;
+        after the third, raises NoZygote."""
         with self.lock:
             if dead is not self.zygote:
                 return
             self._stop(patience=0.1)
             self.deaths += 1
             *_, last = ["", *(self.folder / "zygote.log").read_text().strip().splitlines()]
-            how = f"the process that forks {words(dead.returncode)} {last}".strip()
+            how = f"the zygote {described(dead.returncode)} {last}".strip()
             if self.deaths > 2:
                 self.gone = how
                 raise NoZygote(how)
@@ -162,7 +163,11 @@ class Kernels:
 
 
 class Slot:
-    """Runs one kernel at a time; to jupyter_client it is that kernel's Popen."""
+    """Runs one kernel at a time; jupyter_client uses it as that kernel's Popen.
+
+    `died`: how the kernel ended by itself, as long as it is being waited for; `ended`: the same
+    once it is over, empty if we killed it.
+    """
 
     stdin = stdout = stderr = None
 
@@ -179,13 +184,12 @@ class Slot:
         self, env: Mapping[str, str], cwd: Path, log: Path, seed: int,
         warm: Mapping[str, Any] | None = None,
     ) -> Iterator[AsyncKernelManager]:  # fmt: skip
-        """The manager of a running kernel, for papermill's `km`; after it nothing of it is left.
+        """The manager of a running kernel, for papermill's `km`. Its processes end with the `with`.
 
-        env: its whole environment, but for what modules read when they were imported; log: a file
-        to append to, for output that is no cell's; seed: of the global generators of a forked one;
-        warm: the models that a forked one finds loaded (`build.warm`), with their device. Waits for
-        imports and models. Raises DeadKernelError if it does not start. Afterwards `ended` says
-        how the kernel ended, if we did not end it.
+        env: its whole environment, although imported modules have read the zygote's; log: a file
+        for output that belongs to no cell; seed: of a forked kernel's global generators; warm: the
+        models that a forked kernel finds loaded (`build.warm`), and their device. Waits for imports
+        and models. Raises DeadKernelError if the kernel does not start.
         """
         with self.lock:
             self.running, self.killed, self.pid, self.died, self.ended = True, False, 0, "", ""
@@ -194,7 +198,7 @@ class Slot:
             kernel_name="python3", client_factory=_Client, transport="ipc", ip=f"{folder}/k",
             connection_file=f"{folder}/kernel.json",
         )  # fmt: skip
-        km.context.setsockopt(zmq.RECONNECT_IVL, 5)  # ms; a kernel takes 100 to listen
+        km.context.setsockopt(zmq.RECONNECT_IVL, 5)  # ms; a kernel listens after about 100
         start = {"env": {**env, **ALWAYS}, "cwd": str(cwd), "log": str(log), "seed": seed}
         km.provisioner = _Provisioner(parent=km, kernel_spec=km.kernel_spec)
         km.provisioner.start = lambda command: self._start({**start, "command": command}, warm)
@@ -207,13 +211,13 @@ class Slot:
             shutil.rmtree(folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """End the running point now, with all its processes; for any thread."""
+        """Kill the running kernel and all its processes. May be called from any thread."""
         with self.lock, contextlib.suppress(OSError):
             self.killed = self.running
             if self.killed and self.line:
                 with socket.socket(fileno=os.dup(self.line.fileno())) as line:
                     line.shutdown(socket.SHUT_WR if self.slot else socket.SHUT_RDWR)
-                if self.slot and not self.pid:  # loading models, perhaps, and nothing is below it
+                if self.slot and not self.pid:  # busy loading models; it has no kernel yet
                     os.kill(self.slot, signal.SIGKILL)
 
     def close(self) -> None:
@@ -225,14 +229,14 @@ class Slot:
     def poll(self) -> int | None:
         with contextlib.suppress(DeadKernelError):
             while self.line and not self.died and self.line.poll():
-                self._hear("died")
+                self._receive("died")
         return 1 if self.died else None
 
     wait = poll
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(OSError):
-            self._say(send=number)
+            self._send(send=number)
 
     def _start(self, start: dict[str, Any], warm: Mapping[str, Any] | None) -> Slot:
         if self.line and (self.line.poll() or (warm and self.models and warm != self.models)):
@@ -242,8 +246,8 @@ class Slot:
         forked = not (self.kernels.why or _on_gpu(warm))
         load = dict(warm) if forked and warm and warm != self.models else None
         self.models = load or self.models
-        self._say(warm=load, start={**start, "forked": forked})
-        self.pid = self._hear("kernel")
+        self._send(warm=load, start={**start, "forked": forked})
+        self.pid = self._receive("kernel")
         return self
 
     def _open(self) -> None:
@@ -253,21 +257,21 @@ class Slot:
             if self.killed:
                 raise DeadKernelError("killed")
         try:
-            self.slot = self._hear("slot")
+            self.slot = self._receive("slot")
         except DeadKernelError:
             self.close()
             if self.killed:
                 raise
             self.died = ""
-            self.kernels.bury(zygote)
+            self.kernels.replace(zygote)
 
     def _end(self) -> None:
         if not self.pid:
             self.kill()
         try:
             if not self.killed:
-                self._say(end=True)
-            self._hear("clear")
+                self._send(end=True)
+            self._receive("clear")
         except (DeadKernelError, OSError):
             self.close()
         with self.lock:
@@ -275,19 +279,19 @@ class Slot:
             if self.killed:
                 self.close()
 
-    def _say(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         if self.line:
             self.line.send(message)
 
-    def _hear(self, wanted: str) -> Any:
-        """What the slot says next of this kind. Raises DeadKernelError when it has gone."""
+    def _receive(self, wanted: str) -> Any:
+        """Wait for the slot's message of this name. Raises DeadKernelError if the slot has died."""
         with contextlib.suppress(EOFError, OSError):
             while self.line:
                 message = self.line.recv()
                 self.died = message.get("died", self.died)
                 if wanted in message:
                     return message[wanted]
-        self.died = self.died or "killed with the process above it"
+        self.died = self.died or "was killed with its parent process"
         raise DeadKernelError(self.died)
 
 
@@ -308,21 +312,21 @@ class _Provisioner(LocalProvisioner):
 class _Manager(AsyncKernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
-        """Of this Python, whatever those that are installed say."""
+        """This Python, whatever kernels are installed."""
         return KernelSpec(argv=COMMAND, display_name="Python", language="python")
 
     def client(self, **options: Any) -> AsyncKernelClient:
-        """One whose sockets close with the manager's."""
+        """A client whose sockets close with the manager's."""
         return super().client(context=self.context, **options)
 
 
 class _Client(AsyncKernelClient):
     def start_channels(self, *_: Any, **__: Any) -> None:
-        """All but the heartbeat, which nobody listens to."""
+        """Start all channels but the heartbeat, which is not used."""
         super().start_channels(hb=False)
 
     async def wait_for_ready(self, timeout: float | None = None) -> None:
-        """As jupyter_client does, less the fifth of a second for which it listens to silence."""
+        """As in jupyter_client, without its wait of 0.2 s for further messages."""
         deadline = time.monotonic() + (timeout or math.inf)
         while time.monotonic() < deadline:
             self.kernel_info()

@@ -1,8 +1,8 @@
-"""A YAML reader that knows the line of every key and value, and reports problems by line.
+"""A strict YAML reader that records the line of every key and value, and every problem.
 
-It reads the subset that grids need: mappings with string keys, lists and scalars. Anchors, aliases
-and tags are rejected, and so are scalars that YAML 1.1 reads in unexpected ways (012, 1:30, a
-date). Nothing here knows what a grid is.
+It accepts mappings with string keys, lists and scalars. It rejects anchors, aliases and tags, and
+the scalars that YAML 1.1 reads in ways nobody means (012, 1:30, dates). This module knows nothing
+of grids.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TAG = "tag:yaml.org,2002:"
 
 @dataclass
 class Document:
-    """A parsed file. `value`: plain data, None if empty; `problems`: (line, what is wrong)."""
+    """`value`: plain data, None for an empty file. `problems`: (line, message), as found."""
 
     value: Any = None
     problems: list[tuple[int, str]] = field(default_factory=list)
@@ -49,14 +49,14 @@ class Document:
         return value
 
     def line(self, *path: str | int) -> int:
-        """The line of a key or list item, from 1, or of the nearest one around it."""
+        """The line of a key or list item, counted from 1, or of the nearest thing that holds it."""
         while path and path not in self._lines:
             path = path[:-1]
         return self._lines.get(path, 1)
 
 
 def read(path: Path) -> Document:
-    """Parse a file. Raises UserError if it cannot be read at all."""
+    """Parse a file. Raises a one-line UserError if it cannot be read at all."""
     document = Document()
     text = _text(path, document)
     if document.problems:
@@ -71,8 +71,7 @@ def read(path: Path) -> Document:
 
 
 def scalar(text: str) -> Any:
-    """The value of a plain (unquoted) YAML scalar. Raises UserError where YAML reads it in an
-    unexpected way."""
+    """The value of an unquoted YAML scalar. Raises UserError for those that `read` rejects."""
     document = Document()
     event = yaml.ScalarEvent(None, None, (True, False), text)
     value = _Builder(document, iter(())).scalar(event, 1)
@@ -90,7 +89,7 @@ def _text(path: Path, document: Document) -> str:
     except (OSError, ValueError) as e:
         raise UserError(f"cannot be read: {getattr(e, 'strerror', None) or e}") from e
     if len(raw) > LARGEST:
-        raise UserError(f"is larger than {LARGEST // 1000} kB, too large for a grid")
+        raise UserError(f"is larger than {LARGEST // 1000} kB, too large for a grid file")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -99,7 +98,7 @@ def _text(path: Path, document: Document) -> str:
         return ""
     if odd := HIDDEN.search(text):
         bad = text.count("\n", 0, odd.start()) + 1
-        document.problems.append((bad, f"has the character U+{ord(odd[0]):04X}: remove it"))
+        document.problems.append((bad, f"contains the character U+{ord(odd[0]):04X}: remove it"))
     return text
 
 
@@ -107,14 +106,14 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
     mark, begun = error.problem_mark or error.context_mark, error.context_mark
     rows = text.splitlines() or [""]
     line = mark.line if mark else 0
-    if begun and not "".join(rows[line:]).strip():  # a construct that is never closed
+    if begun and not "".join(rows[line:]).strip():  # unterminated: blame where it begins
         line = begun.line
     line = min(line, len(rows) - 1)
     if re.match(r" *\t", rows[line]):
-        return line + 1, "has a tab: indent YAML with spaces"
+        return line + 1, "is indented with a tab: YAML needs spaces"
     said = str(error.problem or error.context)
     if begun and begun.line < line:
-        said += f" ({error.context}, begun on line {begun.line + 1})"
+        said += f" ({error.context}, which starts on line {begun.line + 1})"
     return line + 1, f"is not YAML: {' '.join(said.split())}"
 
 
@@ -134,9 +133,8 @@ class _Builder:
                 documents += 1
                 begin: Any = event.start_mark
                 if documents > 1:
-                    return self.wrong(
-                        begin.line + 1, "begins a second document: write one grid per file"
-                    )
+                    what = "starts a second YAML document: a file holds one grid"
+                    return self.wrong(begin.line + 1, what)
                 self.document.value = self.value(next(self.events), ())
         return None
 
@@ -146,9 +144,8 @@ class _Builder:
         if len(path) > DEEPEST:
             raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.wrong(
-                line, f"anchors and aliases ({event.anchor}) are not supported: write it out"
-            )
+            what = f"anchors and aliases ({event.anchor}) are not supported: write the value out"
+            self.wrong(line, what)
         if tag := getattr(event, "tag", None):
             self.wrong(line, f"the tag {tag!r:.60} is not supported: remove it")
         if isinstance(event, yaml.SequenceStartEvent):
@@ -174,8 +171,9 @@ class _Builder:
                 self.wrong(line, "merge keys (<<) are not supported: write the values out")
                 known = False
             elif not known and len(self.document.problems) == before:
-                hint = ", it is true or false to YAML" if isinstance(key, bool) else ""
-                self.wrong(line, f"the key {_written(event)} is no string{hint}: put it in quotes")
+                hint = ", YAML reads it as true or false" if isinstance(key, bool) else ""
+                what = f"the key {_written(event)} is not a string{hint}: put it in quotes"
+                self.wrong(line, what)
             elif known and key in values:
                 first = self.document.line(*path, key)
                 self.wrong(line, f"{key!r:.60} appears twice, first on line {first}")
@@ -199,7 +197,7 @@ class _Builder:
             self.wrong(line, f"{raw[:40]} is too large a number")
             return 0
         if kind == "timestamp":
-            self.wrong(line, f"{raw} is a date to YAML: put it in quotes")
+            self.wrong(line, f"YAML reads {raw} as a date: put it in quotes")
             return raw
         try:
             value = getattr(_build, f"construct_yaml_{kind}")(yaml.ScalarNode(tag, raw))
@@ -207,12 +205,12 @@ class _Builder:
             self.wrong(line, f"{raw[:40]} is too large a number")
             return 0
         except ValueError:
-            self.wrong(line, f"{raw[:40]} is a malformed number to YAML: put it in quotes")
+            self.wrong(line, f"YAML takes {raw[:40]} for a number: put it in quotes")
             return raw
         if _OCTAL.fullmatch(raw) or ":" in raw:
             base = "60" if ":" in raw else "8"
-            read = f"{raw[:40]} is {value!r:.40} to YAML (base {base})"
-            self.wrong(line, f"{read}: write that, or put it in quotes")
+            read = f"YAML reads {raw[:40]} as {value!r:.40} (base {base})"
+            self.wrong(line, f"{read}: write that number, or put it in quotes")
         return value
 
 

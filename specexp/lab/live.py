@@ -1,4 +1,4 @@
-"""Progress of a running grid: finished points as lines, running ones in a live table."""
+"""The terminal display of a running grid: lines for finished points, a table of running ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = {"done": "green", "failed": "red", "stopped": "yellow", "kept": "yellow"
 
 @dataclass
 class Board:
-    """The progress of `total` points on the console. Thread-safe."""
+    """The progress of `total` points. Thread-safe."""
 
     console: Console
     total: int
@@ -44,7 +44,7 @@ class Board:
         self._live.stop()
 
     def began(self, label: str) -> Callable[[str], None]:
-        """A point starts; returns a function to call with its current step."""
+        """A point has started; returns a function to call with its progress."""
         begin = time.monotonic()
 
         def watch(said: str) -> None:
@@ -55,19 +55,20 @@ class Board:
         return watch
 
     def ended(self, label: str, state: str, detail: str = "") -> None:
-        """A point ended; `state` is one of SHOWN."""
+        """A point has ended; `state` is one of SHOWN. The time is left out if it did not run."""
         with self._lock:
-            begin = self._running.pop(label)[0] if label in self._running else None
-            took = 0.0 if begin is None else time.monotonic() - begin
+            took = f"{'':8s}"
+            if label in self._running:
+                seconds = time.monotonic() - self._running.pop(label)[0]
+                self._took.append(seconds)
+                took = f"{seconds:6.1f} s"
             self.done += state in ("done", "kept")
             self.failed += state == "failed"
-            if begin is not None:
-                self._took.append(took)
-            line = Text(f"{state:9s}", SHOWN[state]) + Text(f"{took:6.1f} s  {label}  ")
+            line = Text(f"{state:9s}", SHOWN[state]) + Text(f"{took}  {label}  ")
             self.console.print(line + Text(detail, "dim"), soft_wrap=True)
 
     def say(self, line: str, once: bool = False) -> None:
-        """Print a line; with `once`, not if it repeats the last line said."""
+        """Print a message; with `once`, not if it was the last one printed."""
         with self._lock:
             if once and line == self._note:
                 return
@@ -76,7 +77,7 @@ class Board:
 
     @property
     def left(self) -> str:
-        """The estimated time left, from the mean duration so far; "" before the first point."""
+        """An estimate of the time left, from the mean of the points so far."""
         if not self._took:
             return ""
         rest = self.total - self.done - self.failed
@@ -96,7 +97,7 @@ class Board:
 
 
 def duration(seconds: float) -> str:
-    """5 s as 0:05, two hours as 2:00:00."""
+    """Seconds as `0:05` or `2:00:00`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

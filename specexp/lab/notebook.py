@@ -1,5 +1,6 @@
-"""What a notebook says of itself before it runs: its parameters, the names its cells read, and a
-digest of its code. Nothing is executed and no notebook is changed.
+"""Static facts about a notebook: its parameters, the names its cells read, a digest of its code.
+
+Nothing is executed and no notebook is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from specexp.errors import UserError
 from specexp.lab import secret
 
-INJECTED = "injected-parameters"  # papermill's tag of the cell that it replaces or adds
+INJECTED = "injected-parameters"  # papermill's tag for the cell that it adds
 LARGEST, LONGEST_TEXT = 50_000_000, 65_536
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list}
 _HOW_TO_TAG = (
@@ -31,7 +32,7 @@ _MAGIC = re.compile(r"^([ \t]*)([%!?].*|.*\?)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Parameter:
-    """One line of a notebook's parameters cell. `items`: the type that all items of a list have."""
+    """One line of a notebook's parameters cell. `items`: the type of a list's items, if known."""
 
     kind: type
     default: Any
@@ -39,13 +40,14 @@ class Parameter:
     items: type | None = None
 
     def coerced(self, value: Any) -> Any:
-        """A whole number given for a float is that float, so that it has one identity."""
+        """The value with integers made floats where a float is expected, so that 1 and 1.0 are one
+        point."""
         if isinstance(value, list) and self.items is float:
             return [float(v) + 0.0 for v in value]
         return float(value) + 0.0 if self.kind is float and value is not None else value
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value for it, or None."""
+        """What is wrong with a value for this parameter, or None."""
         if value is None:
             return None if self.optional else f"needs {self.kind.__name__}, not null"
         if wrong := unfit(value) or _unlike(self.kind, value):
@@ -58,9 +60,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Notebook:
-    """`reads`: the names that the cells after the parameters read, or None: perhaps any name.
-    `digest`: of the sources of the code cells, so that output, metadata and prose do not count.
-    `timed`: unless its metadata say {"specexp": {"timed": false}}, it may measure time."""
+    """`reads`: the names that the other cells read, or None if they may read any. `digest`: of the
+    sources of the code cells, not of output, metadata or prose. `timed`: it may measure time; false
+    if its metadata say {"specexp": {"timed": false}}."""
 
     path: Path
     parameters: dict[str, Parameter]
@@ -70,7 +72,7 @@ class Notebook:
 
 
 def read(path: Path) -> Notebook:
-    """Raises UserError with one line for each thing that is wrong with the parameters cell."""
+    """Raises UserError with a line for each problem of the parameters cell."""
     cells, metadata = _cells(path)
     tagged = [source for source, tags in cells if "parameters" in tags]
     if len(tagged) != 1:
@@ -87,48 +89,48 @@ def read(path: Path) -> Notebook:
 
 
 def digest_of(sources: Iterable[str]) -> str:
-    """Of the code cells of a notebook; those without code do not count."""
+    """Digest of code cells, leaving out empty ones."""
     code = [source for source in sources if source.strip()]
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
 def parameters_of(path: Path) -> dict[str, Parameter]:
-    """The parameters cell: one `name: type = literal  # help` a line."""
+    """The parameters of a notebook: a cell with one `name: type = literal  # help` per line."""
     return read(path).parameters
 
 
 def unfit(value: Any) -> str | None:
-    """Why a value of the right type still cannot be used, or None."""
+    """Why a value cannot be a parameter of any type, or None."""
     if isinstance(value, list):
         for item in value:
             if not isinstance(item, int | float | str | bool):
-                return f"may hold numbers and texts only, not {type(item).__name__}"
+                return f"may hold only numbers and strings, not {type(item).__name__}"
             if wrong := unfit(item):
                 return wrong
     if isinstance(value, float) and not math.isfinite(value):
-        return f"is {value}; only finite numbers"
+        return f"is {value}; only finite numbers are allowed"
     if isinstance(value, int) and abs(value) >= 2**63:
         return "is too large a number"
     if isinstance(value, str):
         if len(value) > LONGEST_TEXT:
-            return f"is a text of {len(value)} characters, more than {LONGEST_TEXT}"
+            return f"has {len(value)} characters, more than {LONGEST_TEXT}"
         if any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in value):
             return "has control characters"
         if any("\ud800" <= c <= "\udfff" for c in value):
-            return "has half a surrogate pair, which is no text"
+            return "has half a surrogate pair, which is not valid text"
         if secret.VALUE.search(value):
-            return "looks like a secret; parameters are stored in the open, use the environment"
+            return secret.REFUSED
     return None
 
 
 def is_name(name: str) -> bool:
-    """May a parameter be called so? Its name becomes code in the kernel."""
+    """Whether a parameter may have this name, which becomes code in the kernel."""
     plain = name.isidentifier() and name.isascii() and name[0] != "_"
     return plain and not keyword.iskeyword(name)
 
 
 def shown(value: Any) -> str:
-    """A value in a message: one line, no control characters, not long."""
+    """A value for a message: one line of at most 60 characters, without control characters."""
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -141,7 +143,7 @@ def _unlike(kind: type, value: Any, a: str = "") -> str | None:
 
 
 def _hint(value: Any, kind: type) -> str:
-    """What to write instead where YAML 1.1 or a habit is to blame."""
+    """What to write instead, where YAML 1.1 or a common mistake explains the value."""
     if kind in (int, float) and isinstance(value, str):
         try:
             meant = kind(float(value)) if kind is float else int(value, 0)
@@ -159,8 +161,7 @@ def _hint(value: Any, kind: type) -> str:
 
 
 def _cells(path: Path) -> tuple[list[tuple[str, list[str]]], dict[str, Any]]:
-    """Source and tags of every code cell but what papermill put there, and the notebook's
-    metadata."""
+    """Source and tags of every code cell, except papermill's own, and the notebook's metadata."""
     try:
         if path.stat().st_size > LARGEST:
             raise UserError(f"{path.name} is larger than {LARGEST // 10**6} MB: clear its outputs")
@@ -191,7 +192,7 @@ def _parameters(source: str, where: str) -> dict[str, Parameter]:
         try:
             name, parameter = _parameter(node)
             if name in found:
-                raise UserError(f"{name} stands there twice")
+                raise UserError(f"{name} is defined twice")
             found[name] = parameter
         except UserError as e:
             problems.append(f"{where} {node.lineno}: {e}")
@@ -231,18 +232,18 @@ def _items(default: Any) -> type | None:
 
 
 def _parse(source: str) -> ast.Module:
-    """Raises SyntaxError for whatever is no Python."""
+    """Raises SyntaxError for anything that is not Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return ast.parse(source)
         except (ValueError, RecursionError, MemoryError) as e:
-            raise SyntaxError(f"is no Python: {e}", (None, 1, None, None)) from e
+            raise SyntaxError(f"is not Python: {e}", (None, 1, None, None)) from e
 
 
 def _names(sources: Iterable[str]) -> frozenset[str] | None:
-    """Names that cells read: loads, texts that may be keys, and every word where it is not Python.
-    None when a cell hands on all names there are."""
+    """The names that cells read: loads, strings that may be keys, and every word of magics and of
+    cells that are not Python. None if a cell may read any name."""
     found: set[str] = set()
     for source in sources:
         magic = "\n".join(line for _, line in _MAGIC.findall(source))
@@ -254,14 +255,14 @@ def _names(sources: Iterable[str]) -> frozenset[str] | None:
             tree, magic = _parse(""), source
         found.update(re.findall(r"\w+", magic))
         for node in ast.walk(tree):
-            if _hands_on_everything(node):
+            if _may_read_any_name(node):
                 return None
             found.update(_read_by(node))
     return frozenset(found)
 
 
-def _hands_on_everything(node: ast.AST) -> bool:
-    """`f(**params)`, `exec(...)`, `eval(...)`: the names it reads do not stand there."""
+def _may_read_any_name(node: ast.AST) -> bool:
+    """`f(**params)`, `exec(...)` and `eval(...)` read names that are not in the source."""
     if not isinstance(node, ast.Call):
         return False
     called = node.func.id if isinstance(node.func, ast.Name) else ""

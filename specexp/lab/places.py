@@ -16,7 +16,7 @@ from specexp.lab.grid import Point
 
 
 class Seat(Protocol):
-    """Runs one point at a time. `name`: where, as recorded with the result."""
+    """Runs one point at a time. `name`: of the machine, recorded with the result."""
 
     @property
     def name(self) -> str: ...
@@ -26,7 +26,7 @@ class Seat(Protocol):
 
 
 class Place(Protocol):
-    """A context around all points. `how`: one line about it for the user."""
+    """Where points run; a context manager around all of them. `how` describes it to the user."""
 
     @property
     def how(self) -> str: ...
@@ -36,25 +36,25 @@ class Place(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
-        """How many points run at once. jobs: what the user asked for; timed: the points measure
-        time."""
+        """How many points run in parallel, given `jobs` or None. `timed`: points that each need a
+        machine to themselves."""
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
-        """A context around a point that measures time: True if no other runner times one there."""
+        """A lock around a timed point: yields False if another runner is timing there."""
 
     def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
-        """Seat number 0, 1, 2 ...; each is used by one thread."""
+        """Seat 0, 1, 2 ..., each for one thread."""
 
     def kill(self) -> None:
-        """Kill every running point at once; callable from any thread."""
+        """Kill every running point at once. May be called from any thread."""
 
 
 def of(
     name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
     say: Callable[[str], None] = lambda said: None,
 ) -> Place:  # fmt: skip
-    """The place of this name: `here`, `slurm` with or without options (`slurm.OnSlurm`), or else a
-    Ray address (`cluster.OnRay`). Raises UserError."""
+    """The place of this name: `here`, `slurm` or `slurm:OPTIONS` (`slurm.OnSlurm`), or an address
+    of Ray (`cluster.OnRay`). Raises UserError."""
     kind, _, asked = name.partition(":")
     if name == "here":
         return Here(points, forked)
@@ -68,7 +68,7 @@ def of(
 
 
 class Here:
-    """This machine. With several GPUs, seat i sees only GPU i, unless a point names a GPU."""
+    """This machine. With several GPUs, seat i sees only GPU i, unless a point names its device."""
 
     def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
         self._kernels = kernels.Kernels(
@@ -79,7 +79,7 @@ class Here:
 
     @property
     def how(self) -> str:
-        return f"kernels {self._kernels.how}"
+        return f"in {self._kernels.how}"
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
         return 1 if timed else jobs or 1
@@ -99,7 +99,7 @@ class Here:
         with self._kernels.slot() as slot:
             with self._lock:
                 self._slots[number] = slot
-            yield _Chair(slot, number)
+            yield _LocalSeat(slot, number)
         with self._lock:
             self._slots.pop(number)
 
@@ -108,7 +108,7 @@ class Here:
             slot.kill()
 
 
-class _Chair:
+class _LocalSeat:
     def __init__(self, slot: kernels.Slot, number: int) -> None:
         self._slot, self._number, self.name = slot, number, "this machine"
 
@@ -118,7 +118,7 @@ class _Chair:
 
 
 def _visible(number: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for this seat; empty with at most one GPU."""
+    """CUDA_VISIBLE_DEVICES for this seat; empty if there is at most one GPU."""
     import torch
 
     count = torch.cuda.device_count()

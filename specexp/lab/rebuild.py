@@ -1,4 +1,4 @@
-"""Rebuilds MLflow's view from the committed results, which are the record; the database is not."""
+"""Rebuilds MLflow's database from the store: committed results are the record, MLflow a view."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from specexp.lab import store, track
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """How many results and failures were published; `aside`: old files that were renamed; `torn`
-    and `refused`: folders left out as damaged, or as rejected by MLflow for that reason."""
+    """How many results and failures were published; the files of the old database; the folders that
+    were left out as damaged, or as refused by MLflow and why."""
 
     results: int
     failures: int
@@ -27,15 +27,15 @@ class Rebuilt:
 
 
 def rebuild(console: Console) -> Rebuilt:
-    """Publish every result and failure again, oldest first, those logged by hand included. The
-    store's own database and artifacts are renamed first; on a server only what is missing is added.
-    Raises StoreBusy while another process works on the store."""
+    """Publish every result and failure again, oldest first, including those logged by hand. The
+    store's own database and artifacts are renamed first; a server keeps its runs and gets those
+    that it lacks. Raises StoreBusy while another process works on the store."""
     with store.alone("setup", lambda said: console.print(Text(said))):
         others = [who for key, who in store.claims().items() if key != "setup"]
         if others:
-            raise store.StoreBusy(f"{others[0]} is at work here: stop it first")
+            raise store.StoreBusy(f"{others[0]} is using {store.root()}: stop it first")
         folders = _committed()
-        for folder in folders:  # first: unmarked folders are published again if we get killed
+        for folder in folders:  # first, so that a runner publishes them even if we are killed
             track.marker(folder).unlink(missing_ok=True)
         aside = _set_aside() if track.own() else ()
         track.backend().prepare()
@@ -44,7 +44,7 @@ def rebuild(console: Console) -> Rebuilt:
         refused: dict[Path, str] = {}
         with Progress(console=console, transient=True) as progress:
             for folder in progress.track(whole, description="publishing"):
-                with store.claim(_key(folder)) as ours:
+                with store.claim(store.key_of(folder)) as ours:
                     if ours:
                         try:
                             track.publish(folder)
@@ -57,32 +57,28 @@ def rebuild(console: Console) -> Rebuilt:
 
 def show(made: Rebuilt, console: Console) -> None:
     """Print what was done."""
-    lines = [f"{made.results} results and {made.failures} failures are in {track.where()}"]
-    lines += [f"left out because it is damaged: {path}" for path in made.torn]
+    lines = [f"published {made.results} results and {made.failures} failures to {track.where()}"]
+    lines += [f"left out, as it is damaged: {path}" for path in made.torn]
     lines += [
-        f"left out because MLflow rejects it: {path}: {why}" for path, why in made.refused.items()
+        f"left out, as MLflow refused it: {path}: {why}" for path, why in made.refused.items()
     ]
     if made.aside:
         names = ", ".join(path.name for path in made.aside)
-        lines += [f"kept the old files as {names}; delete them if nothing is missing",
+        lines += [f"the old files are now {names}: delete them once you have checked the new ones",
                   "restart `specexp ui` or `specexp store serve` if one is running"]  # fmt: skip
     console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _committed() -> list[Path]:
-    """Folders of results and failures to publish, oldest first."""
+    """Results and failures, oldest first."""
     found = [
         p for name in ("results", "failed") for p in store.root().glob(f"{name}/*/{store.TAGS}")
     ]
     return sorted((p.parent for p in found), key=store.ended_ms)
 
 
-def _key(folder: Path) -> str:
-    return folder.name if folder.parent.name == "results" else store.key_of(folder)
-
-
 def _set_aside() -> tuple[Path, ...]:
-    """Rename database, journals and artifacts to names that nothing uses; returns the new paths."""
+    """Rename database, journals and artifacts to unused names."""
     mark = f".damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
     kept = []
     for name, journal in (("mlflow.db", ""), ("mlflow.db", "-wal"), ("mlflow.db", "-shm"),

@@ -1,9 +1,9 @@
-"""Run the points of a grid and lose nothing.
+"""Run the points of a grid, crash-safe and resumable.
 
 A point is claimed, executed in an attempt folder (`execute`), committed by one rename (`store`) and
-published (`track`); a point whose result is there is never run again, whoever made it and however
-this process or its machine ended. Failed points are kept whole with their notebook, log and error,
-and the others go on. Several runners may work on one store: each point is done by one of them.
+published to MLflow (`track`). A point that has a result never runs again, whichever runner made it
+and however that runner ended. A failed point is kept with its notebook, log and error, and the
+others go on. Several runners may share a store: each point is run by one of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from specexp.lab.execute import ERROR, Failure
 from specexp.lab.grid import Point
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
-AGAIN = ("interrupted", "disk", "lost")  # failures that are nobody's fault: run again unasked
+RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
 STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
-GO_ON = "run the same command again to go on"
+RESUME = "run the same command again to resume"
+FREE_SPACE = f"free up space and {RESUME}"
 PATIENCE_S = 90.0
 ROOM_PER_POINT = 2_000_000
 
@@ -49,12 +50,12 @@ def run(
     retry_failed: bool = False,
     force: bool = False,
 ) -> int:
-    """Run what is not done yet; returns the exit code.
+    """Run the points that have no result yet, print the comparison and return the exit code.
 
-    jobs: points at once, by default what the place has room for; timed ones each have a machine to
-    themselves, unless together. retry_failed: also what failed before; force: everything, even what
-    is done. Exit codes: 0 all done and published, 1 some failed, 3 store busy, 4 store damaged,
-    5 disk full, 130 and 143 stopped by a signal.
+    jobs: points at once, by default what the place has room for; timed points each have a machine
+    to themselves unless `together`. retry_failed: also run points that failed before; force: run
+    every point, even those with a result. Exit codes: 0 all done and published, 1 some failed or
+    unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
     """
     console = console or Console()
     try:
@@ -63,7 +64,7 @@ def run(
                 try:
                     track.initialise()
                 except track.Away as e:
-                    board.say(f"going on without MLflow for now: {e}")
+                    board.say(f"cannot publish to MLflow for now, points run all the same: {e}")
                 for name in {name for p in points for name in p.grids}:
                     store.remember(name, {p.run_key for p in points if name in p.grids})
             work = Work(points, board, retry_failed, force)
@@ -73,31 +74,31 @@ def run(
                 for line in changed(work.queue):
                     board.say(line)
                 board.say(f"{len(work.queue)} of {len(points)} points to run, {where.how}")
-                work.through(where, jobs, together)
+                work.run_queue(where, jobs, together)
         if work.stopped:
-            return _sorry(console, "stopped", work.stopped[1], work.stopped[0])
+            return _error(console, "stopped", work.stopped[1], work.stopped[0])
         report.show(console, {p.run_key for p in points})
     except store.StoreBusy as e:
-        return _sorry(console, "busy", str(e), BUSY)
+        return _error(console, "busy", str(e), BUSY)
     except track.Damaged as e:
-        return _sorry(console, "damaged", str(e), DAMAGED)
+        return _error(console, "damaged", str(e), DAMAGED)
     except OSError as e:
         if e.errno in store.FULL:
-            said = f"{e.strerror}: {e.filename or store.root()}, {_free()}; make room and {GO_ON}"
-            return _sorry(console, "disk full", said, DISK_FULL)
-        return _sorry(console, "cannot go on", f"{e}; {GO_ON}", FAILED)
+            said = f"{e.strerror}: {e.filename or store.root()}, {_free()}; {FREE_SPACE}"
+            return _error(console, "disk full", said, DISK_FULL)
+        return _error(console, "error", f"{e}; {RESUME}", FAILED)
     except track.Away as e:
-        console.print(Text(f"no comparison now: {e}"), soft_wrap=True)
+        console.print(Text(f"no comparison, MLflow cannot be read now: {e}"), soft_wrap=True)
     if board.failed:
         why = store.root() / "failed" / "*" / ERROR
-        said = f"{'failed':10s} {why}; --retry-failed runs them again"
+        said = f"{'errors':10s} {why}; --retry-failed runs failed points again"
         console.print(Text(said), soft_wrap=True)
     return FAILED if board.failed or work.unpublished or work.refused else DONE
 
 
 @dataclass
 class Work:
-    """A grid being run: what is left, and what came of the rest."""
+    """A grid being run: the queue of points, and what could not be published."""
 
     points: Sequence[Point]
     board: live.Board
@@ -117,33 +118,34 @@ class Work:
         self._earlier: set[str] = set()
 
     def plan(self) -> None:
-        """What is left to do. Raises OSError where the disk has no room for it."""
-        self._earlier = {kept.name for kept in store.folder("failed").iterdir()}
+        """Fill the queue. Raises OSError if the disk has too little space for its results."""
+        self._earlier = {kept.name for kept in store.listed("failed")}
         failures = {} if self.retry_failed or self.force else failures_of(self.points)
         for point in self.points:
             if not self.force and track.published(store.result_of(point.run_key)):
                 self.board.done += 1
             elif (
-                store.result_of(point.run_key).exists()  # and MLflow does not know yet
-                or failures.get(point.run_key, ("", ""))[0] in ("", *AGAIN)
+                store.result_of(point.run_key).exists()  # but is not in MLflow yet
+                or failures.get(point.run_key, ("", ""))[0] in ("", *RETRIED)
             ):
                 self.queue.append(point)
             else:
-                self.board.ended(point.label, "failed", ": ".join(failures[point.run_key]))
+                said = f"in an earlier run: {': '.join(failures[point.run_key])}"
+                self.board.ended(point.label, "failed", said)
         free, need = shutil.disk_usage(store.root()).free, len(self.queue) * ROOM_PER_POINT
         if free < need:
-            said = f"{len(self.queue)} points may need {need / 1e6:.0f} MB"
+            said = f"too little space, {len(self.queue)} points may need {need / 1e6:.0f} MB"
             raise OSError(errno.ENOSPC, said, str(store.root()))
 
     def stop(self, code: int, why: str) -> None:
-        """Let nothing new begin and end what runs. May be called at any time, more than once."""
+        """Start no more points and kill those that run. May be called at any time, repeatedly."""
         self.stopped = self.stopped or (code, why)
         self._stopping.set()
         if self._where:
             self._where.kill()
 
-    def through(self, where: places.Place, jobs: int | None, together: bool) -> None:
-        """Run the queue to its end: untimed points side by side, then timed ones."""
+    def run_queue(self, where: places.Place, jobs: int | None, together: bool) -> None:
+        """Run every point of the queue: untimed ones in parallel, then timed ones."""
         self._where = where
         for clocked in (False, True):
             queue = deque(p for p in self.queue if (p.timed and not together) == clocked)
@@ -154,13 +156,13 @@ class Work:
                 each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
                 while not all(f.done() for f in each):
                     time.sleep(0.05)
-                    if self.stopped:  # a kernel may have begun just after the first call
+                    if self.stopped:  # a kernel may have started after `stop` killed the others
                         where.kill()
                 for f in each:
                     f.result()
         self._away = False
         for kept in self.unpublished[:]:
-            with store.claim(_key(kept)) as ours:
+            with store.claim(store.key_of(kept)) as ours:
                 if ours and not self._publish(kept):
                     return
 
@@ -180,37 +182,41 @@ class Work:
             raise
 
     def _take(self, point: Point, seat: places.Seat) -> bool:
-        """Settle a point unless another runner is at it; says whether it is settled."""
+        """Run a point, or accept what another runner made of it. False if it must be taken again
+        later: another runner has claimed it or is timing something."""
         key = point.run_key
         with store.claim(key) as ours:
             if not ours:
-                who = store.holder(key) or "another run"
-                self.board.say(f"waiting for {point.label}: {who} runs it", once=True)
+                who = store.holder(key) or "another runner"
+                self.board.say(f"waiting for {point.label}, run by {who}", once=True)
                 return False
-            self._mend(key)
-            others = failures_of([point], besides=self._earlier)
+            self._recover(key)
+            others = failures_of([point], ignoring=self._earlier)
             if not self.force and store.result_of(key).exists():
-                self._done(point, "by another run")
-            elif others and others[key][0] not in AGAIN:
-                self.board.ended(point.label, "failed", f"in another run: {others[key][1]}")
+                self._report_done(point, "by another runner")
+            elif others and others[key][0] not in RETRIED:
+                said = f"by another runner: {': '.join(others[key])}"
+                self.board.ended(point.label, "failed", said)
             else:
-                return self._in_room(point, seat)
+                return self._attempt_alone(point, seat)
             return True
 
-    def _in_room(self, point: Point, seat: places.Seat) -> bool:
+    def _attempt_alone(self, point: Point, seat: places.Seat) -> bool:
         with self._room() as ours:
             if ours:
                 self._attempt(point, seat)
             else:
-                self.board.say(f"waiting: {point.label} is timed, and so is another run", once=True)
+                said = f"waiting with {point.label}: it is timed, and another runner is timing"
+                self.board.say(said, once=True)
             return ours
 
-    def _done(self, point: Point, said: str) -> None:
-        if track.published(store.result_of(point.run_key)):
+    def _report_done(self, point: Point, said: str) -> None:
+        result = store.result_of(point.run_key)
+        if track.published(result):
             self.board.ended(point.label, "done", said)
         else:
-            why = "refuses it" if store.result_of(point.run_key) in self.refused else "is away"
-            self.board.ended(point.label, "kept", f"the result is safe; MLflow {why}")
+            why = "refused it" if result in self.refused else "cannot be reached"
+            self.board.ended(point.label, "kept", f"the result is safe, but MLflow {why}")
 
     def _attempt(self, point: Point, seat: places.Seat) -> None:
         attempt = store.new_attempt(point.run_key)
@@ -224,7 +230,7 @@ class Work:
             result = store.commit(attempt, point.run_key, tags)
         except Failure as e:
             if e.kind == "disk":
-                self._no_room(point, attempt, str(e))
+                self._disk_full(point, attempt, str(e))
             elif self._stopping.is_set():
                 self._fail(point, attempt, Failure("interrupted", "stopped"), "stopped")
             else:
@@ -232,38 +238,38 @@ class Work:
             return
         except OSError as e:
             if e.errno in store.FULL:
-                self._no_room(point, attempt, f"{e.strerror}: {e.filename or attempt}")
+                self._disk_full(point, attempt, f"{e.strerror}: {e.filename or attempt}")
             else:
                 self._fail(point, attempt, Failure("lost", str(e)), "failed")
             return
         self._publish(result)
-        self._done(point, report.headline(result))
+        self._report_done(point, report.headline(result))
 
-    def _no_room(self, point: Point, attempt: Path, why: str) -> None:
+    def _disk_full(self, point: Point, attempt: Path, why: str) -> None:
         shutil.rmtree(attempt, ignore_errors=True)
         self.board.ended(point.label, "stopped", why)
-        self.stop(DISK_FULL, f"{why}, {_free()}; make room and {GO_ON}")
+        self.stop(DISK_FULL, f"{why}, {_free()}; {FREE_SPACE}")
 
     def _fail(self, point: Point, attempt: Path, failure: Failure, state: str) -> None:
-        self._tell(set_aside(attempt, failure))
+        self._publish_failure(set_aside(attempt, failure))
         said = str(failure).splitlines()[0]
         self.board.ended(point.label, state, f"{failure.kind}: {said}")
 
-    def _tell(self, kept: Path) -> None:
-        """Show a failed attempt in MLflow, if enough of it is left for that."""
+    def _publish_failure(self, kept: Path) -> None:
+        """Publish a failed attempt, if enough of it is left."""
         if not track.published(kept) and track.publishable(kept):
             self._publish(kept)
 
     def _publish(self, folder: Path) -> bool:
-        """Try for PATIENCE_S; only once if the last one failed. What fails is tried at the end.
-        Says whether MLflow answered: what it refuses is told and left."""
+        """Publish a folder, retrying for PATIENCE_S, or not at all if the last one failed: the end
+        of `run_queue` tries again. False if MLflow cannot be reached; a refusal is reported."""
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_passes),
+            retry=tenacity.retry_if_exception(_is_temporary),
             stop=tenacity.stop_after_delay(0.0 if self._away else PATIENCE_S)
             | tenacity.stop_when_event_set(self._stopping),
             wait=tenacity.wait_fixed(2),
             sleep=tenacity.sleep_using_event(self._stopping),
-            before_sleep=lambda _: self.board.say("waiting for MLflow", once=True),
+            before_sleep=lambda _: self.board.say("waiting for MLflow to answer", once=True),
             reraise=True,
         )
         with self._publishing:
@@ -271,12 +277,13 @@ class Work:
                 attempts(track.publish, folder)
             except track.Refused as e:
                 self.refused.add(folder)
-                self.board.say(f"MLflow refuses {folder}: {e}", once=True)
+                self.board.say(f"MLflow refused {folder}: {e}", once=True)
             except track.Away as e:
                 self._away = True
                 if folder not in self.unpublished:
                     self.unpublished.append(folder)
-                self.board.say(f"not in MLflow yet, run the same command again: {e}", once=True)
+                said = f"not published to MLflow yet, run the same command again later: {e}"
+                self.board.say(said, once=True)
                 return False
             self._away = False
         if folder in self.unpublished:
@@ -284,38 +291,37 @@ class Work:
         return True
 
     def recover(self) -> None:
-        """What earlier runs left behind of these points, and of others where nobody else would."""
-        left = [*store.folder("attempts").iterdir()]
-        left += store.folder("failed").iterdir() if track.own() else ()
+        """Clean up after runners that died: for these points, for abandoned attempts of any, and,
+        with the store's own database, for unpublished failures of any."""
+        left = store.listed("attempts") + (store.listed("failed") if track.own() else [])
         keys = {store.key_of(path) for path in left if path.is_dir()} - {""}
         for key in keys | {p.run_key for p in self.points}:
             with store.claim(key) as ours:
                 if ours:
-                    self._mend(key)
+                    self._recover(key)
 
-    def _mend(self, key: str) -> None:
-        """Set right what is left of a point that is ours now: attempts of the dead are committed
-        where only that was left to do, else set aside, so is a damaged result, and what MLflow has
-        not seen is published."""
-        for attempt in store.of(key, "attempts"):
+    def _recover(self, key: str) -> None:
+        """Clean up after a claimed key's dead runners: finish interrupted commits, set aside other
+        attempts and damaged results, and publish what is not in MLflow."""
+        for attempt in store.attempts_of(key, "attempts"):
             if not store.finish(attempt):
                 set_aside(attempt, Failure("interrupted", "the runner was killed"))
         result = store.result_of(key)
         if result.exists() and not track.publishable(result):
             store.set_aside(result, "replaced")
-        for kept in store.of(key, "failed"):
-            self._tell(kept)
+        for kept in store.attempts_of(key, "failed"):
+            self._publish_failure(kept)
         if result.exists() and not track.published(result):
             self._publish(result)
 
 
 @contextlib.contextmanager
 def _signals(work: Work) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop the work; a second one changes nothing: it is being stopped."""
+    """Ctrl-C and SIGTERM stop the work; a second one changes nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    said = f"finished points are kept; {GO_ON}"
+    said = f"finished points are kept; {RESUME}"
     codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
     before = {
         number: signal.signal(number, lambda got, _: work.stop(codes[signal.Signals(got)], said))
@@ -324,12 +330,12 @@ def _signals(work: Work) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():  # stopped, this process is on its way out
+        for number, handler in before.items():  # once stopped, let nothing disturb the exit
             signal.signal(number, signal.SIG_IGN if work.stopped else handler)
 
 
-def _passes(e: BaseException) -> bool:
-    """Is MLflow away for now?"""
+def _is_temporary(e: BaseException) -> bool:
+    """Whether publishing may succeed later."""
     return isinstance(e, track.Away) and not isinstance(e, track.Refused)
 
 
@@ -341,24 +347,21 @@ def _write_point(point: Point, attempt: Path) -> None:
     (attempt / store.POINT).write_text(json.dumps(known, indent=1))
 
 
-def _key(kept: Path) -> str:
-    """The key of a result or of a failed attempt."""
-    return kept.name if kept.parent.name == "results" else store.key_of(kept)
-
-
 def tags_of(point: Point) -> dict[str, str]:
+    inside = point.notebook.is_relative_to(store.ROOT)
+    source = point.notebook.relative_to(store.ROOT).as_posix() if inside else point.notebook.name
     return {
         "run_key": point.run_key,
         "grid": point.grid,
         "name": point.label,
         "notebook": point.notebook.name,
-        "mlflow.source.name": f"notebooks/{point.notebook.name}",
+        "mlflow.source.name": source,
         "mlflow.source.type": "NOTEBOOK",
     }
 
 
 def set_aside(attempt: Path, failure: Failure) -> Path:
-    """Keep a failed attempt, whole, with its error and what MLflow is to be told of it."""
+    """Move a failed attempt to `failed/`, with its error and the tags of its MLflow run."""
     attempt.mkdir(exist_ok=True)
     store.only_files(attempt)
     message = secret.hide(str(failure))
@@ -379,15 +382,15 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
 
 
 def failures_of(
-    points: Sequence[Point], besides: Collection[str] = ()
+    points: Sequence[Point], ignoring: Collection[str] = ()
 ) -> dict[str, tuple[str, str]]:
-    """run_key -> kind and message of each point's last failure, `besides` these attempts. What a
-    dead machine tore says nothing."""
+    """run_key -> kind and message of each point's last failure, without the attempts `ignoring` and
+    those that are torn."""
     keys = {p.run_key for p in points}
     kept = [
         path
-        for path in store.folder("failed").iterdir()
-        if store.key_of(path) in keys and path.name not in besides and track.publishable(path)
+        for path in store.listed("failed")
+        if store.key_of(path) in keys and path.name not in ignoring and track.publishable(path)
     ]
     found = {}
     for path in sorted(kept, key=store.ended_ms):
@@ -397,7 +400,7 @@ def failures_of(
 
 
 def changed(todo: Iterable[Point]) -> list[str]:
-    """Why points that were done before are to be done again: what of their identity is another."""
+    """Why points with an earlier result run again: which parts of their identity changed."""
     left = [p for p in todo if not store.result_of(p.run_key).exists()]
     waiting = {(p.notebook.name, p.identity["params"]): p for p in left}
     why: Counter[tuple[str, ...]] = Counter()
@@ -410,8 +413,8 @@ def changed(todo: Iterable[Point]) -> list[str]:
             why[tuple(sorted(n for n in now | before if now.get(n) != before.get(n)))] += 1
             del waiting[point.notebook.name, before["params"]]
     return [
-        f"{count} points were done before with another {' and '.join(parts)}: they run again, and "
-        "the old results stay"
+        f"{count} points have results from different {' and '.join(parts)}: they run again, and "
+        "the old results are kept"
         for parts, count in why.items()
         if parts
     ]
@@ -422,14 +425,14 @@ def _free() -> str:
     return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
 
 
-def _sorry(console: Console, what: str, why: str, code: int) -> int:
+def _error(console: Console, what: str, why: str, code: int) -> int:
     console.print(Text(what, "bold red") + Text(f": {why}", ""), soft_wrap=True)
     return code
 
 
 def status(points: Sequence[Point]) -> Table:
-    """One row a point, done, running, failed (with its error) or to do; the totals last."""
-    table = Table("state", "point", "run_key", "", box=None, header_style="bold")
+    """One row per point: done, running, failed (with its error) or to do; the totals as caption."""
+    table = Table("state", "point", "run_key", "detail", box=None, header_style="bold")
     failures = failures_of(points)
     counts = dict.fromkeys(STATES, 0)
     took = []
@@ -441,7 +444,7 @@ def status(points: Sequence[Point]) -> Table:
             took.append(float(store.read(result / store.TAGS).get("seconds", 0)))
         elif who:
             state, said = "running", who
-        elif kind not in ("", *AGAIN):
+        elif kind not in ("", *RETRIED):
             state, said = "failed", f"{kind}: {message}"
         else:
             state, said = "to do", ""

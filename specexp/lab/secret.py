@@ -1,4 +1,4 @@
-"""Detects what looks like a secret, and removes it from texts."""
+"""Recognising secrets, and removing them from what is stored or shown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 NAME = re.compile(r"token$|secret|password|api_?key", re.IGNORECASE)
 _KEY = "[A-Z ]*PRIVATE KEY"
-# Lines of a key whose end is missing; in JSON a key may continue in the next string of a list.
+# The lines of a key that was cut off before its end; in JSON, also across the strings of a list.
 _CUT = r"""(?:[\w+/=\s-]|\\[nr]|",\s*"(?=[A-Za-z0-9+/=]{16,}(?:\\n)?"\s*[],]))"""
 VALUE = re.compile(
     r"hf_\w{20,}|sk-[\w-]{20,}|AKIA[A-Z0-9]{12,}|eyJ[\w-]{10,}\.[\w-]{10,}"
@@ -16,12 +16,13 @@ VALUE = re.compile(
 )
 PASSWORD = re.compile(r"(\w://[^\s:/@]*):\S+@")  # in an address
 HIDDEN = "[hidden]"
+REFUSED = "looks like a secret; parameters are stored in plain text: use an environment variable"
 _SHORTEST = 8
 
 
 def hide(text: str) -> str:
-    """The text (plain or JSON) with secrets replaced: strings of a known shape, passwords in
-    addresses, and values of environment variables whose names suggest a secret."""
+    """Replace the secrets in a text or JSON document by HIDDEN: what looks like a key or token,
+    passwords in addresses, and the values of environment variables named like secrets."""
     for name, value in os.environ.items():
         if NAME.search(name) and len(value) >= _SHORTEST:
             escaped = (json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False))

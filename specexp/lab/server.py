@@ -1,7 +1,7 @@
-"""Starts MLflow's server over a store, reachable from this machine only by default.
+"""Starts MLflow's own server over a store, by default for this machine only.
 
-It has no password, so it accepts only requests to the host names it was started for, serves
-artifacts itself and runs no jobs. Addresses with passwords are passed to it in the environment,
+The server has no password, so it only accepts requests for the host names it was started with. It
+stores artifacts itself and runs no jobs. It gets addresses with passwords through the environment,
 where `ps` does not show them.
 """
 
@@ -24,13 +24,13 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 def show(port: int, host: str = "127.0.0.1") -> None:
-    """Print each experiment's link, then become the UI server; if runs are tracked on a server that
-    already runs, only print. Raises UserError, Away, Damaged."""
+    """Print a link per experiment and become the UI, unless runs are tracked on a server, which has
+    one. Raises UserError, Away, Damaged."""
     place = track.backend()
-    if track.own() and not track.there():
+    if track.own() and not track.has_database():
         raise UserError(f"no runs in {store.root()} yet: run `make demo`, or a notebook, first")
     if not place.served:
-        _free(host, port)
+        _check_free(host, port)
         with store.alone("setup"):
             track.initialise()
     base = place.uri if place.served else _address(host, port)
@@ -43,12 +43,12 @@ def show(port: int, host: str = "127.0.0.1") -> None:
 
 
 def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> None:
-    """Become a server for several machines or people, over the database at `address` or the store's
-    own. Raises UserError, Away, Damaged."""
+    """Become a server for several people or machines, over `address` or the store's own database.
+    Raises UserError, Away, Damaged."""
     place = Backend.at(address, store.root()) if address else track.database()
     if place.served:
-        raise UserError(f"{place} is a server already: give postgresql://... or sqlite:///...")
-    _free(host, port)
+        raise UserError(f"{place} is already a server: give postgresql://... or sqlite:///...")
+    _check_free(host, port)
     with store.alone("setup"):
         place.prepare(known=not address and track.had_runs())
     print(f"runs       {place}\nartifacts  {place.artifacts}")
@@ -58,7 +58,7 @@ def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> Non
 
 
 def command(place: Backend, host: str, port: int) -> list[str]:
-    """The command that starts MLflow's server, with the host names it accepts; no secret in it."""
+    """The command of MLflow's server, with the host names it accepts and without secrets."""
     names = _names(host)
     hosts = [*(f"{n}:{port}" for n in names), *_more()]
     origins = [f"{scheme}://{n}" for n in hosts for scheme in ("http", "https")]
@@ -82,8 +82,7 @@ def environment(place: Backend) -> dict[str, str]:
 
 
 def _become(place: Backend, host: str, port: int) -> None:
-    """Replace this process by the server, so that signals reach it; in the store's folder, so that
-    no module of the working folder is imported."""
+    """Replace this process, so that its signals reach the server; in a folder without modules."""
     sys.stdout.flush()
     os.chdir(store.root())
     asked = command(place, host, port)
@@ -91,7 +90,7 @@ def _become(place: Backend, host: str, port: int) -> None:
 
 
 def _names(host: str) -> list[str]:
-    """The names that a Host header may use for a server on this address."""
+    """The host names by which a server that listens there can be reached."""
     if _loopback(host):
         return list(_LOCAL)
     named = [host] if not _any(host) else _addresses()
@@ -99,7 +98,7 @@ def _names(host: str) -> list[str]:
 
 
 def _more() -> list[str]:
-    """More names, from MLflow's own environment variable."""
+    """Further host names, from MLflow's own variable."""
     given = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
     return [name.strip() for name in given if name.strip() and "*" not in name]
 
@@ -131,12 +130,12 @@ def _loopback(host: str) -> bool:
 
 def _warn(host: str) -> None:
     if not _loopback(host):
-        risk = "there is no password: anyone who reaches this port can read and change all runs"
-        Console(stderr=True).print(f"[bold red]warning[/]: {risk}", soft_wrap=True)
+        said = "there is no password: whoever can reach this server can read and change everything"
+        Console(stderr=True).print(f"[bold red]warning[/]: {said}", soft_wrap=True)
 
 
-def _free(host: str, port: int) -> None:
-    """Raises UserError if nothing can listen on this address."""
+def _check_free(host: str, port: int) -> None:
+    """Raise UserError if a server could not listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family) as probe:

@@ -1,7 +1,7 @@
-"""Grid files, parsed and validated: each mistake with its line and the nearest valid name.
+"""A grid file, parsed and checked: each mistake with its line and the nearest valid name.
 
-A sheet yields the points of a grid file and the line of each value. What the values mean to models
-is checked elsewhere (build.py).
+A `Sheet` knows which points its file means and the line of each value. It does not know what the
+values mean to models (`grid`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from specexp.lab.notebook import Notebook, Parameter, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
-MOST, TOLD = 1_000_000, 200  # points of one file; problems listed in one error
-Wrong = Callable[..., None]  # called with what is wrong and its path in the file
+MAX_POINTS, MAX_PROBLEMS = 1_000_000, 200  # of one file; reported at once
+Wrong = Callable[..., None]  # called with a message and the path of the value in the file
 _UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
 
 
 class Report:
-    """Collects the problems of grid files, to raise them all at once."""
+    """Collects the problems of several files, to report them all at once."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -37,7 +37,7 @@ class Report:
         self.problems.append((path, line, what))
 
     def refuse(self) -> None:
-        """Raise UserError if there are problems: one line each, in order of files and lines."""
+        """Raise a UserError with a line per problem, sorted by file and line, if there are any."""
         if not self.problems:
             return
         places: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
@@ -47,8 +47,8 @@ class Report:
             for path, line, what in ordered
         ]
         told = list(dict.fromkeys(_UNPRINTABLE.sub(_escaped, text) for text in said))
-        if len(told) > TOLD:
-            told = [*told[:TOLD], f"and {len(told) - TOLD:,} more problems"]
+        if len(told) > MAX_PROBLEMS:
+            told = [*told[:MAX_PROBLEMS], f"and {len(told) - MAX_PROBLEMS:,} more problems"]
         raise UserError("\n".join(told))
 
 
@@ -58,11 +58,11 @@ def _escaped(character: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A valid grid file: every value fits its parameter and is coerced to its type.
+    """A grid file whose values all fit their parameters.
 
-    `base`: all parameters of the notebook, with defaults or fixed values; `axes`: seeds included;
-    `include`: entries by their index in the file; `exclude`: entries; `product`: whether the
-    product of the axes is run, or only the includes.
+    `base`: every parameter of the notebook, at its fixed or default value; `axes`: those of `grid`,
+    and the seeds; `include`: entries by their index in the file; `product`: whether the product of
+    the axes is run, or only the `include` entries.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class Sheet:
     product: bool
 
     @property
-    def most(self) -> int:
+    def size(self) -> int:
         """The number of points before `exclude`."""
         axes = math.prod(map(len, self.axes.values())) if self.product else 0
         return axes + len(self.include)
@@ -90,7 +90,7 @@ class Sheet:
         return tuple(dict.fromkeys([*self.axes, *(n for i in self.include.values() for n in i)]))
 
     def combinations(self) -> Iterator[tuple[dict[str, Any], int | None]]:
-        """The parameters of every point, and the index of its `include` entry, if it has one."""
+        """The parameters of every point, and the index of its `include` entry if it has one."""
         for values in itertools.product(*self.axes.values()) if self.product else ():
             params = self.base | dict(zip(self.axes, values, strict=True))
             if not any(_matches(params, entry) for entry in self.exclude):
@@ -105,19 +105,19 @@ class Sheet:
         return distinct([*of_product, *of_include])
 
     def where(self, name: str, params: dict[str, Any], index: int | None) -> int | None:
-        """The line that sets a point's value of a parameter; None if it is the default."""
+        """The line that sets a parameter of a point; None if it has its default."""
         if index is not None and name in self.include[index]:
             return self.document.line("include", index, name)
         if name in self.axes and index is None:
             axis = _axis(self.document, name)
-            written = self.document.at(*axis)  # all values: --only removes some from `axes`
+            written = self.document.at(*axis)  # `axes` has fewer values after --only
             return self.document.line(*axis, norms(written).index(norm(params[name])))
         given = self.document.has("fixed", name)
         return self.document.line("fixed", name) if given else None
 
 
 def read(path: Path, report: Report) -> Sheet | None:
-    """Read a grid file; None if it has problems, which are reported."""
+    """Read a grid file. Problems go to the report; with any, returns None."""
     before = len(report.problems)
     try:
         document = lines.read(path)
@@ -134,7 +134,7 @@ def read(path: Path, report: Report) -> Sheet | None:
     if not isinstance(spec, dict):
         if not document.problems:
             kind = "is empty" if spec is None else "is not a mapping"
-            wrong(f"{kind}: a grid is a mapping with the keys {', '.join(KEYS)}")
+            wrong(f"{kind}: a grid file is a mapping with the keys {', '.join(KEYS)}")
         return None
     _check_texts(spec, wrong)
     shaped = _shaped(spec, wrong)
@@ -148,24 +148,24 @@ def read(path: Path, report: Report) -> Sheet | None:
 
 
 def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
-    """Check the top-level keys, and `experiment` and `timeout_s`."""
+    """Check the top-level keys, `experiment` and `timeout_s`."""
     strange = [name for name in spec if name not in KEYS]
     for name in strange:
-        near = difflib.get_close_matches(name, KEYS if len(strange) <= TOLD else (), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f" (there are {', '.join(KEYS)})"
+        near = difflib.get_close_matches(name, KEYS if len(strange) <= MAX_PROBLEMS else (), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(KEYS)}"
         wrong(f"unknown key {name!r:.60}{hint}", name)
     title = spec.get("experiment") or "none"
     fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
     if not fits or notebook.unfit(title):
-        wrong("experiment: a short name of letters, digits, spaces, dots and dashes", "experiment")
+        what = "experiment must be a name of up to 80 letters, digits, spaces, dots and dashes"
+        wrong(what, "experiment")
     timeout = spec.get("timeout_s")
     if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < 1e9):
-        wrong("timeout_s: a number of seconds above 0 and below 1.0e+9", "timeout_s")
+        wrong("timeout_s must be a number of seconds above 0 and below 1.0e+9", "timeout_s")
 
 
 def _shaped(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """The well-formed parts of `fixed`, `grid`, `include`, `exclude` and `seeds`; the others are
-    reported."""
+    """The well-formed parts of `fixed`, `grid`, `include`, `exclude` and `seeds`."""
     good: dict[str, Any] = {"fixed": {}, "grid": {}, "include": [], "exclude": []}
     for name in ("fixed", "grid"):
         value = spec.get(name)
@@ -174,31 +174,32 @@ def _shaped(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
         elif isinstance(value, dict):
             good[name] = value
         elif value is not None:
-            wrong(f"{name}: a mapping from parameter names to values", name)
+            wrong(f"{name} must be a mapping from parameter names to values", name)
     for name, values in good["grid"].items():
         if not isinstance(values, list) or not values:
-            wrong(f"grid.{shown(name)}: a list with at least one value", "grid", name)
+            wrong(f"grid.{shown(name)} must be a list of at least one value", "grid", name)
     good["grid"] = {n: v for n, v in good["grid"].items() if isinstance(v, list)}
     for name in ("include", "exclude"):
         value = spec.get(name)
         entries = value if isinstance(value, list) else []
         odd = [i for i, entry in enumerate(entries) if not isinstance(entry, dict) or not entry]
+        what = f"{name} must be a list of mappings from parameter names to values"
         if value is not None and not isinstance(value, list):
-            wrong(f"{name}: a list of mappings from parameter names to values", name)
+            wrong(what, name)
         for i in odd:
-            wrong(f"{name}: a list of mappings from parameter names to values", name, i)
+            wrong(what, name, i)
         good[name] = [] if odd else entries
     if "seeds" in spec:
         good["seeds"] = spec["seeds"]
         if not isinstance(spec["seeds"], list) or not spec["seeds"]:
-            wrong("seeds: a list of whole numbers, 0 or more", "seeds")
+            wrong("seeds must be a list of whole numbers of 0 or more", "seeds")
             del good["seeds"]
     return good
 
 
 def _notebook(grid_file: Path, named: Any, wrong: Wrong) -> Notebook | None:
     if not isinstance(named, str) or not named.strip():
-        wrong("notebook: name the notebook to run, such as ../10_acceptance.ipynb", "notebook")
+        wrong("notebook must name the notebook to run, as in ../10_acceptance.ipynb", "notebook")
         return None
     try:
         return notebook.read(_find(grid_file, named))
@@ -209,8 +210,8 @@ def _notebook(grid_file: Path, named: Any, wrong: Wrong) -> Notebook | None:
 
 
 def _find(grid_file: Path, named: str) -> Path:
-    """The notebook that a grid names. A notebook is code, so with symbolic links resolved it must
-    lie in this repository or under the parent of the grid file's folder."""
+    """The notebook that a grid names. A notebook is code, so its resolved path must be in this
+    repository or below the parent of the grid file's folder."""
     folder = grid_file.resolve().parent
     above = folder.parent if folder.parent != folder.parent.parent else folder
     outside = None
@@ -225,8 +226,8 @@ def _find(grid_file: Path, named: str) -> Path:
         outside = outside or (path if there else None)
     if outside:
         raise UserError(
-            f"notebook {named!r:.80} lies outside {above} and {ROOT}: a notebook is code, so only "
-            "those beside the grid or in the repository are run"
+            f"notebook {named!r:.80} is outside {above} and {ROOT}: a notebook is code, so only "
+            "those in these folders are run"
         )
     beside = [p.name for f in (folder, folder.parent, ROOT / "notebooks") for p in _notebooks(f)]
     near = difflib.get_close_matches(named.rpartition("/")[2], beside, 1)
@@ -241,14 +242,13 @@ def _notebooks(folder: Path) -> list[Path]:
 def _fitted(
     path: Path, document: lines.Document, found: Notebook, shaped: dict[str, Any], wrong: Wrong
 ) -> Sheet:
-    """Build the sheet and report values that do not fit their parameters; after a report the sheet
-    must not be used."""
+    """Check every value against its parameter. The sheet is valid if no problem was reported."""
     known = found.parameters
     entries = (shaped["fixed"], shaped["grid"], *shaped["include"], *shaped["exclude"])
-    hints = len({name for entry in entries for name in entry} - known.keys()) <= TOLD
+    hints = len({name for entry in entries for name in entry} - known.keys()) <= MAX_PROBLEMS
 
     def fitting(name: str, value: Any, *where: str | int) -> Any:
-        """The coerced value, or the value itself after reporting its problem."""
+        """The coerced value, or the value itself if it has a problem, which is reported."""
         problem = _name_problem(known, name, hints) or known[name].problem(value)
         if problem:
             wrong(f"{where[0]}.{shown(name)} {problem}", *where)
@@ -271,7 +271,7 @@ def _fitted(
             wrong(f"{what}, first on line {first}", *where, j)
         if name in fixed:
             first = document.line("fixed", name)
-            wrong(f"{name} is both fixed (line {first}) and on an axis", *where)
+            wrong(f"{name} is both in `fixed` (line {first}) and in `{where[0]}`", *where)
     include, exclude = (
         {
             i: {n: fitting(n, v, name, i, n) for n, v in entry.items()}
@@ -288,13 +288,13 @@ def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wr
     known = found.parameters.get("seed")
     if known is None or known.kind is not int:
         none = f"seeds: {found.path.name} has no parameter `seed: int`"
-        wrong(f"{none}, so the points would all be equal", "seeds")
+        wrong(f"{none}, so every seed would be the same point", "seeds")
     elif "seed" in axes:
-        wrong("seeds: the grid already has an axis `seed`; keep one of them", "seeds")
+        wrong("seeds: `grid` has an axis seed already; remove one of them", "seeds")
     else:
         for i, seed in enumerate(seeds):
             if type(seed) is not int or seed < 0:
-                wrong(f"seeds: a list of whole numbers, 0 or more, not {seed!r:.40}", "seeds", i)
+                wrong(f"seeds must be whole numbers of 0 or more, not {seed!r:.40}", "seeds", i)
             elif problem := known.problem(seed):
                 wrong(f"seeds: {seed!r:.40} {problem}", "seeds", i)
         return True
@@ -302,7 +302,7 @@ def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wr
 
 
 def _check_points(sheet: Sheet, wrong: Wrong) -> None:
-    """Report values that are valid one by one but not together."""
+    """Check the values together: unread axes, `exclude` and `include`."""
     for name in sheet.varying:
         if sheet.notebook.reads is not None and name not in sheet.notebook.reads:
             entry = next((i for i, entry in sheet.include.items() if name in entry), 0)
@@ -313,7 +313,7 @@ def _check_points(sheet: Sheet, wrong: Wrong) -> None:
                 *(_axis(sheet.document, name) if on_axis else ("include", entry, name)),
             )
     if sheet.exclude and not sheet.product:
-        wrong("exclude removes points of a grid, and this file has no grid", "exclude")
+        wrong("exclude removes points of `grid` and `seeds`, and this file has neither", "exclude")
     axes = {name: set(norms(values)) for name, values in sheet.axes.items()}
     there = {name: {norm(value)} for name, value in sheet.base.items()} | axes
     _check_exclude(sheet, there, wrong)
@@ -325,10 +325,10 @@ def _check_exclude(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> No
         absent = [name for name, value in entry.items() if norm(value) not in there[name]]
         for name in absent[:1]:
             only = listed(sheet.axes.get(name, [sheet.base[name]]))
-            never = f"{name} is never {shown(entry[name])}, only {only}"
+            never = f"{name} is never {shown(entry[name])}; its values are {only}"
             wrong(f"exclude matches no point: {never}", "exclude", i, name)
-    if sheet.exclude and sheet.most <= MOST and next(sheet.combinations(), None) is None:
-        wrong("exclude leaves no point: nothing would run", "exclude")
+    if sheet.exclude and sheet.size <= MAX_POINTS and next(sheet.combinations(), None) is None:
+        wrong("exclude removes every point: nothing would run", "exclude")
 
 
 def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
@@ -342,17 +342,17 @@ def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> No
             line = sheet.document.line("include", earlier)
             wrong(f"include repeats the point of line {line}", "include", i)
         elif of_grid:
-            wrong(f"include repeats a point of the grid on line {sheet.line}", "include", i)
+            wrong(f"include repeats a point of the grid (line {sheet.line})", "include", i)
 
 
 def _name_problem(known: dict[str, Parameter], name: str, hints: bool) -> str | None:
     if not notebook.is_name(name):
         return "is not a parameter name"
     if secret.NAME.search(name) and name not in known:
-        return "looks like a secret; parameters are stored unencrypted, use the environment"
+        return secret.REFUSED
     if name not in known:
         near = difflib.get_close_matches(name, known if hints else [], 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
         return f"is not a parameter of the notebook; {hint}"
     return None
 
@@ -361,7 +361,7 @@ def _name_problem(known: dict[str, Parameter], name: str, hints: bool) -> str | 
 
 
 def norm(value: Any) -> Any:
-    """A hashable key, equal for values that are the same to an experiment."""
+    """A hashable key, equal for values that mean the same to an experiment."""
     if isinstance(value, list):
         return tuple(map(norm, value))
     return (type(value), str(value)) if isinstance(value, bool | dict) else value
@@ -376,7 +376,7 @@ def distinct(values: list[Any]) -> list[Any]:
 
 
 def _repeated(values: list[Any]) -> Iterator[tuple[int, int]]:
-    """(index of the first occurrence, index) of each repeated value."""
+    """Indices of the first occurrence and the repeat, for each repeated value."""
     first: dict[Any, int] = {}
     for at, value in enumerate(values):
         if (i := first.setdefault(norm(value), at)) != at:

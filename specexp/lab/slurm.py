@@ -1,7 +1,7 @@
-"""Points as jobs of a Slurm site, each submitted by submitit.
+"""Runs points on a Slurm site, each as a job submitted by submitit.
 
-Submitit keeps a job and its answer in a folder that the machine of the job must see, too: one below
-the home folder, removed when the job is over. The site's scheduler decides where and when.
+Submitit exchanges task and outcome through a folder that the job's machine must see, too: one below
+the home folder, removed when the job is over. Slurm alone schedules the jobs.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
-from specexp.lab import errand
+from specexp.lab import remote
 from specexp.lab.execute import Failure, Watch
 from specexp.lab.grid import Point
 
 AT_ONCE, ASK_S = 16, 30.0
-LONGER_MIN = 10  # what a job gets beyond its point's own limit: kernels start in it
+LONGER_MIN = 10  # minutes that a job gets beyond its point's timeout, to start and to pack up
 
 
 class OnSlurm:
-    """`asked`: options of sbatch for every job, `partition=gpu,gpus-per-node=1`.
+    """Runs points as Slurm jobs. `asked`: options of sbatch for every job, such as
+    `partition=gpu,gpus-per-node=1`; they override the defaults.
 
-    A job gets one CPU, or, for a point that times something, a machine of its own, unless
-    `together`; and one GPU if the point's device is one. Raises UserError.
+    A timed point gets a machine of its own unless `together`; others get one CPU. Both get one GPU
+    if the point's device is one. Raises UserError.
     """
 
     def __init__(
@@ -40,30 +41,30 @@ class OnSlurm:
         together: bool = False, say: Callable[[str], None] = lambda said: None,
     ) -> None:  # fmt: skip
         if importlib.util.find_spec("submitit") is None:
-            raise UserError('points on Slurm need submitit: pip install "specexp[slurm]"')
+            raise UserError('to run on Slurm install submitit: pip install "specexp[slurm]"')
         if shutil.which("sbatch") is None or shutil.which("srun") is None:
-            raise UserError("there is no sbatch here: run this where jobs of Slurm are submitted")
+            raise UserError("sbatch or srun is missing: run this on a Slurm login node")
         self.asked: dict[str, str] = {}
         for option in filter(None, asked.split(",")):
             name, _, value = option.partition("=")
-            spelt = name.replace("-", "_")  # as submitit has it; Slurm has dashes
+            spelt = name.replace("-", "_")  # submitit's spelling; Slurm's has dashes
             if not (spelt.isidentifier() and value):
                 raise UserError(
-                    f"{name!r} is no option for Slurm: write slurm:partition=gpu,account=me"
+                    f"{option!r} is not a Slurm option: write slurm:partition=gpu,account=me"
                 )
             self.asked[spelt] = value
         self.say = say
-        self._errands = errand.Errands(points, forked, together)
+        self._tasks = remote.Tasks(points, forked, together)
         self._over = threading.Event()
 
     def __enter__(self) -> OnSlurm:
-        """Asks Slurm if it would take such a job, and makes the folder."""
+        """Ask Slurm whether it accepts such jobs, and make the folder for them."""
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in self.asked.items()]
         answer = subprocess.run(
             ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True
         )
         if answer.returncode:
-            raise UserError(f"Slurm refuses these jobs: {' '.join(answer.stderr.split())[:300]}")
+            raise UserError(f"Slurm rejects these jobs: {' '.join(answer.stderr.split())[:300]}")
         home = Path.home() / ".cache" / "specexp"
         home.mkdir(parents=True, exist_ok=True)
         self._folder = tempfile.mkdtemp(prefix="slurm-", dir=home)
@@ -80,18 +81,18 @@ class OnSlurm:
         return jobs or AT_ONCE
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
-        return contextlib.nullcontext(True)  # `demand` sees to it
+        return contextlib.nullcontext(True)  # ensured by `demand`
 
     @contextlib.contextmanager
-    def seat(self, number: int) -> Iterator[errand.Seat]:
-        yield errand.Seat(self, number)
+    def seat(self, number: int) -> Iterator[remote.Seat]:
+        yield remote.Seat(self, number)
 
     def kill(self) -> None:
         self._over.set()
 
     def demand(self, point: Point) -> dict[str, Any]:
-        """What sbatch is asked for; what the user asked for comes first."""
-        alone, device = self._errands.alone(point), str(point.params.get("device", "cpu"))
+        """The options of sbatch for a point; the user's own take precedence."""
+        alone, device = self._tasks.alone(point), str(point.params.get("device", "cpu"))
         wanted: dict[str, Any] = {
             "job_name": "specexp", "time": math.ceil(point.timeout_s / 60) + LONGER_MIN,
         }  # fmt: skip
@@ -99,7 +100,7 @@ class OnSlurm:
         wanted |= {"gpus_per_node": 1} if device.startswith("cuda") else {}
         return wanted | self.asked
 
-    def carry(self, point: Point, seat: int, watch: Watch) -> errand.Answer:
+    def run_point(self, point: Point, seat: int, watch: Watch) -> remote.Outcome:
         import submitit
 
         wanted, extra = self.demand(point), {}
@@ -108,17 +109,18 @@ class OnSlurm:
         executor = submitit.SlurmExecutor(tempfile.mkdtemp(dir=self._folder), max_num_timeout=0)
         executor.update_parameters(**wanted, additional_parameters=extra)
         try:
-            job = executor.submit(errand.run, self._errands.of(point))
+            job = executor.submit(remote.run, self._tasks.of(point))
             return self._wait(job, watch)
         except submitit.core.utils.FailedJobError as e:
             raise Failure("error", f"Slurm: {_line(e)}") from e
         except submitit.core.utils.UncompletedJobError as e:
-            raise errand.Lost(f"job {job.job_id} ended {job.state}") from e
+            raise remote.WorkerLost(f"job {job.job_id} ended {job.state}") from e
         finally:
             shutil.rmtree(executor.folder, ignore_errors=True)
 
-    def _wait(self, job: Any, watch: Watch) -> errand.Answer:
-        """Slurm itself is asked now and then; otherwise the folder says that a job is over."""
+    def _wait(self, job: Any, watch: Watch) -> remote.Outcome:
+        """Wait for a job. Submitit's folder shows its end; Slurm itself is asked every ASK_S, as a
+        lost job leaves nothing there."""
         begin = time.monotonic()
         for ask in itertools.count(1):
             while time.monotonic() < begin + ask * ASK_S and not job.done():
@@ -128,12 +130,12 @@ class OnSlurm:
                 watch(f"job {job.job_id}, {job.state.lower()}")
             if job.done(force_check=True):
                 break
-        answer: errand.Answer = job.result()
+        answer: remote.Outcome = job.result()
         return answer
 
 
 def _line(e: Exception) -> str:
-    """The error of a command, or the last line of the traceback that a job has left."""
+    """The error of a command, or the last line of a job's traceback."""
     parts = str(e).split("-" * 22)
     said = (parts[1] if len(parts) > 2 else parts[0]).strip().splitlines()
     return said[-1].strip()[:200] if said else type(e).__name__

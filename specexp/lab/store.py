@@ -1,9 +1,9 @@
-"""The store: where results lie, who works on what, and the rename that makes a result.
+"""The store: a folder of attempts and results, with locks and an atomic commit.
 
-It is `mlruns/` at the repository root, or SPECEXP_MLRUNS. `attempts/` holds work in progress,
-`results/` what was committed, `failed/` and `replaced/` what was set aside, `claims/` who is at
-work, `grids/` which keys are a grid's, whichever grid it was that made them. Locks are the
-operating system's: a killed holder leaves none behind. Nothing here knows MLflow or notebooks.
+The store is `mlruns/` at the repository root, or SPECEXP_MLRUNS. `attempts/` holds work in
+progress, `results/` committed results, `failed/` and `replaced/` what was set aside, `claims/` the
+lock files, `grids/` the run keys of each grid. Locks are `flock` locks, which the kernel releases
+when their holder dies. This module knows nothing of MLflow or notebooks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
 MANIFEST = "manifest.json"
 PATIENCE_S = 120.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
-TROUBLE = (*FULL, errno.EIO, errno.EMFILE, errno.ENFILE)  # of the machine, not of permissions
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # a file that is damaged
+MACHINE_ERRORS = (*FULL, errno.EIO, errno.EMFILE, errno.ENFILE)  # as opposed to permissions
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # the file is lost or unreadable
 
 
 class StoreBusy(UserError):
-    """Somebody else holds a lock for longer than we wait."""
+    """Another process held a lock for longer than PATIENCE_S."""
 
     code = 3
 
@@ -47,21 +47,27 @@ def root() -> Path:
 
 
 def folder(name: str) -> Path:
-    """A folder of the store, made if need be. Raises UserError where nothing may be written."""
+    """A folder of the store, created if missing. Raises UserError if it cannot be written to."""
     path = root() / name
     with _writing():
         path.mkdir(parents=True, exist_ok=True)
     return path
 
 
+def listed(name: str) -> list[Path]:
+    """The entries of a folder of the store, sorted; none if it does not exist."""
+    path = root() / name
+    return sorted(path.iterdir()) if path.is_dir() else []
+
+
 def identity() -> str:
-    """Names this store among those that publish to one server; made at its first use."""
+    """A random id that tells this store from others on the same server; created at first use."""
     path = folder("") / "id"
     if not path.exists():
         new = path.with_name(f"id-{uuid.uuid4().hex[:12]}")
         new.write_text(new.name.removeprefix("id-"))
         with contextlib.suppress(FileExistsError):
-            os.link(new, path)  # the first of several wins, and nobody reads half a name
+            os.link(new, path)  # atomic: the first process wins, and nobody reads half an id
         new.unlink()
     return path.read_text()
 
@@ -71,9 +77,11 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        if e.errno in TROUBLE:
+        if e.errno in MACHINE_ERRORS:
             raise
-        raise UserError(f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS") from e
+        raise UserError(
+            f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS to a writable folder"
+        ) from e
 
 
 # --- claims --------------------------------------------------------------------------------------
@@ -81,7 +89,7 @@ def _writing() -> Iterator[None]:
 
 @contextmanager
 def claim(key: str) -> Iterator[bool]:
-    """Is this key ours now? One process or thread at a time gets True, until it leaves or dies."""
+    """Lock a key for the `with` block. Yields False if another process or thread holds it."""
     path = folder("claims") / key
     descriptor = _lock(path)
     if descriptor is None:
@@ -110,11 +118,11 @@ def _lock(path: Path) -> int | None:
                 return None
         except FileNotFoundError:
             pass
-        os.close(descriptor)  # it was only looked at, or its holder removed it between our steps
+        os.close(descriptor)  # `_held` of another process, or the holder's unlink, got in between
 
 
 def _held(descriptor: int) -> bool:
-    """Does somebody hold this lock? To ask is to have a share in it, until the file is closed."""
+    """Whether another process holds this lock. If none does, ours is shared until it is closed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -123,7 +131,7 @@ def _held(descriptor: int) -> bool:
 
 
 def holder(key: str) -> str | None:
-    """Who has claimed this key, or None."""
+    """The process that has claimed this key ("pid 7 on host: command"), or None."""
     path = root() / "claims" / key
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -136,10 +144,8 @@ def holder(key: str) -> str | None:
 
 
 def claims() -> dict[str, str]:
-    """Every key that is claimed now, and by whom."""
-    place = root() / "claims"
-    names = sorted(p.name for p in place.iterdir()) if place.is_dir() else []
-    return {name: who for name in names if (who := holder(name))}
+    """Every claimed key and its holder."""
+    return {path.name: who for path in listed("claims") if (who := holder(path.name))}
 
 
 def _command() -> str:
@@ -148,16 +154,18 @@ def _command() -> str:
 
 @contextmanager
 def alone(what: str, waiting: Callable[[str], None] = lambda said: None) -> Iterator[None]:
-    """Wait until nobody else does `what`, then do it. Raises StoreBusy after PATIENCE_S."""
+    """Hold the claim `what` for the `with` block, after waiting for it: `waiting` is called with a
+    message meanwhile. Raises StoreBusy after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         with claim(what) as ours:
             if ours:
                 yield
                 return
+        who = holder(what) or "another process"
         if time.monotonic() > deadline:
-            raise StoreBusy(f"{root()}: {what} is held by {holder(what)}; wait, or stop it")
-        waiting(f"waiting for {holder(what) or 'another run'}")
+            raise StoreBusy(f"{root()} is locked for {what} by {who}: wait for it, or stop it")
+        waiting(f"waiting for the store, locked for {what} by {who}")
         time.sleep(0.1)
 
 
@@ -165,14 +173,14 @@ def alone(what: str, waiting: Callable[[str], None] = lambda said: None) -> Iter
 
 
 def remember(grid: str, keys: Set[str]) -> None:
-    """These keys are of points of a grid."""
+    """Add run keys to those of a grid's points."""
     if new := keys - keys_of(grid):
         with (folder("grids") / f"{grid}.txt").open("a") as file:
             file.writelines(f"\n{key}" for key in sorted(new))
 
 
 def keys_of(grid: str) -> set[str]:
-    """All that were ever remembered."""
+    """The run keys of every point this grid ever had, whichever grid ran it."""
     file = root() / "grids" / f"{grid}.txt"
     return set(file.read_text().split()) if file.exists() else set()
 
@@ -186,13 +194,13 @@ def new_attempt(key: str) -> Path:
     return path
 
 
-def key_of(attempt: Path) -> str:
-    """The key an attempt, or what became of it, is for."""
-    return attempt.name.rpartition("-")[0]
+def key_of(path: Path) -> str:
+    """The run key of a result, or of a folder elsewhere in the store, named `<key>-<random>`."""
+    return path.name if path.parent.name == "results" else path.name.rpartition("-")[0]
 
 
-def of(key: str, where: str) -> list[Path]:
-    """The attempts for a key, or what became of them, in one of the store's folders."""
+def attempts_of(key: str, where: str) -> list[Path]:
+    """The folders of a run key in `attempts/`, `failed/` or `replaced/`."""
     there = folder(where)
     return [there / name for name in os.listdir(there) if name.rpartition("-")[0] == key]
 
@@ -202,9 +210,9 @@ def result_of(key: str) -> Path:
 
 
 def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
-    """Make an attempt a result: everything on disk, then one rename. Returns its new folder.
+    """Turn an attempt into a result: fsync every file, then rename the folder. Returns the result.
 
-    A result that is there already is set aside under `replaced/`.
+    An existing result of this key is moved to `replaced/`.
     """
     known = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
     (attempt / TAGS).write_text(json.dumps(known))
@@ -218,15 +226,14 @@ def now_ms() -> int:
 
 
 def ended_ms(folder: Path) -> int:
-    """When what a result or a failed attempt holds ended. Of one that does not say, as older ones,
-    when its tags were written."""
+    """When a result or failed attempt ended. Older ones do not record it: when tags.json was
+    written."""
     said = read(folder / TAGS).get("ended")
     return said if isinstance(said, int) else (folder / TAGS).stat().st_mtime_ns // 1_000_000
 
 
 def finish(attempt: Path) -> bool:
-    """Make an attempt a result whose `commit` was cut short when it was whole. False where it was
-    not, or a result is there."""
+    """Complete an interrupted `commit`. False if the attempt is not intact or a result exists."""
     result = folder("results") / key_of(attempt)
     if result.exists() or not intact(attempt):
         return False
@@ -247,7 +254,7 @@ def _settle(attempt: Path, result: Path) -> Path:
 
 
 def set_aside(path: Path, where: str) -> Path:
-    """Move an attempt or a result out of the way, whole; returns its new place."""
+    """Move an attempt or a result to another folder of the store; returns its new path."""
     name = path.name if path.parent.name == "attempts" else f"{path.name}-{uuid.uuid4().hex[:8]}"
     kept = folder(where) / name
     os.rename(path, kept)
@@ -255,7 +262,7 @@ def set_aside(path: Path, where: str) -> Path:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Every regular file below a folder. Raises OSError for a part that cannot be listed."""
+    """Every regular file below a folder. Raises OSError if a subfolder cannot be listed."""
 
     def refuse(e: OSError) -> None:
         raise e
@@ -266,16 +273,16 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def only_files(attempt: Path) -> None:
-    """Remove what is neither a file nor a folder: a link could lead what is copied elsewhere."""
+    """Remove everything but files and folders: a link could make copies read other files."""
     for path in attempt.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             path.unlink()
 
 
 def intact(result: Path) -> bool:
-    """Is this result complete and unchanged since it was committed?
+    """Whether this result is complete and unchanged since it was committed.
 
-    Raises OSError where that cannot be told now (too many open files, not ours to read).
+    Raises OSError if that cannot be determined now (too many open files, no permission).
     """
 
     def as_committed() -> bool:
@@ -290,24 +297,24 @@ def intact(result: Path) -> bool:
 
 
 def sound(check: Callable[[], bool]) -> bool:
-    """What `check` finds in files; False where one is torn or gone. Raises its other OSErrors."""
+    """The result of `check`; False if a file it reads is torn or missing. Raises other OSErrors."""
     try:
         return check()
     except (KeyError, TypeError, ValueError):
         return False
     except OSError as e:
-        if e.errno in GONE:
+        if e.errno in DAMAGE:
             return False
         raise
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A JSON file of the store. Raises OSError, and ValueError or TypeError where it is torn."""
+    """Read a JSON file of the store. Raises OSError, and ValueError or TypeError if it is torn."""
     return dict(json.loads(path.read_text()))
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What can be read of a JSON file of the store: nothing when there is none or it is torn."""
+    """Read a JSON file of the store; an empty dictionary if it is missing or torn."""
     try:
         return load(path)
     except (OSError, TypeError, ValueError):

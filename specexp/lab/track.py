@@ -1,9 +1,9 @@
-"""How results reach MLflow, and are read from it.
+"""Logs results from notebooks, publishes them to MLflow and reads them back.
 
-A notebook calls `parameters` and `log`. Under the runner `log` writes into the attempt folder it
-was given and nothing else: a kernel never opens the store. By hand the same call makes an attempt
-of its own, commits it and publishes it. Only what is committed or failed for good is published,
-and publishing it twice changes nothing.
+A notebook calls `parameters` and `log`. Under the runner, `log` only writes into the given attempt
+folder: a kernel never opens the store or MLflow. In a notebook run by hand it makes an attempt,
+commits and publishes it. Only committed results and kept failures are published, and publishing one
+twice changes nothing.
 
 Runs go to `mlflow.db` and `artifacts/` in the store, or to where MLFLOW_TRACKING_URI says.
 """
@@ -29,13 +29,13 @@ from specexp.lab import store, view
 from specexp.lab.backend import Away, Backend, Damaged, Refused
 
 __all__ = ["Away", "Damaged", "Refused"]
-REMEDY = "; results are safe: make it anew by `specexp store rebuild`"
+REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
 _STEP = re.compile(r"-?\d{1,18}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
-_LONGEST_NAME = 250  # MLflow refuses longer ones
-_LONGEST_PARAM = 6000  # MLflow cuts what is longer
+_LONGEST_NAME = 250  # MLflow rejects longer ones
+_LONGEST_PARAM = 6000  # MLflow truncates longer ones
 _VERSIONS = ("specexp", "torch", "transformers")
 
 
@@ -43,7 +43,7 @@ _VERSIONS = ("specexp", "torch", "transformers")
 
 
 def parameters(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The notebook's parameters: every public name with a plain value, `globals()` being given."""
+    """The notebook's parameters, given `globals()`: every public name that has a plain value."""
     return {
         name: value
         for name, value in names.items()
@@ -64,8 +64,8 @@ def log(
 ) -> None:
     """Record one run: metrics `group/name`, series by step (lists count from 1), tables, figures.
 
-    Under the runner the grid's experiment takes the place of this one. Raises UserError for a
-    name or a value that could not be compared later.
+    Under the runner the grid's experiment replaces this one. Raises UserError for a name or value
+    that MLflow would reject or change.
     """
     curves = {
         name: dict(enumerate(values, 1)) if not isinstance(values, Mapping) else dict(values)
@@ -76,7 +76,7 @@ def log(
         "params": dict(params),
         "metrics": {name: float(value) for name, value in metrics.items()},
         "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
-        "tags": {**provenance(), **(tags or {})},
+        "tags": {**provenance(str(params.get("device", "auto"))), **(tags or {})},
     }
     problems = problems_of(record)
     if problems:
@@ -96,16 +96,17 @@ def log(
                 initialise()
             publish(result)
         except Refused as e:
-            print(f"kept in {result}; MLflow refuses it: {e}")
+            print(f"kept in {result}; MLflow refused it: {e}")
             return
         except Away as e:
-            print(f"kept in {result}; not in MLflow yet: {e}; `specexp store rebuild` shows it")
+            retry = "publish it later with `specexp store rebuild`"
+            print(f"kept in {result}; not in MLflow yet, {retry}: {e}")
             return
     print(f"logged to {where()}; compare with: specexp ui")
 
 
 def _step(step: Any) -> str:
-    """A step as a record has it: 2.0 is 2; what is no whole number stays, to be refused."""
+    """A step as a string: 2.0 is "2"; others are unchanged, for `problems_of` to reject."""
     return str(math.floor(step) if isinstance(step, Real) and step % 1 == 0 else step)
 
 
@@ -114,7 +115,7 @@ def _write(
     tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Any],
 ) -> None:  # fmt: skip
     if (attempt / store.RESULT).exists():
-        raise UserError("this notebook logged already; one run logs once")
+        raise UserError("this notebook called track.log before: one run logs once")
     for name, table in tables.items():
         table.to_parquet(attempt / f"{_file_name(name)}.parquet")
     for name, figure in figures.items():
@@ -126,12 +127,12 @@ def _write(
 
 def _file_name(name: str) -> str:
     if not _FILE.fullmatch(name):
-        raise UserError(f"name tables and figures by letters, digits, - and _, not {name!r}")
+        raise UserError(f"names of tables and figures have letters, digits, - and _, not {name!r}")
     return name
 
 
 def problems_of(record: Mapping[str, Any]) -> list[str]:
-    """Why a record cannot be published: bad names and steps, values that are not finite."""
+    """Why a record cannot be published: bad names or steps, values that are not finite."""
     flat = dict(record["metrics"])
     for name, curve in record["series"].items():
         flat |= {f"{name} at {step}": value for step, value in curve.items()}
@@ -139,12 +140,12 @@ def problems_of(record: Mapping[str, Any]) -> list[str]:
     return [
         *(f"metric {n!r} is not named group/name" for n in names if not _METRIC.fullmatch(n)),
         *(
-            f"the name {n[:40]}... has {len(n)} characters, more than {_LONGEST_NAME}"
+            f"the metric {n[:40]}... has {len(n)} characters, more than {_LONGEST_NAME}"
             for n in names
             if len(n) > _LONGEST_NAME
         ),
         *(
-            f"{n} has the step {step}, not a whole number of 64 bits"
+            f"{n} has the step {step}, not a 64-bit integer"
             for n, curve in record["series"].items()
             for step in curve
             if not _STEP.fullmatch(str(step))
@@ -153,21 +154,20 @@ def problems_of(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def provenance() -> dict[str, str]:
-    """Tags that say where a run came from: versions, device, threads, load, commit."""
+def provenance(device: str = "auto") -> dict[str, str]:
+    """Tags that say what a run was made with: versions, device, threads, load, commit."""
     import torch
 
     from specexp.lab import doctor, identity
 
     versions = {f"version.{name}": doctor.version(name) or "unknown" for name in _VERSIONS}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     commit, dirty = os.environ.get("SPECEXP_GIT", "").split() or _git_state()
-    slower = identity.engine("auto")
+    slower = identity.engine(device)
     return {
         **versions,
         **({"engine": slower} if slower else {}),
         "version.python": platform.python_version(),
-        "device": device,
+        "device": identity.device_class(device),
         "threads": str(torch.get_num_threads()),
         "load": f"{os.getloadavg()[0]:.2f}",
         "git.commit": commit,
@@ -176,7 +176,7 @@ def provenance() -> dict[str, str]:
 
 
 def _git_state() -> list[str]:
-    """The commit, and whether tracked files differ from it."""
+    """The commit, and "true" if tracked files differ from it, else "false"."""
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return [_git("rev-parse", "HEAD"), str(bool(changed)).lower()]
 
@@ -194,7 +194,7 @@ def _git(*args: str) -> str:
 
 
 def own() -> bool:
-    """Are runs tracked in the store's own database?"""
+    """Whether runs are tracked in the store's own database."""
     return not os.environ.get("MLFLOW_TRACKING_URI")
 
 
@@ -210,7 +210,7 @@ def database() -> Backend:
 
 
 def where() -> str:
-    """Where runs are tracked, for people: a path, or an address without its password."""
+    """Where runs are tracked, for messages: a path, or an address without its password."""
     return str(backend())
 
 
@@ -219,18 +219,18 @@ def client() -> Any:
 
 
 def initialise() -> None:
-    """Create the database if it is not there, else see that it can be read; by one process at a
-    time (`store.alone`). Raises Away, Damaged."""
+    """Create the database if it is missing, else check that it can be read. One process at a time
+    may do so (`store.alone`). Raises Away, Damaged."""
     backend().prepare(known=own() and had_runs())
 
 
 def had_runs() -> bool:
-    """Was anything published in the store's own database?"""
+    """Whether anything was ever published to the store's own database."""
     return any(store.root().glob("results/*/published"))
 
 
 def experiment_id(name: str) -> str:
-    """The experiment of this name, made or restored if need be."""
+    """The id of the experiment of this name, which is created or restored if necessary."""
     from mlflow.exceptions import MlflowException
 
     place, mlflow = backend(), client()
@@ -238,7 +238,7 @@ def experiment_id(name: str) -> str:
     if found is None:
         try:
             return str(mlflow.create_experiment(name, artifact_location=place.location(name)))
-        except MlflowException:  # somebody else was faster
+        except MlflowException:  # another process has just created it
             found = mlflow.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -248,23 +248,22 @@ def experiment_id(name: str) -> str:
 
 
 def published(folder: Path) -> bool:
-    """Is it known that MLflow, where we track now, shows this folder?"""
+    """Whether this folder was published to where runs are tracked now."""
     return marker(folder).exists()
 
 
 def marker(folder: Path) -> Path:
-    """The file that says so and holds the run's id."""
+    """The file that marks a folder as published and holds the run's id."""
     if own():
         return folder / "published"
     return folder / f"published-{store.digest(backend().uri.encode())[:8]}"
 
 
 def publishable(folder: Path) -> bool:
-    """May MLflow be told of this folder? A result as it was committed may be shown, if MLflow takes
-    such a record, and a failed attempt of which enough is left: nobody saw to it that it reached
-    the disk.
+    """Whether a result is intact and valid for MLflow, or enough of a failed attempt is left to be
+    published: those are not fsynced.
 
-    Raises OSError where that cannot be told now.
+    Raises OSError if that cannot be determined now.
     """
     if folder.parent.name == "results":
         record = folder / store.RESULT
@@ -279,11 +278,10 @@ def publishable(folder: Path) -> bool:
 
 
 def publish(folder: Path) -> str:
-    """Show a result or a failed attempt in MLflow, once, and remember it; returns the run's id.
-    Raises Away, Refused, Damaged, or OSError where a disk is full or the folder cannot be read now.
+    """Publish a result or failed attempt to MLflow, unless it has been; returns the run's id.
 
-    The folder's tags.json holds the run's tags, `run_key`, `attempt` and `status` among them, and
-    when it `ended`.
+    The folder's tags.json holds the run's tags, with `run_key`, `attempt`, `status` and `ended`.
+    Raises Away, Refused, Damaged, or OSError if the disk is full or the folder cannot be read.
     """
     if not published(folder):
         with backend().reaching():
@@ -293,7 +291,7 @@ def publish(folder: Path) -> str:
 
 
 def _publish(folder: Path) -> str:
-    """The run is made, filled and marked whole; then what it replaces is deleted."""
+    """Create and fill the run, mark it as whole, then delete the runs that it replaces."""
     place = backend()
     tags = store.load(folder / store.TAGS) | {"store": store.identity()}
     status, _ = tags.pop("status"), tags.pop("ended", None)
@@ -306,10 +304,10 @@ def _publish(folder: Path) -> str:
         if is_whole(r)
         and (
             r.data.tags.get("attempt") == tags["attempt"]
-            or (status != "FINISHED" and _since(r, folder))
+            or (status != "FINISHED" and _succeeded_since(r, folder))
         )
     ]
-    run_id = same[0] if same else _show(folder, experiment, status, tags, record)
+    run_id = same[0] if same else _create_run(folder, experiment, status, tags, record)
     for old in place.runs(experiment, wanted):
         stays = is_whole(old) and old.info.status == "FINISHED" != status
         if old.info.run_id != run_id and is_ours(old) and not stays:
@@ -317,13 +315,13 @@ def _publish(folder: Path) -> str:
     return run_id
 
 
-def _since(run: Any, folder: Path) -> bool:
-    """Did this run end well after the failure in the folder? Then that need not be told."""
+def _succeeded_since(run: Any, folder: Path) -> bool:
+    """Whether this run finished after the failure in the folder, which is then not published."""
     later = run.info.end_time > store.ended_ms(folder)
     return later and is_ours(run) and run.info.status == "FINISHED"
 
 
-def _show(
+def _create_run(
     folder: Path, experiment: str, status: str, tags: dict[str, str], record: Mapping[str, Any]
 ) -> str:
     from mlflow.entities import Metric, Param, RunTag
@@ -347,18 +345,18 @@ def _show(
 
 
 def is_whole(run: Any) -> bool:
-    """Was everything of this run published?"""
+    """Whether everything of this run was published."""
     return bool(run.data.tags.get("published") == "1")
 
 
 def is_ours(run: Any) -> bool:
-    """Is it of a point, and published from this store? A server may show those of many."""
+    """Whether a run was published from this store: a server may hold those of many."""
     tags = run.data.tags
     return "run_key" in tags and tags.get("store", store.identity()) == store.identity()
 
 
 def as_params(record: Mapping[str, Any]) -> dict[str, str]:
-    """A record's parameters as MLflow keeps them."""
+    """A record's parameters as MLflow stores them."""
     written = {
         n: json.dumps(v) if isinstance(v, list) else str(v) for n, v in record["params"].items()
     }
@@ -366,16 +364,16 @@ def as_params(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """A record's metrics and series as MLflow keeps them: name, step, value."""
+    """A record's metrics and series as MLflow stores them: (name, step, value)."""
     points = [(n, 0, v) for n, v in record.get("metrics", {}).items()]
     for n, curve in record.get("series", {}).items():
         points += [(n, int(step), v) for step, v in curve.items()]
     return points
 
 
-def there() -> bool:
-    """Is there anything to be read? A store has no database before its first run. Raises Damaged
-    if it had one, Away."""
+def has_database() -> bool:
+    """Whether there is a database to read: a store has none before its first run. Raises Damaged
+    if it has lost the one it had, or Away."""
     if not backend().empty():
         return True
     if own() and had_runs():
@@ -385,11 +383,11 @@ def there() -> bool:
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
     """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. `grid`: only
-    runs of its points, those that another grid made, too. Raises Away, Damaged."""
+    runs of this grid's points, whichever grid ran them. Raises Away, Damaged."""
     place, keys = backend(), store.keys_of(grid or "")
     found = [
         (e.name, run)
-        for e in (place.experiments() if there() else [])
+        for e in (place.experiments() if has_database() else [])
         if experiment in (None, e.name)
         for run in place.runs(e.experiment_id, "attributes.status = 'FINISHED'")
         if grid in (None, run.data.tags.get("grid")) or run.data.tags.get("run_key") in keys
@@ -404,5 +402,5 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
 
 
 def curve(run_id: str, name: str) -> dict[int, float]:
-    """A series of one run by step."""
+    """A series of one run: step -> value."""
     return {m.step: m.value for m in backend().history(run_id, name)}

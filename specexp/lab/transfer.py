@@ -1,9 +1,9 @@
-"""Every run of every experiment from one MLflow store to another, with nothing lost.
+"""Copies every run of every experiment from one MLflow store to another, and compares them.
 
-MLflow 3.17.2 has no command for this but `migrate-filestore`. Goes through MLflow's own interface
-on both sides. A copy is marked by the tag `copied.from`, the id of the run it began as, however
-many stores it went through; one that was cut short bears another tag and is made again. What MLflow
-keeps beside runs (traces, models, prompts) is not copied.
+MLflow 3.17.2 has no command for this except `migrate-filestore`. The copy uses MLflow's client on
+both sides. A copied run has the tag `copied.from`, the id of the original run, however many stores
+it went through; an interrupted copy has the tag `copied.half` and is made again. Traces, models and
+prompts are not copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ENDED = ("FINISHED", "FAILED", "KILLED")
 
 @dataclass
 class Copied:
-    """What was done and what was compared; `differences` is empty when the stores agree."""
+    """Runs copied, runs found there already, and counts of what was compared. `differences` is
+    empty if the stores agree."""
 
     made: int = 0
     there: int = 0
@@ -40,7 +41,7 @@ class Copied:
 
 
 def copy(to: str, source: str | None, console: Console) -> bool:
-    """`transfer` between addresses, told to people; says whether everything agrees."""
+    """`transfer` between two addresses, with a printed summary; returns whether they agree."""
     target = Backend.at(to, store.root())
     place = Backend.at(source, store.root()) if source else track.backend()
     done = transfer(place, target, console)
@@ -48,15 +49,15 @@ def copy(to: str, source: str | None, console: Console) -> bool:
     console.print(f"{done.made} runs copied, {done.there} were there already", highlight=False)
     for line in done.differences:
         console.print(Text("differs", "bold red") + Text(f": {line}", ""), soft_wrap=True)
-    agrees = "agree" if not done.differences else f"{len(done.differences)} differences"
+    agrees = "all equal" if not done.differences else f"{len(done.differences)} differences"
     console.print(f"compared {seen}: {agrees}", highlight=False, soft_wrap=True)
     return not done.differences
 
 
 def transfer(source: Backend, target: Backend, console: Console) -> Copied:
-    """Copy what is missing, then read both sides again and compare everything. Raises UserError,
-    Away, Damaged."""
-    _sensible(source, target)
+    """Copy missing runs, then read both sides again and compare them all. Raises UserError, Away,
+    Damaged."""
+    _check_stores(source, target)
     with store.alone("setup"):
         target.prepare()
     done = Copied()
@@ -93,7 +94,7 @@ def transfer(source: Backend, target: Backend, console: Console) -> Copied:
         for (_, run), (old, new) in zip(runs, both, strict=True):
             done.seen.update(old.counts)
             done.differences += [
-                f"run {run.info.run_id} ({run.info.run_name}): other {what} in {target}"
+                f"run {run.info.run_id} ({run.info.run_name}): {what} in {target}"
                 for what in old.differs(new, ids)
             ]
     return done
@@ -101,8 +102,8 @@ def transfer(source: Backend, target: Backend, console: Console) -> Copied:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a copy must have in common with what it was made from: digests by kind, how much of
-    each there is, and the parent's id, which a copy has another of."""
+    """What a copy must share with its original: digests by kind, and counts. `parent`: the parent
+    run's id, which differs between stores."""
 
     kinds: dict[str, str]
     counts: dict[str, int]
@@ -115,7 +116,7 @@ class Facts:
 
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-    """The results in order; a few are worked at together, and none begins after one failed."""
+    """The results of `work` in order, computed by THREADS threads; stops at the first error."""
     with ThreadPoolExecutor(THREADS, "copy") as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -125,18 +126,18 @@ def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
             pool.shutdown(cancel_futures=True)
 
 
-def _sensible(source: Backend, target: Backend) -> None:
+def _check_stores(source: Backend, target: Backend) -> None:
     if source.uri == target.uri:
         raise UserError(f"{source} would be copied to itself: name another store")
     if source.file and not source.file.exists():
-        raise UserError(f"there is no {source}")
+        raise UserError(f"{source} does not exist")
     if target.file and not target.file.parent.is_dir():
-        raise UserError(f"there is no folder {target.file.parent}: make it first")
+        raise UserError(f"the folder {target.file.parent} does not exist: create it first")
     source.prepare(known=True)
 
 
 def _whole(place: Backend, experiment: Any) -> list[Any]:
-    """Runs, deleted ones too, newest first, but for copies that were cut short."""
+    """Runs of an experiment, newest first, with deleted ones, without interrupted copies."""
     runs = place.runs(experiment.experiment_id, deleted=True)
     return [run for run in runs if HALF not in run.data.tags]
 
@@ -161,7 +162,7 @@ def _experiment(target: Backend, wanted: Any) -> None:
 
 
 def _known(target: Backend, origins: set[str]) -> dict[str, Any]:
-    """The run each began as -> the run in the target. What was cut short of them is deleted."""
+    """Original run id -> run in the target. Deletes interrupted copies of these originals."""
     known = {}
     for e in target.experiments(deleted=True):
         for run in target.runs(e.experiment_id, deleted=True):
@@ -176,15 +177,14 @@ def _known(target: Backend, origins: set[str]) -> dict[str, Any]:
 def _copy(
     source: Backend, target: Backend, experiment: Any, run: Any, stale: Any
 ) -> tuple[Any, Facts]:
-    """Make one run anew in the target; returns it and what it was made from."""
+    """Copy one run to the target; returns the copy and the facts of the original."""
     from mlflow.entities import Param
 
     client = target.client
     with target.reaching():
         place = client.get_experiment_by_name(experiment.name)
         if place.lifecycle_stage == "deleted":
-            said = f"experiment {experiment.name} is deleted in {target}: restore it there first"
-            raise UserError(said)
+            raise UserError(f"experiment {experiment.name} is deleted in {target}: restore it")
         if stale and stale.info.lifecycle_stage == "active":
             client.delete_run(stale.info.run_id)
     points = _points(source, run)
@@ -213,7 +213,7 @@ def _copy(
 
 
 def _finish(target: Backend, run: Any, copy: Any, ids: Mapping[str, str]) -> None:
-    """What can only be said when every run is there: its parent's new id, and that it is deleted"""
+    """Set the parent's new id and the deleted state, once all runs are in the target."""
     if copy.info.lifecycle_stage == "deleted":
         return
     parent = run.data.tags.get(PARENT)
@@ -225,7 +225,7 @@ def _finish(target: Backend, run: Any, copy: Any, ids: Mapping[str, str]) -> Non
 
 
 def _delete(target: Backend, wanted: Any) -> None:
-    """Delete an experiment that is deleted in the source, unless it has runs of others here."""
+    """Delete an experiment that is deleted in the source, unless it has active runs here."""
     if wanted.lifecycle_stage == "deleted":
         with target.reaching():
             there = target.client.get_experiment_by_name(wanted.name)

@@ -1,4 +1,4 @@
-"""The shared view of an experiment in the MLflow UI (columns, order, charts), and its link."""
+"""The shared view in which the MLflow UI opens an experiment: columns, order, charts, link."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LINES = (
 
 
 def shared(logged: Collection[str]) -> str:
-    """The view's state as JSON, limited to the parameters and metrics that the experiment logged.
+    """The view's state as JSON: columns, order and charts of the logged parameters and metrics.
 
-    The format is internal to MLflow's UI (3.17.2); if it changes, the link shows the plain list.
+    The format is internal to MLflow's UI (3.17.2). Should it change, `url` leads to the plain list.
     """
     columns = [f"params.`{p}`" for p in OPTIONS if p in logged]
     columns += [f"metrics.`{m}`" for m in FIGURES if m in logged]
@@ -74,7 +74,7 @@ def _short(metric: str) -> str:
 
 
 def url(experiment: str, base: str) -> str:
-    """The link to an experiment's runs in the shared view; base: address of the UI."""
+    """The link to an experiment's runs in the shared view; `base` is the address of the UI."""
     return (
         f"{base}/#/experiments/{experiment}/runs?viewStateShareKey={KEY}"
         "&compareRunsMode=CHART&workflowType=machine_learning"

@@ -1,12 +1,13 @@
-"""The process that imports once and forks, so that a kernel costs tenths of a second.
+"""The process that imports once and forks kernels, so that one starts in tenths of a second.
 
-    zygote        imports, and starts nothing: no torch operation, no CUDA, no thread, no handle
-     └ slot       where points run one after another; may hold models, which its kernels inherit
-        └ kernel  of one point, with whatever that starts
+    zygote        imports modules, and nothing else: no torch operation, CUDA, thread or handle
+     └ slot       runs points one after another; may load models, which its kernels inherit
+        └ kernel  of one point, with any processes it starts
 
-The first two listen to sockets whose other ends the runner holds (kernels.py): when it goes,
-however it goes, all of this goes. A kernel dies with its slot, and what it leaves behind falls to
-its slot, which kills it when the point ends. Nothing here knows notebooks, results or papermill.
+Zygote and slots listen to sockets whose other ends the runner holds (kernels.py), and exit when it
+does, however it ends. A kernel dies with its slot. Processes that a kernel leaves behind become
+children of the slot, which kills them when the point ends. This module knows nothing of notebooks,
+results or papermill.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(control: int, folder: str, modules: Collection[str]) -> None:
-    """Import, then fork a slot for every socket that comes down `control`, until that closes: then
-    neither process nor `folder` is left. A module that cannot be imported is the notebook's affair.
+    """Import the modules, then fork a slot for every socket received over `control`. When that
+    closes, kill all slots and remove `folder`. A module that cannot be imported is skipped: the
+    notebook will report it.
     """
     if not sys.flags.safe_path:
-        del sys.path[0]  # the runner's directory, which a notebook does not see
+        del sys.path[0]  # this process's directory, which is not on a notebook's path
     slots: set[int] = set()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with guard(control, folder):
@@ -48,35 +50,35 @@ def main(control: int, folder: str, modules: Collection[str]) -> None:
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
     if threading.active_count() > 1:
-        sys.exit(f"imports started {threading.enumerate()[1].name}, which no fork would have")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a slot
+        sys.exit(f"an import started {threading.enumerate()[1].name}, which a fork would lack")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that slots leave no zombies
     gc.collect()
     gc.freeze()
     line = Connection(control)
     with contextlib.suppress(EOFError):
         while True:
             end = Connection(recv_handle(line))
-            clear(slots)  # what a slot left that was killed itself
+            kill_children(slots)  # the orphans of slots that were killed
             if (pid := os.fork()) == 0:
                 line.close()
                 _run(Slot(end).serve)
             slots.add(pid)
             end.close()
-    clear()
+    kill_children()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 @contextlib.contextmanager
 def guard(control: int, folder: str) -> Iterator[None]:
-    """What imports may hang where nothing reaches it: meanwhile a process beside it ends it, and
-    what is below it, when the runner goes."""
+    """Meanwhile, a second process kills this one and its descendants when the runner exits: an
+    import that hangs could not notice."""
     importing = os.getpid()
 
     def watch() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         line = select.poll()
-        line.register(control, 0)  # hears nothing but that the other end has gone
+        line.register(control, 0)  # reports only that the other end was closed
         if os.getppid() == importing and line.poll():
             shutil.rmtree(folder, ignore_errors=True)
             below = psutil.Process(importing).children(recursive=True)
@@ -92,34 +94,34 @@ def guard(control: int, folder: str) -> Iterator[None]:
 
 
 class Slot:
-    """Runs kernels one at a time, as told over `line`; has one thread, and is never busy but while
-    it loads models. It says `slot` (its pid) first; `kernel` (its pid) when one has been forked;
-    `died` (how) when that ended unasked; `clear` when nothing of a point is left."""
+    """Runs kernels one at a time, on commands from `line`; single-threaded, and always responsive
+    except while it loads models. Its messages: `slot` (its pid) at first; `kernel` (pid) after a
+    fork; `died` (how) if that ended by itself; `clear` when no process of a point is left."""
 
     def __init__(self, line: Connection) -> None:
         self.line, self.pid, self.kernel, self.threads = line, os.getpid(), 0, 0
-        self.ear, self.bell = os.pipe()
-        os.set_blocking(self.bell, False)
+        self.wake, self.wake_end = os.pipe()  # written to when a child ends
+        os.set_blocking(self.wake_end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self.bell, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self.wake_end, warn_on_full_buffer=False)
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def serve(self) -> None:
         self.line.send({"slot": self.pid})
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                ready = multiprocessing.connection.wait([self.line, self.ear])
-                if self.ear in ready:
-                    os.read(self.ear, 1 << 10)
+                ready = multiprocessing.connection.wait([self.line, self.wake])
+                if self.wake in ready:
+                    os.read(self.wake, 1 << 10)
                 for pid, how in reap():
                     if pid == self.kernel:
                         self.kernel = 0
                         self.line.send({"died": how})
                 if self.line in ready:
-                    self.answer(**self.line.recv())
-        clear()
+                    self.handle(**self.line.recv())
+        kill_children()
 
-    def answer(
+    def handle(
         self, start: dict[str, Any] | None = None, warm: dict[str, Any] | None = None,
         send: int = 0, end: bool = False,
     ) -> None:  # fmt: skip
@@ -128,18 +130,18 @@ class Slot:
         if start:
             self.kernel = os.fork()
             if self.kernel == 0:
-                _run(lambda: self.become(**start))
+                _run(lambda: self.become_kernel(**start))
             self.line.send({"kernel": self.kernel})
         if send and self.kernel:
             os.killpg(self.kernel, send)
         if end:
             self.kernel = 0
-            clear()
+            kill_children()
             self.line.send({"clear": True})
 
     def load(self, params: dict[str, Any]) -> None:
-        """Load models in one thread: a child would wait for ever for those that it does not have.
-        What cannot be loaded is the notebook's affair."""
+        """Load models with a single thread: a fork would wait for ever for threads it lacks. A
+        model that cannot be loaded is skipped: the notebook will report it."""
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
         with contextlib.suppress(Exception):
             import torch
@@ -152,12 +154,12 @@ class Slot:
         gc.collect()
         gc.freeze()
 
-    def become(
+    def become_kernel(
         self, command: list[str], forked: bool, env: dict[str, str], cwd: str, log: str, seed: int
     ) -> None:
-        """The kernel that `command` starts: this process itself or, if not forked, a new program.
+        """Turn this process into the kernel of `command`: in place or, if not forked, by exec.
 
-        The environment replaces this one, but what was read from it at import stays as it was.
+        `env` replaces the environment, but modules keep what they read from the old one.
         """
         os.setsid()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -165,7 +167,7 @@ class Slot:
             os._exit(1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for descriptor in (self.line.fileno(), self.ear, self.bell):
+        for descriptor in (self.line.fileno(), self.wake, self.wake_end):
             os.close(descriptor)
         os.umask(0o077)
         to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -188,7 +190,7 @@ class Slot:
 
 
 def reseed(seed: int) -> None:
-    """Forked processes share the state of every generator: give this one its own."""
+    """Seed the global generators, whose state all forked processes would share."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
@@ -196,10 +198,10 @@ def reseed(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def clear(keep: Collection[int] = ()) -> None:
-    """Kill what is below this process, or only its children without those to keep, until nothing is
-    left: what loses its parent becomes a child."""
-    for _ in range(1000):  # and what the system will not let go is left
+def kill_children(keep: Collection[int] = ()) -> None:
+    """Kill all descendants or, with `keep`, the other direct children, until none is left: orphans
+    become children of this process."""
+    for _ in range(1000):  # then give up on what cannot be killed
         below = psutil.Process().children(recursive=not keep)
         strangers = [process for process in below if process.pid not in keep]
         if not strangers:
@@ -212,17 +214,18 @@ def clear(keep: Collection[int] = ()) -> None:
 
 
 def reap() -> list[tuple[int, str]]:
-    """The children that have ended, and how each did."""
+    """The children that have ended: pid and how."""
     ended = []
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append((found[0], words(os.waitstatus_to_exitcode(found[1]))))
+            ended.append((found[0], described(os.waitstatus_to_exitcode(found[1]))))
     return ended
 
 
-def words(code: int) -> str:
+def described(code: int) -> str:
+    """An exit code in words."""
     names = {-s.value: s.name for s in signal.Signals}
-    return f"exited with status {code}" if code >= 0 else f"killed by {names.get(code, -code)}"
+    return f"exited with status {code}" if code >= 0 else f"was killed by {names.get(code, -code)}"
 
 
 def prctl(option: int, value: int) -> None:
@@ -231,7 +234,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def _run(work: Callable[[], None]) -> NoReturn:
-    """All that a forked process does: it never goes on with what its parent was at."""
+    """Do the work of a forked process, then exit: it must not continue its parent's code."""
     code = 1
     try:
         work()

@@ -1,8 +1,8 @@
-"""Running a grid point on another machine.
+"""Running a point on another machine.
 
-`run` executes the point there in a temporary folder and returns that folder as an `Answer`: workers
-have no store, only the runner commits and publishes. `Seat` is the runner's side; transport is up
-to a `Carrier` (`cluster`, `slurm`).
+On the worker, `run` executes a `Task` in a temporary folder and returns that folder as an
+`Outcome`: workers have no store, only the runner commits and publishes. In the runner, `Seat` gets
+the outcome through an `Executor` (`cluster`, `slurm`), and tries again if the worker was lost.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ RETRIES = 3
 
 
 @dataclass(frozen=True)
-class Errand:
-    """A point sent to a worker. `notebook`: relative to the checkout; `modules`: imported before
-    kernels are forked; `code`: the digest of the library; `environment`: variables to set."""
+class Task:
+    """A point to be run by a worker. `notebook`: relative to the checkout; `modules`: to import
+    before kernels are forked; `code`: the digest of the library's source; `environment`: variables
+    for the kernel."""
 
     point: Point
     notebook: Path
@@ -44,39 +45,38 @@ class Errand:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A worker's result. `folder`: the attempt folder as a tar; `failure`: kind, message and
-    traceback; `node`: where it ran."""
+class Outcome:
+    """The result of a task: the attempt folder as a tar; kind, message, traceback of a failure."""
 
     node: str
     folder: bytes = b""
     failure: tuple[str, str, str] | None = None
 
 
-def run(errand: Errand, watch: Watch = lambda said: None) -> Answer:
-    """Execute the point on this machine. A failure is part of the answer."""
+def run(task: Task, watch: Watch = lambda said: None) -> Outcome:
+    """Execute a task on this machine."""
     node = socket.gethostname()
-    if _imported() != errand.code:
-        differs = f"the code imported there, from {store.ROOT}, is not the runner's"
-        return Answer(node, failure=("error", differs, ""))
+    if _imported() != task.code:
+        found = f"this machine imported code that differs from the runner's, from {store.ROOT}"
+        return Outcome(node, failure=("error", found, ""))
 
     watch(f"on {node}, starting")
-    point = replace(errand.point, notebook=store.ROOT / errand.notebook)
+    point = replace(task.point, notebook=store.ROOT / task.notebook)
     with tempfile.TemporaryDirectory(prefix="specexp-") as name:
         folder, failure = Path(name), None
         try:
-            slot = _slot(tuple(errand.modules), errand.forked)
+            slot = _slot(tuple(task.modules), task.forked)
             execute(
-                point, folder, slot, lambda said: watch(f"on {node}, {said}"), errand.environment
+                point, folder, slot, lambda said: watch(f"on {node}, {said}"), task.environment
             )  # fmt: skip
         except Failure as e:
             failure = e.kind, str(e), traceback.format_exc()
-        return Answer(node, *packed(folder, failure))
+        return Outcome(node, *packed(folder, failure))
 
 
 @cache
 def _imported() -> str:
-    """The digest of the code at this process's first errand, which imported it."""
+    """The digest of the code that this process runs: as it was at its first task."""
     return code_digest()
 
 
@@ -85,7 +85,7 @@ _open = contextlib.ExitStack()
 
 
 def _slot(modules: Sequence[str], forked: bool) -> kernels.Slot:
-    """This process's slot for kernels, kept for later errands; it runs one point at a time."""
+    """The slot of this process, kept for later tasks."""
     key = modules, forked, os.environ.get("OMP_NUM_THREADS")
     if key not in _slots:
         home = _open.enter_context(kernels.Kernels(modules, forked))
@@ -96,8 +96,8 @@ def _slot(modules: Sequence[str], forked: bool) -> kernels.Slot:
 def packed(
     folder: Path, failure: tuple[str, str, str] | None, most: int = MOST_BYTES
 ) -> tuple[bytes, tuple[str, str, str] | None]:
-    """The files of a folder as a tar, smallest first, up to `most` bytes in all. If any is left
-    out, the failure says so."""
+    """The files of a folder as a tar, smallest first and at most `most` bytes in all. If any are
+    left out, the returned failure says so."""
     files = sorted((p.stat().st_size, p) for p in folder.rglob("*") if p.is_file())
     total, taken = sum(size for size, _ in files), 0
     made = io.BytesIO()
@@ -105,88 +105,84 @@ def packed(
         for size, path in files:
             taken += size
             if taken > most:
-                large = (
-                    f"its folder holds {total / 1e6:.0f} MB, and at most {most / 1e6:.0f} MB are "
-                    "sent back: write less to it"
-                )
-                failure = failure or ("invalid-result", large, "")
+                size_mb, most_mb = f"{total / 1e6:.0f}", f"{most / 1e6:.0f}"
+                said = f"its folder holds {size_mb} MB, and at most {most_mb} MB are sent back"
+                failure = failure or ("invalid-result", said, "")
                 break
             tar.add(path, str(path.relative_to(folder)), recursive=False)
     return made.getvalue(), failure
 
 
 def unpack(data: bytes, folder: Path, most: int = MOST_BYTES) -> None:
-    """Unpack the tar of `packed`. Raises Failure for anything but regular files inside the
-    folder, and for more than `most` bytes."""
+    """Extract what `packed` made. Raises Failure for anything but regular files in the folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             members = tar.getmembers()
             for member in members:
                 if not member.isreg() or member.issparse():
-                    raise Failure("invalid-result", f"{member.name!r} is not a regular file")
+                    raise Failure("invalid-result", f"{member.name!r} came back: not a plain file")
                 if not (folder / member.name).resolve().is_relative_to(folder.resolve()):
-                    raise Failure("invalid-result", f"{member.name!r} lies outside its folder")
+                    raise Failure("invalid-result", f"{member.name!r} is outside its folder")
             if sum(member.size for member in members) > most:
                 raise Failure("invalid-result", f"more than {most / 1e6:.0f} MB came back")
             tar.extractall(folder, members, filter="data")
     except tarfile.TarError as e:
-        raise Failure("invalid-result", f"what came back is damaged: {e}") from e
+        raise Failure("invalid-result", f"the folder that came back is damaged: {e}") from e
 
 
 # --- in the runner -------------------------------------------------------------------------------
 
 
-class Lost(Exception):
-    """The machine or process that ran the point is gone."""
+class WorkerLost(Exception):
+    """The machine or process that ran the task is gone."""
 
 
-class Carrier(Protocol):
-    """Sends errands to machines. say: called with a line about each one lost."""
+class Executor(Protocol):
+    """Runs points on other machines. `say` reports lost workers to the user."""
 
     say: Callable[[str], None]
 
-    def carry(self, point: Point, seat: int, watch: Watch) -> Answer:
-        """Run the point elsewhere and wait for its answer. Raises Lost and Failure."""
+    def run_point(self, point: Point, seat: int, watch: Watch) -> Outcome:
+        """Run a point and wait for its outcome. Raises WorkerLost and Failure."""
 
 
 class Seat:
-    """Runs one point at a time on other machines, and up to RETRIES times more if it is lost."""
+    """Runs one point at a time elsewhere; up to RETRIES times again if the worker is lost."""
 
-    def __init__(self, carrier: Carrier, number: int) -> None:
-        self._carrier, self._number, self.name = carrier, number, "elsewhere"
+    def __init__(self, executor: Executor, number: int) -> None:
+        self._executor, self._number, self.name = executor, number, "elsewhere"
 
     def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
         for tries in range(1, RETRIES + 2):
             try:
-                answer = self._carrier.carry(point, self._number, watch)
-            except Lost as e:
-                why = f"its machine or process was lost {tries} times: {e}"
+                answer = self._executor.run_point(point, self._number, watch)
+            except WorkerLost as e:
+                why = f"its machine or process was lost (try {tries} of {RETRIES + 1}): {e}"
                 if tries <= RETRIES:
-                    self._carrier.say(f"{point.label}: {why}; trying again")
+                    self._executor.say(f"{point.label}: {why}; trying again")
             else:
                 self.name = answer.node
                 if answer.folder:
                     unpack(answer.folder, attempt)
                 if answer.failure:
                     kind, message, trace = answer.failure
-                    raise Failure(kind, f"on {answer.node}: {message}") from There(trace)
+                    raise Failure(kind, f"on {answer.node}: {message}") from RemoteError(trace)
                 return
         raise Failure("lost", why)
 
 
-class There(Exception):
-    """An exception of another machine, as text."""
+class RemoteError(Exception):
+    """The traceback of an error on another machine, as text."""
 
 
-class Errands:
-    """Makes errands from points. Raises UserError for a point that cannot be sent."""
+class Tasks:
+    """Makes the tasks of these points. Raises UserError for a point that cannot be sent."""
 
     def __init__(self, points: Sequence[Point], forked: bool, together: bool) -> None:
         for point in points:
             if not point.notebook.is_relative_to(store.ROOT):
                 raise UserError(
-                    f"{point.notebook} is outside {store.ROOT}, and workers get only that folder: "
-                    "move the notebook into it"
+                    f"{point.notebook} is outside {store.ROOT}: workers only get what is in there"
                 )
         self._forked, self._together = forked, together
         self._modules = kernels.modules_of(sorted({p.notebook for p in points}))
@@ -197,10 +193,11 @@ class Errands:
         }
 
     def alone(self, point: Point) -> bool:
+        """Whether this point needs a machine to itself."""
         return point.timed and not self._together
 
-    def of(self, point: Point) -> Errand:
-        return Errand(
+    def of(self, point: Point) -> Task:
+        return Task(
             point, point.notebook.relative_to(store.ROOT), self._modules, self._forked,
             self._code, self._environment,
         )  # fmt: skip
