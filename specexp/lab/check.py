@@ -29,7 +29,7 @@ _REBUILD = ": run `specexp store rebuild`"
 class Promise:
     """The invariant `said`, checked on `seen` things; `broken`: one line per violation."""
 
-    statement: str
+    said: str
     seen: int
     broken: tuple[str, ...] = ()
 
@@ -45,11 +45,9 @@ def check() -> list[Promise]:
     if not any(promise.broken for promise in first):
         return first
     time.sleep(PAUSE_S)
-    before = {p.statement: p.broken for p in first if p.statement != READABLE}
+    before = {p.said: p.broken for p in first if p.said != READABLE}
     return [
-        replace(
-            p, broken=tuple(line for line in p.broken if line in before.get(p.statement, p.broken))
-        )
+        replace(p, broken=tuple(line for line in p.broken if line in before.get(p.said, p.broken)))
         for p in _look()
     ]
 
@@ -69,7 +67,7 @@ def _look() -> list[Promise]:
     busy |= set(store.claims())
     results = {key: p for key, p in results.items() if key not in busy}
     failed = [p for p in failed if store.key_of(p) not in busy]
-    publishable = [p for p in failed if track.publishable(p)]
+    told = [p for p in failed if track.publishable(p)]
     ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
     found = [
         Promise("results are intact", len(results), tuple(_torn(results))),
@@ -122,7 +120,7 @@ def _left(attempts: list[Path]) -> Iterator[str]:
 
 
 def _shown() -> dict[str, list[Any]]:
-    """run_key -> specexp's active runs in MLflow."""
+    """run_key -> active runs in MLflow."""
     found = defaultdict(list)
     place = track.backend()
     for experiment in place.experiments() if track.has_database() else []:
@@ -165,11 +163,11 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unshown(
-    publishable: list[Path], failed: list[Path], results: Mapping[str, Path],
+    told: list[Path], failed: list[Path], results: Mapping[str, Path],
     shown: Mapping[str, list[Any]],
 ) -> Iterator[str]:  # fmt: skip
     names = {kept.name for kept in failed}
-    for key in sorted({store.key_of(kept) for kept in publishable}):
+    for key in sorted({store.key_of(kept) for kept in told}):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
         if len(runs) > 1 or (not runs and key not in results):
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"

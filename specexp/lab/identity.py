@@ -92,7 +92,6 @@ def engine(device: str) -> str:
 
 
 def name_of(source: str) -> str:
-    """A model's name wherever it lies: the folder's last part, or the hub id."""
     bare, how = quantised.split(source)
     return Path(bare).name + how if os.path.isdir(bare) else source
 

@@ -1,4 +1,4 @@
-"""Where grid points run: `Here` on this machine, `cluster` and `slurm` on others."""
+"""Where points run. `Here`: on this machine; `cluster` and `slurm`: on others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Seat(Protocol):
     def name(self) -> str: ...
 
     def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
-        """Run the point and leave its output in the attempt folder. Raises Failure."""
+        """Run the point into the attempt folder. Raises Failure."""
 
 
 class Place(Protocol):

@@ -1,4 +1,4 @@
-"""Tables that compare runs, for terminal and notebook. Reads MLflow, runs nothing."""
+"""Finished runs side by side as a table. Reads MLflow, runs nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.text import Text
 from specexp.lab import prompts, store, track
 
 HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
-NAMED = ("params.drafter", "params.policy")  # shown even if all runs have the same value
-CATEGORIES = ("code", "prose", "records", "editing", "messy")
+NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
 
 
 def headline(result: Path) -> str:
-    """The most important metrics of a result, on one line."""
+    """The headline figures of one result, on one line."""
     metrics = json.loads((result / store.RESULT).read_text())["metrics"]
     return "  ".join(f"{n.partition('/')[2]} {metrics[n]:.3g}" for n in HEADLINES if n in metrics)
 
 
 def show(console: Console, run_keys: Collection[str]) -> None:
-    """Print the comparison of these points' finished runs, then where they are. Raises Away."""
+    """Print the finished runs of these points as tables, then where to find everything. Raises
+    Away."""
     runs = track.runs()
     if len(runs):
         made = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
@@ -45,8 +45,8 @@ def show(console: Console, run_keys: Collection[str]) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of an experiment for the terminal; to save width, categories are left out if
-    there are speedups."""
+    """The overview of one experiment for the terminal; if it has speedups, without categories, so
+    that it fits."""
     view = overview(runs.drop(columns="experiment"))
     if "speedup" in view:
         view = view.drop(columns=[c for c in prompts.NAMES if c in view])
@@ -58,8 +58,8 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def overview(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per run: the parameters that differ between runs, then the logged metrics. Metrics of
-    the groups named in a run's tag `simulated` are marked."""
+    """One row per run: the parameters that differ between runs, then the logged figures. Figures of
+    the groups in a run's tag `simulated` are marked so."""
     view = pd.DataFrame(index=runs.index)
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
@@ -86,7 +86,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
-    """A series of every run that logged it: columns drafter, step, value, run_id."""
+    """One series of all runs that logged it: columns drafter, step, value, run_id."""
     name = f"metrics.{series}"
     having = runs[runs[name].notna()] if name in runs else runs.head(0)
     rows = [

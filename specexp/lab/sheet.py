@@ -308,8 +308,8 @@ def _check_points(sheet: Sheet, wrong: Wrong) -> None:
             entry = next((i for i, entry in sheet.include.items() if name in entry), 0)
             on_axis = name in sheet.axes
             wrong(
-                f"{name} is read by no cell of {sheet.notebook.path.name}, so its points would all "
-                "be the same experiment",
+                f"{name} is read by no cell of {sheet.notebook.path.name}: its points would all be "
+                "the same experiment",
                 *(_axis(sheet.document, name) if on_axis else ("include", entry, name)),
             )
     if sheet.exclude and not sheet.product:
