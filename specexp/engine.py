@@ -132,7 +132,7 @@ class Engine:
         rounds, `hold` in all, until a row ends."""
         if self.drafter.on_host:
             return self.unrecorded(seqs, tree)
-        told = self.recorded("round", seqs, tree, lambda: graphs.Told(self.round(seqs, tree)))
+        told = self.recorded("round", seqs, tree, lambda: graphs.HostCopy(self.round(seqs, tree)))
         first, known = told.fetch(), self.replays
 
         def reported() -> list[Reported]:

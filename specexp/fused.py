@@ -57,7 +57,7 @@ def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
     first, size = parts[0], sum(len(p) for p in parts)
-    if quantised.small(first):
+    if quantised.is_quantised(first):
         return quantised.joined(parts, _side_by_side)
     at = first.storage_offset()
     for p in parts:
@@ -74,7 +74,7 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def thin(x: Tensor) -> bool:
+def few_rows(x: Tensor) -> bool:
     """Whether x has so few rows that a float32 product on a CPU is faster as weight @ x.T."""
     return x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
 
@@ -82,7 +82,7 @@ def thin(x: Tensor) -> bool:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of x [n, inputs]. For few rows x @ weight.T takes a CPU two to five times as long
     as weight @ x.T, and a single row uses only one core, so it is doubled (LOG.md)."""
-    if not thin(x) or quantised.small(weight):
+    if not few_rows(x) or quantised.is_quantised(weight):
         return F.linear(x, weight, bias)
     rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
     made = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
@@ -163,7 +163,7 @@ class Fused:
         last norm."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
-        if len(x) == 1 and thin(x):
+        if len(x) == 1 and few_rows(x):
             x, read = torch.cat([x, x]), None if read is None else torch.cat([read, read])
         cos, sin = self._turn(x, positions)
         mask = cache.mask(visible, x.dtype)
@@ -209,7 +209,7 @@ def of(module: Any, name: str, vocab: int) -> Fused | Native | None:
     that says why, if there are none."""
     known = _KNOWN.setdefault(module, {})
     if vocab not in known:
-        known[vocab], why = _tried(module, vocab)
+        known[vocab], why = _fuse(module, vocab)
         if why:
             log.warning("%s is run by transformers, unfused: %s", name, why)
     return known[vocab]
@@ -221,7 +221,7 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 @torch.inference_mode()
-def _tried(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
+def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     kind = type(module).__name__
     if kind not in FAMILIES:
         return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"

@@ -55,14 +55,14 @@ class FusedEagle:
 def of(eagle: Eagle, name: str, vocab: int | None = None) -> FusedEagle | None:
     """The layer's fused passes, with logits of the first `vocab` tokens, by default of all. None,
     after a warning that says why, if there are none."""
-    found, why = _tried(eagle, vocab or eagle.shape.vocab)
+    found, why = _fuse(eagle, vocab or eagle.shape.vocab)
     if why:
         log.warning("%s is run as it is: %s", name, why)
     return found
 
 
 @torch.inference_mode()
-def _tried(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
+def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
     net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)

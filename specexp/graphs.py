@@ -183,7 +183,7 @@ def on(device: torch.device) -> Graphs | None:
     return Graphs(_cuda(device))
 
 
-class Told:
+class HostCopy:
     """A tensor of integers for the host, which the next replay overwrites."""
 
     def __init__(self, x: Tensor) -> None:
@@ -193,7 +193,7 @@ class Told:
         """Start copying to the host, ahead of anything launched later. The returned function waits
         for the copy and gives it as nested lists."""
         if not self.far:
-            there = self._near.tolist()
+            there = self._view.tolist()
             return lambda: there
         host = torch.empty(self.x.shape, dtype=self.x.dtype, pin_memory=True)
         host.copy_(self.x, non_blocking=True)
@@ -207,7 +207,7 @@ class Told:
         return wait
 
     @cached_property
-    def _near(self) -> memoryview:
+    def _view(self) -> memoryview:
         """The tensor's memory; reading it is ten times as fast as `Tensor.tolist`."""
         return self.x.numpy().data
 

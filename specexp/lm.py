@@ -114,7 +114,7 @@ class LM:
         self.cache: SlotCache | None = None
         self.fault = torch.zeros(0)
         if isinstance(self.net, Unfused) and isinstance(module, PreTrainedModel):
-            _tried(self)
+            _probe(self)
 
     @property
     def parameters(self) -> int:
@@ -130,10 +130,11 @@ class LM:
         self.cache = None
         need, free = B * S * self.kv_bytes_per_token, free_memory(self.device)
         if need > free:
+            most = free * B // need
+            smaller_batch = f"a batch of at most {most}, or " if most else ""
             raise UserError(
                 f"the cache of {self.name} for batch {B} x {S} tokens needs {memory.gib(need)} GiB "
-                f"and {memory.gib(free)} GiB are free: use a smaller batch, of "
-                f"{free * B // need} at most, or fewer tokens"
+                f"and {memory.gib(free)} GiB are free: use {smaller_batch}fewer tokens"
             )
         self.cache = SlotCache(self.config.num_hidden_layers, B, S)
         self.fault = torch.zeros(B, device=self.device)
@@ -228,9 +229,9 @@ class LM:
         return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
 
 
-def _tried(lm: LM) -> None:
+def _probe(lm: LM) -> None:
     """Refuse a module whose logits over a tree differ from its own; probed once per module."""
-    if lm.module in _TRIED:
+    if lm.module in _PROBED:
         return
     said = f"{lm.name} ({lm.config.model_type}) cannot be served; choose another model: "
     try:
@@ -246,7 +247,7 @@ def _tried(lm: LM) -> None:
             f"{said}its logits over a tree differ by {off:.1e} of their size from those of each "
             "path alone"
         )
-    _TRIED.add(lm.module)
+    _PROBED.add(lm.module)
 
 
 @torch.inference_mode()
@@ -460,8 +461,8 @@ def _counted(described: str, small: bool) -> tuple[int, int]:
         module = AutoModelForCausalLM.from_config(config)
     weights = [part.weight for part in quantised.linears(module)] if small else []
     numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
-    return numbers, quantised.reckoned(weights)
+    return numbers, quantised.int8_bytes(weights)
 
 
-_TRIED: WeakSet[Any] = WeakSet()  # modules that passed the probe
+_PROBED: WeakSet[Any] = WeakSet()  # modules that passed the probe
 _LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # modules still in use

@@ -21,7 +21,9 @@ LINE = 64  # bytes of a cache line
 def settle(module: Any) -> None:
     """Move a module's parameters to huge pages, matrices first, otherwise in order. Quantised
     weights stay where they are, and so does a module smaller than one page."""
-    plain = (p for p in module.parameters() if p.device.type == "cpu" and not quantised.small(p))
+    plain = (
+        p for p in module.parameters() if p.device.type == "cpu" and not quantised.is_quantised(p)
+    )
     weights = sorted(plain, key=lambda p: p.dim() < 2)
     size = sum(_room(p) for p in weights)
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -55,7 +55,7 @@ def linears(module: Any) -> list[nn.Linear]:
     return [m for m in module.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
-def reckoned(weights: Iterable[Tensor]) -> int:
+def int8_bytes(weights: Iterable[Tensor]) -> int:
     """Bytes of quantised weights [rows, columns]: per row a float32 scale and a zero point."""
     return sum(w.numel() + 5 * len(w) for w in weights)
 
@@ -73,13 +73,13 @@ def quantise(module: Any, device: str) -> None:
 def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The plain tensors behind these; a quantised one consists of several."""
     for x in tensors:
-        if small(x):
+        if is_quantised(x):
             yield from held(_parts(x).values())
         else:
             yield x
 
 
-def small(x: Tensor) -> bool:
+def is_quantised(x: Tensor) -> bool:
     """Whether a tensor is quantised."""
     return hasattr(x, "__tensor_flatten__")
 

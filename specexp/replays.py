@@ -27,9 +27,9 @@ from specexp.lm import LM
 
 T = TypeVar("T")
 
-DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
-REFUSED = "a token or a slot was to be read that there is not"
+DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+TO_HOST = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
+OUT_OF_RANGE = "a token or a slot is out of range"
 Reported: TypeAlias = tuple[list[list[int]], float]  # a round's report, and the time it was there
 AWAY_S = 0.05  # longest time in one call, during which Python handles no interrupt
 MOST = 32 << 20  # bytes kept per replay; in larger rounds the time Python takes does not matter
@@ -43,7 +43,7 @@ def reaches_host(func: Any, given: Sequence[Any]) -> bool:
     name = func.overloadpacket.__name__
     if name in ("index", "index_put", "index_put_"):
         return any(x is not None and x.dtype == torch.bool for x in given[1])
-    return bool(DEPENDS & set(func.tags)) or name in TOLD
+    return bool(DATA_DEPENDENT & set(func.tags)) or name in TO_HOST
 
 
 class Operation(NamedTuple):
@@ -70,12 +70,12 @@ class Operation(NamedTuple):
         return _memory([(given | self.named).get(name) for name in into])
 
     @property
-    def looks(self) -> bool:
+    def is_view(self) -> bool:
         """Whether its result is only a view of its inputs."""
         return not self.writes and _memory(self.made) <= self.reads
 
     @property
-    def room(self) -> bool:
+    def uninitialised(self) -> bool:
         """Whether its result is uninitialised memory."""
         return self.func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
 
@@ -130,7 +130,7 @@ def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
 Step: TypeAlias = native.Call | Operation
 
 
-class Noted(TorchDispatchMode):
+class Recording(TorchDispatchMode):
     """Records the operations that run, and whether they can be replayed."""
 
     def __init__(self) -> None:
@@ -141,29 +141,29 @@ class Noted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reaches_host(func, args) or torch.Tag.inplace_view in func.tags:
-            self.spoilt(func)
+            self.not_replayable(func)
         with self:  # composite operations are recorded as their parts
             made = func.decompose(*args, **kwargs)
         if made is not NotImplemented:
             return made
         made = func(*args, **kwargs)
         step = Operation(func, args, kwargs, made)
-        if self.whole and not step.looks:
+        if self.whole and not step.is_view:
             self.steps.append(step)
             self.memory += sum(x.nbytes for x in _tensors(made))
             if self.memory > MOST:
-                self.spoilt(func)
+                self.not_replayable(func)
         return made
 
-    def spoilt(self, func: Any) -> None:
+    def not_replayable(self, func: Any) -> None:
         """Called for an operation that cannot be replayed."""
         self.whole = False
 
 
 @contextmanager
-def noting() -> Iterator[Noted]:
+def recording() -> Iterator[Recording]:
     """Records what runs meanwhile in this thread: torch's operations and compiled calls."""
-    noted = Noted()
+    noted = Recording()
     before, native.here.calls = native.here.calls, noted.steps
     try:
         with noted:
@@ -192,7 +192,7 @@ class _Compiled:
 
     def __call__(self) -> None:
         if not self.code.replay(self.count, self.first):
-            raise IndexError(REFUSED)
+            raise IndexError(OUT_OF_RANGE)
 
     def rounds(self, most: int, report: Tensor) -> list[Reported]:
         (B, wide), begin = report.shape, time.perf_counter()
@@ -201,7 +201,7 @@ class _Compiled:
         places = (x.data_ptr() for x in (report, reports, seconds))
         made = self.code.replay_rounds(self.count, self.first, most, AWAY_S, B, wide, *places)
         if made < 0:
-            raise IndexError(REFUSED)
+            raise IndexError(OUT_OF_RANGE)
         ends = (begin + s for s in seconds[:made].tolist())
         return list(zip(reports[:made].tolist(), ends, strict=True))
 
@@ -236,7 +236,7 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
     for step in steps:
         if isinstance(step, native.Call):
             yield step
-        elif not step.room:
+        elif not step.uninitialised:
             made, chance = _memory(step.made), torch.Tag.nondeterministic_seeded in step.func.tags
             if step.reads <= there and not made & written and not chance:
                 there |= made
@@ -268,6 +268,6 @@ class Calls:
         return fn()
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        with noting() as noted:
+        with recording() as noted:
             made = fn()
         return again(noted.steps) if noted.whole else None, made

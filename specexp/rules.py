@@ -250,7 +250,7 @@ def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> 
     chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
     read = draft.tokens, children, draft.keys, p, 0 if q is None else q
     if not getattr(code, rule)(*shape, *chance, *read, torch.empty(B, 4, V), path, n, new):
-        raise IndexError(f"a guess is not one of {V} tokens")
+        raise IndexError(f"a guess is outside the vocabulary of {V} tokens")
     return Verdict(path.view(B, -1), n, new.view(B, -1))
 
 

@@ -198,7 +198,7 @@ class Sequences:
         if code := native.by(slots):
             made = torch.empty(slots.shape, dtype=torch.int64)
             if not code.read(*slots.shape, self.tokens.stride(0), self.tokens, slots, made):
-                raise IndexError(f"a slot is not one of {self.tokens.stride(0)}")
+                raise IndexError(f"a slot is outside the {self.tokens.stride(0)} slots of a row")
             return made
         return self.tokens.gather(1, slots)
 

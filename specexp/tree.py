@@ -70,7 +70,9 @@ class Tree:
         not place nodes.
         """
         if not 0 < depth <= guesses:
-            raise UserError(f"a tree of {guesses} guesses cannot be {depth} deep; grow more nodes")
+            raise UserError(
+                f"a tree of {guesses} guesses cannot be {depth} deep: use gamma 1 to {guesses}"
+            )
         sizes = [guesses // depth + (d < guesses % depth) for d in range(depth)]
         starts = [1 + sum(sizes[:d]) for d in range(depth)]
         parents = [-1] + [0] * sizes[0]
@@ -95,7 +97,7 @@ class Tree:
             return cls.grown(int(size[1]), gamma)
         raise UserError(
             f"tree {shape!r} is unknown; use chain, the children at each depth such as 3x2x1, or "
-            "grown:16 for 16 guesses where the drafter is surest"
+            "grown:16 for 16 guesses placed by the drafter's confidence"
         )
 
     def cut(self, depth: int) -> Tree:

@@ -131,8 +131,11 @@ def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
 def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     target = LM(module())
     monkeypatch.setattr(lms, "free_memory", lambda device: 2**20)
-    with pytest.raises(UserError, match=r"batch 1000 x 4000 tokens needs .* GiB .* smaller batch"):
-        target.allocate(1000, 4000)
+    said = r"batch 1000 x 400 tokens needs .* GiB .* a batch of at most [1-9]\d*, or fewer tokens"
+    with pytest.raises(UserError, match=said):
+        target.allocate(1000, 400)
+    with pytest.raises(UserError, match="are free: use fewer tokens"):  # not even one row fits
+        target.allocate(1000, 40_000)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -175,7 +175,7 @@ class Native:
         asked.room = _at(room)
         asked.holds = held, keys, values, tapped, states, logits, room
         if not self.run(net, asked):
-            raise IndexError(f"a token is not one of {net.known}, or a slot not of {cache.seen}")
+            raise IndexError(f"a token is not below {net.known}, or a slot not below {cache.seen}")
         return logits if last else None, states
 
     def _found(self, cache: SlotCache) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@
 #include <vector>
 
 // -log(1 - u) for 0 < u < 1, relative error 2e-7; y and its rounding error as in FreeBSD's log1p.
-static inline vec waited(vec u) {
+static inline vec arrival(vec u) {
     const vec y = 1.0f - u, lost = (1.0f - y - u) * (1.0f + u);
     const ints n = ((ints)y - 0x3f3504f3) >> 23; // y = 2^n (1 + f)
     const vec whole = __builtin_convertvector(n, vec), f = (vec)((ints)y - (n << 23)) - 1.0f;
@@ -93,7 +93,7 @@ static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, floa
         vec u;
         for (int t = 0; t < LANES; t++) u[t] = uniform(at, i + t);
         const vec latest = vec{} + (1 - 0x1p-24f);
-        put(filled(w + i, to - i, 0) / waited(u < latest ? u : latest), made + i, to - i);
+        put(filled(w + i, to - i, 0) / arrival(u < latest ? u : latest), made + i, to - i);
     }
 }
 
