@@ -12,8 +12,10 @@ class NonFiniteLogits(Exception):
 
 
 def first_line(e: BaseException) -> str:
-    """The first line of an exception's message, or its type if the message is empty."""
-    return next(iter(str(e).strip().splitlines()), type(e).__name__)
+    """The first line of an exception's message, with the second if it ends in a colon; its type if
+    the message is empty."""
+    first, *more = str(e).strip().splitlines() or [type(e).__name__]
+    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 def ran_out(said: str) -> bool:

@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specexp import formats
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 from specexp.fused import product
 
 
@@ -250,15 +250,20 @@ def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
                 f"{said} for {what} {theirs}, and {target} has {ours}: they were made for another "
                 "target"
             )
-    if head.kind != "medusa":
-        if head.kind == "eagle" and head.norms:
-            raise UserError(f"{said} with {', '.join(head.norms)}, which only eagle3 heads have")
-        shape = _shape(head, config)
+    if head.kind == "eagle" and head.norms:
+        raise UserError(f"{said} with {', '.join(head.norms)}, which only eagle3 heads have")
+    try:
+        with torch.device("meta"):
+            made = _build(head, config, None)
+    except UserError:
+        raise
+    except Exception as e:  # what transformers raises for such values in config.json
+        raise UserError(f"{said}; config.json describes no such layer: {first_line(e)}") from e
+    if isinstance(made, Eagle):
         L = config.num_hidden_layers
-        if bad := [t for t in shape.taps if not 0 <= t <= L]:
+        if bad := [t for t in made.shape.taps if not 0 <= t <= L]:
             raise UserError(f"{said} reading layer {bad[0]}, and {target} has {L} layers")
-    with torch.device("meta"):
-        wanted = {n: tuple(t.shape) for n, t in _build(head, config, None).state_dict().items()}
+    wanted = {n: tuple(t.shape) for n, t in made.state_dict().items()}
     found = {n: s for n, s in head.shapes.items() if n != EMBED}
     if wanted.get("d2t") == (config.vocab_size,):
         found.setdefault("d2t", wanted["d2t"])  # optional for a full vocabulary

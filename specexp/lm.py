@@ -357,7 +357,7 @@ def _config(source: str, state: Any) -> Any:
             )
     try:
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e:  # a config with wrong values may raise anything
         raise UserError(f"cannot read the model {source}: {first_line(e)}") from e
     if getattr(config, "auto_map", None):
         raise UserError(

@@ -206,6 +206,23 @@ def test_a_broken_config_is_one_clear_line(folder, text):
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_attention_heads", 0, "modulo by zero"),
+        ("num_attention_heads", 3, "not a multiple of the number of attention heads"),
+        ("rms_norm_eps", "small", "'rms_norm_eps' expected float"),
+        ("rope_scaling", "odd", "'rope_parameters' with value 'odd'"),
+    ],
+)
+def test_a_config_with_a_wrong_value_is_refused_and_the_value_is_named(folder, field, value, said):
+    edit(folder, **{field: value})
+    with pytest.raises(UserError, match="cannot read the model") as refused:
+        lms.read_config(folder)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_what_was_read_is_kept_until_its_file_changes(folder):
     tokenizer = Path(__file__).parents[1] / "data" / "zoo" / "random-tiny" / "tokenizer.json"
     shutil.copy(tokenizer, folder / "tokenizer.json")
