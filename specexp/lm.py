@@ -380,7 +380,7 @@ def read_tokenizer(source: str | Path) -> Any:
 def _tokenizer(source: str, state: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as e:
+    except Exception as e:  # broken files may raise anything
         raise UserError(f"cannot read the tokenizer of {source}: {first_line(e)}") from e
 
 
@@ -414,15 +414,23 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
                 f"{memory.gib(free)} GiB are free on {device}: "
                 f"{smaller(config, DTYPES[dtype], free)}"
             )
-        module = AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             bare,
             config=config,
             dtype=DTYPES[dtype],
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported, as missing ones are, and refused below
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as e:
         raise UserError(f"cannot load {name}: {first_line(e)}") from e
+    odd = [*report["missing_keys"], *report["mismatched_keys"]]  # transformers made these random
+    if names := sorted(key if isinstance(key, str) else key[0] for key in odd):
+        raise UserError(
+            f"cannot load {name}: {len(names)} of its tensors are missing or of another shape than "
+            f"config.json says, such as {names[0]}: download or save the model again"
+        )
     if how:
         quantised.quantise(module, device)
     _LOADED[key] = module = module.to(device)

@@ -236,6 +236,19 @@ def test_what_was_read_is_kept_until_its_file_changes(folder):
     assert lms.read_tokenizer(folder) is not read
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 9}, r"63 of its tensors are missing .* such as model\.layers\."),
+        ({"intermediate_size": 8}, r"of another shape .* such as model\.layers\.0\.mlp\."),
+    ],
+)
+def test_weights_that_are_not_all_there_are_refused_and_never_made_up(folder, changes, said):
+    edit(folder, **changes)
+    with pytest.raises(UserError, match=said):
+        lms.load(folder, "tiny", "float32", "cpu")
+
+
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         lms.read_config(tmp_path)
