@@ -177,15 +177,18 @@ class Engine:
         """A round's guesses, recorded by themselves."""
         if self.drafter.on_host:
             return self._guesses(seqs, tree)
-        mine = vars(self.drafter)
+        inner = (x for x in vars(self.drafter).values() if isinstance(x, Drafter))
+        states = [vars(x) for x in (self.drafter, *inner)]
 
-        def guess() -> tuple[Draft, dict[str, Any]]:
-            before = dict(mine)
+        def guess() -> tuple[Draft, list[dict[str, Any]]]:
+            before = [dict(state) for state in states]
             draft = self._guesses(seqs, tree)
-            return draft, {k: v for k, v in mine.items() if v is not before.get(k)}
+            pairs = zip(states, before, strict=True)
+            return draft, [{k: v for k, v in s.items() if v is not b.get(k)} for s, b in pairs]
 
         draft, left = self.recorded("draft", seqs, tree, guess)
-        mine |= {k: v for k, v in left.items() if isinstance(v, Tensor)}  # for `observe`
+        for state, changes in zip(states, left, strict=True):  # `observe` reads what was left there
+            state |= {k: v for k, v in changes.items() if isinstance(v, Tensor)}
         return draft
 
     @torch.inference_mode()

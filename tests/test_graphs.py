@@ -294,7 +294,9 @@ def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int
     return guessed
 
 
-@pytest.mark.parametrize("kind", ["model", "medusa", "eagle3", "crossed", "recycle", "lookahead"])
+@pytest.mark.parametrize(
+    "kind", ["model", "medusa", "eagle3", "crossed", "recycle", "lookahead", "planted"]
+)
 def test_a_drafter_finds_what_it_left_for_itself_in_a_draft_recorded_apart(kind):
     trees = [Tree.branching(2, 2, 1), Tree.branching(3, 1, 1), Tree.chain(4)]
     one, other = (make(engine(kind, rule="match")) for make in (taped, untaped))
