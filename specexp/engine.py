@@ -108,8 +108,9 @@ class Engine:
 
     def _report(self, seqs: Sequences, draft: Draft, counts: Tensor) -> Tensor:
         """Columns: counts [B, 3]; per model that ran, whether its logits were not finite; the
-        guesses; the grade, if the drafter has grades."""
-        (B, N), told = draft.tokens.shape, [] if draft.grade is None else [draft.grade]
+        guesses; their grade, if the drafter has grades."""
+        B, N = draft.tokens.shape
+        told = [] if draft.grade is None or N == 1 else [draft.grade]
         faults = [lm.fault for lm in (self.models if N > 1 else (self.target,))]
         if code := native.by(counts, draft.tokens, *faults, *told):
             F, G = len(faults), len(told)
