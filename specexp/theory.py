@@ -59,7 +59,7 @@ def predict(alpha: float, gamma: int, cost: float) -> Prediction:
 def alpha_of(p: ArrayLike, q: ArrayLike) -> float:
     """P(a token drawn from q is accepted): the mean over contexts of sum(min(p, q)).
 
-    p, q: laws of target and drafter, [..., V]. Leviathan et al., section 3.2, Corollary 3.6.
+    p, q: distributions [..., V] of target and drafter. Leviathan et al., Corollary 3.6.
     """
     p, q = _laws("p", p), _laws("q", q)
     if p.shape != q.shape:
@@ -183,7 +183,7 @@ def _laws(name: str, laws: ArrayLike) -> np.ndarray:
     """laws [..., V] in float64. Raises UserError unless the last axis holds probabilities."""
     array = np.asarray(laws, dtype=np.float64)
     if array.ndim == 0 or array.size == 0:
-        raise UserError(f"{name} must be laws [..., V], not an array of shape {array.shape}")
+        raise UserError(f"{name} must be probabilities [..., V], not of shape {array.shape}")
     # NaN fails both comparisons
     if not (array >= 0).all() or not (abs(array.sum(axis=-1) - 1) < 1e-2).all():
         raise UserError(f"{name} must hold probabilities that sum to 1 over the last axis")
