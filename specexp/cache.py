@@ -1,8 +1,8 @@
-"""Keys and values at given slots of a static buffer, inside an unmodified transformers model.
+"""A static KV cache, written at given slots by an unmodified transformers model.
 
-A model calls `update` once a layer and pass; we write the new keys at the slots the pass announced
-and hand back the whole buffer. Which slots are read is the mask's business, so rolling back needs
-no work: the sequence's length is the roll back, and stale slots are overwritten. Only for a tree
+A model calls `update` once per layer and pass; the layer writes the new keys and values at the
+slots announced by `aim` and returns the whole buffer. The mask decides which slots are read, so a
+roll back costs nothing: a row's length shrinks and stale slots are overwritten. Only for a tree
 must the accepted path be moved to the front (`keep`).
 """
 
@@ -27,8 +27,8 @@ class Slots(CacheLayerMixin):
 
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
-        self.cache: Any = proxy(cache)  # a cycle would keep its memory
-        self.of: tuple[slice, int] | None = None  # the rows and slots of `window`
+        self.cache: Any = proxy(cache)  # a reference cycle would delay freeing the buffers
+        self.of: tuple[slice, int] | None = None  # the rows and slots that `window` shows
         self.window: tuple[Tensor, Tensor]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -58,7 +58,7 @@ class Slots(CacheLayerMixin):
             buffer.scatter_(2, slots[:, None, :, None].expand(B, H, -1, d), moved)
 
     def get_seq_length(self) -> int:
-        return 0  # positions and mask are always given; nothing may be derived from a count
+        return 0  # positions and mask are always explicit; nothing may be derived from a count
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.seen, 0
@@ -66,13 +66,13 @@ class Slots(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.cache.size
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.2x
+    get_max_cache_shape = get_max_length  # the name before transformers 5.2x
 
 
 class SlotCache(Cache):
-    """One static buffer of `batch` rows of `size` slots a layer; `aim` it before each pass.
+    """A static buffer of `batch` rows of `size` slots per layer; call `aim` before each pass.
 
-    `mark`: this memory and no other, then or later.
+    `mark`: identifies this buffer; no later cache has an equal one.
     """
 
     def __init__(self, layers: int, batch: int, size: int) -> None:
@@ -83,20 +83,20 @@ class SlotCache(Cache):
         super().__init__(layers=[Slots(self) for _ in range(layers)])
 
     def aim(self, rows: slice, slots: Tensor, seen: int) -> None:
-        """The next pass writes at slots [b, n] of these b rows and may read the first `seen`."""
+        """Make the next pass write at slots [b, n] of these b rows and read the first `seen`."""
         B, n = slots.shape
         self.rows, self.slots, self.seen = rows, slots.reshape(B, 1, n, 1), seen
 
     def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """[b, 1, n, seen]: 0 where a slot is visible, else the least number. None: each token sees
-        its own slot and all before it."""
+        """Additive mask [b, 1, n, seen]: 0 where a slot is visible, else the least finite number.
+        visible [b, n, seen]; None: each token sees its own slot and all before it."""
         if visible is None:
             visible = line_mask(self.slots[:, 0, :, 0], self.seen)
         least = torch.finfo(dtype).min
         return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, least)[:, None]
 
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
-        """Move the accepted path's slots to the front of this round's draft (before commit)."""
+        """Move the slots of the accepted path to the front of this round's draft, before commit."""
         depth = torch.arange(verdict.path.shape[1], device=verdict.path.device)[None]
         target = seqs.places(depth)
         source = torch.where(depth <= verdict.n[:, None], seqs.places(verdict.path), target)
@@ -104,12 +104,12 @@ class SlotCache(Cache):
             layer.keep(seqs.rows, source, target)
 
     def copy(self, source: int, target: int, slots: int) -> None:
-        """The first slots of one row to another."""
+        """Copy the first `slots` slots of row `source` to row `target`."""
         for buffer in self._buffers():
             buffer[target, :, :slots] = buffer[source, :, :slots]
 
     def clear(self, row: int) -> None:
-        """Forget a row, NaN included: a slot of weight 0 must hold a number."""
+        """Zero a row: NaN in a slot would spoil attention even at weight 0."""
         for buffer in self._buffers():
             buffer[row] = 0
 
@@ -120,6 +120,6 @@ class SlotCache(Cache):
 
 
 def rounded(slots: int) -> int:
-    """As many slots or up to an eighth more, at least 64: few sizes, so that shapes come again."""
+    """`slots` rounded up by at most an eighth, to at least 64, so that few shapes occur."""
     step = max(64, 1 << max(0, slots.bit_length() - 4))
     return -(-slots // step) * step

@@ -1,11 +1,11 @@
 """The speculative round: draft, verify, accept, roll back. Everything else is chosen beforehand.
 
-There is no `if` on kinds of things here: plain decoding is the null drafter, greedy is a one-hot
-law, a chain is a tree, rolling back is a shorter length. Inside `round` nothing is read back to the
-host; the loop around it makes one small read a round to learn who is done, on a GPU while the next
-round is under way. So a round can be one CUDA graph (graphs.py), over rows and caches that stay
-where they are from batch to batch, and on a CPU it is replayed, several in one call while the
-policy holds (replays.py).
+The round has no `if` on kinds of things: plain decoding is the null drafter, greedy decoding a
+one-hot distribution, a chain a tree, and a roll back a shorter length. Inside `round` nothing is
+read back to the host; the loop around it makes one small read per round to learn which rows are
+done, on a GPU while the next round is running. So a round can be one CUDA graph (graphs.py) over
+rows and caches whose addresses stay the same from batch to batch. On a CPU it is replayed, several
+rounds in one call while the policy holds (replays.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass
 class Generation:
-    """tokens: the new tokens of each row (EOS included); trace: how they came about."""
+    """tokens: the new tokens of each row (EOS included); trace: what happened in every round."""
 
     tokens: list[list[int]]
     trace: Trace
@@ -59,56 +59,58 @@ class Engine:
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
         self.rng = sampling.rng(seed)
         self.graphs, self.replays = graphs.on(target.device), replays.of(target)
-        self.seats: Sequences | None = None  # rows that stay, and the caches they go with
+        self.seats: Sequences | None = None  # rows reused by every batch
         self.seated: tuple[object, ...] = ()
-        self.budget: Tensor  # of those rows, once some are done
+        self.budget: Tensor  # of the rows in use, set once some are done
 
     def plain(self) -> Engine:
-        """Ordinary decoding with the same target, law and noise: the baseline."""
+        """Ordinary decoding with the same target, sampling and noise: the baseline."""
         still = Fixed(Tree.chain(0))
         return Engine(self.target, Null(), still, self.sampling, Match(), self.seed, self.eos)
 
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
-        """One round for every row; what the host will want to know of it (`steps`), int64."""
+        """One round for every row. Returns its report, int64 [B, columns]; `steps` reads it."""
         seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=self.certain)  # same memory
-        draft = self._propose(seqs, tree)  # guess
-        seen = self._verify(seqs, draft)  # one pass checks every guess
-        verdict = self.rule(draft, self.law(seen), self.rng)  # keep what agrees
+        draft = self._propose(seqs, tree)
+        seen = self._verify(seqs, draft)  # one target pass checks every guess
+        verdict = self.rule(draft, self.law(seen), self.rng)
         if not tree.is_chain:
-            self.target.keep(seqs, verdict)  # the accepted path becomes a line
+            self.target.keep(seqs, verdict)  # the accepted path moves to the front
         self.drafter.observe(seqs, tree, verdict, seen)
-        counts = seqs.commit(verdict)  # length grows: that is the roll back
+        counts = seqs.commit(verdict)  # length grows by what was accepted: that is the roll back
         return self._report(seqs, draft, counts)
 
     @property
     def certain(self) -> bool:
-        """Is nothing left to chance?"""
+        """Whether nothing is random (temperature 0)."""
         return isinstance(self.rng, Certain)
 
     def law(self, seen: Forward) -> Tensor:
-        """What the rule reads of a pass: laws, or logits where it asks for the likeliest alone."""
+        """What the rule reads of a pass: distributions, or logits if their argmax is enough."""
         only = self.certain and self.rule.samples
         return seen.logits if only else self.sampling.law(seen.logits)
 
     def _propose(self, seqs: Sequences, tree: Tree) -> Draft:
-        """A round's guesses. Whoever times rounds puts `drafted` here: the same, recorded apart."""
+        """A round's guesses. Code that times rounds sets this to `drafted`, recorded separately."""
         return self._guesses(seqs, tree)
 
     def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
-        """What the drafter guesses, as deep as each row's budget goes."""
+        """The drafter's guesses, cut to each row's budget."""
         return self.drafter.propose(seqs, tree, self.rng).within()
 
     def _verify(self, seqs: Sequences, draft: Draft) -> Forward:
-        """A drafter on the host has no round that is recorded whole: then the pass is, alone."""
+        """The target's pass. With a drafter on the host the round cannot be recorded whole, so the
+        pass is recorded by itself."""
         if self.drafter.on_host:
             return self.verified(seqs, draft)
         return self.target.verify(seqs, draft, self.drafter.taps)
 
     def _report(self, seqs: Sequences, draft: Draft, counts: Tensor) -> Tensor:
-        """counts [B, 3], whether the logits of each model that ran were no numbers, the guesses,
-        the grade."""
-        (B, N), told = draft.tokens.shape, [] if draft.grade is None else [draft.grade]
+        """Columns: counts [B, 3]; per model that ran, whether its logits were not finite; the
+        guesses; their grade, if the drafter has grades."""
+        B, N = draft.tokens.shape
+        told = [] if draft.grade is None or N == 1 else [draft.grade]
         faults = [lm.fault for lm in (self.models if N > 1 else (self.target,))]
         if code := native.by(counts, draft.tokens, *faults, *told):
             F, G = len(faults), len(told)
@@ -123,14 +125,15 @@ class Engine:
     def models(self) -> tuple[LM, ...]:
         return (self.target, *self.drafter.models)
 
-    # the same, recorded where it can be
+    # the same, recorded where possible
 
     def launch(self, seqs: Sequences, tree: Tree, hold: int = 1) -> Callable[[], list[Reported]]:
-        """Begin a round. What is returned waits for it and gives its report, with the time; where a
-        round is one short call on a CPU it first runs more, `hold` in all, until a row ends."""
+        """Begin a round. The returned function waits for it and gives its report and the time it
+        was there. On a CPU, where a recorded round is one short call, that function also runs more
+        rounds, `hold` in all, until a row ends."""
         if self.drafter.on_host:
             return self.unrecorded(seqs, tree)
-        told = self.recorded("round", seqs, tree, lambda: graphs.Told(self.round(seqs, tree)))
+        told = self.recorded("round", seqs, tree, lambda: graphs.HostCopy(self.round(seqs, tree)))
         first, known = told.fetch(), self.replays
 
         def reported() -> list[Reported]:
@@ -140,55 +143,58 @@ class Engine:
         return reported
 
     def unrecorded(self, seqs: Sequences, tree: Tree) -> Callable[[], list[Reported]]:
-        """One round, launched one operation at a time; what `launch` returns."""
+        """One round, launched one operation at a time; returns what `launch` returns."""
         report = self.round(seqs, tree).tolist()
         return lambda: [(report, time.perf_counter())]
 
     def report(self, seqs: Sequences, tree: Tree) -> list[list[int]]:
-        """One round, and its report on the host."""
+        """Run one round and return its report."""
         [(report, _)] = self.launch(seqs, tree)()
         return report
 
     @property
     def ahead(self) -> int:
-        """Rounds that may be under way while the host reads the report of the one before."""
+        """How many further rounds may be running while the host reads a round's report."""
         return int(self.graphs is not None and not self.drafter.on_host)
 
     @property
     def warm(self) -> int:
-        """Rounds of a kind before one is recorded."""
+        """Rounds of a kind that run unrecorded before one is recorded."""
         return self.recordings.recorder.warm if self.recordings else 0
 
     @property
     def steady(self) -> bool:
-        """Will the next round like the last one take as long? Not if it was recorded, or run so
-        that it can be."""
+        """Whether the next round like the last one will take as long as it did: not if the last
+        was a warm-up or was recorded."""
         return self.recordings is None or self.recordings.steady
 
     @property
     def recordings(self) -> graphs.Graphs | None:
-        """Of rounds: CUDA graphs, or what is replayed on a CPU; None where there is neither."""
+        """Recorded rounds: CUDA graphs, or replays on a CPU; None if neither is possible."""
         return self.graphs or self.replays
 
     @torch.inference_mode()
     def drafted(self, seqs: Sequences, tree: Tree) -> Draft:
-        """The guesses of a round, apart."""
+        """A round's guesses, recorded by themselves."""
         if self.drafter.on_host:
             return self._guesses(seqs, tree)
-        mine = vars(self.drafter)
+        inner = (x for x in vars(self.drafter).values() if isinstance(x, Drafter))
+        states = [vars(x) for x in (self.drafter, *inner)]
 
-        def guess() -> tuple[Draft, dict[str, Any]]:
-            before = dict(mine)
+        def guess() -> tuple[Draft, list[dict[str, Any]]]:
+            before = [dict(state) for state in states]
             draft = self._guesses(seqs, tree)
-            return draft, {k: v for k, v in mine.items() if v is not before.get(k)}
+            pairs = zip(states, before, strict=True)
+            return draft, [{k: v for k, v in s.items() if v is not b.get(k)} for s, b in pairs]
 
         draft, left = self.recorded("draft", seqs, tree, guess)
-        mine |= {k: v for k, v in left.items() if isinstance(v, Tensor)}  # `observe` looks there
+        for state, changes in zip(states, left, strict=True):  # `observe` reads what was left there
+            state |= {k: v for k, v in changes.items() if isinstance(v, Tensor)}
         return draft
 
     @torch.inference_mode()
     def verified(self, seqs: Sequences, draft: Draft) -> Forward:
-        """The target's pass over a draft, apart."""
+        """The target's pass over a draft, recorded by itself."""
 
         def check(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> Forward:
             nodes = replace(draft.nodes, depth=depth, ancestors=ancestors)
@@ -202,8 +208,8 @@ class Engine:
     def recorded(
         self, kind: str, seqs: Sequences, of: Hashable, fn: Callable[..., T], *inputs: Tensor
     ) -> T:
-        """fn(*inputs), replayed where that is possible. It is about these rows and depends, besides
-        them and the engine, on `of` alone; what it returns is good until the next of its kind."""
+        """fn(*inputs), replayed if possible. Besides `inputs`, it may depend only on this engine,
+        the rows of `seqs` and `of`. The result is valid until the next call of the same kind."""
         known = self.recordings
         if known is None:
             return fn(*inputs)
@@ -213,22 +219,22 @@ class Engine:
         memory = seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos
         return known.run(kind, key, fn, *inputs, held=memory + seqs.ragged)
 
-    # where the rows of a batch are
+    # the memory of a batch
 
     @torch.inference_mode()
     def allocate(self, B: int, S: int) -> None:
-        """Room for B rows of S slots, in every cache. Raises UserError when there is too little."""
+        """Make room for B rows of S slots in every cache. Raises UserError if memory is short."""
         if known := self.recordings:
             known.clear()
         for lm in self.models:
-            lm.cache = None  # before what is free is counted
+            lm.cache = None  # free the old caches before free memory is counted
         self.target.allocate(B, S)
         self.drafter.allocate(B, S)
 
     @torch.inference_mode()
     def begin(self, seqs: Sequences) -> Sequences:
-        """Make room for a new batch and read its prompts. Returns the rows as rounds want them:
-        these, or, where rounds are recorded, the same texts in memory that stays."""
+        """Make room for a new batch and prefill it. Returns the rows to run rounds on: these, or,
+        where rounds are recorded, a copy of them at addresses that stay."""
         if recordings := self.recordings:
             seqs = self._seat(seqs, recordings)
         else:
@@ -240,16 +246,16 @@ class Engine:
         return seqs
 
     def _seat(self, seqs: Sequences, known: graphs.Graphs) -> Sequences:
-        """Copy a batch to the seats: as many and as long as a batch has wanted so far."""
+        """Copy a batch into the seats, which are as large as the largest batch so far."""
         B, slots = seqs.tokens.shape
         S, (batch, size, mark) = rounded(slots), self._held()
-        broken = any(bool(lm.fault.any()) for lm in self.models)  # there are slots of no number
+        broken = any(bool(lm.fault.any()) for lm in self.models)  # some slots hold NaN
         if broken or batch < B or size < S:
             self._make_room(B, S)
             batch, size, mark = self._held()
-        elif self.seated[:2] != (mark, self.drafter):  # another engine has made room
+        elif self.seated[:2] != (mark, self.drafter):  # another engine made the room
             self.drafter.allocate(batch, size)
-        state = tuple(x.data_ptr() for x in self.drafter.state)  # others may have moved it
+        state = tuple(x.data_ptr() for x in self.drafter.state)  # others may have reallocated it
         wanted = mark, self.drafter, tuple(seqs.eos.tolist()), state
         if self.seats is None or self.seated != wanted:
             known.clear()
@@ -262,7 +268,7 @@ class Engine:
         return rows
 
     def _make_room(self, B: int, S: int) -> None:
-        """Allocate, and no less than there was if that much fits."""
+        """Allocate, keeping at least the old size if that fits."""
         batch, size, _ = self._held()
         for room in dict.fromkeys([(max(B, batch), max(S, size)), (B, S)]):
             try:
@@ -272,8 +278,7 @@ class Engine:
                     raise
 
     def _held(self) -> tuple[int, int, object]:
-        """Rows and slots of the target's cache, and its mark; whoever knows these keeps no cache
-        alive."""
+        """Rows and slots of the target's cache, and its mark. Holds no reference to the cache."""
         cache = self.target.cache
         return (cache.batch, cache.size, cache.mark) if cache else (0, 0, None)
 
@@ -286,9 +291,9 @@ class Engine:
     ) -> Generation:
         """Continue every prompt by up to `max_new_tokens` tokens, all rows in one batch.
 
-        streams: names of the rows' noise, by default 0..B-1; a row's sample depends on its prompt,
-        the seed and its stream alone. Raises UserError for prompts that do not fit the context and
-        NonFiniteLogits when a model breaks.
+        streams: the noise stream of each row, by default 0..B-1; a row's sample depends only on its
+        prompt, the seed and its stream. Raises UserError if a prompt does not fit the context and
+        NonFiniteLogits if a model produces NaN or infinite logits.
         """
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths, default=0)
@@ -307,12 +312,12 @@ class Engine:
         self._synchronize()
         trace = Trace(len(prompts), time.perf_counter() - begin)
         slots = seqs.tokens.shape[1]
-        left = max_new_tokens  # of the row that is farthest from its limit
-        missed = 0  # tokens a row that were written without guesses
+        left = max_new_tokens  # most tokens any row still needs
+        missed = 0  # tokens per row written without guesses
         begun: deque[tuple[Load, Tree, Callable[[], list[Reported]], bool]] = deque()
         while left:
             while len(begun) <= self.ahead:
-                coming = sum(tree.depth + 1 for _, tree, *_ in begun)  # tokens a row, at most
+                coming = sum(tree.depth + 1 for _, tree, *_ in begun)  # most tokens per row
                 if begun and coming >= left:
                     break
                 load = Load(len(prompts), slots)
@@ -333,7 +338,7 @@ class Engine:
                 seconds = made.end_s - trace.end_s if steady else None
                 self.policy.learn(load, Plan(tree), made.steps, seconds)
                 trace.rounds.append(made)
-                steady = True  # the others of a launch are replays
+                steady = True  # further rounds of a launch are replays
                 lengths = [length + row[1] for length, row in zip(lengths, report, strict=True)]
             rows = zip(prompts, lengths, report, strict=True)
             left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in rows)
@@ -355,12 +360,12 @@ class Engine:
         return Round(end_s, len(tree), tree.depth, tuple(steps))
 
     def steps(self, report: list[list[int]]) -> list[Step]:
-        """What a report says of the live rows."""
+        """The live rows' part of a report."""
         steps, models = [], self.models
         first = 3 + len(models)
         for i, row in enumerate(report):
             accepted, emitted, live = row[:3]
-            if emitted:  # a row that is done writes nothing
+            if emitted:  # done rows emit nothing
                 faults, guesses = row[3:first], row[first:]
                 broken = models[faults.index(1)].name if 1 in faults else None
                 grade = guesses.pop() if guesses and self.drafter.grades > 1 else 0

@@ -1,21 +1,23 @@
-"""The two ways a run can be refused; anything else that is raised is a bug."""
+"""The two errors a run may end with; any other exception is a bug."""
 
 
 class UserError(Exception):
-    """Bad input. The message is one line: what is wrong and what to do; `code` is for the shell."""
+    """Bad input. The message is one line: what is wrong and what to do. `code`: the exit status."""
 
     code = 2
 
 
 class NonFiniteLogits(Exception):
-    """A model produced NaN or infinite logits; no token drawn from them is ever emitted."""
+    """A model produced NaN or infinite logits. No token drawn from them is ever emitted."""
 
 
 def first_line(e: BaseException) -> str:
-    """What an exception says, in a line; what it is, if it says nothing."""
-    return next(iter(str(e).strip().splitlines()), type(e).__name__)
+    """The first line of an exception's message, with the second if it ends in a colon; its type if
+    the message is empty."""
+    first, *more = str(e).strip().splitlines() or [type(e).__name__]
+    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 def ran_out(said: str) -> bool:
-    """Is this what torch says where a CPU's memory has run out? It raises a RuntimeError."""
+    """Whether this is the message of the RuntimeError torch raises when CPU memory runs out."""
     return "not enough memory" in said or "can't allocate memory" in said

@@ -1,9 +1,9 @@
 """The layouts in which heads are published: Medusa, EAGLE-1/2, EAGLE-3 and `speculators`.
 
-Reading turns a folder or hub id into one description with one set of tensor names, those of the
-published EAGLE-3 and Medusa files; writing goes the other way, for EAGLE-3 in the layout of the
-`speculators` package, which vLLM serves. Weights are safetensors, or pickles that hold tensors and
-nothing else (`weights_only`). This file knows files and names; what the tensors do is in heads.py.
+Reading turns a folder or hub id into one description (`Head`) with the tensor names of the
+published EAGLE-3 and Medusa files. Writing does the reverse, for EAGLE-3 in the layout of the
+`speculators` package, which vLLM serves. Weights are safetensors, or pickles that hold only tensors
+(`weights_only`). This file knows files and names; heads.py knows what the tensors do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from specexp.errors import UserError, first_line
 
 LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
-_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight)$")  # derived, or the target's
-_WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind there is, is read
+_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight)$")  # derived from d2t, or the target's
+_WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 
@@ -37,7 +37,7 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 @dataclass(frozen=True)
 class Head:
     """Heads on disk. kind: `medusa`, `eagle` or `eagle3`; config as in config.json; `shapes`: of
-    every tensor, under the names that heads.py uses; the weights are not read until asked for."""
+    every tensor, by heads.py's names. Weights are read only by `tensors`."""
 
     kind: str
     source: str
@@ -55,23 +55,22 @@ class Head:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Which of NORMS are on: by the config itself, or by its `eagle_config` (ModelOpt). What
-        neither names is off, as the `speculators` package has it."""
+        """The NORMS that are on, by the config itself or its `eagle_config` (ModelOpt). One that
+        neither mentions is off, as in the `speculators` package."""
         return tuple(n for n in NORMS if self.config.get(n, self._nested.get(n)))
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Which of the target's states EAGLE-3 reads, as transformers counts `hidden_states`: 0 is
-        the embeddings, t what layer t - 1 makes (layers count from 0). None listed: ().
+        """The target's states that EAGLE-3 reads, numbered like transformers' `hidden_states`: 0
+        is the embeddings, t the output of layer t - 1 (layers count from 0). () if none are listed.
 
-        Listed in the config itself, as the `speculators` format has it, they count like that (vLLM
-        reads state t where layer t begins). In an `eagle_config` no file says how they count.
-        SpecForge and ModelOpt train on the outputs of the layers listed, 1, L/2 - 1 and L - 4
-        unless told otherwise, which are states 2, L/2 and L - 3; others list the states. With 1 as
-        the lowest they are taken for layers, the rule SGLang has for Llama and most targets. A
-        wrong guess costs acceptance and nothing else. So does state L, which vLLM takes before the
-        target's last norm and transformers after it. States are fused in the order of the layers,
-        not of the list.
+        A list in the config itself, as in the `speculators` format, is numbered like that (vLLM
+        reads state t where layer t begins). For a list in `eagle_config` no file says how it is
+        numbered. SpecForge and ModelOpt train on the outputs of the layers listed, by default 1,
+        L/2 - 1 and L - 4, which are states 2, L/2 and L - 3; others list the states. If the lowest
+        number is 1 the list is taken for layers, as SGLang does for Llama and most targets. A wrong
+        guess costs only acceptance. So does state L, which vLLM takes before the target's last norm
+        and transformers after it. States are fused in the order of the layers, not of the list.
         """
         own, nested = self.config.get(_TAPS), self._nested.get(_TAPS)
         listed = own or nested or []
@@ -87,9 +86,9 @@ class Head:
 
 
 def read(source: str | Path) -> Head:
-    """Which heads these are, from config and tensor names alone. `source`: a folder or hub id.
+    """Identify heads by config and tensor names alone. `source`: a folder or hub id.
 
-    Raises UserError for what is none of the known layouts.
+    Raises UserError if they are in none of the known layouts.
     """
     bare, how = quantised.split(str(source))
     if how:
@@ -124,7 +123,7 @@ def _our_name(name: str) -> str | None:
 
 
 def _kind(names: Mapping[str, str]) -> str | None:
-    """By the tensors there are. The layer of a `speculators` head is renamed in passing."""
+    """The kind, by tensor names. Renames the layer of a `speculators` head in `names`."""
     if names and all(_MEDUSA.match(name) for name in names):
         return "medusa"
     if "fc.weight" not in names:
@@ -172,10 +171,10 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
-    zipped = zipfile.is_zipfile(file)  # since torch 1.6; what is older cannot be mapped
+    zipped = zipfile.is_zipfile(file)  # the format since torch 1.6; older files cannot be mapped
     try:
         held = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as e:  # whatever a hostile or broken pickle raises
+    except Exception as e:  # a hostile or broken pickle may raise anything
         raise UserError(
             f"{file.name} is a pickle that holds more than tensors, or is broken, and is not "
             "loaded: convert it to safetensors"
@@ -193,11 +192,11 @@ def write(
     target: str,
     architectures: Sequence[str] = (),
 ) -> None:
-    """Heads in their published layout; EAGLE-3 in that of `speculators`, for vLLM.
+    """Write heads in their published layout; EAGLE-3 in that of `speculators`, for vLLM.
 
-    config: of the layer (EAGLE, as transformers writes it, with `draft_vocab_size`, `taps` and
-    `norms`) or `heads`, `layers`, `hidden_size`, `vocab_size` (Medusa). `target`, and the
-    `architectures` of its config where they are known, are recorded as the verifier.
+    config: for EAGLE the layer's, as transformers writes it, with `draft_vocab_size`, `taps` and
+    `norms`; for Medusa `heads`, `layers`, `hidden_size` and `vocab_size`. `target`, and the
+    `architectures` of its config if known, are recorded as the verifier.
     """
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}

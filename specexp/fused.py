@@ -1,12 +1,11 @@
-"""The passes of Llama-like models with less work: the same weights, read once, and few operations.
+"""Fused passes of Llama-like models: the same weights, fewer operations.
 
-q, k and v are one product, gate and up another; rotary positions turn q and k together; queries
-that read the same key stand below each other, so that no key is copied; norms and attention are
-torch's own. The module stays what it was: its parameters become views of the joined matrices, and
-it still runs by itself. A network of another family, or one that disagrees with its own module on a
-probe, is run by transformers (lm.py).
+q, k and v are one product, gate and up another; q and k are rotated together; queries that share a
+key head are stacked, so that no key is copied; norms and attention are torch's own. The module
+itself still works: its parameters become views of the joined matrices. A network of another family,
+or one whose fused logits differ from its module's on a probe, is run by transformers (lm.py).
 
-Nothing here knows about drafts or rows; where keys and values go is the cache's business.
+This file knows nothing about drafts or rows; the cache decides where keys and values go.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 class Norm:
-    """RMS norm (Zhang & Sennrich 2019). Torch's own is one kernel on CUDA; on a CPU it is eight,
-    three times as slow as by the length of the vector."""
+    """RMS norm (Zhang & Sennrich 2019). Torch's own is one kernel on CUDA; on a CPU it is eight
+    and takes three times as long as `vector_norm`."""
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight
@@ -50,7 +49,7 @@ class Norm:
 
 def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """One matrix [sum of outputs, inputs] and bias whose rows are the parts', which become views of
-    it: nothing is held twice."""
+    it, so that no weight is stored twice."""
     return _side_by_side([p.weight for p in parts]), (
         None if parts[0].bias is None else _side_by_side([p.bias for p in parts])
     )
@@ -58,7 +57,7 @@ def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:
     first, size = parts[0], sum(len(p) for p in parts)
-    if quantised.small(first):
+    if quantised.is_quantised(first):
         return quantised.joined(parts, _side_by_side)
     at = first.storage_offset()
     for p in parts:
@@ -75,15 +74,15 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def thin(x: Tensor) -> bool:
-    """Are these rows so few that, in float32 on a CPU, weights should stand on the left of them?"""
+def few_rows(x: Tensor) -> bool:
+    """Whether x has so few rows that a float32 product on a CPU is faster as weight @ x.T."""
     return x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of x [n, inputs]. A few rows on the left take a CPU two to five times as long as
-    on the right, and a single one is multiplied by one core: it is made two (LOG.md)."""
-    if not thin(x) or quantised.small(weight):
+    """`F.linear` of x [n, inputs]. For few rows x @ weight.T takes a CPU two to five times as long
+    as weight @ x.T, and a single row uses only one core, so it is doubled (LOG.md)."""
+    if not few_rows(x) or quantised.is_quantised(weight):
         return F.linear(x, weight, bias)
     rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
     made = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
@@ -91,7 +90,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Layer:
-    """A decoder layer over x [B * n, E]; or over two equal rows, if there is but one."""
+    """A decoder layer over x [B * n, E], or over two equal rows in place of a single one."""
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
@@ -111,9 +110,8 @@ class Layer:
     def __call__(
         self, x: Tensor, read: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any
     ) -> Tensor:
-        """read: what attention reads in place of x normed, if anything; cos and sin [B, 1, n, d],
-        mask [B, 1, heads / keys * n, S]; the sine of the first half of the coordinates has its sign
-        turned."""
+        """read: the input of attention, if not the norm of x; cos and sin [B, 1, n, d]; mask
+        [B, 1, heads / keys * n, S]. The first half of sin is negated."""
         B, _, n, d = cos.shape
         H, K = self.heads, self.keys
         read = x if read is None and not self.before else read
@@ -135,10 +133,12 @@ class Layer:
 
 
 class Fused:
-    """A whole network over tokens [B, n], over states in place of their embeddings, or over both:
-    with the norms of tokens and of states `beside` each other they are what the first attention
-    reads, and the layer adds to the states, normed or not. `ids` [V']: the tokens that the head
-    tells apart, of `vocab`; None: all."""
+    """A whole network over tokens [B, n], over hidden states in place of embeddings, or over both.
+
+    `beside`: norms of embeddings and of states; the first attention reads the two normed and
+    concatenated. `adds`: the residual starts from the normed state. `ids` [V']: the tokens that the
+    rows of `head` stand for, among `vocab` tokens; None: all of them in order.
+    """
 
     sparing = 0
 
@@ -149,7 +149,7 @@ class Fused:
     ) -> None:  # fmt: skip
         self.layers = [Layer(layer) for layer in layers]
         self.embed, self.rotary = embed, rotary
-        self.frequencies: Tensor = rotary.original_inv_freq  # up to `lm.reach` there are no others
+        self.frequencies: Tensor = rotary.original_inv_freq  # the only ones up to `lm.reach`
         self.norm, self.head = norm and Norm(norm), head
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
@@ -159,18 +159,18 @@ class Fused:
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `lm.Network`. `inputs`, if any: the states x [B * n, E]. Tap -1: what the last norm
-        gets."""
+        """See `lm.Network`. `inputs`: optionally the states x [B * n, E]. Tap -1: the input of the
+        last norm."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
-        if len(x) == 1 and thin(x):
+        if len(x) == 1 and few_rows(x):
             x, read = torch.cat([x, x]), None if read is None else torch.cat([read, read])
         cos, sin = self._turn(x, positions)
         mask = cache.mask(visible, x.dtype)
         mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
         states = {0: x} if 0 in taps else {}
         for t, (layer, slots) in enumerate(zip(self.layers, cache.layers, strict=False), 1):
-            # an exit has fewer layers than the cache
+            # an early exit has fewer layers than the cache
             x = layer(x, read if t == 1 else None, cos, sin, mask, slots)
             states |= {t: x} if t in taps else {}
         states[-1] = x
@@ -187,7 +187,7 @@ class Fused:
         return everywhere.index_copy_(-1, self.ids, logits), hidden
 
     def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """What the first layer adds to, and what its attention reads, unless that is it normed."""
+        """The initial residual, and the input of the first attention; None: the residual's norm."""
         if x is None:
             return F.embedding(tokens.clamp(min=0), self.embed), None
         if self.beside is None:
@@ -205,23 +205,23 @@ class Fused:
 
 
 def of(module: Any, name: str, vocab: int) -> Fused | Native | None:
-    """The module's passes with less work, and logits of the first `vocab` tokens; or None, and a
-    line that says why not."""
+    """The module's fused passes, with logits of the first `vocab` tokens. None, after a warning
+    that says why, if there are none."""
     known = _KNOWN.setdefault(module, {})
     if vocab not in known:
-        known[vocab], why = _tried(module, vocab)
+        known[vocab], why = _fuse(module, vocab)
         if why:
             log.warning("%s is run by transformers, unfused: %s", name, why)
     return known[vocab]
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[int, Fused | Native | None]] = WeakKeyDictionary()
-# By how much of their size rounding alone makes logits differ, through many layers.
+# Relative difference of logits that rounding alone explains, through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 @torch.inference_mode()
-def _tried(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
+def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     kind = type(module).__name__
     if kind not in FAMILIES:
         return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"
@@ -238,12 +238,12 @@ def _tried(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
 
 
 def probe(module: Any) -> Tensor:
-    """Tokens [1, 8] on which ways to run a module are compared."""
+    """The tokens [1, 8] on which implementations are compared."""
     return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
 
 
 def aimed(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
-    """The positions of tokens [1, n] that are a whole text, and a cache for them."""
+    """The positions of tokens [1, n], which are a whole sequence, and a cache aimed at them."""
     n = tokens.shape[1]
     at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(layers, 1, n)
     cache.aim(slice(0, 1), at, n)
@@ -251,7 +251,7 @@ def aimed(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
 
 
 def ways(fused: Fused) -> Iterator[Fused | Native]:
-    """From the first that must agree with its module to the fastest."""
+    """Implementations, from the one that must agree with the module to the fastest."""
     yield fused
     if compiled := native.of(fused):
         yield compiled
@@ -260,8 +260,8 @@ def ways(fused: Fused) -> Iterator[Fused | Native]:
 def agreed(
     nets: Iterable[Net], layers: int, tokens: Tensor, wanted: Tensor, **inputs: Tensor
 ) -> tuple[Net | None, str]:
-    """The last of these that, as all before it, makes the logits wanted of tokens [1, n]; or None,
-    and why."""
+    """The last of these networks such that it and all before it give the wanted logits of tokens
+    [1, n]; or None and the reason."""
     best, why = None, ""
     for net in nets:
         off = _off(net, layers, tokens, wanted, inputs)
@@ -273,7 +273,7 @@ def agreed(
 
 
 def _off(net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> float:
-    """By how much of their size the logits that are numbers differ from those wanted."""
+    """The relative difference from the wanted logits, where those are finite."""
     at, cache = aimed(layers, tokens)
     made, _ = net(tokens, at, None, cache, (), None, **inputs)
     known = wanted.isfinite()

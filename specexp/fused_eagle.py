@@ -1,7 +1,8 @@
-"""The passes of an EAGLE layer with less work: what fused.py and native/ do for whole networks.
+"""Fused passes of an EAGLE layer: what fused.py and native/ do for whole networks.
 
-The layer, the norm and the head are a network of one layer over the target's states, with tokens
-beside them. Of another kind than that, or at odds with the module on a probe, it is run as it is.
+The layer, its norm and its head are run as a network of one layer over the target's states, with
+embeddings beside them. If that does not apply, or its logits differ from the module's on a probe,
+the module is run as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger("specexp")
 
 
 class FusedEagle:
-    """`net` runs the layer of `eagle`. There is one tap: the features that it makes."""
+    """`net` runs the layer of `eagle`. The only tap is the features it makes."""
 
     def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
         self.eagle, self.net = eagle, net
@@ -35,7 +36,7 @@ class FusedEagle:
 
     @property
     def fused(self) -> FusedEagle:
-        """The same of torch's operations alone."""
+        """The same without compiled code."""
         return FusedEagle(self.eagle, getattr(self.net, "fused", self.net))
 
     def __call__(
@@ -52,16 +53,16 @@ class FusedEagle:
 
 
 def of(eagle: Eagle, name: str, vocab: int | None = None) -> FusedEagle | None:
-    """The layer's passes with less work, and logits of the first `vocab` tokens, by default of all;
-    or None, and a line that says why not."""
-    found, why = _tried(eagle, vocab or eagle.shape.vocab)
+    """The layer's fused passes, with logits of the first `vocab` tokens, by default of all. None,
+    after a warning that says why, if there are none."""
+    found, why = _fuse(eagle, vocab or eagle.shape.vocab)
     if why:
         log.warning("%s is run as it is: %s", name, why)
     return found
 
 
 @torch.inference_mode()
-def _tried(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
+def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
     net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)

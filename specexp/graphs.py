@@ -1,10 +1,10 @@
-"""Rounds and passes as CUDA graphs: recorded once, then launched whole. No other file knows them.
+"""CUDA graphs of rounds and passes: captured once, then replayed whole. Only this file uses them.
 
-What is recorded reads and changes nothing but memory that stays where it is: no value reaches the
-host, every shape is given beforehand, what lasts is changed in place. It needs no random generator:
-noise is a function of rows and lengths (sampling.py), which lie in that memory too. The first calls
-of a function are real ones, launched one operation at a time, so that libraries have what they need
-before anything is recorded. On a CPU functions stay what they are, but for rounds (replays.py).
+A captured function may only read and write memory at fixed addresses: no value reaches the host,
+every shape is known beforehand, and lasting state is changed in place. No generator state is
+captured: noise is a function of rows and lengths (sampling.py), which are in that memory too. The
+first calls of a function are warm-ups, launched one operation at a time, so that libraries allocate
+what they need before the capture. On a CPU only rounds are recorded (replays.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Hashable
 from functools import cache, cached_property
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,37 +24,39 @@ from specexp.errors import first_line
 log = logging.getLogger("specexp")
 T = TypeVar("T")
 
-MOST = 64  # graphs that are kept; the one not used for longest goes first
+MOST = 64  # graphs kept; the least recently used is dropped first
 
 
 class Refused(Exception):
-    """Something cannot be recorded, and was not done; why, in a line."""
+    """A function cannot be recorded and has not run; the message says why, in one line."""
 
 
 class Recorder(Protocol):
-    """How a function is run so that it can be recorded afterwards, and how it is recorded. `warm`:
-    calls before the one that is recorded."""
+    """Runs a function as a warm-up, or records it. `warm`: warm-up calls before the recording."""
 
     warm: int
 
     def run(self, fn: Callable[[], T]) -> T: ...
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        """Run `fn` once. Returns how to run it again, or None if only by calling it, and its
-        result. Every later run overwrites that, and so may any run of its `kind`, if one is given.
-        Raises Refused where nothing can be recorded."""
+        """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
+        and its result. A replay overwrites the result, and so may the replay or recording of any
+        other function of the same `kind` (None: of no kind). Raises Refused if nothing can be
+        recorded."""
         ...
 
 
 class Cuda:
-    """Graphs of one device, recorded on a stream of their own; those of a kind share memory."""
+    """Captures graphs of one device on its own stream; graphs of one kind share a memory pool."""
 
     warm = 3
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.pools: dict[Hashable, Any] = {}
+        # The last graph of each kind. A pool without a graph cannot be captured into again while a
+        # tensor is still in it, so a pool is shared only with a graph that is alive.
+        self.latest: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
         self.failed: list[Any] = []
 
     def run(self, fn: Callable[[], T]) -> T:
@@ -67,11 +70,10 @@ class Cuda:
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any], T]:
         with torch.cuda.device(self.device):
-            pool = torch.cuda.graph_pool_handle()
-            if kind is not None:
-                pool = self.pools.setdefault(kind, pool)
+            before = None if kind is None else self.latest.get(kind)
+            pool = before.pool() if before else torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # a recording that fails leaves its own stream in place: the outer one puts ours back
+            # a failed capture leaves its stream current: the outer context restores ours
             try:
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
@@ -79,16 +81,18 @@ class Cuda:
                 ):
                     made = fn()
             except RuntimeError as e:
-                self.pools.pop(kind, None)  # before torch 2.12 it stays one being recorded into
-                self.failed.append(graph)  # and every allocation asks the graph whose it is
+                self.latest.pop(kind, None)  # before torch 2.12 its pool stays under capture
+                self.failed.append(graph)  # and every later allocation asks this graph about it
                 raise Refused(first_line(e.__context__ or e)) from e
+            if kind is not None:
+                self.latest[kind] = graph
             graph.replay()
         return graph.replay, made
 
 
 class Replay:
-    """What was recorded of a function of tensors. A graph owns none of the memory that it knows:
-    `held` keeps alive what nobody else might."""
+    """The recording of a function of tensors. A graph owns none of the memory it uses: `held` keeps
+    tensors alive that the caller may drop."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -100,15 +104,15 @@ class Replay:
 
 
 class Graphs:
-    """The graphs of one owner, each under a key that says what it depends on besides memory."""
+    """The recordings of one owner, each under its kind and a key: all it depends on."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.kept: dict[tuple[Hashable, Hashable], Replay] = {}
         self.latest: tuple[Any, Replay] = None, Replay()
-        self.kinds: set[Hashable] = set()  # of what was recorded
-        self.refused = False  # something could not be recorded: nothing more is tried
-        self.steady = True  # the next run like the last one will take as long
+        self.kinds: set[Hashable] = set()  # kinds with a recording
+        self.refused = False  # a recording failed, and none is tried again
+        self.steady = True  # see `Engine.steady`
 
     def run(
         self,
@@ -118,10 +122,11 @@ class Graphs:
         *inputs: Tensor,
         held: tuple[Tensor, ...] = (),
     ) -> T:
-        """fn(*inputs), whose result is to be read before the next run of the same `kind`.
+        """fn(*inputs), replayed if it is recorded. Read the result before the next run of the same
+        `kind`.
 
-        Equal keys stand for functions that do the same in the same memory, given `inputs` of the
-        same shapes. `held`: memory of theirs that has to outlive the caller.
+        Functions with equal keys must do the same in the same memory, for `inputs` of the same
+        shapes. `held`: tensors they use that must outlive the caller.
         """
         found = self._found((kind, key))
         self.steady = found.again is not None or self.refused or found.refused
@@ -141,7 +146,7 @@ class Graphs:
             found.again, made = self.recorder.record(lambda: fn(*places), kind)
         except Refused as e:
             self.refused = True
-            log.warning("launched one operation at a time, not as a CUDA graph: %s", e)
+            log.warning("CUDA graphs are off for this engine, which makes it slower: %s", e)
             return fn(*inputs)
         found.refused = found.again is None
         if found.again is not None:
@@ -150,7 +155,8 @@ class Graphs:
         return made
 
     def _found(self, name: tuple[Hashable, Hashable]) -> Replay:
-        """The last used comes last; it is asked for again the most, and comparing is quick."""
+        """The recording of this name, as the most recently used. The latest is remembered, because
+        comparing a name is faster than hashing it."""
         if name != self.latest[0]:
             found = self.kept.pop(name, None) or Replay()
             self.kept[name] = found
@@ -160,7 +166,7 @@ class Graphs:
         return self.latest[1]
 
     def clear(self) -> None:
-        """Forget all: memory that they knew is gone."""
+        """Drop all recordings, because memory they use is going away."""
         self.kept.clear()
         self.latest = None, Replay()
 
@@ -171,23 +177,23 @@ def _cuda(device: torch.device) -> Cuda:
 
 
 def on(device: torch.device) -> Graphs | None:
-    """Where graphs can be recorded, an owner's own; None on a CPU, or if SPECEXP_GRAPHS is off."""
+    """New CUDA graphs for one owner; None on a CPU, or with SPECEXP_GRAPHS=off."""
     if device.type != "cuda" or os.environ.get("SPECEXP_GRAPHS") == "off":
         return None
     return Graphs(_cuda(device))
 
 
-class Told:
-    """Numbers for the host, which may be others after every run of what made them."""
+class HostCopy:
+    """A tensor of integers for the host, which the next replay overwrites."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.far = x, x.is_cuda
 
     def fetch(self) -> Callable[[], Any]:
-        """Begin to bring them to the host, before anything that is launched later can overwrite
-        them. What is returned waits for that, and gives them as lists."""
+        """Start copying to the host, ahead of anything launched later. The returned function waits
+        for the copy and gives it as nested lists."""
         if not self.far:
-            there = self._near.tolist()
+            there = self._view.tolist()
             return lambda: there
         host = torch.empty(self.x.shape, dtype=self.x.dtype, pin_memory=True)
         host.copy_(self.x, non_blocking=True)
@@ -201,13 +207,13 @@ class Told:
         return wait
 
     @cached_property
-    def _near(self) -> memoryview:
-        """Where they are; torch takes ten times as long to say what is there."""
+    def _view(self) -> memoryview:
+        """The tensor's memory; reading it is ten times as fast as `Tensor.tolist`."""
         return self.x.numpy().data
 
 
 def capture(fn: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    """`fn` itself on a CPU; on CUDA its replay, after a few calls: read what it returns before the
-    next. `fn` must do the same in the same memory every time."""
+    """`fn` itself on a CPU; on CUDA, after a few calls, its replay: read the result before the next
+    call. `fn` must do the same in the same memory every time."""
     graphs = on(device)
     return fn if graphs is None else lambda: graphs.run(None, None, fn)

@@ -1,9 +1,8 @@
-"""Growing a draft level by level from whatever says what may follow a node.
+"""Growing a draft level by level.
 
-A `step` is asked once a level for the logits after every node of it, and sees where those nodes
-lie: that is all that a draft model, an early exit, Medusa heads and EAGLE differ in. The tree is
-either given or chosen row by row from the drafter's own confidence. Nothing here knows what
-answers.
+A `step` is called once per level and returns logits for every node of it. That is all in which a
+draft model, an early exit, Medusa heads and EAGLE differ. The tree is either given or chosen row by
+row by the drafter's confidence. This file does not know what computes the logits.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from specexp.tree import Nodes, Tree, tree_mask
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes of one depth, to be fed together; M places are kept for all nodes that will be fed.
+    """Nodes of one depth, to be fed together.
 
-    `at`: their places 0..M-1, in which place 0 is the root. tokens [B, n], -1 in rows that draft no
-    deeper; parent [b, n], the rank of each node's parent in the level before; ancestors [b, n, M]
-    bool, themselves included.
+    Every node that will be fed has one of M places in the drafter's cache; the root has place 0.
+    `at`: the places of these nodes. tokens [B, n], -1 in rows that draft no deeper; parent [b, n],
+    the rank of each node's parent in the previous level; ancestors [b, n, M] bool over places,
+    themselves included.
     """
 
     depth: int
@@ -36,32 +36,32 @@ class Level:
     ancestors: Tensor
 
     def placed(self, text: Sequences, back: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Slots and positions [B, n] of the nodes, and the slots they read [B, n, S] (see
-        `LM.feed`), in a cache that has the root `back` slots before its own."""
+        """The nodes' slots and positions [B, n], and the slots they see [B, n, S] (see `LM.feed`),
+        in a cache in which the root's slot is `back` less than in the target's."""
         device = text.tokens.device
         first, beyond = self.at.start - back, self.at.stop - back
         slots = text.places(torch.arange(first, beyond, device=device)[None])
-        if self.at == slice(self.depth, self.depth + 1):  # one node at every depth so far
+        if self.at == slice(self.depth, self.depth + 1):  # a chain so far
             return slots, slots, None
         root = text.length[:, None] - 1 - back
         positions = (root + self.depth).expand_as(slots)
         return slots, positions, tree_mask(root, text.tokens.shape[1], self.ancestors)
 
 
-Step = Callable[[Level], Tensor]  # logits [B, n, V] of what follows each node
+Step = Callable[[Level], Tensor]  # returns logits [B, n, V] of the token after each node
 
 
 @dataclass(frozen=True)
 class Grown:
-    """`place` [b, N]: where in the drafter's cache each node was fed (anywhere, if it was not)."""
+    """`place` [b, N]: the place in the drafter's cache of each node that was fed; else any."""
 
     draft: Draft
     place: Tensor
 
 
 def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng | None) -> Grown:
-    """Children are drawn from the law that `sampling` makes of the logits, or, where there is no
-    `rng`, are the likeliest tokens. A tree with a `width` is grown by confidence, never drawn."""
+    """Draw each node's children from `sampling`'s distribution of the logits or, without an `rng`,
+    take the most likely tokens. A tree with a `width` is grown by confidence and never drawn."""
     if tree.width and tree.depth:
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
@@ -100,11 +100,11 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
 
 
 def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
-    """EAGLE-2 (Li et al. 2024, section 4): each level feeds its own `width` likeliest nodes and
-    asks each for `width` children; the N - 1 likeliest of all become the draft.
+    """EAGLE-2 (Li et al. 2024, section 4): each level feeds its `width` most likely nodes and takes
+    `width` children of each; the N - 1 most likely nodes overall become the draft.
 
-    A node's confidence is the product of the drafter's probabilities along its path, so a parent
-    is never less likely than its children, and what is chosen is a tree.
+    A node's confidence is the product of the drafter's probabilities along its path, so a parent is
+    never less likely than its children, and the chosen nodes form a tree.
     """
     N, D, K = len(tree), tree.depth, tree.width
     wide = K if D > 1 else N - 1
@@ -116,8 +116,8 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
     zero = torch.zeros(B, 1, dtype=torch.int64, device=device)
     level = Level(0, slice(0, 1), seqs.drafting(seqs.root, 0), zero, ancestors)
     trust = torch.zeros(B, 1, device=device)
-    name = zero  # of a candidate: 0 is the root, then 1, 2, ... as they come up
-    found: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place: [B, n] each
+    name = zero  # the number of a candidate: 0 is the root, then 1, 2, ... in order of creation
+    found: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place; [B, n] each
     count = 1
     for depth in range(1, D + 1):
         best = step(level).float().log_softmax(-1).clamp(max=0).topk(wide)

@@ -1,9 +1,9 @@
-"""The networks that draft from the target's own hidden states: Medusa heads and the EAGLE layer.
+"""The networks that draft from the target's hidden states: Medusa heads and the EAGLE layer.
 
-Names of tensors are those of the published checkpoints. Embeddings, and the LM head of EAGLE-1, are
-the target's: they are borrowed, not owned, so a head's `state_dict` holds what was trained and
-nothing else. Attention, MLP, norms and rotary positions are transformers' own. Nothing here knows
-about drafts (drafters/) or training (zoo/heads.py).
+Tensor names are those of the published checkpoints. Embeddings, and the LM head of EAGLE-1, are
+borrowed from the target, so a head's `state_dict` holds only what was trained. Attention, MLP,
+norms and rotary positions are transformers' own. This file knows nothing about drafts (drafters/)
+or training (zoo/heads.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specexp import formats
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 from specexp.fused import product
 
 
 class ResBlock(nn.Module):
-    """x + SiLU(Wx), which begins as the identity."""
+    """x + SiLU(Wx + b), initialised to the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class ResBlock(nn.Module):
 class Medusa(nn.ModuleList):
     """Head k guesses the token k + 1 places after the one the target's own head predicts.
 
-    (Cai et al. 2024, section 2.1.) hidden [..., E], the state the target's LM head reads; logits
-    [heads, ..., V].
+    (Cai et al. 2024, section 2.1.) hidden [..., E]: the state the target's LM head reads; returns
+    logits [heads, ..., V].
     """
 
     def __init__(self, heads: int, layers: int, width: int, vocab: int) -> None:
@@ -59,11 +59,11 @@ class Medusa(nn.ModuleList):
 
     @property
     def readouts(self) -> list[Tensor]:
-        """The last matrix of each head [V, E]."""
+        """The output matrix [V, E] of each head."""
         return [p for name, p in self.named_parameters() if "linear" not in name]
 
     def guess(self, k: int, hidden: Tensor, vocab: int | None = None) -> Tensor:
-        """Logits [..., V] of head k alone, or of the first `vocab` tokens."""
+        """Logits [..., V] of head k alone, optionally of the first `vocab` tokens."""
         head: Any = self[k]
         x = head[:-1](hidden.reshape(-1, hidden.shape[-1]))
         return product(x, head[-1].weight[:vocab], None).view(*hidden.shape[:-1], -1)
@@ -74,13 +74,13 @@ class Medusa(nn.ModuleList):
 
 @dataclass(frozen=True)
 class EagleShape:
-    """kind: `eagle` (EAGLE-1 and 2: the target's last state in, its LM head out) or `eagle3` (the
-    states of `taps` fused in, a head of `draft_vocab` tokens out).
+    """kind: `eagle` (EAGLE-1 and 2: reads the target's last state, uses its LM head) or `eagle3`
+    (fuses the states `taps`, has an LM head of `draft_vocab` tokens).
 
-    `norms` are those of EAGLE-3's that are optional, by their names in the `speculators` format:
-    `norm_before_residual` (the layer adds to the normed feature, not to the feature),
-    `norm_before_fc` (the states are normed side by side before they are fused), `fc_norm` (each by
-    itself) and `norm_output` (the normed feature is what the next place inherits).
+    `norms`: EAGLE-3's optional norms, by their names in the `speculators` format:
+    `norm_before_residual` (the residual starts from the normed feature), `norm_before_fc` (the
+    concatenated states are normed before they are fused), `fc_norm` (each state is normed by
+    itself) and `norm_output` (the next place inherits the normed feature).
     """
 
     kind: str
@@ -103,7 +103,7 @@ class EagleShape:
         return self.kind == "eagle3"
 
     def config(self) -> LlamaConfig:
-        """The one layer as transformers describes it."""
+        """The config of the one layer, for transformers."""
         config = LlamaConfig(
             vocab_size=self.vocab, hidden_size=self.width, intermediate_size=self.hidden,
             num_hidden_layers=1, num_attention_heads=self.heads, head_dim=self.head_dim,
@@ -115,7 +115,7 @@ class EagleShape:
 
 
 class Layer(nn.Module):
-    """A Llama layer; fused, its attention reads the embedding and the feature side by side."""
+    """A Llama layer; for EAGLE-3, its attention reads embedding and feature concatenated."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
@@ -137,13 +137,13 @@ class Layer(nn.Module):
 
 
 class Eagle(nn.Module):
-    """Autoregression on features: from the feature of one place and the token of the next comes
-    the feature of that next place, and from it the law of what follows.
+    """Autoregression on features: the feature of one place and the token of the next give the
+    feature of the next place, and that gives the logits of the token after it.
 
-    (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Driven like a model of
-    transformers: `features` [B, n, taps*E] are the target's, or [B, n, E] its own. The output's
-    `hidden_states[-1]` [B, n, E] are the features it made; logits [B, n, V], or of the last
-    `logits_to_keep` places, are -inf for tokens outside the draft vocabulary.
+    (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Called like a
+    transformers model. `features` [B, n, E]: the target's (see `fuse`) or its own. Returns
+    `hidden_states[-1]` [B, n, E], the features it made, and logits [B, n, V], or of the last
+    `logits_to_keep` places, which are -inf for tokens outside the draft vocabulary.
     """
 
     d2t: Tensor
@@ -151,7 +151,7 @@ class Eagle(nn.Module):
     def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
         super().__init__()
         self.shape, self.config = shape, shape.config()
-        self.borrowed = (embed, lm_head)  # in a tuple: not this module's to train, move or save
+        self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved
         self.rotary = LlamaRotaryEmbedding(self.config)
         if shape.fused:
             wide = len(shape.taps) * shape.width
@@ -178,7 +178,7 @@ class Eagle(nn.Module):
         return self.fc.weight.dtype
 
     def fuse(self, features: Tensor) -> Tensor:
-        """What the first pass over the target's states reads [..., taps*E] as features [..., E]."""
+        """The target's states [..., taps*E] as features [..., E], which the first pass reads."""
         if not self.shape.fused:
             return features
         if "norm_before_fc" in self.shape.norms:
@@ -193,7 +193,7 @@ class Eagle(nn.Module):
     def features(
         self, tokens: Tensor, features: Tensor, position_ids: Tensor, **attention: Any
     ) -> Tensor:
-        """One step of the layer: the next places' features [B, n, E]."""
+        """One step of the layer; returns the features [B, n, E] of the next places."""
         embedded = self.borrowed[0](tokens).to(features.dtype)
         attention["position_embeddings"] = self.rotary(features, position_ids)
         if self.shape.fused:
@@ -207,14 +207,14 @@ class Eagle(nn.Module):
         return self.layers[0](mixed, mixed, **attention)
 
     def draft_logits(self, features: Tensor) -> Tensor:
-        """[..., draft_vocab]: logits of the tokens it can guess."""
+        """Logits [..., draft_vocab] of the tokens it can guess."""
         if not self.shape.fused:
             return self.borrowed[1](features)
         return self.lm_head(features if "norm_output" in self.shape.norms else self.norm(features))
 
     @property
     def draft_ids(self) -> Tensor:
-        """[draft_vocab] the target's ids of the tokens it can guess; `d2t` keeps the offsets."""
+        """[draft_vocab] the target's ids of the tokens it can guess; `d2t` holds id - index."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def forward(
@@ -233,9 +233,9 @@ class Eagle(nn.Module):
 
 
 def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
-    """Refuse heads that are of another kind or for another target, or that are incomplete.
+    """Refuse heads of another kind, for another target, or with missing or unknown tensors.
 
-    config: the target's. Raises UserError with both numbers, or the tensors by name.
+    config: the target's. Raises UserError with both numbers, or the names of the tensors.
     """
     said = f"{head.source} are {head.kind} heads"
     if head.kind not in kinds:
@@ -250,18 +250,23 @@ def check(head: formats.Head, config: Any, target: str, *kinds: str) -> None:
                 f"{said} for {what} {theirs}, and {target} has {ours}: they were made for another "
                 "target"
             )
-    if head.kind != "medusa":
-        if head.kind == "eagle" and head.norms:
-            raise UserError(f"{said} with {', '.join(head.norms)}, which only eagle3 heads have")
-        shape = _shape(head, config)
+    if head.kind == "eagle" and head.norms:
+        raise UserError(f"{said} with {', '.join(head.norms)}, which only eagle3 heads have")
+    try:
+        with torch.device("meta"):
+            made = _build(head, config, None)
+    except UserError:
+        raise
+    except Exception as e:  # what transformers raises for such values in config.json
+        raise UserError(f"{said}; config.json describes no such layer: {first_line(e)}") from e
+    if isinstance(made, Eagle):
         L = config.num_hidden_layers
-        if bad := [t for t in shape.taps if not 0 <= t <= L]:
+        if bad := [t for t in made.shape.taps if not 0 <= t <= L]:
             raise UserError(f"{said} reading layer {bad[0]}, and {target} has {L} layers")
-    with torch.device("meta"):
-        wanted = {n: tuple(t.shape) for n, t in _build(head, config, None).state_dict().items()}
+    wanted = {n: tuple(t.shape) for n, t in made.state_dict().items()}
     found = {n: s for n, s in head.shapes.items() if n != EMBED}
     if wanted.get("d2t") == (config.vocab_size,):
-        found.setdefault("d2t", wanted["d2t"])  # a full vocabulary needs no map
+        found.setdefault("d2t", wanted["d2t"])  # optional for a full vocabulary
     for what, names in (("lacks", wanted.keys() - found), ("has unknown", found.keys() - wanted)):
         if names:
             raise UserError(f"{said}; the file {what} {', '.join(sorted(names)[:5])}")
@@ -275,7 +280,7 @@ NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads
 
 
 def _sizes(head: formats.Head, config: Any) -> Iterator[tuple[str, int, int]]:
-    """What must be alike: (name, the target's, the heads')."""
+    """Sizes that must be equal: (name, the target's, the heads')."""
     if head.kind == "medusa":
         last = [s for n, s in head.shapes.items() if "linear" not in n and len(s) == 2]
         if not last:
@@ -289,7 +294,7 @@ def _sizes(head: formats.Head, config: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def medusa_size(head: formats.Head) -> tuple[int, int]:
-    """Heads, and residual blocks in each."""
+    """The number of heads, and of residual blocks in each."""
     numbers = [tuple(map(int, name.split(".")[:2])) for name in head.shapes]
     return 1 + max(h for h, _ in numbers), max(block for _, block in numbers)
 
@@ -315,7 +320,7 @@ def _shape(head: formats.Head, config: Any) -> EagleShape:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """The states EAGLE-3's own code reads: after layer 2, half of them, and all but 3."""
+    """The states EAGLE-3's own code reads: numbers 2, L/2 and L - 3."""
     return tuple(sorted(max(1, t) for t in (2, layers // 2, layers - 3)))
 
 
@@ -327,8 +332,8 @@ def _build(head: formats.Head, config: Any, target: Any) -> Medusa | Eagle:
 
 
 def load(head: formats.Head, target: Any) -> Medusa | Eagle:
-    """The heads with their weights, in the dtype and on the device of `target`, a model of
-    transformers. `check` has found nothing wrong."""
+    """Heads with their weights, in the dtype and on the device of `target`, a transformers model.
+    Call `check` first. Raises UserError for weights that are not finite or a wrong d2t."""
     made = _build(head, target.config.get_text_config(), target)
     tensors = head.tensors()
     own = tensors.pop(EMBED, None)
@@ -341,7 +346,7 @@ def load(head: formats.Head, target: Any) -> Medusa | Eagle:
         if not torch.isfinite(tensor.float()).all():
             raise UserError(f"{head.source}: {name} holds NaN or infinite weights")
     made = made.to(target.device).eval().requires_grad_(False)
-    for weight in made.parameters():  # not the rotary frequencies, which stay float32
+    for weight in made.parameters():  # rotary frequencies are buffers and stay float32
         weight.data = weight.data.to(target.dtype)
     if isinstance(made, Eagle) and own is not None:
         own = own.to(target.device, target.dtype)
@@ -353,8 +358,8 @@ def load(head: formats.Head, target: Any) -> Medusa | Eagle:
 def save(
     folder: Path, made: Medusa | Eagle, target: str, architectures: Sequence[str] = ()
 ) -> None:
-    """Write heads in the layout their kind is published in (formats.py). `architectures`: of the
-    target, from its config."""
+    """Write heads in the layout in which their kind is published (formats.py). `architectures`:
+    from the target's config."""
     tensors = {name: tensor.cpu() for name, tensor in made.state_dict().items()}
     if isinstance(made, Medusa):
         vocab, width = made.readouts[0].shape

@@ -1,9 +1,9 @@
-"""Any transformers causal LM, driven at given slots and positions over a static cache.
+"""Any transformers causal LM, run at given slots and positions over a static cache.
 
-Targets and draft models are the same thing here. Contact with transformers is in this file, in
-cache.py and in heads.py; fused.py knows how its layers are built. An explicit mask and explicit
-positions are enough to run a ragged batch of trees through the unmodified model, or it is refused;
-common families run with less work.
+Targets and draft models are the same class. Contact with transformers is limited to this file,
+cache.py and heads.py (fused.py knows how its layers are built). An explicit mask and explicit
+positions are enough to run a ragged batch of trees through an unmodified model; a model for which
+they are not is refused. Common families run fused (fused.py, native/).
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from specexp.memory import PREFILL
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree, tree_mask
 
-TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # on which modules are tried
-ALIBI = {"bloom", "mpt"}  # Falcon's configs say whether they have it
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
+ALIBI = {"bloom", "mpt"}  # always use ALiBi; Falcon's configs say whether they do
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass
 class Forward:
-    """logits [B, N, V]; hidden [B, N, taps*E], the hidden states asked for, or None."""
+    """logits [B, N, V]; hidden [B, N, taps*E], the requested hidden states, or None."""
 
     logits: Tensor
     hidden: Tensor | None = None
 
 
 class Network(Protocol):
-    """What an LM drives: a pass over tokens [B, n] at positions [B, n] that writes its keys and
-    values at the slots the cache is aimed at and reads those that are visible [B, n, S], or, where
-    that is None, each token's own and all before it (`SlotCache.mask`). A token of -1 is none: its
-    slot may hold anything afterwards, and what is returned for it is some number.
+    """What an LM runs: a pass over tokens [B, n] at positions [B, n] that writes keys and values at
+    the slots the cache is aimed at. It reads the slots that are visible [B, n, S]; if that is None,
+    each token's own slot and all before it (`SlotCache.mask`). A token of -1 is padding: what is
+    returned for it, and what its slot holds afterwards, is unspecified.
 
-    Logits of the `last` places (None: of all; 0: no logits), and, of all places, the hidden states
-    `taps` side by side (0: the embeddings; L: what the LM head reads).
+    Returns logits of the `last` places of each row (None: of all; 0: no logits) and, for all
+    places, the hidden states `taps` concatenated (0: the embeddings; L: what the LM head reads).
     """
 
     @property
     def sparing(self) -> int:
-        """Passes of up to so many tokens read no slots but those that they see, whatever the size
-        of the window."""
+        """Passes of up to this many tokens take no longer in a larger window: they read only the
+        slots they see."""
         ...
 
     def __call__(
@@ -70,7 +70,7 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Unfused:
-    """A module of transformers as it is. `inputs`: whatever else it reads."""
+    """A transformers module as it is. `inputs`: further inputs of the module."""
 
     module: Any
     sparing = 0
@@ -92,9 +92,9 @@ class Unfused:
 
 
 class LM:
-    """A causal LM with one cache. `vocab` V: tokens it may emit; ids beyond it are padding.
+    """A causal LM with one cache. `vocab` V: the tokens it may emit; ids past it are padding rows.
 
-    `fault` [B]: NaN for rows for which this model ever produced NaN or infinite logits, else 0.
+    `fault` [B]: NaN for rows in which this model has produced NaN or infinite logits, else 0.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LM:
         self.cache: SlotCache | None = None
         self.fault = torch.zeros(0)
         if isinstance(self.net, Unfused) and isinstance(module, PreTrainedModel):
-            _tried(self)
+            _probe(self)
 
     @property
     def parameters(self) -> int:
@@ -125,15 +125,16 @@ class LM:
         return memory.kv_bytes(self.config, self.dtype.itemsize)
 
     def allocate(self, B: int, S: int) -> None:
-        """An empty cache for B rows of S slots in place of the one there was. Raises UserError when
-        it cannot fit."""
+        """Replace the cache by an empty one of B rows of S slots. Raises UserError if it does not
+        fit."""
         self.cache = None
         need, free = B * S * self.kv_bytes_per_token, free_memory(self.device)
         if need > free:
+            most = free * B // need
+            smaller_batch = f"a batch of at most {most}, or " if most else ""
             raise UserError(
                 f"the cache of {self.name} for batch {B} x {S} tokens needs {memory.gib(need)} GiB "
-                f"and {memory.gib(free)} GiB are free: use a smaller batch, of "
-                f"{free * B // need} at most, or fewer tokens"
+                f"and {memory.gib(free)} GiB are free: use {smaller_batch}fewer tokens"
             )
         self.cache = SlotCache(self.config.num_hidden_layers, B, S)
         self.fault = torch.zeros(B, device=self.device)
@@ -151,9 +152,9 @@ class LM:
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
-        [B, n], reading the slots that are visible [B, n, S]; None: of a line, each token its own
-        and all before. `taps`: hidden states wanted, 0 = embeddings; logits of the `last` places,
-        by default of all; `inputs`: whatever else the network reads."""
+        [B, n], reading the visible slots [B, n, S]; None: each token's own and all before it.
+        `taps`: hidden states to return, 0 = embeddings; `last`: return logits of that many last
+        places, by default of all; `inputs`: further inputs of the network."""
         logits, hidden = self._run(seqs, tokens, slots, positions, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
@@ -161,17 +162,17 @@ class LM:
             B, n, V = logits.shape
             code.spoil(B, n * V, seqs.first, logits, self.fault)
         else:
-            self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 times inf and NaN is NaN
+            self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 * inf and 0 * NaN are NaN
         return Forward(logits, hidden)
 
     @torch.inference_mode()
     def prefill(
         self, seqs: Sequences, start: int, stop: int, taps: tuple[int, ...] = ()
     ) -> Tensor | None:
-        """Fill the slots start..stop-1 with the text; hidden states [B, stop-start, taps*E] if
-        tapped.
+        """Fill slots start..stop-1 with the tokens there; returns the tapped hidden states
+        [B, stop-start, taps*E], or None.
 
-        Rows shorter than that write padding beyond their length: never read, overwritten.
+        Shorter rows write padding past their length, which is never read and later overwritten.
         """
         B, S = seqs.tokens.shape
         slot = torch.arange(S, device=self.device)
@@ -184,21 +185,20 @@ class LM:
 
     @torch.inference_mode()
     def refill(self, seqs: Sequences, count: int) -> None:
-        """Feed the last `count` tokens before the root again, each row its own, to rows that may
-        draft."""
+        """Feed the `count` tokens before each row's root again, in rows that may draft."""
         for first in range(-count, 0, PREFILL):
             back = torch.arange(first, min(first + PREFILL, 0), device=self.device)
             self._fill(seqs, seqs.places(back[None]))
 
     def follow(self, seqs: Sequences, count: int) -> Tensor:
-        """Feed the last `count` tokens, the root included, to rows that may draft; logits
+        """Feed each row's last `count` tokens, root included, in rows that may draft; logits
         [B, 1, V] after the root."""
         slots = seqs.places(torch.arange(1 - count, 1, device=self.device)[None])
         tokens = seqs.drafting(seqs.read(slots), 0)
         return self.feed(seqs, tokens, slots, slots, None, last=1).logits
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
-        """One pass over a whole draft: node i in slot length-1+i at position length-1+depth[i]."""
+        """One pass over a draft: node i in slot length-1+i at position length-1+depth[i]."""
         nodes, visible = draft.nodes, None
         slots = positions = seqs.places(nodes.depth)
         if not nodes.is_chain:
@@ -208,12 +208,12 @@ class LM:
 
     @torch.inference_mode()
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
-        """Move the accepted path of a tree to the front (before the commit)."""
+        """Move a tree's accepted path to the front of the cache, before the commit."""
         assert self.cache is not None
         self.cache.keep(seqs, verdict)
 
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
-        """A pass over the text at slots [B, n] that nobody wants logits of; the states tapped."""
+        """A pass without logits over the tokens at slots [B, n]; returns the tapped states."""
         tokens = seqs.drafting(seqs.read(slots), 0)
         return self._run(seqs, tokens, slots, slots, None, taps, 0)[1]
 
@@ -224,19 +224,19 @@ class LM:
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
         self.cache.aim(seqs.rows, slots, S)
-        if self.context < S:  # nodes past the limit are never emitted
+        if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
             positions = positions.clamp(max=self.context - 1)
         return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
 
 
-def _tried(lm: LM) -> None:
-    """Refuse a module that makes other logits of a round's passes than by itself; once a module."""
-    if lm.module in _TRIED:
+def _probe(lm: LM) -> None:
+    """Refuse a module whose logits over a tree differ from its own; probed once per module."""
+    if lm.module in _PROBED:
         return
     said = f"{lm.name} ({lm.config.model_type}) cannot be served; choose another model: "
     try:
         off = _off(lm)
-    except Exception as e:  # whatever a module raises that was never meant to be driven so
+    except Exception as e:  # a module that was not meant to be run so may raise anything
         if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
             raise
         raise UserError(f"{said}in {lm.dtype} it fails over a tree: {first_line(e)}") from e
@@ -247,13 +247,13 @@ def _tried(lm: LM) -> None:
             f"{said}its logits over a tree differ by {off:.1e} of their size from those of each "
             "path alone"
         )
-    _TRIED.add(lm.module)
+    _PROBED.add(lm.module)
 
 
 @torch.inference_mode()
 def _off(lm: LM) -> float:
-    """By how much of their size the logits of a tree after a text, for two texts at once, differ
-    from those that the module makes of each path by itself, where both are numbers."""
+    """The relative difference between logits over a tree, after two prefixes in one batch, and the
+    module's own logits for each path alone, where both are finite."""
     ids = torch.arange(21, device=lm.device) * 7919 % lm.vocab
     texts = [ids[:6].tolist(), ids[6:7].tolist()]
     seqs = Sequences.of(texts, 0, slack=2 * len(TREE), device=lm.device)
@@ -284,8 +284,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def reach(config: Any) -> int:
-    """The longest text of a model with this config. With `longrope` that is the length up to which
-    its factors are the short ones: a pass that goes beyond turns every row's tokens by others."""
+    """The longest sequence of a model with this config. For `longrope` that is the length up to
+    which it uses its short factors: a longer pass would change the rotation of every row."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     long = (kind for kind in kinds if kind.get("rope_type") == "longrope")
@@ -296,8 +296,8 @@ def reach(config: Any) -> int:
 
 
 def servable(config: Any, name: str) -> None:
-    """Refuse, by its config alone, a model whose state a roll back cannot restore, or that counts
-    distances in slots."""
+    """Refuse, by its config alone, a model whose state cannot be rolled back, or whose attention
+    depends on distances in slots."""
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder; use a decoder-only causal LM")
     layers = getattr(config, "layer_types", None) or []
@@ -307,7 +307,7 @@ def servable(config: Any, name: str) -> None:
         kinds.discard("sliding_attention")
     elif window and not layers and getattr(config, "use_sliding_window", True):
         kinds = {"sliding_attention"}
-    if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo's own words
+    if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo's field
         kinds.add("local_attention")
     if kinds:
         raise UserError(
@@ -324,8 +324,8 @@ def servable(config: Any, name: str) -> None:
 
 
 def read_config(source: str | Path) -> Any:
-    """The config of a folder or hub id, refused when it is not safe and servable as it is. With
-    `+int8` behind (quantised.py) it says so in `quantised`, which is no field of transformers'."""
+    """The config of a folder or hub id. Raises UserError if the model is unsafe or cannot be
+    served. For NAME+int8 (quantised.py) it has the field `quantised`, which is our own."""
     bare, how = quantised.split(str(source))
     config = copy.deepcopy(_config(bare, _state(bare)))
     if how:
@@ -337,7 +337,7 @@ def read_config(source: str | Path) -> Any:
 
 
 def _state(source: str) -> Any:
-    """What changes when a file of a folder does; a hub id is read once a process."""
+    """A cache key that changes with a folder's files; a hub id is read once per process."""
     if not os.path.isdir(source):
         return None
     with os.scandir(source) as files:
@@ -357,7 +357,7 @@ def _config(source: str, state: Any) -> Any:
             )
     try:
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e:  # a config with wrong values may raise anything
         raise UserError(f"cannot read the model {source}: {first_line(e)}") from e
     if getattr(config, "auto_map", None):
         raise UserError(
@@ -371,7 +371,7 @@ def _config(source: str, state: Any) -> Any:
 
 
 def read_tokenizer(source: str | Path) -> Any:
-    """The tokenizer of a folder or hub id: one object for as long as its files stay as they are."""
+    """The tokenizer of a folder or hub id: the same object while its files do not change."""
     bare, _ = quantised.split(str(source))
     return _tokenizer(bare, _state(bare))
 
@@ -380,13 +380,13 @@ def read_tokenizer(source: str | Path) -> Any:
 def _tokenizer(source: str, state: Any) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as e:
+    except Exception as e:  # broken files may raise anything
         raise UserError(f"cannot read the tokenizer of {source}: {first_line(e)}") from e
 
 
 def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
-    """Weights from safetensors only, never remote code; those in use already are shared. `source`:
-    a folder or a hub id, `+int8` behind it or not (quantised.py)."""
+    """Load weights, from safetensors only and without remote code; weights in use are shared.
+    `source`: a folder or hub id, with or without `+int8` (quantised.py)."""
     config = read_config(source)
     bare, how = quantised.split(str(source))
     if dtype not in DTYPES:
@@ -396,7 +396,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
     silent = are_progress_bars_disabled()
-    logging.disable_progress_bar()  # of reading weights; it hides those of downloads, too
+    logging.disable_progress_bar()  # of loading weights; this also turns off those of downloads
     if not silent:
         enable_progress_bars()
     files = (f.stat() for f in Path(bare).glob("*.safetensors"))
@@ -405,7 +405,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     if key in _LOADED:
         return LM(_LOADED[key], name, vocab)
     try:
-        there = [config, read_config(bare)] if device == "cpu" else [config]  # where they are read
+        there = [config, read_config(bare)] if device == "cpu" else [config]  # quantised after load
         need = max(weight_bytes(c, DTYPES[dtype]) for c in there)
         free = free_memory(torch.device(device))
         if need > free:
@@ -414,15 +414,23 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
                 f"{memory.gib(free)} GiB are free on {device}: "
                 f"{smaller(config, DTYPES[dtype], free)}"
             )
-        module = AutoModelForCausalLM.from_pretrained(
+        module, report = AutoModelForCausalLM.from_pretrained(
             bare,
             config=config,
             dtype=DTYPES[dtype],
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported, as missing ones are, and refused below
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as e:
         raise UserError(f"cannot load {name}: {first_line(e)}") from e
+    odd = [*report["missing_keys"], *report["mismatched_keys"]]  # transformers made these random
+    if names := sorted(key if isinstance(key, str) else key[0] for key in odd):
+        raise UserError(
+            f"cannot load {name}: {len(names)} of its tensors are missing or of another shape than "
+            f"config.json says, such as {names[0]}: download or save the model again"
+        )
     if how:
         quantised.quantise(module, device)
     _LOADED[key] = module = module.to(device)
@@ -431,8 +439,8 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Of the model that a config describes; nothing is loaded. 0 if its files are quantised: not
-    known. Raises UserError for a dtype in which `+int8` is not to be had."""
+    """Bytes of the weights of a model, from its config alone; 0 (unknown) if its files are already
+    quantised. Raises UserError for a dtype that `+int8` does not support."""
     if getattr(config, "quantization_config", None):
         return 0
     numbers, small = _sizes(config)
@@ -442,14 +450,14 @@ def weight_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def smaller(config: Any, dtype: torch.dtype, free: int) -> str:
-    """What to take instead of a model whose weights do not fit into so many bytes."""
+    """Advice for when the weights do not fit into `free` bytes."""
     if dtype.itemsize > 2 and weight_bytes(config, torch.bfloat16) <= free:
         return "use --dtype bfloat16"
     return f"choose a model of at most {free / 2e9:.1f} billion parameters, in bfloat16"
 
 
 def _sizes(config: Any) -> tuple[int, int]:
-    """How many weights have the model's dtype, and the bytes of those that are quantised."""
+    """The number of weights in the model's dtype, and the bytes of the quantised ones."""
     how = getattr(config.get_text_config(), "quantised", "")
     return _counted(config.to_json_string(use_diff=False), bool(how))
 
@@ -461,8 +469,8 @@ def _counted(described: str, small: bool) -> tuple[int, int]:
         module = AutoModelForCausalLM.from_config(config)
     weights = [part.weight for part in quantised.linears(module)] if small else []
     numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
-    return numbers, quantised.reckoned(weights)
+    return numbers, quantised.int8_bytes(weights)
 
 
-_TRIED: WeakSet[Any] = WeakSet()  # modules that may be driven as they are
-_LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # weights that somebody still uses
+_PROBED: WeakSet[Any] = WeakSet()  # modules that passed the probe
+_LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # modules still in use

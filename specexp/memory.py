@@ -1,9 +1,9 @@
-"""What a run needs in memory, from configs alone: weights, keys and values, and room to work in.
+"""The memory a run needs, from configs alone: weights, KV cache and workspace.
 
-Room to work in is what is alive at the widest place of one pass, or of deciding on its logits. It
-is counted tensor by tensor for the passes of fused.py and the rules of rules.py (`specexp bench
-memory` measures both sides); other networks come near. What a library holds inside one of its
-operations is not in it. Nothing here loads or allocates anything.
+The workspace is the peak of tensors alive in one pass, or while its logits are judged. It is
+counted tensor by tensor for the passes of fused.py and the rules of rules.py (the bench suite
+`memory` measures both); other networks come close. Memory that a library uses inside one operation
+is not included. Nothing here loads or allocates anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PREFILL = 512  # tokens a row in one prefill pass
+PREFILL = 512  # tokens per row in one prefill pass
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Need:
 
 
 def gib(size: float) -> str:
-    """`0.004`, `1.3` or `120`, of 2**30 bytes."""
+    """Bytes as GiB (2**30 bytes): `0.004`, `1.3` or `120`."""
     size /= 2**30
     return f"{size:.0f}" if size >= 99.5 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Keys and values of one token, in all layers, or what latent attention makes them of."""
+    """Bytes of keys and values, or of the latents they are made from, per token in all layers."""
     _, K, d = _heads(config)
     latent = getattr(config, "kv_lora_rank", None)
     numbers = latent + config.qk_rope_head_dim if latent else 2 * K * d
@@ -49,8 +49,8 @@ def kv_bytes(config: Any, itemsize: int) -> int:
 
 
 def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
-    """Alive at most within a pass over n tokens of B rows that may read S slots, logits apart: the
-    mask, and in the MLP the residual stream, its four wide tensors and what attention left."""
+    """Peak bytes of a pass over n tokens of B rows that may read S slots, without logits: the mask
+    and, in the MLP, the residual stream, its four wide tensors and what attention left behind."""
     H, K, d = _heads(config)
     group = H // K
     mask = S * itemsize * group
@@ -60,8 +60,8 @@ def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
 
 
 def law_bytes(rule: str, temperature: float) -> int:
-    """Alive at most for each of a pass's logits while they become laws and are decided upon, the
-    logit itself apart. Noise is made of 64-bit integers, which is most of it."""
+    """Peak bytes per logit, besides the logit itself, while logits become distributions and are
+    judged. Most of it is noise, which is made of 64-bit integers."""
     if temperature > 0:
         return 36
     return 0 if rule == "match" else 24
@@ -71,9 +71,9 @@ def work_bytes(
     configs: Sequence[Any], itemsize: int, B: int, S: int, prompt: int, nodes: int, law: int,
     taps: int = 0,
 ) -> int:  # fmt: skip
-    """Of B rows: every model, the target first, reads prompts of `prompt` tokens, then the target
-    checks `nodes` at a time. `taps`: how many hidden states of every prompt token the drafter wants
-    to see."""
+    """The workspace of B rows: every model, the target first, prefills `prompt` tokens, then the
+    target verifies `nodes` at a time. `law`: `law_bytes`. `taps`: number of hidden states per
+    prompt token that the drafter reads."""
     target = configs[0]
     reading = [pass_bytes(c, itemsize, B, min(PREFILL, prompt), S) for c in configs]
     seen = B * prompt * taps * target.hidden_size * itemsize
@@ -83,7 +83,7 @@ def work_bytes(
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
-    """Heads, of them keys, and their width. (Falcon's newer layers hold a key for every head.)"""
+    """Query heads, key heads and head width. (Falcon's newer layers have a key for every head.)"""
     H = int(config.num_attention_heads)
     K = getattr(config, "num_key_value_heads", None) or H
     if getattr(config, "multi_query", False):

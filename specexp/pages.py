@@ -1,7 +1,7 @@
-"""A model's weights side by side in large pages, on a CPU whose system has them.
+"""Puts a model's weights side by side in huge pages, on a CPU whose system has them.
 
-Every pass reads every weight, and asks for the address of each page anew: of 4 KiB each there are
-ten thousand in a small model, of 2 MiB each twenty.
+Every pass reads every weight and needs the address of every page: ten thousand pages of 4 KiB in a
+small model, or twenty of 2 MiB.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import torch
 
 from specexp import quantised
 
-LARGE = 1 << 21  # bytes of such a page
-LINE = 64  # bytes of a cache's
+LARGE = 1 << 21  # bytes of a huge page
+LINE = 64  # bytes of a cache line
 
 
 def settle(module: Any) -> None:
-    """Move the parameters of a module to large pages: matrices first, in their own order. One that
-    would not fill a page stays where it is, and so do quantised weights."""
-    plain = (p for p in module.parameters() if p.device.type == "cpu" and not quantised.small(p))
+    """Move a module's parameters to huge pages, matrices first, otherwise in order. Quantised
+    weights stay where they are, and so does a module smaller than one page."""
+    plain = (
+        p for p in module.parameters() if p.device.type == "cpu" and not quantised.is_quantised(p)
+    )
     weights = sorted(plain, key=lambda p: p.dim() < 2)
     size = sum(_room(p) for p in weights)
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     places = torch.frombuffer(memory, dtype=torch.uint8).split([_room(p) for p in weights])
     for p, place in zip(weights, places, strict=True):

@@ -1,6 +1,6 @@
-"""How much to draft next, decided on the host between rounds from what is known by then.
+"""How much to draft next: decided on the host between rounds.
 
-The policies that look at the load are in serving/ (policies.py, goodput.py).
+Policies that depend on the load are in serving/ (policies.py, goodput.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import NamedTuple, Protocol
 from specexp.trace import Step
 from specexp.tree import Tree
 
-HELD = 64  # rounds for which the host may look away
+HELD = 64  # rounds that a fixed plan lets pass before the policy is asked again
 
 
 class Plan(NamedTuple):
-    """What a round drafts: `tree`, and of it each row only as deep as its `budget` goes, if budgets
-    are given, and as deep as its drafter is sure enough: `reach` is how deep at each grade
-    (`Draft.grade`), if it tells them. hold: so many rounds may go by before the policy is asked
-    again, if no row ends."""
+    """What a round drafts: `tree`, cut per row to its `budget` (depth), if there are budgets, and
+    to the `reach` (depth) of its grade (`Draft.grade`), if the drafter has grades. hold: rounds
+    that may pass before the policy is asked again, unless a row ends."""
 
     tree: Tree
     budget: tuple[int, ...] = ()
@@ -27,19 +26,20 @@ class Plan(NamedTuple):
     reach: tuple[int, ...] = ()
 
     def depth(self, row: int) -> int:
-        """How deep that row drafts."""
+        """How deep this row drafts."""
         return self.budget[row] if self.budget else self.tree.depth
 
     def asked(self, step: Step) -> int:
-        """How many guesses a row might have had."""
+        """How many guesses deep this row was allowed to draft."""
         depth = self.depth(step.row)
         return min(depth, self.reach[step.grade]) if self.reach else depth
 
 
 class Stream(NamedTuple):
-    """What is known of a row being written. behind: tokens that its drafter has not read. Of its
-    recent rounds, fading: asked, the guesses its budgets allowed; made, those it got; judged, those
-    up to the first refused or missing one; kept, those accepted. rounds: all it has had."""
+    """The state of a live row. behind: tokens its drafter has not read. Exponentially fading sums
+    over recent rounds: asked, guesses its budgets allowed; made, guesses it got; judged, guesses up
+    to and including the first rejected or missing one; kept, accepted guesses. rounds: all rounds
+    so far."""
 
     behind: int = 0
     judged: float = 0.0
@@ -50,9 +50,9 @@ class Stream(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The moment before a round. rows: what every pass covers; context: slots that it reads;
-    waiting: requests in the queue; streams: of each row in order, None where nothing is written.
-    Without `streams` rows cannot be treated apart: a plan has neither budgets nor reach."""
+    """The situation before a round. rows: rows in the pass; context: slots it reads; waiting:
+    requests in the queue; streams: one per row, None for a free row. Without `streams` rows are
+    not distinguished, and a plan has neither budgets nor reach."""
 
     rows: int
     context: int
@@ -63,23 +63,23 @@ class Load(NamedTuple):
 class Policy(Protocol):
     @property
     def widest(self) -> int:
-        """Room for the largest tree it may choose (`Tree.room`): the slack every buffer keeps."""
+        """`Tree.room` of the largest tree it may choose: the slack every buffer keeps."""
         ...
 
     def choose(self, load: Load) -> Plan:
-        """What comes next; budgets, if any, one for each of `load.rows`."""
+        """The plan of the next round; budgets, if any, one for each of `load.rows`."""
         ...
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        """How that went: what every row did that was being written, unless it had guesses by a
-        drafter that has not read its whole text yet; and how long it took, if such rounds will go
-        on to take that long: the first of a kind do not (`Engine.steady`)."""
+        """The outcome of a round. steps: of every live row, except rows with guesses by a drafter
+        that had not read their whole sequence yet. seconds: how long the round took; None if later
+        rounds like it will not take as long, as after a warm-up (`Engine.steady`)."""
         ...
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same draft every round."""
+    """The same tree every round."""
 
     tree: Tree
 

@@ -1,13 +1,13 @@
-"""Models with 8-bit weights: `NAME+int8` wherever a model is named, for target or draft.
+"""Models with 8-bit weights: `NAME+int8` wherever a model is named, target or draft.
 
-torchao does it, weight only: of every `nn.Linear` but the LM head, each row of weights becomes
-8-bit integers and one scale. A product makes them floats again first, so this saves memory, and
-time only where a kernel does both at once. The LM head (often the embedding under another name),
-the embedding, norms, biases, and layers of other kinds stay as they are, and so do activations,
-keys and values. A quantised draft costs acceptance at most; a quantised target is another target,
-and its texts are exactly its own.
+torchao quantises the weights only: each row of every `nn.Linear` but the LM head becomes 8-bit
+integers and one scale. A product first turns them back into floats, so this saves memory, and time
+only where one kernel does both. The LM head (often tied to the embedding), the embedding, norms,
+biases and other kinds of layers are unchanged, and so are activations, keys and values. A quantised
+draft can only cost acceptance; a quantised target is a different target, whose output is kept
+exactly.
 
-This file does not know where models come from, nor what runs them: lm.py does.
+This file does not know where models come from or what runs them; lm.py does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError
 
-DTYPES = (torch.float32, torch.bfloat16)  # in which torchao reads weights
+DTYPES = (torch.float32, torch.bfloat16)  # those torchao can quantise
 
 
 def split(name: str) -> tuple[str, str]:
-    """A model's own name, and `+int8` or "". A folder that is called so is that folder.
+    """The bare name, and `+int8` or "". An existing folder with such a name is that folder.
 
-    Raises UserError for `NAME+` anything else.
+    Raises UserError for `NAME+` followed by anything else.
     """
     named = re.fullmatch(r"(.+)\+(\w+)", name)
     if not named or os.path.isdir(name):
@@ -42,7 +42,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def check(config: Any, name: str) -> None:
-    """Refuse what cannot be quantised here, by its config alone."""
+    """Refuse, by its config alone, a model that cannot be quantised here."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f'{name}+int8 needs torchao: pip install "specexp[quant]"')
     if getattr(config, "quantization_config", None):
@@ -50,47 +50,47 @@ def check(config: Any, name: str) -> None:
 
 
 def linears(module: Any) -> list[nn.Linear]:
-    """The layers whose weights are quantised, of a causal LM of transformers."""
+    """The layers of a transformers causal LM whose weights are quantised."""
     head = module.get_output_embeddings()
     return [m for m in module.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
-def reckoned(weights: Iterable[Tensor]) -> int:
-    """Bytes of quantised weights [rows, columns]: each row has a float32 scale and a zero point."""
+def int8_bytes(weights: Iterable[Tensor]) -> int:
+    """Bytes of quantised weights [rows, columns]: per row a float32 scale and a zero point."""
     return sum(w.numel() + 5 * len(w) for w in weights)
 
 
 def quantise(module: Any, device: str) -> None:
-    """Quantise a causal LM of transformers in place. It goes to the device layer by layer, so that
-    this never holds more than one as it was."""
+    """Quantise a transformers causal LM in place. Layers go to the device one by one, so that it
+    holds at most one unquantised layer."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     wanted = set(linears(module))
-    how = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's settings are everybody's
+    how = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's settings are global
     quantize_(module, how, lambda part, _: part in wanted, device=device)
 
 
 def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What is really in memory of these tensors: of a quantised one its parts."""
+    """The plain tensors behind these; a quantised one consists of several."""
     for x in tensors:
-        if small(x):
+        if is_quantised(x):
             yield from held(_parts(x).values())
         else:
             yield x
 
 
-def small(x: Tensor) -> bool:
-    """Is it a quantised tensor?"""
+def is_quantised(x: Tensor) -> bool:
+    """Whether a tensor is quantised."""
     return hasattr(x, "__tensor_flatten__")
 
 
 def by_rows(x: Tensor) -> bool:
-    """Does each of its rows stand for itself, whether it is quantised or plain?"""
+    """Whether rows can be split and joined: a plain tensor, or one quantised by rows."""
     return all(type(p) is Tensor and p.shape[:1] == x.shape[:1] for p in held([x.data]))
 
 
 def joined(weights: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """The rows of matrices that are quantised by rows as one; `join` does that to their parts."""
+    """Join the rows of matrices quantised by rows; `join` does that to their plain parts."""
     first: Any = weights[0]
     made = {name: join([_parts(w)[name] for w in weights]) for name in _parts(first)}
     size = torch.Size((sum(map(len, weights)), *first.shape[1:]))

@@ -1,10 +1,10 @@
-"""Rounds on a CPU without Python: what is done in them is noted once, and then done again.
+"""Rounds on a CPU without Python: the operations of one round are recorded and replayed.
 
-A round of a small model is some hundred operations of a few microseconds, and what Python does
-between them takes as long as they do. As in a CUDA graph they run again in their order, in memory
-that stays where it is: compiled code (native/) in one call as far as it follows itself, torch's
-operations one by one, but for those that can only find what they found before. A round in which a
-number reaches the host, or decides about a shape, is run as it is.
+A round of a small model is some hundred operations of a few microseconds, and Python takes as long
+between them. As in a CUDA graph, they run again in order at the same addresses: consecutive
+compiled calls (native/) in one call, torch's operations one by one, and those whose result cannot
+change not at all. A round that reads a value on the host, or whose shapes depend on values, is not
+replayed.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from specexp.lm import LM
 
 T = TypeVar("T")
 
-DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-TOLD = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
-REFUSED = "a token or a slot was to be read that there is not"
-Reported: TypeAlias = tuple[list[list[int]], float]  # of a round, and when it was there
-AWAY_S = 0.05  # for which nobody can see or stop what is done
-MOST = 32 << 20  # bytes that are kept for a replay; beside larger rounds Python is nothing
+DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+TO_HOST = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
+OUT_OF_RANGE = "a token or a slot is out of range"
+Reported: TypeAlias = tuple[list[list[int]], float]  # a round's report, and the time it was there
+AWAY_S = 0.05  # longest time in one call, during which Python handles no interrupt
+MOST = 32 << 20  # bytes kept per replay; in larger rounds the time Python takes does not matter
 
 
 def reaches_host(func: Any, given: Sequence[Any]) -> bool:
-    """Is this an operation by which a value or a shape that depends on one reaches the host, or
-    data of the host a device? (`resolve_neg`: `tolist` and `numpy`; `lift_fresh`: `torch.tensor`
-    and an index that is a list; an index of truth values; `isin` sorts what is much.)"""
+    """Whether an operation brings a value, or a shape that depends on one, to the host, or host
+    data to a device. (`resolve_neg` is called by `tolist` and `numpy`; `lift_fresh` by
+    `torch.tensor` and by indexing with a list; a boolean index has a data-dependent shape; `isin`
+    may sort.)"""
     name = func.overloadpacket.__name__
     if name in ("index", "index_put", "index_put_"):
         return any(x is not None and x.dtype == torch.bool for x in given[1])
-    return bool(DEPENDS & set(func.tags)) or name in TOLD
+    return bool(DATA_DEPENDENT & set(func.tags)) or name in TO_HOST
 
 
 class Operation(NamedTuple):
-    """One of torch's, as it was called, and what it returned."""
+    """A torch operation as it was called, and its result."""
 
     func: Any
     given: tuple[Any, ...]
@@ -59,7 +60,7 @@ class Operation(NamedTuple):
 
     @property
     def writes(self) -> set[int]:
-        """What it changes of what was there before."""
+        """The memory it changes in place."""
         if not self.func._schema.is_mutable:
             return set()
         given = dict(zip((a.name for a in self.func._schema.arguments), self.given, strict=False))
@@ -69,17 +70,17 @@ class Operation(NamedTuple):
         return _memory([(given | self.named).get(name) for name in into])
 
     @property
-    def looks(self) -> bool:
-        """Whether it does nothing but look at what there is, in another shape."""
+    def is_view(self) -> bool:
+        """Whether its result is only a view of its inputs."""
         return not self.writes and _memory(self.made) <= self.reads
 
     @property
-    def room(self) -> bool:
-        """Whether what it made is still uninitialised."""
+    def uninitialised(self) -> bool:
+        """Whether its result is uninitialised memory."""
         return self.func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
 
     def again(self) -> Callable[[], Any]:
-        """The same, into what it made."""
+        """A call that runs it again and writes into the same result."""
         func, given, named, made = self.func, self.given, self.named, list(_tensors(self.made))
         if self.writes and self.writes >= _memory(made):
             return partial(func, *given, **named)
@@ -97,8 +98,8 @@ class Operation(NamedTuple):
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
-    """Those of what an operation is given, or returns; torch's `tree_leaves`, which knows more than
-    lists, takes most of the time of a recording."""
+    """The tensors in an operation's arguments or result. Nested lists are enough; torch's
+    `tree_leaves`, which knows more, would take most of the time of a recording."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (tuple, list, dict)):
@@ -112,8 +113,8 @@ def _memory(x: Any) -> set[int]:
 
 @cache
 def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
-    """The overload that does the same into tensors that it is given: it, what else it is asked, and
-    the names of those. They know already of what type they are, and where."""
+    """The `out=` overload of an operation: it, its other arguments, and the names of its outputs.
+    None if there is none. (Options such as dtype may be missing: the outputs have them.)"""
     options = {"dtype", "layout", "device", "pin_memory"}
     asked = {(a.name, str(a.type)) for a in func._schema.arguments}
     for name in func.overloadpacket.overloads():
@@ -129,8 +130,8 @@ def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
 Step: TypeAlias = native.Call | Operation
 
 
-class Noted(TorchDispatchMode):
-    """Notes what is done, and whether it can be done again."""
+class Recording(TorchDispatchMode):
+    """Records the operations that run, and whether they can be replayed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,29 +141,29 @@ class Noted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reaches_host(func, args) or torch.Tag.inplace_view in func.tags:
-            self.spoilt(func)
-        with self:  # what it consists of is noted, where it has a name for other operations
+            self.not_replayable(func)
+        with self:  # composite operations are recorded as their parts
             made = func.decompose(*args, **kwargs)
         if made is not NotImplemented:
             return made
         made = func(*args, **kwargs)
         step = Operation(func, args, kwargs, made)
-        if self.whole and not step.looks:
+        if self.whole and not step.is_view:
             self.steps.append(step)
             self.memory += sum(x.nbytes for x in _tensors(made))
             if self.memory > MOST:
-                self.spoilt(func)
+                self.not_replayable(func)
         return made
 
-    def spoilt(self, func: Any) -> None:
-        """It cannot be done again, because of this."""
+    def not_replayable(self, func: Any) -> None:
+        """Called for an operation that cannot be replayed."""
         self.whole = False
 
 
 @contextmanager
-def noting() -> Iterator[Noted]:
-    """What is done meanwhile in this thread, compiled or not."""
-    noted = Noted()
+def recording() -> Iterator[Recording]:
+    """Records what runs meanwhile in this thread: torch's operations and compiled calls."""
+    noted = Recording()
     before, native.here.calls = native.here.calls, noted.steps
     try:
         with noted:
@@ -176,7 +177,7 @@ class _Call(Structure):
 
 
 class _Compiled:
-    """Compiled calls once more. What they were given lasts as long as this does."""
+    """Replays compiled calls. Keeps alive whatever they were given."""
 
     def __init__(self, call: native.Call) -> None:
         self.calls: list[native.Call] = []
@@ -191,7 +192,7 @@ class _Compiled:
 
     def __call__(self) -> None:
         if not self.code.replay(self.count, self.first):
-            raise IndexError(REFUSED)
+            raise IndexError(OUT_OF_RANGE)
 
     def rounds(self, most: int, report: Tensor) -> list[Reported]:
         (B, wide), begin = report.shape, time.perf_counter()
@@ -200,13 +201,13 @@ class _Compiled:
         places = (x.data_ptr() for x in (report, reports, seconds))
         made = self.code.replay_rounds(self.count, self.first, most, AWAY_S, B, wide, *places)
         if made < 0:
-            raise IndexError(REFUSED)
+            raise IndexError(OUT_OF_RANGE)
         ends = (begin + s for s in seconds[:made].tolist())
         return list(zip(reports[:made].tolist(), ends, strict=True))
 
 
 def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
-    """All of it once more."""
+    """A function that runs these steps again; None if there is nothing to run."""
     todo: list[Callable[[], Any]] = []
     for step in changing(steps):
         if isinstance(step, Operation):
@@ -227,14 +228,15 @@ def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
 
 
 def changing(steps: Sequence[Step]) -> Iterator[Step]:
-    """Without what is there already: what was made of nothing, or of what was, and stays as it is.
-    Compiled code writes into rooms alone, and into what outlasts a round."""
+    """The steps whose result can change. Dropped are those that read nothing, or only results of
+    dropped steps, and whose result nothing writes to. (Compiled code writes only into uninitialised
+    results and into memory that outlasts a round.)"""
     written = set[int]().union(*(step.writes for step in steps if isinstance(step, Operation)))
     there: set[int] = set()
     for step in steps:
         if isinstance(step, native.Call):
             yield step
-        elif not step.room:
+        elif not step.uninitialised:
             made, chance = _memory(step.made), torch.Tag.nondeterministic_seeded in step.func.tags
             if step.reads <= there and not made & written and not chance:
                 there |= made
@@ -243,21 +245,22 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def more(known: Graphs, most: int, report: Tensor) -> list[Reported]:
-    """Runs once more, up to `most` times, the round that was run last, with this `report`
-    (`Engine.steps`); fewer, if a row ends or they take long, and no time at all where it is not one
-    call."""
+    """Replay the latest round up to `most` more times; `report` is where it writes its report.
+    Stops early when a row ends or after AWAY_S. Returns nothing if the round is not a single
+    compiled call."""
     again = known.latest[1].again
     return again.rounds(most, report) if most and isinstance(again, _Compiled) else []
 
 
 def of(target: LM) -> Graphs | None:
-    """An owner's own, where the target's passes are compiled; None if SPECEXP_GRAPHS is off."""
+    """New replays for one owner, if the target's passes are compiled; None otherwise, or with
+    SPECEXP_GRAPHS=off."""
     off = os.environ.get("SPECEXP_GRAPHS") == "off"
     return None if off or not isinstance(target.net, native.Native) else Graphs(Calls())
 
 
 class Calls:
-    """A recorder of them for `graphs.Graphs`."""
+    """The `graphs.Recorder` of replays."""
 
     warm = 1
 
@@ -265,6 +268,6 @@ class Calls:
         return fn()
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        with noting() as noted:
+        with recording() as noted:
             made = fn()
         return again(noted.steps) if noted.whole else None, made

@@ -1,8 +1,8 @@
-"""Which guesses to keep, so that the output's law stays the target's.
+"""Acceptance rules: which guesses to keep, so that the output's distribution stays the target's.
 
-A rule sees the draft, the target's law p at every node and the noise; it knows nothing of models,
-caches or temperature. Match, Reject and Block are exact for any drafter; Typical and a lenient
-Reject are not, say so in their names, and tell by how much (`emitted`).
+A rule sees the draft, the target's distribution p at every node, and the noise; it knows nothing
+about models, caches or temperature. Match, Reject and Block are exact for any drafter. Typical and
+lenient Reject are lossy: their names say so, and `emitted` says by how much.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from specexp.sequences import Draft, Verdict
 
 
 class Rule(Protocol):
-    """`lossy`: the output's law is not the target's. `wants_q`: it keeps more of guesses that were
-    drawn from a q it is shown. `samples`: it does nothing with p but draw from it, so that at
-    temperature 0 logits will do. `chains_only`: it cannot judge trees. `looks_ahead`: its verdict
-    depends on guesses that it does not keep, so their noise must not be used again (`Sequences`).
+    """`lossy`: the output's distribution is not the target's. `wants_q`: it accepts more if guesses
+    are drawn from a q that it sees. `samples`: it only draws from p, so at temperature 0 it can be
+    given logits instead. `chains_only`: it cannot judge trees. `looks_ahead`: its verdict depends
+    on guesses it does not keep, so their noise must not be used again (`Sequences.by_round`).
     """
 
     name: str
@@ -34,21 +34,21 @@ class Rule(Protocol):
     looks_ahead: bool
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-        """p [B, N, V]: the target's law of the token that follows each node."""
+        """p [B, N, V]: the target's distribution of the token that follows each node."""
         ...
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """The law [..., V] of the first token of a round whose one guess was drawn from q
-        [..., V] (a chosen guess: its one-hot). An exact rule's is p."""
+        """The distribution [..., V] of the first token of a round with one guess, drawn from q
+        [..., V] (for a chosen guess: its one-hot). For an exact rule that is p."""
         ...
 
 
 class Match:
-    """Sample the target at every node and follow the child that agrees.
+    """Sample the target at every node and follow the child that equals the sample.
 
-    Exact without knowing q, since what is emitted is the target's own sample. With a drafter that
-    reads the same noise the two samples agree with probability >= (1 - TV) / (1 + TV). Siblings
-    that guess the same token see the same noise, so the one that leads deeper may be followed.
+    Exact without knowing q, since every emitted token is the target's own sample. With a drafter
+    that reads the same noise, the two samples agree with probability >= (1 - TV) / (1 + TV).
+    Siblings with the same token see the same noise, so the one that leads deeper may be followed.
     """
 
     name = "match"
@@ -73,15 +73,15 @@ class Match:
 
 
 class Reject:
-    """Accept a guess x with probability min(1, p(x)/q(x)), else sample what q left uncovered.
+    """Accept a guess x with probability min(1, p(x)/q(x)), else sample the residual of p.
 
     On a chain this is speculative sampling (Leviathan et al. 2022, algorithm 1; Chen et al. 2023).
-    On a tree the siblings are tried in turn, each against what the rejected ones left over
+    On a tree siblings are tried in turn, each against the residual that the rejected ones left
     (SpecInfer, Miao et al. 2023, section 4.3; drawn without replacement: RRSw, Jeon et al. 2024).
-    A chosen guess (q is None, or no mass left to draw from) counts as drawn from a one-hot q.
+    A chosen guess (q is None, or q(x) = 0) counts as drawn from a one-hot q.
 
-    `lenience` < 1 weighs q by it (Leviathan et al. 2022, appendix A.5): more guesses are kept, no
-    token comes more than 1 / lenience times as often as it should, and the law is another one.
+    `lenience` < 1 multiplies q (Leviathan et al. 2022, appendix A.5): more guesses are accepted,
+    the distribution is no longer p, and no token becomes more than 1 / lenience times as likely.
     """
 
     wants_q = True
@@ -97,7 +97,7 @@ class Reject:
         if judged := _compiled("reject", draft, p, rng, self.lenience):
             return judged
         nodes, tokens = draft.nodes, draft.tokens
-        left, q = p, draft.q  # the law still owed, and the law siblings are still drawn from
+        left, q = p, draft.q  # the residual of p, and the distribution of the next sibling
         open_ = torch.ones_like(tokens, dtype=torch.bool)  # [B, N]: no child accepted yet
         ok = torch.zeros_like(open_)
         for rank in range(nodes.children.shape[-1]):
@@ -126,13 +126,14 @@ class Reject:
 
 
 class Block:
-    """Judge a chain as a whole: of all its beginnings that pass, keep the longest.
+    """Judge a chain as a whole: of all its prefixes that pass, keep the longest.
 
-    (Sun et al. 2024, Block verification, arXiv 2403.10444, algorithm 2.) The i-th beginning is
-    owed P_i = min(1, P_{i-1} p/q) and passes with probability S_i / (S_i + 1 - P_i), S_i being the
-    mass of (P_i p - q)+ over the next token, from which the bonus is drawn. It keeps at least as
-    many guesses as Reject, in expectation, whatever p and q are. After the last guess of a row, or
-    its last before one that was not made, q is nothing: there P_i decides, and the bonus is p's.
+    (Sun et al. 2024, Block verification, arXiv 2403.10444, algorithm 2.) Prefix i has weight
+    P_i = min(1, P_{i-1} p/q) and passes with probability S_i / (S_i + 1 - P_i), where S_i is the
+    mass of (P_i p - q)+ over the next token; the bonus is drawn from that residual. In expectation
+    it keeps at least as many guesses as Reject, for any p and q. After a row's last guess, or where
+    its guesses end early, q counts as 0: the prefix passes with probability P_i and the bonus is
+    drawn from p.
     """
 
     name = "block"
@@ -148,13 +149,13 @@ class Block:
             return judged
         following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -1)], 1)
         x = following.clamp(min=0)[..., None]
-        made = (following >= 0).cumprod(1).bool()  # [B, N]: a guess follows node i, and all before
+        made = (following >= 0).cumprod(1).bool()  # [B, N]: guesses up to node i + 1 exist
         drawn = torch.where(made[..., None], _drawn(draft.q, p, x), 0.0)
         odds = torch.where(made, (p.gather(-1, x) / drawn.gather(-1, x))[..., 0], 0.0)
         owed = [torch.ones_like(odds[:, 0])]
         for i in range(N - 1):
             owed.append((owed[-1] * odds[:, i]).clamp(max=1))
-        P = torch.stack(owed, 1)  # [B, N]: of the beginning that ends with node i
+        P = torch.stack(owed, 1)  # [B, N]: weight of the prefix that ends with node i
         uncovered = (P[..., None] * p - drawn).clamp(min=0)
         S = uncovered.sum(-1)
         chance = torch.where(S + 1 - P > 0, S / (S + 1 - P), 1.0)
@@ -173,10 +174,10 @@ class Block:
 
 
 class Typical:
-    """Keep a guess that is likely enough for the target: p(x) > min(epsilon, delta exp(-H(p))).
+    """Accept a guess that is likely enough under p: p(x) > min(epsilon, delta exp(-H(p))).
 
-    (Cai et al. 2024, Medusa, section 2.3.1; delta = sqrt(epsilon) there.) Of a tree the longest
-    such path is kept, and the bonus is the target's. Lossy, except at temperature 0.
+    (Cai et al. 2024, Medusa, section 2.3.1, where delta = sqrt(epsilon).) Of a tree it keeps the
+    longest such path; the bonus is drawn from p. Lossy, except at temperature 0.
     """
 
     name = "typical (lossy)"
@@ -189,7 +190,7 @@ class Typical:
         self.epsilon, self.delta = epsilon, epsilon**0.5
 
     def _typical(self, p: Tensor) -> Tensor:
-        """[..., V] bool: which tokens would be kept."""
+        """[..., V] bool: the tokens that would be accepted."""
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
         least = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         return p > least
@@ -214,7 +215,7 @@ NAMES = ("match", "reject", "block", "typical", "typical:EPSILON", "lenient:LENI
 
 
 def of(name: str) -> Rule:
-    """The rule of a name: see NAMES. Raises UserError, one line, for any other."""
+    """The rule with this name (see NAMES). Raises UserError for any other name."""
     kind, _, argument = name.partition(":")
     plain: dict[str, type[Rule]] = {
         "match": Match, "reject": Reject, "block": Block, "typical": Typical,
@@ -235,7 +236,7 @@ def of(name: str) -> Rule:
 
 
 def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> Verdict | None:
-    """The verdict of a rule that weighs p against q, where it is compiled."""
+    """The verdict of Reject or Block from compiled code; None if it cannot handle the input."""
     children, q = draft.nodes.children, draft.q
     if not isinstance(rng, Noise) or (q is not None and q.shape != p.shape):
         return None
@@ -249,17 +250,17 @@ def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> 
     chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
     read = draft.tokens, children, draft.keys, p, 0 if q is None else q
     if not getattr(code, rule)(*shape, *chance, *read, torch.empty(B, 4, V), path, n, new):
-        raise IndexError(f"a guess is not one of {V} tokens")
+        raise IndexError(f"a guess is outside the vocabulary of {V} tokens")
     return Verdict(path.view(B, -1), n, new.view(B, -1))
 
 
 def _drawn(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """The law [B, N, V] that x [B, N, 1] was drawn from: q, or a one-hot where q(x) is 0."""
+    """The distribution [B, N, V] behind x [B, N, 1]: q, or a one-hot where q(x) is 0."""
     certain = torch.zeros_like(p).scatter_(-1, x, 1.0)
     return certain if q is None else torch.where(q.gather(-1, x) > 0, q, certain)
 
 
 def normalised(w: Tensor, otherwise: Tensor) -> Tensor:
-    """w [..., V] scaled to sum 1; `otherwise` where nothing is left (of probability 0)."""
+    """w [..., V] scaled to sum 1; `otherwise` where w is all 0 (which has probability 0)."""
     total = w.sum(-1, keepdim=True)
     return torch.where(total > 0, w / total, otherwise)

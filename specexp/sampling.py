@@ -1,10 +1,10 @@
-"""From logits to a law, and from a law to a token.
+"""From logits to a distribution (law), and from a distribution to a token.
 
-`Sampling` shapes target and drafter logits alike. The noise that turns laws into tokens is a
-function, not a stream: every uniform is a hash of (seed, row, position in the text, purpose, lane).
-So a row's sample does not depend on its batch, a graph can replay it, and a drafter that reads the
-noise the target will read is *coupled* to it: speculative output then equals plain sampling token
-for token (common random numbers; the race of exponentials is the Gumbel-max trick).
+`Sampling` shapes target and drafter logits alike. The noise behind every draw is a function, not a
+stream: each uniform is a hash of (seed, the row's stream, position, purpose, lane). So a row's
+sample does not depend on its batch, a graph can replay it, and a drafter that reads the noise the
+target will read is *coupled* to it: speculative output then equals plain sampling token for token
+(common random numbers; the race of exponentials is the Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from specexp import native
 from specexp.errors import UserError
 
-TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes; ACCEPT takes a lane per sibling
-LEAST = torch.finfo(torch.float32).tiny  # temperature; float32 rounds less to none
+TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes of noise; ACCEPT uses one lane per sibling
+LEAST = torch.finfo(torch.float32).tiny  # the least temperature; float32 rounds smaller ones to 0
 _GOLDEN = -0x61C8864680B583EB
 
 
@@ -28,7 +28,7 @@ def _signed(x: int) -> int:
 
 
 def likeliest(w: Tensor) -> Tensor:
-    """int64 [...]: where w [..., V] is largest, the first place of equals."""
+    """argmax over w [..., V], int64 [...]; the lowest index at a tie."""
     code = native.by(w)
     if code is None or w.dtype != torch.float32:
         return w.argmax(-1)
@@ -38,7 +38,8 @@ def likeliest(w: Tensor) -> Tensor:
 
 
 def ranked(w: Tensor, k: int) -> Tensor:
-    """int64 [..., k]: where w [..., V] is largest, the largest first. Raises UserError if k > V."""
+    """Indices of the k largest of w [..., V], largest first, int64 [..., k]. Raises UserError if
+    k > V."""
     if k > w.shape[-1]:
         raise UserError(f"a vocabulary of {w.shape[-1]} has no {k} likeliest tokens; use fewer")
     if k == 1:
@@ -62,9 +63,9 @@ def mix(x: Tensor) -> Tensor:
 
 
 class Rng(Protocol):
-    """What drafters and rules may ask of chance. keys [...] address the noise; w [..., V] >= 0.
+    """The source of randomness of drafters and rules. keys [...] address it; w [..., V] >= 0.
 
-    It is a function of its address: equal keys and equal laws give equal draws.
+    A draw is a function of its address: equal keys and equal weights give equal draws.
     """
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
@@ -76,7 +77,7 @@ class Rng(Protocol):
         ...
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
-        """int64 [..., k]: tokens drawn one after another without replacement; positive w first."""
+        """int64 [..., k]: tokens drawn without replacement, in order; those of weight 0 last."""
         ...
 
 
@@ -87,17 +88,17 @@ class Noise:
     seed: int
 
     def salt(self, purpose: int) -> int:
-        """What sets the addresses of a purpose apart."""
+        """The offset that separates the addresses of one purpose from those of another."""
         return _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64))
 
     def uniform(self, keys: Tensor, purpose: int, lanes: Tensor) -> Tensor:
-        """float32 in (0, 1], fine-grained near 0: keys [...] and lanes [L] give [..., L]."""
+        """float32 in (0, 1], fine-grained near 0, for keys [...] and lanes [L]: [..., L]."""
         at = mix(keys + self.salt(purpose))
         bits = mix(at[..., None] + lanes * _GOLDEN) & 0x7FFFFFFFFFFFFFFF
         return (bits.float() + 0.5) * 2.0**-63
 
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-        """w over exponential arrival times: the largest is a draw from w, the k largest k draws."""
+        """w / exponential arrival times: its argmax is a draw from w, its top k are k draws."""
         V = w.shape[-1]
         plain = w.dtype == torch.float32 and keys.dim() < 3 and keys.stride(-1) == 1
         if plain and (code := native.by(w)):
@@ -106,7 +107,7 @@ class Noise:
             code.race(keys.numel(), *asked, threads, salt, keys, w, made)
             return made
         lanes = torch.arange(V, device=w.device)
-        u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # every arrival is finite
+        u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # keeps arrivals finite
         return w / -torch.log1p(-u)
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
@@ -121,7 +122,7 @@ class Noise:
 
 
 class Certain:
-    """The noise of a law that is certain (temperature 0): no noise at all."""
+    """The `Rng` of temperature 0: everything is already certain, so there is no noise."""
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         return p > 0.5
@@ -135,7 +136,7 @@ class Certain:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, applied alike to p and q. top_k = 0 keeps all."""
+    """Temperature, then top-k, then top-p, for p and q alike. top_k = 0 keeps all tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -157,8 +158,8 @@ class Sampling:
         return Noise(seed) if self.temperature > 0 else Certain()
 
     def law(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., V], float32 (float64 stays float64). Greedy is a one-hot law: rules
-        and drafters never ask about temperature. Ties go to the lowest token."""
+        """Probabilities [..., V], float32 (float64 stays float64). Temperature 0 gives a one-hot
+        distribution, the lowest token at a tie, so rules and drafters never ask for it."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)

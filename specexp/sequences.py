@@ -1,10 +1,9 @@
-"""The committed text of a batch, and what one round proposes and decides about it.
+"""The committed tokens of a batch, and what one round drafts and decides.
 
-Three numbers that are easily mixed up: a *node* is an index in the draft (0..N-1), a *slot* an
-index in the cache, a *position* an index in the text. Node i of a draft sits in slot
-`length - 1 + i` at position `length - 1 + depth[i]`. Between rounds every cache holds the slots
-`0..length-2`: the last committed token is always fed again as the root of the next draft, so there
-is no first round.
+Three indices that are easily confused: a *node* indexes the draft (0..N-1), a *slot* the cache, a
+*position* the sequence. Node i of a draft is in slot `length - 1 + i` at position
+`length - 1 + depth[i]`. Between rounds every cache holds slots `0..length-2`: the last committed
+token is always fed again as the root of the next draft, so no round is special.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from specexp.tree import Nodes
 
 @dataclass
 class Draft:
-    """One round's guesses. tokens [B, N] int64 with the root in column 0, -1 where none was made.
+    """One round's guesses. tokens [B, N] int64 with the root in column 0; padding (-1): no guess.
 
-    `q[:, i]` [B, N, V] is the law from which the children of node i were drawn, without replacement
-    in sibling order; None says that they were chosen, not drawn. `text`: what it continues.
-    `grade` [B]: how sure the drafter is of each row's guesses, of its `grades`, more with each.
+    `q[:, i]` [B, N, V]: the distribution from which the children of node i were drawn, without
+    replacement in sibling order; None: they were chosen, not drawn. `text`: the sequences it
+    continues. `grade` [B] int64: the drafter's confidence in each row, 0..`Drafter.grades` - 1.
     """
 
     tokens: Tensor
@@ -40,12 +39,12 @@ class Draft:
 
     @cached_property
     def keys(self) -> Tensor:
-        """[B, N] addresses of the noise of the token that follows each node, until the commit;
-        where nothing is left to chance any numbers will do."""
+        """[B, N] noise addresses of the token that follows each node; valid until the commit. When
+        nothing is random (`Sequences.certain`) any numbers will do."""
         return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
 
     def within(self) -> Draft:
-        """The same without the guesses that lie deeper than their row may draft."""
+        """The same draft without guesses deeper than their row's budget and reach allow."""
         budget, reach = self.text.budget, self.text.reach
         if budget is None:
             return self
@@ -54,7 +53,7 @@ class Draft:
         return replace(self, tokens=_until(self.tokens, self.nodes.depth, budget))
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
-        """The verdict that keeps n [B] guesses along a path [B, D+1] and adds a bonus [B]."""
+        """The verdict that accepts n [B] guesses along path [B, D+1], then adds bonus [B]."""
         guess = torch.arange(path.shape[1], device=path.device) < n[:, None]
         line = self.tokens.gather(1, path.roll(-1, 1))
         return Verdict(path, n, torch.where(guess, line, bonus[:, None]))
@@ -62,9 +61,9 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """What the target agreed with: path [B, D+1] of nodes from the root, whose last comes again
-    beyond the end; n [B] accepted guesses; new [B, D+1], the token that follows each node of the
-    path: these guesses and then the bonus."""
+    """What the target accepted: path [B, D+1], nodes from the root down, padded with the last one;
+    n [B], accepted guesses; new [B, D+1], the token after each node of the path: the accepted
+    guesses, then the bonus token."""
 
     path: Tensor
     n: Tensor
@@ -75,11 +74,11 @@ class Verdict:
 class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
-    A row is done when `length >= limit`. Within a round `commit` alone changes anything.
-    `by_round`: the noise of a position is another in every round. `certain`: none is asked for.
-    `first`: row 0 is the row of that number in every cache and in whatever a drafter keeps a row
-    (`window`). budget [B] int64: how deep each row may draft this round, -1: it has no part in it;
-    None: as deep as the tree. reach [grades] int64: and how deep at each grade (`Draft.grade`).
+    A row is done when `length >= limit`. Within a round only `commit` changes anything.
+    `by_round`: a position gets new noise every round. `certain`: no noise is used.
+    `first`: the number of row 0 in the caches and in the drafter's state (see `window`).
+    budget [B] int64: how deep each row may draft this round, -1: the row sits the round out; None:
+    as deep as the tree. reach [grades] int64: how deep a row may draft at each `Draft.grade`.
     """
 
     tokens: Tensor
@@ -97,7 +96,7 @@ class Sequences:
     def empty(
         cls, B: int, S: int, eos: Sequence[int] = (), device: torch.device | str = "cpu"
     ) -> Sequences:
-        """B rows with room for S tokens and nothing to write in any."""
+        """B empty rows with room for S tokens; none is live."""
         one = torch.ones(B, dtype=torch.int64, device=device)
         return cls(
             torch.zeros(B, S, dtype=torch.int64, device=device), one, one.clone(),
@@ -115,7 +114,8 @@ class Sequences:
         streams: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> Sequences:
-        """Ragged prompts, padded on the right, with room for one whole draft past every limit."""
+        """Rows from ragged prompts, padded on the right, with `slack` slots past the longest
+        possible row: `Tree.room` of the largest draft. Raises UserError for empty prompts."""
         if not prompts:
             raise UserError("no prompts given; pass at least one")
         for row, prompt in enumerate(prompts):
@@ -141,7 +141,7 @@ class Sequences:
         )
 
     def window(self, first: int, count: int, S: int | None = None) -> Sequences:
-        """`count` rows from `first` on and their first S slots: the same memory, no copy."""
+        """`count` rows from `first` on and their first S slots, as views: nothing is copied."""
         rows = slice(first, first + count)
         return replace(
             self, tokens=self.tokens[rows, :S], length=self.length[rows], limit=self.limit[rows],
@@ -149,13 +149,13 @@ class Sequences:
         )  # fmt: skip
 
     def write(self, row: int, text: Sequence[int], limit: int, stream: int) -> None:
-        """Begin a row anew: its text so far, where it ends and the name of its noise."""
+        """Start a row anew with these tokens, this limit on its length and this noise stream."""
         self.tokens[row, : len(text)] = torch.tensor(text, device=self.tokens.device)
         self.length[row], self.limit[row], self.stream[row] = len(text), limit, stream
 
     @cached_property
     def place(self) -> tuple[int, ...]:
-        """Where they are: what is recorded of a round is good for no other place."""
+        """Identifies this memory; a recorded round is valid for one place only."""
         return (
             self.first,
             *self.tokens.shape,
@@ -165,17 +165,17 @@ class Sequences:
 
     @property
     def ragged(self) -> tuple[Tensor, ...]:
-        """What says how deep rows may draft."""
+        """The tensors that limit how deep each row may draft."""
         return tuple(x for x in (self.budget, self.reach) if x is not None)
 
     @property
     def rows(self) -> slice:
-        """Where these rows are in tensors that hold a whole bank of them."""
+        """The index of these rows in tensors that hold the whole bank."""
         return slice(self.first, self.first + len(self.tokens))
 
     @property
     def live(self) -> Tensor:
-        """[B] bool: rows still being written."""
+        """[B] bool: rows that are not done."""
         return self.length < self.limit
 
     @property
@@ -185,7 +185,7 @@ class Sequences:
         return self.read(self.places(first))
 
     def places(self, depth: Tensor) -> Tensor:
-        """[B, n] slots, or positions, `depth` [b, n] below the root; none is less than 0."""
+        """[B, n] slots, or positions, `depth` [b, n] past the root's; clamped at 0."""
         if code := native.by(self.length, depth):
             (b, n), B = depth.shape, len(self.length)
             made = torch.empty(B, n, dtype=torch.int64)
@@ -194,17 +194,17 @@ class Sequences:
         return (self.length[:, None] - 1 + depth).clamp(min=0)
 
     def read(self, slots: Tensor) -> Tensor:
-        """The tokens [B, n] in these slots [B, n]."""
+        """The tokens [B, n] in slots [B, n]."""
         if code := native.by(slots):
             made = torch.empty(slots.shape, dtype=torch.int64)
             if not code.read(*slots.shape, self.tokens.stride(0), self.tokens, slots, made):
-                raise IndexError(f"a slot is not one of {self.tokens.stride(0)}")
+                raise IndexError(f"a slot is outside the {self.tokens.stride(0)} slots of a row")
             return made
         return self.tokens.gather(1, slots)
 
     def drafting(self, tokens: Tensor, depth: int) -> Tensor:
-        """What a drafter reads of tokens [B, n] to guess beyond that depth: -1 in rows whose budget
-        ends there."""
+        """tokens [B, n] as a drafter feeds them to guess the level after `depth`: padding (-1) in
+        rows whose budget does not go that deep."""
         if self.budget is None:
             return tokens
         beyond = torch.arange(depth + 1, depth + 2, device=tokens.device)[None]
@@ -217,17 +217,17 @@ class Sequences:
         q: Tensor | None = None,
         grade: Tensor | None = None,
     ) -> Draft:
-        """A draft over `nodes` from guesses [B, N-1] (None: the root alone)."""
+        """A draft over `nodes` with guesses [B, N-1]; None: the root alone."""
         tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
         return Draft(tokens, nodes, self, q, grade)
 
     def keys(self, depth: Tensor) -> Tensor:
-        """[B, n] noise addresses of the tokens that follow nodes of `depth` [b, n].
+        """[B, n] noise addresses of the tokens that follow nodes at `depth` [b, n].
 
-        An address is a hash of the row's stream and the token's position in the text, so the noise
-        a row sees depends on neither its batch nor its drafts. A rule that looks ahead has seen,
-        when it decides, the noise of positions it then does not write: under such a rule the
-        address is `by_round`, a hash of the root's position and the distance from it.
+        An address is a hash of the row's stream and the token's position, so a row's noise depends
+        on neither its batch nor its drafts. A rule that looks ahead has already used the noise of
+        positions it then does not write, so under such a rule the address is `by_round`: a hash of
+        the stream, the root's position and the distance from the root.
         """
         if code := native.by(self.stream, self.length, depth):
             (b, n), B = depth.shape, len(self.length)
@@ -239,11 +239,11 @@ class Sequences:
         return mix((mix(root) if self.by_round else root) + depth)
 
     def commit(self, verdict: Verdict) -> Tensor:
-        """Append the accepted path and the bonus token. Returns, [B, 3], how many guesses were
-        accepted, how many tokens emitted, after EOS and limit cuts, and whether the row goes on.
+        """Append the accepted path and the bonus token. Returns [B, 3]: guesses accepted, tokens
+        emitted after the EOS and limit cuts, and whether the row goes on.
 
-        A delivered EOS lowers the row's limit to its length. Rows already done emit 0. Tokens
-        beyond a row's length are never read, and need not be spared.
+        An emitted EOS lowers the row's limit to its length. Rows already done emit 0. Tokens past a
+        row's length are never read and may be overwritten.
         """
         if code := native.by(verdict.new, verdict.n, self.length, self.limit, self.eos):
             (B, places), (stride, _) = verdict.new.shape, self.tokens.stride()
@@ -264,7 +264,7 @@ class Sequences:
 
 
 def columns(parts: Sequence[Tensor]) -> Tensor:
-    """Side by side: [B, n] of n [B, 1], which may be columns themselves."""
+    """Concatenate n columns [B, 1], which may be strided views, into [B, n]."""
     if code := native.by(*(x[:1] for x in parts)):
         B, n = len(parts[0]), len(parts)
         made = torch.empty(B, n, dtype=torch.int64)
@@ -275,7 +275,7 @@ def columns(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
-    """tokens [B, n], and -1 where the depth [b, n] or [1, 1] exceeds the row's budget [B]."""
+    """tokens [B, n], with -1 where depth [b, n] or [1, 1] exceeds the row's budget [B]."""
     if code := native.by(tokens, depth, budget):
         (B, n), (b, wide) = tokens.shape, depth.shape
         made = torch.empty(B, n, dtype=torch.int64)
@@ -285,7 +285,7 @@ def _until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
 
 
 def _reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
-    """[B] how deep a row may draft that has this budget [B] and is at this grade [B]."""
+    """[B]: the smaller of each row's budget [B] and the reach of its grade [B]."""
     if code := native.by(budget, reach, grade):
         made = torch.empty_like(budget)
         code.reached(len(budget), budget, reach, grade, made)

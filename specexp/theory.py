@@ -1,15 +1,15 @@
-"""What speculative decoding should gain: the closed forms, and the same with measured costs.
+"""The speedup to expect of speculative decoding: closed forms, and the same with measured costs.
 
 The notation is that of Leviathan et al. 2022 (arXiv 2211.17192); Chen et al. 2023 (arXiv
-2302.01318) reach the same acceptance rule. alpha is the chance that one guess is kept, gamma the
-guesses in a round, and costs are in units of one plain target step, so that a cost of 0.05 is a
-drafter twenty times faster than its target.
+2302.01318) found the same acceptance rule. alpha is the probability that a guess is accepted, gamma
+the number of guesses per round, and costs are in units of one plain target step: a cost of 0.05 is
+a drafter twenty times faster than its target.
 
-The closed forms assume that guesses are kept independently with one alpha, and that a pass over
-gamma + 1 tokens costs what a pass over one costs. Neither is quite true: `measured_speedup` takes
-an acceptance for every position and the times of real passes instead.
+The closed forms assume that guesses are accepted independently with one alpha, and that a pass over
+gamma + 1 tokens costs as much as a pass over one. Neither is quite true: `measured_speedup` takes
+an acceptance rate per position and the times of real passes instead.
 
-This file does not know about models, tensors or clocks.
+This file knows nothing about models, tensors or clocks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from numpy.typing import ArrayLike
 
 from specexp.errors import UserError
 
-LONGEST = 1000  # guesses in a round; no draft is longer, and free guesses stop here
+LONGEST = 1000  # guesses per round; `best_gamma` stops here if guesses are free
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one (alpha, gamma, cost) should give, against plain decoding.
+    """What one (alpha, gamma, cost) should give, relative to plain decoding.
 
-    `tokens_per_pass`: mean tokens a target pass yields (the acceptance length);
-    `speedup`: how many times faster; `operations`: how many times as much arithmetic;
-    `best_gamma`: the draft length that is fastest at this alpha and cost.
+    `tokens_per_pass`: mean tokens per target pass (the acceptance length); `speedup`: the factor in
+    time; `operations`: the factor in arithmetic; `best_gamma`: the fastest draft length at this
+    alpha and cost.
     """
 
     tokens_per_pass: float
@@ -57,9 +57,9 @@ def predict(alpha: float, gamma: int, cost: float) -> Prediction:
 
 
 def alpha_of(p: ArrayLike, q: ArrayLike) -> float:
-    """The chance that a token drawn from q is kept: mean over contexts of sum(min(p, q)).
+    """P(a token drawn from q is accepted): the mean over contexts of sum(min(p, q)).
 
-    p, q: laws of target and drafter, [..., V]. Leviathan et al., section 3.2, Corollary 3.6.
+    p, q: distributions [..., V] of target and drafter. Leviathan et al., Corollary 3.6.
     """
     p, q = _laws("p", p), _laws("q", q)
     if p.shape != q.shape:
@@ -70,34 +70,34 @@ def alpha_of(p: ArrayLike, q: ArrayLike) -> float:
 def tokens_per_pass(alpha: float, gamma: int) -> float:
     """1 + alpha + ... + alpha^gamma = (1 - alpha^(gamma+1)) / (1 - alpha). Equation 1.
 
-    Summed term by term, which stays exact at alpha = 1, where the quotient does not exist.
+    Summed term by term, which is exact at alpha = 1 too, where the quotient is undefined.
     """
     _check(alpha=alpha, gamma=gamma)
     return math.fsum(alpha**i for i in range(gamma + 1))
 
 
 def speedup(alpha: float, gamma: int, cost: float) -> float:
-    """Plain time over speculative time for the same tokens. Theorem 3.8."""
+    """Time of plain decoding over time of speculative decoding. Theorem 3.8."""
     _check(cost=cost)
     return tokens_per_pass(alpha, gamma) / (gamma * cost + 1)
 
 
 def operations(alpha: float, gamma: int, cost: float) -> float:
-    """Arithmetic spent over that of plain decoding. Theorem 3.11, with `cost` for c-hat.
+    """Arithmetic of speculative decoding over that of plain decoding. Theorem 3.11; `cost` is
+    c-hat.
 
-    A rejected guess is arithmetic for nothing: this is the price of the speedup once the machine
-    is busy with other rows.
+    Rejected guesses are wasted arithmetic, which costs time once other rows keep the machine busy.
     """
     _check(cost=cost)
     return (gamma * cost + gamma + 1) / tokens_per_pass(alpha, gamma)
 
 
 def best_gamma(alpha: float, cost: float, limit: int = LONGEST) -> int:
-    """The fastest draft length up to `limit`, the shorter at a tie; 0 means: do not speculate.
+    """The fastest draft length up to `limit`, the shorter at a tie; 0: plain decoding is fastest.
 
-    Tokens grow by ever less and time by the same with every guess, so the first length that is
-    not beaten by the next is the best. When guesses are free that is `limit`, or where a further
-    guess is no longer a float above 0.
+    Each further guess adds fewer tokens and the same time, so the first length that the next one
+    does not beat is the best. If guesses are free that is `limit`, or the last gamma at which
+    alpha^gamma is still positive as a float.
     """
     _check(alpha=alpha, gamma=limit, cost=cost)
     gamma, tokens, gain = 0, 1.0, alpha
@@ -109,8 +109,8 @@ def best_gamma(alpha: float, cost: float, limit: int = LONGEST) -> int:
 def break_even_alpha(gamma: int, cost: float) -> float:
     """The alpha above which `speedup(alpha, gamma, cost)` exceeds 1; 1.0 if none does.
 
-    At gamma = 1 it is the cost itself (Corollary 3.9), and a longer draft never pays at a lower
-    alpha: its later guesses are kept less often and cost the same.
+    At gamma = 1 it is the cost itself (Corollary 3.9). It never falls as gamma grows: later
+    guesses are accepted less often and cost the same.
     """
     _check(gamma=gamma, cost=cost)
     if gamma == 0 or cost >= 1:
@@ -125,12 +125,12 @@ def break_even_alpha(gamma: int, cost: float) -> float:
 def measured_speedup(
     conditional: Sequence[float], draft: float, verify: float, step: float
 ) -> float:
-    """The speedup of a round of gamma = len(conditional) guesses, from what was measured.
+    """The speedup of a round of gamma = len(conditional) guesses, from measurements.
 
-    `conditional[i]`: P(guess i + 1 kept given that guess i was); `draft`: time to make the
-    guesses; `verify`: time of the target pass over gamma + 1 tokens, the rule included; `step`:
-    time of a plain step. One unit of time for all three, and one batch: at a given load, take the
-    times of passes at that load. Equals Theorem 3.8 for constant conditionals and verify = step.
+    `conditional[i]`: P(guess i + 1 accepted given that guess i was); `draft`: time to make the
+    guesses; `verify`: time of the target pass over gamma + 1 tokens, including the rule; `step`:
+    time of a plain step. All three in one unit and at one load. Equals Theorem 3.8 for constant
+    conditionals and verify = step.
     """
     _check_times(draft, verify, step)
     return tokens_of_round(conditional) * step / (draft + verify)
@@ -141,8 +141,8 @@ def best_measured_gamma(
 ) -> int:
     """The draft length with the largest `measured_speedup`, the shorter at a tie.
 
-    `draft[g]` and `verify[g]` are the times of a round of g guesses for g = 0 ... gamma, so
-    `verify[0]` is the plain step; `conditional` has gamma entries.
+    `draft[g]` and `verify[g]`: times of a round of g guesses for g = 0 ... gamma, so `verify[0]` is
+    the plain step; `conditional` has gamma entries.
     """
     if not len(conditional) + 1 == len(draft) == len(verify):
         raise UserError(
@@ -156,7 +156,7 @@ def best_measured_gamma(
 
 
 def tokens_of_round(conditional: Sequence[float]) -> float:
-    """1 + the sum of the marginals: a guess is kept only if every guess before it was."""
+    """1 + the sum of the marginals: a guess counts only if every guess before it was accepted."""
     for alpha in conditional:
         _check(alpha=alpha)
     return 1 + math.fsum(accumulate(conditional, mul))
@@ -180,10 +180,10 @@ def _check_times(draft: float, verify: float, step: float) -> None:
 
 
 def _laws(name: str, laws: ArrayLike) -> np.ndarray:
-    """[..., V] in float64, refused unless every last axis is a law."""
+    """laws [..., V] in float64. Raises UserError unless the last axis holds probabilities."""
     array = np.asarray(laws, dtype=np.float64)
     if array.ndim == 0 or array.size == 0:
-        raise UserError(f"{name} must be laws [..., V], not an array of shape {array.shape}")
+        raise UserError(f"{name} must be probabilities [..., V], not of shape {array.shape}")
     # NaN fails both comparisons
     if not (array >= 0).all() or not (abs(array.sum(axis=-1) - 1) < 1e-2).all():
         raise UserError(f"{name} must hold probabilities that sum to 1 over the last axis")

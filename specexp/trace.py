@@ -1,8 +1,8 @@
-"""What happened, round by round, and the one record of acceptance made from it.
+"""What happened in every round, and the acceptance metrics derived from it.
 
-Counts are kept per row and round; every rate is derived from them, so the identities that tie the
-figures together (`Acceptance.check`) can be asserted before anything is reported. Engines disagree
-about names: data/GLOSSARY.md says which of them calls which of these numbers what.
+Counts are kept per row and round and every rate is derived from them, so the identities between the
+figures (`Acceptance.check`) can be asserted before anything is reported. Engines disagree about
+names; data/GLOSSARY.md says what each of them calls these numbers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One live row in one round. `guesses`: the drafted tokens in node order, -1 where none; done:
-    it was the row's last round; broken: the model whose logits were no numbers, if one's were;
-    grade: how sure the drafter was (`Draft.grade`)."""
+    """One live row in one round. `guesses`: drafted tokens in node order, -1 for none; `done`: this
+    was the row's last round; `broken`: the model whose logits were not finite, if any; `grade`: the
+    drafter's confidence (`Draft.grade`)."""
 
     row: int
     drafted: int
@@ -40,7 +40,7 @@ class Round(NamedTuple):
 
 @dataclass
 class Trace:
-    """One batch from prompts to done. `prefill_s` counts from the same start as `Round.end_s`."""
+    """One batch from prefill to the last round. `prefill_s` and `Round.end_s` share one start."""
 
     batch: int
     prefill_s: float = 0.0
@@ -64,30 +64,30 @@ class Trace:
 
     @property
     def end_s(self) -> float:
-        """When the last round, or prefill, was over."""
+        """The end of the last round, or of prefill if there was none."""
         return self.rounds[-1].end_s if self.rounds else self.prefill_s
 
     @property
     def decode_s(self) -> float:
-        """Seconds spent in rounds, prefill apart."""
+        """Seconds spent in rounds, without prefill."""
         return self.end_s - self.prefill_s
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first round's tokens."""
+        """Seconds until the first round's tokens."""
         return self.rounds[0].end_s if self.rounds else self.prefill_s
 
     @property
     def tpot_s(self) -> float:
-        """Seconds a delivered token and stream, prefill apart."""
+        """Seconds per emitted token of one row, without prefill."""
         return self.decode_s * self.batch / self.emitted if self.emitted else float("nan")
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The metrics record. `histogram[k]`: target passes that accepted exactly k guesses.
+    """The acceptance metrics. `histogram[k]`: target passes that accepted exactly k guesses.
 
-    `cut` counts tokens the rule granted but an EOS or the length limit withheld.
+    `cut`: tokens that were accepted, or the bonus, but withheld by an EOS or the length limit.
     """
 
     drafted: int
@@ -107,7 +107,7 @@ class Acceptance:
 
     @property
     def passes(self) -> int:
-        """Target passes that rows took part in."""
+        """Target passes, counted per row."""
         return sum(self.histogram)
 
     @property
@@ -116,12 +116,12 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """accepted / drafted: the share of guesses kept. 0 when nothing was drafted."""
+        """accepted / drafted: the share of guesses accepted. 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def length(self) -> float:
-        """Acceptance length (tau, MAT): tokens granted a target pass, the bonus included."""
+        """Acceptance length (tau, MAT): tokens per target pass, the bonus included."""
         return 1 + self.accepted / self.passes if self.passes else float("nan")
 
     @property
@@ -132,7 +132,8 @@ class Acceptance:
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """P(guess i accepted given that guess i-1 was) for i = 1, 2, ..."""
+        """P(guess i accepted given that guess i-1 was) for i = 1, 2, ... A pass that drafted fewer
+        than i guesses counts as one that did not accept guess i."""
         reached = self._reached()
         return tuple(b / a for a, b in itertools.pairwise(reached))
 

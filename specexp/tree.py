@@ -1,9 +1,10 @@
 """The shape of a draft: which guess follows which.
 
 A draft is a tree of guesses in breadth-first order. Node 0, the root, is the last committed token;
-a chain is the tree in which every node has one child. `Tree` is the shape on the host (hashable, so
-it can name a captured graph); `Nodes` is the same shape as tensors, one for all rows or one a row,
-for drafters that grow their tree as they go. Nothing here knows about tokens, models or caches.
+a chain is a tree in which every node has one child. `Tree` is the shape on the host (hashable, so
+it can be part of a captured graph's key). `Nodes` is the same shape as tensors: one for all rows,
+or one per row for drafters that choose the shape as they draft. This file knows nothing about
+tokens, models or caches.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor
 
 from specexp.errors import UserError
 
-MOST = 1024  # guesses of one draft
+MOST = 1024  # guesses in one draft
 
 
 @dataclass(frozen=True)
 class Tree:
     """A draft's shape. `parents[0] == -1`; parents come before children, level by level.
 
-    With a `width` only the number of nodes and the depth are binding: a drafter that knows how
-    sure it is puts the nodes where they are likeliest to be accepted, feeding `width` of them a
-    level. Others draft the shape as it is.
+    With a `width`, only the number of nodes and the depth are fixed: a drafter with confidences
+    places the nodes itself, where they are most likely to be accepted, and feeds `width` of them
+    per level. Other drafters draft the shape as it is.
     """
 
     parents: tuple[int, ...]
@@ -46,14 +47,14 @@ class Tree:
     @classmethod
     @cache
     def chain(cls, gamma: int) -> Tree:
-        """gamma guesses in a line; gamma = 0 is plain decoding."""
+        """A chain of gamma guesses; gamma = 0 is plain decoding."""
         if gamma < 0:
             raise UserError(f"gamma is {gamma}; a draft length is 0 (plain decoding) or more")
         return cls(tuple(range(-1, gamma)))
 
     @classmethod
     def branching(cls, *widths: int) -> Tree:
-        """`widths[d]` children for every node of depth d: `branching(3, 2)` has 1 + 3 + 6 nodes."""
+        """`widths[d]` children for each node of depth d: `branching(3, 2)` has 1 + 3 + 6 nodes."""
         parents, level = [-1], [0]
         for width in widths:
             born = [node for node in level for _ in range(width)]
@@ -63,12 +64,15 @@ class Tree:
 
     @classmethod
     def grown(cls, guesses: int, depth: int) -> Tree:
-        """`guesses` nodes up to `depth` deep, put where the drafter is surest.
+        """`guesses` nodes, at most `depth` deep, placed by the drafter's confidence.
 
-        (Li et al. 2024, EAGLE-2.) As it stands, chains side by side.
+        (Li et al. 2024, EAGLE-2.) Its `parents` describe chains side by side, for drafters that do
+        not place nodes.
         """
         if not 0 < depth <= guesses:
-            raise UserError(f"a tree of {guesses} guesses cannot be {depth} deep; grow more nodes")
+            raise UserError(
+                f"a tree of {guesses} guesses cannot be {depth} deep: use gamma 1 to {guesses}"
+            )
         sizes = [guesses // depth + (d < guesses % depth) for d in range(depth)]
         starts = [1 + sum(sizes[:d]) for d in range(depth)]
         parents = [-1] + [0] * sizes[0]
@@ -78,8 +82,8 @@ class Tree:
 
     @classmethod
     def parse(cls, shape: str, gamma: int) -> Tree:
-        """`chain` (gamma guesses), `3x2x1` (so many children at each depth) or `grown:16` (so many
-        guesses, gamma deep). Raises UserError for anything else."""
+        """`chain` (gamma guesses), `3x2x1` (children per node at each depth) or `grown:16` (16
+        guesses, at most gamma deep). Raises UserError for anything else."""
         if shape == "chain":
             _refuse_more_than_most(f"chain of gamma {gamma}", gamma)
             return cls.chain(gamma)
@@ -93,7 +97,7 @@ class Tree:
             return cls.grown(int(size[1]), gamma)
         raise UserError(
             f"tree {shape!r} is unknown; use chain, the children at each depth such as 3x2x1, or "
-            "grown:16 for 16 guesses where the drafter is surest"
+            "grown:16 for 16 guesses placed by the drafter's confidence"
         )
 
     def cut(self, depth: int) -> Tree:
@@ -105,7 +109,7 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """Slots past the text that one round may write, in the target's cache or a drafter's."""
+        """Slots past the committed tokens that one round may write, in any model's cache."""
         return max(len(self), 1 + self.width * self.depth)
 
     def __len__(self) -> int:
@@ -120,7 +124,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """D, the longest run of guesses that can be accepted."""
+        """D, the largest number of guesses that can be accepted."""
         return self.depths[-1]
 
     @cached_property
@@ -139,11 +143,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class Nodes:
-    """A tree as tensors; the first dimension b is 1 (shared) or B (one tree a row).
+    """A tree as tensors; the first dimension b is 1 (shared) or B (one tree per row).
 
-    parents [b, N] int64, the root's own being 0; depth [b, N] int64; children [b, N, K] int64, -1
-    where there is none; ancestors [b, N, N] bool, `ancestors[:, i, j]` = j lies on the way from the
-    root to i, both included. `deepest` is the static bound D on depth.
+    parents [b, N] int64, with 0 for the root; depth [b, N] int64; children [b, N, K] int64, -1
+    where there is none; ancestors [b, N, N] bool, `ancestors[:, i, j]`: j is on the path from the
+    root to i, both included. `deepest`: D, a static bound on depth.
     """
 
     parents: Tensor
@@ -154,7 +158,7 @@ class Nodes:
 
     @classmethod
     def of(cls, parents: Tensor, deepest: int, width: int) -> Nodes:
-        """From parents [b, N] (root: 0) with static bounds on depth and children per node."""
+        """Build from parents [b, N] (root: 0) with static bounds on depth and children per node."""
         b, N = parents.shape
         arange = torch.arange(N, device=parents.device)
         ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(b, 1, 1)
@@ -177,11 +181,11 @@ class Nodes:
         return self.children.shape[-1] <= 1
 
     def accepted(self, ok: Tensor) -> tuple[Tensor, Tensor]:
-        """Follow the accepted nodes from the root as deep as they go.
+        """Follow accepted nodes from the root as deep as possible.
 
-        ok [B, N] bool: would this node be accepted, were its parent? (The root's is ignored.)
-        Returns path [B, D+1] int64, the nodes from the root down, the last of them again beyond
-        the end; and n [B], how many of them are accepted guesses (the root is none).
+        ok [B, N] bool: whether the node is accepted, given that its parent is (ignored for the
+        root). Returns path [B, D+1] int64, the nodes from the root down, padded with the last one;
+        and n [B], the number of accepted guesses (the root does not count).
         """
         if self.is_chain:
             n = ok[:, 1:].cumprod(1).sum(1)
@@ -200,14 +204,14 @@ class Nodes:
 
 
 def line_mask(slots: Tensor, S: int) -> Tensor:
-    """visible [B, N, S] for tokens in slots [B, N] that follow each other: all up to their own."""
+    """visible [B, N, S] for consecutive tokens in slots [B, N]: each sees all up to its own."""
     return torch.arange(S, device=slots.device) <= slots[:, :, None]
 
 
 def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
-    """visible [B, N, S]: the slots each node reads: all before the root's, then its own ancestors.
+    """visible [B, N, S]: each node sees all slots before the root's, and its own ancestors.
 
-    root [B, 1]: the slot of the root; ancestors [b, N, M] bool over the M places from there on.
+    root [B, 1]: the root's slot; ancestors [b, N, M] bool over the M slots from the root's on.
     """
     M = ancestors.shape[-1]
     place = torch.arange(S, device=ancestors.device) - root  # [B, S]
@@ -221,7 +225,7 @@ def _refuse_more_than_most(shape: str, guesses: int) -> None:
         raise UserError(f"tree {shape} has {guesses} guesses; draft at most {MOST} a round")
 
 
-@cache  # for good: graphs read them where they lie
+@cache  # never evicted: captured graphs read these tensors at their addresses
 def _nodes(tree: Tree, device: torch.device) -> Nodes:
     parents = torch.tensor([tree.parents], device=device).clamp(min=0)
     width = max((tree.parents.count(i) for i in range(len(tree))), default=0)

@@ -10,13 +10,13 @@ from torch.utils._pytree import tree_leaves
 from specexp import graphs, native
 from specexp.engine import Engine
 from specexp.graphs import Graphs, Refused
-from specexp.replays import Noted, again
+from specexp.replays import Recording, again
 
 
-class Operations(Noted):
+class Operations(Recording):
     """Notes what is run. Like a stream that is captured it refuses what reaches the host."""
 
-    def spoilt(self, func):
+    def not_replayable(self, func):
         raise Refused(f"{func} is not permitted in a recording")
 
     @property

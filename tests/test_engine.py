@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -353,6 +354,27 @@ def test_logits_that_are_no_numbers_stop_the_run_and_name_the_model(culprit, val
     with pytest.raises(NonFiniteLogits, match=rf"{culprit} .* row 1"):
         made.generate([[1, 2], [3, 31]], 4)
     assert made.generate([[1, 2, 3]], 1).tokens[0] != []
+
+
+class Graded(DraftModel):
+    """Says of every draft, even of the root alone, that it is of grade 1."""
+
+    grades = 2
+
+    def propose(self, seqs, tree, rng):
+        return replace(super().propose(seqs, tree, rng), grade=torch.ones_like(seqs.length))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_grade_is_never_taken_for_a_model_that_broke(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(native, "by", lambda *read: None)
+    made = engine("model", "chain")
+    made.drafter.__class__ = Graded
+    made.policy = Alternating((0, 3))
+    steps = made.generate(PROMPTS, NEW).trace.steps()
+    assert {(bool(step.guesses), step.grade) for step in steps} == {(False, 0), (True, 1)}
+    assert not any(step.broken for step in steps)
 
 
 def test_padded_vocabularies_never_emit_padding():

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import itertools
 import logging
 import weakref
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from specexp.drafters.model import DraftModel
 from specexp.drafters.recycle import Recycle
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits
-from specexp.graphs import MOST, Cuda, Graphs
+from specexp.graphs import MOST, Cuda, Graphs, Refused
 from specexp.lab.certify import certify, compare
 from specexp.lm import LM
 from specexp.policy import Fixed, Plan
@@ -257,7 +259,7 @@ def test_what_cannot_be_recorded_is_run_and_one_line_says_why(device, caplog):
     assert [told(x) for x in found] == [told(other.generate(PROMPTS, LONG)) for _ in range(2)]
     assert not one.graphs.recorder.recorded
     [line] = [r.getMessage() for r in caplog.records if "CUDA graph" in r.getMessage()]
-    assert line.startswith("launched one operation at a time, not as a CUDA graph: ")
+    assert line.startswith("CUDA graphs are off for this engine, which makes it slower: ")
     assert "\n" not in line
 
 
@@ -292,7 +294,9 @@ def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int
     return guessed
 
 
-@pytest.mark.parametrize("kind", ["model", "medusa", "eagle3", "crossed", "recycle", "lookahead"])
+@pytest.mark.parametrize(
+    "kind", ["model", "medusa", "eagle3", "crossed", "recycle", "lookahead", "planted"]
+)
 def test_a_drafter_finds_what_it_left_for_itself_in_a_draft_recorded_apart(kind):
     trees = [Tree.branching(2, 2, 1), Tree.branching(3, 1, 1), Tree.chain(4)]
     one, other = (make(engine(kind, rule="match")) for make in (taped, untaped))
@@ -497,6 +501,53 @@ def test_on_a_cpu_functions_stay_what_they_are():
 def test_graphs_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("SPECEXP_GRAPHS", "off")
     assert graphs.on(torch.device("cuda")) is None
+
+
+def test_a_graph_shares_memory_only_with_a_graph_that_is_alive(monkeypatch):
+    """torch refuses to capture into a pool whose graphs are gone while a tensor is still in it."""
+
+    class Graph:
+        replay = pool = lambda self: self.memory
+
+    @contextmanager
+    def capturing(graph, pool, stream):
+        graph.memory = pool
+        yield
+
+    fakes = {
+        "CUDAGraph": Graph, "graph": capturing, "graph_pool_handle": itertools.count().__next__,
+        "current_stream": lambda: None,
+    }  # fmt: skip
+    fakes |= dict.fromkeys(("Stream", "stream", "device"), lambda _: nullcontext())
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    cuda = Cuda(torch.device("cuda"))
+
+    def record(kind, fn=int):
+        return cuda.record(fn, kind)[0]
+
+    first = record("round")
+    again, other, alone = record("round"), record("draft"), record(None)
+    assert first() == again()
+    assert len({first(), other(), alone(), record(None)()}) == 4
+    gone = first()
+    del first, again
+    after = record("round")
+    assert after() != gone
+    with pytest.raises(Refused):
+        record("round", lambda: torch.tensor(1).view(2))
+    assert record("round")() != after()
+
+
+@pytest.mark.cuda
+def test_graphs_are_captured_again_after_all_are_dropped_and_a_result_is_kept():
+    recorder, kept = Cuda(torch.device("cuda")), []
+    for _ in range(2):
+        x = torch.zeros(4, device="cuda")
+        again, made = recorder.record(lambda x=x: x + 1, "round")
+        kept.append(made)
+        del again
+    assert [made.tolist() for made in kept] == [[1.0] * 4] * 2
 
 
 @pytest.mark.cuda

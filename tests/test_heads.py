@@ -391,6 +391,15 @@ BAD = {
     "extra": (bad("eagle-3", shapes={"odd": (2,)}), ("eagle3",), "has unknown odd"),
     "shape": (bad("eagle-3", shapes={"norm.weight": (7,)}), ("eagle3",), r"(7,) where (32,)"),
     "no width": (bad("eagle-3", config={"hidden_size": None}), ("eagle3",), "for hidden_size"),
+    **{
+        f"{name} {value}": (
+            bad("eagle-3", config={name: value}), ("eagle3",), "describes no such layer",
+        )
+        for name, value in (
+            ("num_attention_heads", 0), ("num_attention_heads", 3), ("rms_norm_eps", "small"),
+            ("rope_scaling", {"rope_type": "yarn"}), ("draft_vocab_size", -3),
+        )
+    },
     "a norm without its tensor": (
         bad("speculators", config={"norm_before_fc": True}), ("eagle3",), "lacks input_norm.weight",
     ),

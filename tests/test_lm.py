@@ -131,8 +131,11 @@ def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
 def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     target = LM(module())
     monkeypatch.setattr(lms, "free_memory", lambda device: 2**20)
-    with pytest.raises(UserError, match=r"batch 1000 x 4000 tokens needs .* GiB .* smaller batch"):
-        target.allocate(1000, 4000)
+    said = r"batch 1000 x 400 tokens needs .* GiB .* a batch of at most [1-9]\d*, or fewer tokens"
+    with pytest.raises(UserError, match=said):
+        target.allocate(1000, 400)
+    with pytest.raises(UserError, match="are free: use fewer tokens"):  # not even one row fits
+        target.allocate(1000, 40_000)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -203,6 +206,23 @@ def test_a_broken_config_is_one_clear_line(folder, text):
     assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_attention_heads", 0, "modulo by zero"),
+        ("num_attention_heads", 3, "not a multiple of the number of attention heads"),
+        ("rms_norm_eps", "small", "'rms_norm_eps' expected float"),
+        ("rope_scaling", "odd", "'rope_parameters' with value 'odd'"),
+    ],
+)
+def test_a_config_with_a_wrong_value_is_refused_and_the_value_is_named(folder, field, value, said):
+    edit(folder, **{field: value})
+    with pytest.raises(UserError, match="cannot read the model") as refused:
+        lms.read_config(folder)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_what_was_read_is_kept_until_its_file_changes(folder):
     tokenizer = Path(__file__).parents[1] / "data" / "zoo" / "random-tiny" / "tokenizer.json"
     shutil.copy(tokenizer, folder / "tokenizer.json")
@@ -214,6 +234,19 @@ def test_what_was_read_is_kept_until_its_file_changes(folder):
     assert lms.read_config(folder).vocab_size == 310
     (folder / "tokenizer.json").write_text(tokenizer.read_text() + " ")
     assert lms.read_tokenizer(folder) is not read
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 9}, r"63 of its tensors are missing .* such as model\.layers\."),
+        ({"intermediate_size": 8}, r"of another shape .* such as model\.layers\.0\.mlp\."),
+    ],
+)
+def test_weights_that_are_not_all_there_are_refused_and_never_made_up(folder, changes, said):
+    edit(folder, **changes)
+    with pytest.raises(UserError, match=said):
+        lms.load(folder, "tiny", "float32", "cpu")
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):

@@ -253,7 +253,7 @@ def test_weights_that_do_not_fit_are_not_loaded(tiny_folders, little, monkeypatc
 def test_a_cache_that_does_not_fit_says_how_many_rows_would(little):
     target = LM(module())
     little(1000 * target.kv_bytes_per_token)
-    with pytest.raises(UserError, match="a smaller batch, of 10 at most"):
+    with pytest.raises(UserError, match="a batch of at most 10, or fewer"):
         target.allocate(99, 100)
     target.allocate(10, 100)
 

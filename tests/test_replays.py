@@ -306,7 +306,7 @@ def test_what_torch_reckons_is_reckoned_again(case):
         x.copy_(torch.randn(4).abs() * 3)
         again()
         assert torch.equal(made, case.plainly(x))
-    with replays.noting() as noted:
+    with replays.recording() as noted:
         case.plainly(x)
     assert len(list(replays.changing(noted.steps))) == case.operations
 
@@ -370,10 +370,10 @@ def test_a_pass_in_another_thread_is_not_noted():
         worker.join()
         return made.round(seqs, TREES["empty"])
 
-    with torch.inference_mode(), replays.noting() as noted:
+    with torch.inference_mode(), replays.recording() as noted:
         round_beside()
     count = len(noted.steps)
-    with torch.inference_mode(), replays.noting() as noted:
+    with torch.inference_mode(), replays.recording() as noted:
         made.round(seqs, TREES["empty"])
     assert len(noted.steps) == count
     assert native.here.calls is None
@@ -382,7 +382,7 @@ def test_a_pass_in_another_thread_is_not_noted():
 @pytest.mark.parametrize("slot", [-1, 99])
 def test_a_slot_that_there_is_not_is_not_read(slot):
     seqs = Sequences.of(PROMPTS, LONG, slack=1)
-    with pytest.raises(IndexError, match="not one of 49"):
+    with pytest.raises(IndexError, match="outside the 49 slots"):
         seqs.read(torch.full((5, 2), slot))
 
 
@@ -393,7 +393,7 @@ def test_a_token_that_there_is_not_is_refused_in_a_replay_too():
     for _ in range(4):
         made.report(seqs, TREES["empty"])
     seqs.tokens[0, seqs.length[0] - 1] = 99
-    with pytest.raises(IndexError, match="a token or a slot was to be read"):
+    with pytest.raises(IndexError, match="a token or a slot is out of range"):
         made.report(seqs, TREES["empty"])
 
 

@@ -220,8 +220,8 @@ def test_a_simulation_of_the_accept_rule_yields_the_predicted_tokens(gamma: int)
         (lambda: alpha_of([0.5, 0.4], [0.5, 0.5]), "p must hold"),
         (lambda: alpha_of([0.5, 0.5], [1.5, -0.5]), "q must hold"),
         (lambda: alpha_of([0.5, math.nan], [0.5, 0.5]), "p must hold"),
-        (lambda: alpha_of([], []), "laws"),
-        (lambda: alpha_of(1.0, 1.0), "laws"),
+        (lambda: alpha_of([], []), "of shape"),
+        (lambda: alpha_of(1.0, 1.0), "of shape"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(call: object, word: str) -> None:

@@ -1,10 +1,10 @@
-"""Passes over a few rows on a CPU as one call of compiled code (passes.cpp), and each step of a
-round around them (`by`; rounds.cpp, chance.cpp).
+"""Compiled code for a CPU: a pass over a few rows as one call (passes.cpp), and the other steps of
+a round (`by`; rounds.cpp, chance.cpp).
 
-A small model's pass is some six hundred operations of a few microseconds each, while its weights
-could be read in a third of that time. A C++ compiler is asked once a machine; without one, or with
-SPECEXP_NATIVE=off, passes stay what they are (fused.py). A token's logits are here the same to the
-last bit whatever shares its pass: verifying a chain gives what plain decoding gives.
+A small model's pass is some six hundred operations of a few microseconds each, three times as long
+as it takes to read the weights. The code is compiled once per machine; without a C++ compiler, or
+with SPECEXP_NATIVE=off, torch's operations do the same (fused.py). A token's logits are equal to
+the last bit whatever shares its pass, so verifying a chain gives exactly what plain decoding gives.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BETWEEN = {
 
 
 class Here(threading.local):
-    """`calls`: where calls of compiled functions are noted in this thread, if anywhere."""
+    """`calls`: a list to which this thread's calls of compiled functions are appended, or None."""
 
     calls: list[Any] | None = None
 
@@ -70,7 +70,7 @@ here = Here()
 
 
 class Call(NamedTuple):
-    """Of a compiled function: where it is, and what it was given, as numbers and as they were."""
+    """A call of a compiled function: its address, and its arguments as numbers and as objects."""
 
     function: int
     places: Array[c_int64]
@@ -78,7 +78,7 @@ class Call(NamedTuple):
 
 
 class Function:
-    """A compiled function of numbers, tensors and what ctypes makes; False: it refused."""
+    """A compiled function of numbers, tensors and ctypes objects. Returns False if it failed."""
 
     def __init__(self, code: CDLL, name: str) -> None:
         self.code = code[f"call_{name}"]
@@ -97,7 +97,7 @@ def _number(x: Any) -> int:
     if isinstance(x, Tensor):
         return x.data_ptr()
     if isinstance(x, float):
-        return c_int64.from_buffer(c_double(x)).value  # its bits
+        return c_int64.from_buffer(c_double(x)).value  # its bit pattern
     return x if isinstance(x, int) else addressof(x)
 
 
@@ -126,8 +126,8 @@ class Pass(Structure):
 
 
 class Native:
-    """The passes of `fused`, which must be on a CPU; passes of many tokens are left to `fused`, for
-    torch's libraries multiply many rows better."""
+    """Compiled passes of `fused`, which must be on a CPU. Passes of more than `sparing` tokens are
+    left to `fused`, because torch's libraries are faster for many rows."""
 
     sparing = 512  # tokens
 
@@ -175,11 +175,11 @@ class Native:
         asked.room = _at(room)
         asked.holds = held, keys, values, tapped, states, logits, room
         if not self.run(net, asked):
-            raise IndexError(f"a token is not one of {net.known}, or a slot not of {cache.seen}")
+            raise IndexError(f"a token is not below {net.known}, or a slot not below {cache.seen}")
         return logits if last else None, states
 
     def _found(self, cache: SlotCache) -> tuple[Any, Any]:
-        """Where each layer's keys and values are."""
+        """The addresses of every layer's keys and values."""
         like = torch.empty(0, self.net.keys, 0, self.net.dim, dtype=self.dtype)
         layers = cache.layers[: len(self.layers)]
         for layer in layers:
@@ -211,8 +211,8 @@ class Library(NamedTuple):
 
 
 def library() -> Library | None:
-    """The compiled code, made if need be; None where it is turned off, or where there is none,
-    which a line says once, and why."""
+    """The compiled code, which is compiled if need be. None if it is turned off or cannot be
+    compiled; one warning says why."""
     return None if os.environ.get("SPECEXP_NATIVE") == "off" else _loaded()
 
 
@@ -230,7 +230,7 @@ def _loaded() -> Library | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = [line for line in str(getattr(e, "stderr", None) or e).splitlines() if line.strip()]
         why = next((line for line in said if "error" in line), said[0] if said else repr(e))
-        log.warning("passes on a CPU are slower than they could be, not compiled: %s", why.strip())
+        log.warning("passes on this CPU are not compiled, which makes them slower: %s", why.strip())
         return None
 
 
@@ -239,7 +239,7 @@ def compiler() -> str | None:
 
 
 def _built(source: Path) -> Path:
-    """The file for this source, compiler and processor."""
+    """The shared library of this source, for this compiler and processor."""
     if (asked_of := compiler()) is None:
         raise OSError("there is no C++ compiler (install g++, or set CXX)")
     command = [*shlex.split(asked_of), *FLAGS]
@@ -257,7 +257,7 @@ def _built(source: Path) -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Identifies what -march=native depends on."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
@@ -265,8 +265,8 @@ def _processor() -> str:
 
 
 def by(*read: Tensor) -> Any:
-    """What is compiled besides passes, where it can read these tensors. None where it cannot, as on
-    a GPU: then torch's operations do the same."""
+    """The compiled functions besides passes, if they can read these tensors. None if not, as on a
+    GPU; the caller then uses torch's operations."""
     ready = all(x.is_cpu and x.is_contiguous() and x.dtype in READ for x in read)
     return (found := library()) and _between(found) if ready else None
 
@@ -278,26 +278,26 @@ def _between(found: Library) -> SimpleNamespace:
 
 
 def passes_s() -> float:
-    """Seconds spent in compiled passes so far, whoever asked for them."""
+    """Seconds spent in compiled passes so far, in this process."""
     found = library()
     return float(found.passes.spent_ns()) / 1e9 if found else 0.0
 
 
 def replaying() -> CDLL:
-    """The compiled code that makes calls which are listed at an address: `replay`, and
-    `replay_rounds` (rounds.cpp)."""
+    """The library with `replay` and `replay_rounds` (rounds.cpp), which run lists of compiled
+    calls."""
     found = library()
     assert found is not None
     return found.rounds
 
 
 def every(tensors: Sequence[Tensor]) -> Any:
-    """Where these are, as an argument."""
+    """The addresses of these tensors, as an argument."""
     return (c_void_p * len(tensors))(*map(_at, tensors))
 
 
 def of(fused: Any) -> Native | None:
-    """The same passes compiled, where that can be."""
+    """The compiled passes of `fused`; None if they cannot be had."""
     weights = [w for w in (fused.embed, fused.head) if w is not None]
     weights += [layer.qkv for layer in fused.layers]
     kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}

@@ -1,4 +1,4 @@
-// What Python calls: a function of numbers and addresses, as they lie in an array (`Function`).
+// How Python calls a function: with an array of numbers and addresses (`Function`).
 
 #pragma once
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Laws, noise and the rules that weigh p against q, as sampling.py and rules.py have them. Every row
-// is reckoned by one thread, or every number by itself.
+// Distributions, noise and the rules that compare p with q, as in sampling.py and rules.py. One
+// thread computes a row, or numbers are independent: results do not depend on the threads.
 
 #include "calls.h"
 #include "vectors.h"
@@ -7,17 +7,17 @@
 #include <numeric>
 #include <vector>
 
-// -log(1 - u) of 0 < u < 1, to 2e-7 of its size: y and what rounding it lost; log1p of FreeBSD's msun.
-static inline vec waited(vec u) {
+// -log(1 - u) for 0 < u < 1, relative error 2e-7; y and its rounding error as in FreeBSD's log1p.
+static inline vec arrival(vec u) {
     const vec y = 1.0f - u, lost = (1.0f - y - u) * (1.0f + u);
-    const ints n = ((ints)y - 0x3f3504f3) >> 23; // y is 2^n (1 + f)
+    const ints n = ((ints)y - 0x3f3504f3) >> 23; // y = 2^n (1 + f)
     const vec whole = __builtin_convertvector(n, vec), f = (vec)((ints)y - (n << 23)) - 1.0f;
     const vec s = f / (2.0f + f), z = s * s, w = z * z, half = f * f * 0.5f;
     const vec p = z * (w * 0.28498786688f + 0.66666662693f) + w * (w * 0.24279078841f + 0.40000972152f);
     return half - (s * (half + p) + (whole * 9.0580006145e-06f + lost)) - f - whole * 6.9313812256e-01f;
 }
 
-constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers: worth several threads, worth one
+constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers worth several threads; numbers per task
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15;
 
 static inline uint64_t mixed(uint64_t x) {
@@ -26,12 +26,12 @@ static inline uint64_t mixed(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// Uniform noise of the lane so much further than an address.
+// Uniform noise of a lane at an address.
 static inline float uniform(uint64_t at, uint64_t lane) {
     return ((float)(int64_t)(mixed(at + lane * GOLDEN) & INT64_MAX) + 0.5f) * 0x1p-63f;
 }
 
-// Up to a vector of numbers, filled up with `none`, and back.
+// Loads up to a vector of numbers, padded with `none`; `put` stores them.
 static inline vec filled(const float *x, int64_t count, float none) {
     if (count >= LANES) return load(x);
     vec made = vec{} + none;
@@ -44,7 +44,7 @@ static inline void put(vec made, float *y, int64_t count) {
     else memcpy(y, &made, count * sizeof *y);
 }
 
-// The sum of w [size], which is scaled to sum 1 if there is any.
+// Returns the sum of w [size], and scales w to sum 1 if that is positive.
 static float scaled(int64_t size, float *w) {
     vec sums = {};
     for (int64_t i = 0; i < size; i += LANES) sums += filled(w + i, size - i, 0);
@@ -87,17 +87,17 @@ static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, floa
         shape(size, top_k, temperature, top_p, logits + i, p + i);
 }
 
-// My numbers of w [size], over when each lane arrives.
+// made = w / arrival times, for the lanes from..to-1.
 static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *made) {
     for (int64_t i = from; i < to; i += LANES) {
         vec u;
         for (int t = 0; t < LANES; t++) u[t] = uniform(at, i + t);
         const vec latest = vec{} + (1 - 0x1p-24f);
-        put(filled(w + i, to - i, 0) / waited(u < latest ? u : latest), made + i, to - i);
+        put(filled(w + i, to - i, 0) / arrival(u < latest ? u : latest), made + i, to - i);
     }
 }
 
-// keys [rows / n, n], so far from row to row.
+// keys [rows / n, n] with row stride `down`.
 static void race(int64_t rows, int64_t n, int64_t down, int64_t size, int64_t threads,
                  uint64_t salt, const int64_t *keys, const float *w, float *made) {
     const int64_t lumps = (size + LUMP - 1) / LUMP;
@@ -117,10 +117,10 @@ static void addresses(int64_t rows, int64_t n, int64_t shared, int64_t by_round,
     }
 }
 
-// A row's draft, its laws p and q [nodes, size] (q or null), and its verdict; room: [4, size].
+// A row's draft, its p and q [nodes, size] (q or null), and its verdict; room: [4, size].
 struct Judged {
     int64_t nodes, size, places, width;
-    uint64_t accept, residual; // what sets the noise of either purpose apart
+    uint64_t accept, residual; // the salts of the two purposes
     float lenience;
     const int64_t *tokens, *children, *keys;
     const float *p, *q;
@@ -131,7 +131,7 @@ struct Judged {
     const float *q_at(int64_t node) const { return q ? q + node * size : nullptr; }
     float coin(int64_t node, int64_t lane) const { return uniform(mixed(keys[node] + accept), lane); }
 
-    // The law that x was drawn from: q, or a certain one; of no guess, nothing.
+    // The distribution x was drawn from: q, or a one-hot; zeros if there is no guess.
     const float *drawn(const float *q, int64_t x) const {
         if (q && x >= 0 && q[x] > 0) return q;
         std::fill_n(room, size, 0);
@@ -139,7 +139,7 @@ struct Judged {
         return room;
     }
 
-    // What one drawn from leaves of a law of which so much is owed.
+    // rest = (owed * law - lenience * drawn)+
     void uncovered(float owed, const float *law, const float *drawn, float *rest) const {
         for (int64_t i = 0; i < size; i++)
             rest[i] = std::max(owed * law[i] - lenience * drawn[i], 0.0f);
@@ -155,7 +155,7 @@ struct Judged {
     }
 };
 
-// The child of a node that is kept, 0: none, and the law that those before it left.
+// The accepted child of a node, or 0; `left`: the residual after the rejected children.
 static int64_t taken(const Judged &row, int64_t node, const float *&left) {
     const int64_t size = row.size, *children = row.children + node * row.width;
     float *rest = row.room + size, *spare = rest + size, *others = spare + size;
@@ -204,7 +204,7 @@ static void block(const Judged &row) {
     row.end(count, law);
 }
 
-// children [1 or rows, nodes, width]; false: a guess is no token.
+// children [1 or rows, nodes, width]. Returns false if a guess is not a token.
 template <void (*rule)(const Judged &)>
 static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int64_t width,
                   int64_t shared, int64_t threads, uint64_t accept, uint64_t residual,

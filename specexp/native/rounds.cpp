@@ -1,6 +1,7 @@
-// What rounds do besides passes: few numbers, but each of torch's operations is slow, for the pass
-// before has left its code cold. Described where those do the same: likeliest (sampling.py), LM.feed,
-// Match, Sequences.commit, Engine._report, drafters/. Numbers are contiguous, but for rows of text.
+// The steps of a round besides passes: few numbers, but every torch operation is slow, because the
+// pass before has evicted its code from the cache. They do what these do: likeliest (sampling.py),
+// LM.feed, Match, Sequences.commit, Engine._report, drafters/. Arrays are contiguous, except
+// `tokens` where a stride is given.
 
 #include "calls.h"
 #include "vectors.h"
@@ -11,7 +12,7 @@ static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best)
     for (; rows--; w += size) *best++ = largest(w, size);
 }
 
-// Places of the `most` largest, the largest first, of equals the first.
+// Indices of the `most` largest, largest first, the lowest index first at a tie.
 static void ranked(int64_t rows, int64_t size, int64_t most, const float *w, int64_t *best) {
     for (; rows--; w += size, best += most)
         for (int64_t i = 0, kept = 0; i < size; i++) {
@@ -26,7 +27,7 @@ static void spoil(int64_t rows, int64_t size, int64_t first, const float *w, flo
     for (fault += first; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
 }
 
-// parents: of all rows, if they are shared, or of each.
+// parents: shared by all rows, or one array per row.
 static void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
             const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *made) {
     std::vector<int64_t> depth(nodes);
@@ -58,8 +59,7 @@ static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, c
     }
 }
 
-// A column for each model's `faults` goes between those of counts [rows, 3] and guesses; what else
-// is told comes last.
+// Columns: counts [rows, 3], one per model's `faults`, the guesses, then the columns `told`.
 static void report(int64_t rows, int64_t nodes, int64_t models, int64_t more, int64_t first,
             const int64_t *counts, const int64_t *tokens, int64_t *made, const float *const *faults,
             const int64_t *const *told) {
@@ -71,15 +71,15 @@ static void report(int64_t rows, int64_t nodes, int64_t models, int64_t more, in
     }
 }
 
-// How many tokens up to `end` are those up to `last`, of so many.
+// How many tokens up to `end` equal those up to `last`, at most `most`.
 static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t most) {
     int64_t n = 0;
     while (n < most && n <= end && tokens[end - n] == tokens[last - n]) n++;
     return n;
 }
 
-// What followed the best earlier ends of a text's last words, as drafters/ngram.py has it; branch:
-// for each guess which of the `ends` it follows.
+// Copies what followed the `ends` best earlier matches of a sequence's last tokens
+// (drafters/ngram.py). branch: for each guess, which match it follows.
 static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t vocab,
             int64_t stride, const int64_t *branch, const int64_t *depth, const int64_t *length,
             const int64_t *tokens, int64_t *made, int64_t *grade) {
@@ -99,16 +99,16 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
         made[0] = tokens[last];
         *grade++ = best[0].agrees;
         for (int64_t i = 1; i < nodes; i++) {
-            const End end = best[branch[i - 1]]; // past the end of the text the copy copies itself
+            const End end = best[branch[i - 1]]; // past the sequence's end, the copy repeats itself
             made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
             if (made[i] >= vocab) made[i] = -1;
         }
     }
 }
 
-// What most often followed the ends that agree for longest with a text's last words, as
-// drafters/suffix.py has it. An end votes for what followed it, until something else is guessed:
-// those that agree with a node lie side by side, and fall to its children.
+// Guesses what most often followed the longest earlier matches of a sequence's last tokens
+// (drafters/suffix.py). Every match votes for the token that followed it, as long as the guesses so
+// far agree with it: the voters of a node are adjacent, and are divided among its children.
 static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int64_t vocab,
                  int64_t stride, float least, float stretch, const int64_t *parents,
                  const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *made,
@@ -124,7 +124,7 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int
             if (agrees > most) voters.clear(), most = agrees;
             if (agrees == most) voters.push_back({0, end});
         }
-        const auto bigger = [&](const Party &a, const Party &b) { // or, of equals, later
+        const auto bigger = [&](const Party &a, const Party &b) { // at a tie, the later one
             const int64_t more = (a.to - a.from) - (b.to - b.from);
             return more > 0 || (!more && voters[a.to - 1].end > voters[b.to - 1].end);
         };
@@ -136,7 +136,7 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int
             const Party all = of[parent];
             for (int64_t v = all.from; v < all.to; v++) {
                 const int64_t at = voters[v].end + 1 + depth[parent];
-                int64_t node = parent; // what is guessed is text, too
+                int64_t node = parent; // past the sequence's end, the guesses go on
                 while (at > last && depth[node] > at - last) node = parents[node];
                 voters[v].says = at > last ? made[node] : tokens[at];
             }
@@ -162,8 +162,8 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int
     }
 }
 
-// What is noted of tokens, which lie so far apart down and to the right; -1 where nothing is. The
-// last place of each row is for torch's operations (drafters/recycle.py).
+// The notes on tokens (strides down and right); -1 where there are none. The last place of each row
+// is for torch's operations (drafters/recycle.py).
 static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_t down, int64_t right,
                    const int64_t *tokens, const int64_t *owner, const int64_t *notes, int64_t *made) {
     for (; rows--; tokens += down, owner += places + 1, notes += (places + 1) * size)
@@ -174,7 +174,7 @@ static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_
         }
 }
 
-// Of twins the last counts.
+// Of equal tokens the last one counts.
 static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const int64_t *tokens,
                  const int64_t *news, int64_t *owner, int64_t *notes) {
     for (; rows--; owner += places + 1, notes += (places + 1) * size)
@@ -186,9 +186,9 @@ static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const in
         }
 }
 
-// What the target said along a branch of so many `steps`, as drafters/lookahead.py learns of it: a
-// line of what comes after the n accepted, and `size` tokens in a row for the `pool` of the token
-// before them. It said nothing from the first guess on that was not made.
+// What drafters/lookahead.py learns from the target's tokens along a branch of `steps` nodes: a
+// line of those after the n accepted, and n-grams of `size` tokens for the `pool` of the token
+// before them. The branch ends at the first guess that was not made.
 static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int64_t places,
                   int64_t pool, int64_t size, const int64_t *branch, const int64_t *fed,
                   const int64_t *said, const int64_t *n, int64_t *lines, int64_t *owner,
@@ -217,14 +217,14 @@ static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int6
     }
 }
 
-// Rows of tokens, so far apart, and of others where there is none.
+// tokens, or `others` where a token is -1; both with a row stride.
 static void either(int64_t rows, int64_t n, int64_t down, int64_t others_down, const int64_t *tokens,
                    const int64_t *others, int64_t *made) {
     for (; rows--; tokens += down, others += others_down)
         for (int64_t i = 0; i < n; i++) *made++ = tokens[i] >= 0 ? tokens[i] : others[i];
 }
 
-// Slots or positions at these depths below the last token of each row; none is less than 0.
+// Slots or positions at these depths past the root's, clamped at 0.
 static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *length,
                    const int64_t *depth, int64_t *made) {
     for (; rows--; length++, depth += shared ? 0 : n)
@@ -241,7 +241,7 @@ static bool read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
     return true;
 }
 
-// Strides of depth, from row to row and from token to token.
+// down, right: strides of depth.
 static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const int64_t *tokens,
                   const int64_t *depth, const int64_t *budget, int64_t *made) {
     for (; rows--; depth += down, budget++)
@@ -288,7 +288,7 @@ struct Call {
     const int64_t *given;
 };
 
-// One after another, as long as they succeed.
+// Runs the calls in order until one fails.
 extern "C" bool replay(int64_t count, const Call *calls) {
     for (; count && calls->function(calls->given); count--) calls++;
     return !count;
@@ -300,9 +300,9 @@ static bool ends(int64_t rows, int64_t wide, const int64_t *report) {
     return false;
 }
 
-// Rounds of such calls, whose `report` is that of the round before, until there were `most`, so many
-// seconds have passed or a row has ended: their reports, one after another, and the seconds until
-// each was there. How many; or -1.
+// Replays rounds until there are `most`, `most_s` seconds have passed or a row has ended. `report`
+// is where every round writes its report; on entry it is that of the round before. Stores the
+// reports and the seconds until each was there. Returns the number of rounds; -1: a call failed.
 extern "C" int64_t replay_rounds(int64_t count, const Call *calls, int64_t most, double most_s,
                                  int64_t rows, int64_t wide, const int64_t *report,
                                  int64_t *reports, double *seconds) {

@@ -1,4 +1,4 @@
-// Vectors of floats: as many lanes as the processor has, by the compiler's own extensions.
+// Vectors of floats with as many lanes as the processor has, by compiler extensions.
 
 #pragma once
 #include <algorithm>
@@ -68,7 +68,7 @@ static inline float sum(vec v) {
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
-// Four sums, each in the order of `sum`.
+// Four sums, each added in the same order as `sum`.
 static inline vec4 sums(const vec *v) {
     const vec4 a = folded(v[0]), b = folded(v[1]), c = folded(v[2]), d = folded(v[3]);
     const vec4 ab = SHUFFLED(a, b, 0, 4, 1, 5) + SHUFFLED(a, b, 2, 6, 3, 7);
@@ -76,7 +76,7 @@ static inline vec4 sums(const vec *v) {
     return SHUFFLED(ab, cd, 0, 1, 4, 5) + SHUFFLED(ab, cd, 2, 3, 6, 7);
 }
 
-// To 2e-7 of its size; 0 below -87. The polynomial is that of Cephes' expf.
+// exp(x) with a relative error of 2e-7; 0 below -87. The polynomial is that of Cephes' expf.
 static inline vec exponential(vec x) {
     const vec none = {};
     const ints small = x < -87.0f;
@@ -94,9 +94,9 @@ static inline vec exponential(vec x) {
     return small ? none : p;
 }
 
-// The first place of the largest of so many numbers, or of one that is none.
+// The first index of the largest of w [size], or of a NaN if there is one.
 static inline int64_t largest(const float *w, int64_t size) {
-    vec most = vec{} - INFINITY; // of each lane, and where
+    vec most = vec{} - INFINITY; // the largest of each lane, and its index
     ints place = {}, here = {}, odd = {};
     int64_t best = 0, i = 0;
     for (; i + LANES <= size; i += LANES, here += LANES) {
