@@ -773,15 +773,18 @@ def zoo_train(
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Folder to write the models to; default: mlruns/zoo/models."),
+        typer.Option(
+            help="Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
+        ),
     ] = None,
     heads: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Train heads for --target instead: medusa, eagle or eagle3."),
     ] = None,
     target: Annotated[
-        str, typer.Option(help="With --heads: zoo name, folder or hub id.")
-    ] = "target-10m",
+        Optional[str],  # noqa: UP045
+        typer.Option(help="With --heads: zoo name, folder or hub id; default: target-10m."),
+    ] = None,
     text: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="With --heads: a text file to train on; default: the zoo's own text."),
@@ -803,8 +806,11 @@ def zoo_train(
     if heads is not None:
         if only:
             raise UserError("--only trains models and --heads trains heads: give only one of them")
-        _train_heads(heads, target, out, device, quick, text)
+        _train_heads(heads, target or "target-10m", out, device, quick, text)
         return
+    for option, given in (("--target", target), ("--text", text)):
+        if given is not None:
+            raise UserError(f"{option} belongs to --heads: add --heads medusa, eagle or eagle3")
     from specexp.zoo.train import train_zoo
 
     for folder in train_zoo(only or None, out, device=device, quick=quick):

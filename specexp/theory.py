@@ -136,25 +136,6 @@ def measured_speedup(
     return tokens_of_round(conditional) * step / (draft + verify)
 
 
-def best_measured_gamma(
-    conditional: Sequence[float], draft: Sequence[float], verify: Sequence[float]
-) -> int:
-    """The draft length with the largest `measured_speedup`, the shorter at a tie.
-
-    `draft[g]` and `verify[g]`: times of a round of g guesses for g = 0 ... gamma, so `verify[0]` is
-    the plain step; `conditional` has gamma entries.
-    """
-    if not len(conditional) + 1 == len(draft) == len(verify):
-        raise UserError(
-            f"draft and verify need one time for each of 0 ... {len(conditional)} guesses, "
-            f"but have {len(draft)} and {len(verify)}"
-        )
-    return max(
-        range(len(verify)),
-        key=lambda g: measured_speedup(conditional[:g], draft[g], verify[g], verify[0]),
-    )
-
-
 def tokens_of_round(conditional: Sequence[float]) -> float:
     """1 + the sum of the marginals: a guess counts only if every guess before it was accepted."""
     for alpha in conditional:

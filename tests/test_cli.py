@@ -323,6 +323,13 @@ def test_training_is_told_which_device_there_is(run, monkeypatch):
     assert asked == ["for auto", "for auto"]
 
 
+@pytest.mark.parametrize("option", ["--target", "--text"])
+def test_what_only_heads_are_trained_with_is_not_ignored(run, option):
+    code, _, err = run("zoo", "train", option, "given")
+    assert code == 2
+    assert f"{option} belongs to --heads" in err
+
+
 def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "steps.csv")

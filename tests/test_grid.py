@@ -893,6 +893,7 @@ def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
     ("params", "said"),
     [
         ({"gammas": []}, "gammas is empty; give at least one"),
+        ({"streams": []}, "streams is empty; give at least one"),
         ({"router": "leest"},
          "router 'leest' is unknown; use one of least, round_robin, two_choices"),
         ({"swing": 1.5}, "swing is 1.5; it is a share of the mean rate, from 0 to 1"),

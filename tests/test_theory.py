@@ -14,7 +14,6 @@ from specexp.theory import (
     Prediction,
     alpha_of,
     best_gamma,
-    best_measured_gamma,
     break_even_alpha,
     measured_speedup,
     operations,
@@ -27,7 +26,6 @@ from specexp.theory import (
 alphas = st.floats(0, 1)
 gammas = st.integers(0, 40)
 costs = st.floats(0, 2)
-times = st.floats(1e-6, 1e3)
 
 
 @pytest.mark.parametrize(
@@ -150,24 +148,6 @@ def test_tokens_of_a_round_are_one_plus_the_marginals(conditional: list[float]) 
     assert math.isclose(tokens_of_round(conditional), 1 + sum(marginals), rel_tol=1e-12)
 
 
-@given(st.lists(st.tuples(alphas, times, times), min_size=1, max_size=12))
-def test_best_measured_gamma_is_the_argmax(rounds: list[tuple[float, float, float]]) -> None:
-    draft, verify = [0.0] + [r[1] for r in rounds[1:]], [r[2] for r in rounds]
-    conditional = [r[0] for r in rounds[1:]]
-    tokens = [tokens_of_round(conditional[:g]) for g in range(len(rounds))]
-    best = best_measured_gamma(conditional, draft, verify)
-    rates = [t / (d + v) for t, d, v in zip(tokens, draft, verify, strict=True)]
-    assert math.isclose(rates[best], max(rates), rel_tol=1e-12)
-
-
-def test_a_pass_that_grows_with_its_width_shortens_the_best_draft() -> None:
-    """Verification is flat up to eight tokens here, then pays for each: the draft stops there."""
-    flat, steep = [1.0] * 17, [1.0] * 8 + [1.0 + 0.5 * i for i in range(1, 10)]
-    free = [0.01 * g for g in range(17)]
-    assert best_measured_gamma([0.9] * 16, free, flat) == 16
-    assert best_measured_gamma([0.9] * 16, free, steep) == 7
-
-
 def test_alpha_of_laws() -> None:
     p, q = [0.5, 0.3, 0.2], [0.1, 0.3, 0.6]
     assert math.isclose(alpha_of(p, q), 0.1 + 0.3 + 0.2)
@@ -215,7 +195,6 @@ def test_a_simulation_of_the_accept_rule_yields_the_predicted_tokens(gamma: int)
         (lambda: measured_speedup([0.5], -1, 1, 1), "draft"),
         (lambda: measured_speedup([0.5], 1, 0, 1), "verify"),
         (lambda: measured_speedup([0.5], 1, 1, math.inf), "step"),
-        (lambda: best_measured_gamma([0.5], [0.0], [1.0, 1.0]), "0 ... 1 guesses"),
         (lambda: alpha_of([0.5, 0.5], [1.0]), "shape"),
         (lambda: alpha_of([0.5, 0.4], [0.5, 0.5]), "p must hold"),
         (lambda: alpha_of([0.5, 0.5], [1.5, -0.5]), "q must hold"),

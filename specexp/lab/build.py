@@ -43,7 +43,10 @@ _LEAST = {
     "turns": 2, "count": 1, "rows": 1, "chunk": 1, "queue": 0,
 }  # fmt: skip
 _POSITIVE = ("ttft_ms", "tpot_ms", "offered", "tpot_steps")
-_NEEDED = ("gammas", "batches", "contexts", "measured_batches", "temperatures", "trees", "loads")
+_NEEDED = (
+    "gammas", "batches", "contexts", "measured_batches", "streams", "temperatures", "trees",
+    "loads",
+)  # fmt: skip
 ALONE = {
     "seed", "seeds", "repeats", "stream", "streams", "turns", "count", "rows", "chunk", "queue",
     *_POSITIVE, "arrivals",

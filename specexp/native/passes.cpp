@@ -1,11 +1,11 @@
-// One pass of a Llama-like network over a few rows, on a CPU: each weight is read once, and nothing
-// is launched between the first token and the last logit.
+// One forward pass of a Llama-like network over a few tokens, on a CPU, as one call: each weight is
+// read once.
 //
-// Every number is made in the same order whatever stands beside it: the logits of a token do not
-// depend, not in their last bit, on how many tokens and rows share its pass.
+// Every sum is made in an order that does not depend on the other tokens of the pass. So the logits
+// of a token are the same to the last bit however many tokens and rows share its pass.
 //
-// Weights, keys and values are `num`, float or bfloat16; all in between is float. __init__.py
-// describes Layer, Net and Pass to Python.
+// Weights, keys and values are of type `num`, float or bfloat16; all arithmetic in between is float.
+// __init__.py declares Layer, Net and Pass to Python.
 
 #include "calls.h"
 #include "tiles.h"
@@ -19,22 +19,22 @@
 #include <immintrin.h>
 #endif
 
-// Rows of x and w whose products are summed at once, in registers.
+// Rows of x and rows of w whose products are summed in registers at the same time.
 #ifdef __AVX512F__
 constexpr int TALL = 6, BROAD = 4;
 #else
 constexpr int TALL = 3, BROAD = 4;
 #endif
-constexpr int AHEAD = 1 << 14; // bytes
-constexpr int64_t FEW = 1 << 12; // numbers that every thread norms for itself, for waiting is slower
-constexpr int64_t SHORT = 1 << 16; // numbers that every thread packs for itself, for the same reason
+constexpr int AHEAD = 1 << 14; // bytes by which weights are prefetched
+// Up to so many numbers every thread norms, or packs, all by itself: faster than a barrier.
+constexpr int64_t FEW = 1 << 12, SHORT = 1 << 16;
 #ifdef __AVX__
-#define HELD(x) asm("" : "+v"(x)) // stays in its register, and is not loaded again for every use
+#define HELD(x) asm("" : "+v"(x)) // keeps x in a register: the compiler would load it at every use
 #else
 #define HELD(x)
 #endif
 
-// What of two rows is multiplied at once, and the products onto sums.
+// `some`: the STEP numbers of a row that one instruction multiplies; `add`: their products, added.
 template <typename num> constexpr int STEP = LANES;
 static inline vec some(const float *p) { return load(p); }
 #ifdef __AVX512BF16__
@@ -55,42 +55,42 @@ template <typename num> struct Layer {
 };
 
 template <typename num> struct Net {
-    int64_t layers, width, reads, heads, keys, dim, hidden; // reads: of the first layer's attention
-    int64_t known, vocab, all; // tokens that are read, that are told apart, and columns of logits
-    int64_t adds;              // whether the first layer adds to the state beside the token, normed
-    float eps, scale, stretch; // of norms, of scores, of cosines and sines
-    const num *embed, *norm, *head; // the first two or null
-    const num *token_norm, *state_norm; // attention begins with both side by side; or null
-    const int64_t *ids;        // [vocab] columns of logits, the others being -inf; null: all
+    int64_t layers, width, reads, heads, keys, dim, hidden; // reads: inputs of the first attention
+    int64_t known, vocab, all; // rows of `embed`; rows of `head`; columns of the logits
+    int64_t adds;              // 1: the residual stream starts from the normed state
+    float eps, scale, stretch; // of norms; of attention scores; of cosines and sines
+    const num *embed, *norm, *head;     // the first two may be null
+    const num *token_norm, *state_norm; // the first attention reads both side by side; or null
+    const int64_t *ids;        // [vocab] the column of each row of `head`, others -inf; null: in order
     const float *frequencies;  // [dim / 2]
     const Layer<num> *layer;
 };
 
 template <typename num> struct Pass {
-    int64_t rows, n, seen, threads;            // texts, tokens of each, slots that they may read
-    const int64_t *tokens, *positions, *slots; // [rows, n]; a token of -1 has no part in the pass
-    const bool *visible;                       // [rows, n, seen]; null: its own slot, all before it
-    const num *x; // [rows, n, width] in place of embeddings, or beside them; or null
-    num *const *k, *const *v;                  // of each layer
-    int64_t at, row_stride, head_stride;       // [rows, keys, seen, dim] of them, from `at` on
-    int64_t last;                              // places of each text of which logits are wanted
+    int64_t rows, n, seen, threads;            // n: tokens of a row; seen: slots that they may read
+    const int64_t *tokens, *positions, *slots; // [rows, n]; a token of -1 is padding: skipped
+    const bool *visible;                       // [rows, n, seen]; null: causal, by slot
+    const num *x; // [rows, n, width] states in place of embeddings, or beside them; or null
+    num *const *k, *const *v;            // of each layer, [rows, keys, seen, dim] with these strides
+    int64_t at, row_stride, head_stride; // `at`: the first row's offset
+    int64_t last;                        // logits are wanted of the last so many tokens of each row
     int64_t taps;
-    const int64_t *tap; // states wanted: after so many layers, 0: embeddings, -1: before the last norm
-    num *states;        // [rows, n, taps, width]; 0 of tokens that have no part
+    const int64_t *tap; // states wanted: after this layer; 0: embeddings, -1: before the last norm
+    num *states;        // [rows, n, taps, width]; 0 for padding
     float *logits;      // [rows, last, all]
-    float *room;        // `room_for` numbers
+    float *room;        // scratch memory: `room_for` numbers
 };
 
 // --- parts of a pass ------------------------------------------------------------------------------
 
-// f(how many, which first) for blocks of at most TALL rows; how many is a constant.
+// Calls f(size, first row) for blocks of at most TALL rows; size is a compile-time constant.
 template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f, int64_t r = 0) {
     for (; r + M <= rows; r += M) f(std::integral_constant<int, M>(), r);
     if constexpr (M > 1) blocks<M - 1>(rows, f, r);
 }
 
-// M rows of x and N of w, all `size` long: their products y [M, N], set or added. Weights come from
-// far away: those AHEAD are asked for in time, into the second cache, for the first is for x.
+// Dot products y [M, N] of M rows of x and N rows of w, each `size` long, set or added. Weights are
+// prefetched into the second-level cache, for the first one holds x.
 template <int M, int N, typename num>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
                         int64_t size, float *y, int64_t y_stride, bool added) {
@@ -132,7 +132,7 @@ static void normed(const float *x, const num *weight, int64_t size, float eps, o
     for (int64_t i = 0; i < size; i++) narrow(x[i] * off * wide(weight[i]), y + i);
 }
 
-// A thread's share of so many things, in lumps.
+// This thread's share of `total` items, cut at multiples of `lump`.
 struct Share {
     int64_t from, to;
     Share(int64_t total, int64_t lump = 1) {
@@ -180,7 +180,7 @@ static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, i
     while (o < mine.to) next(std::integral_constant<int, 1>());
 }
 
-// My outputs of silu(gate) * up.
+// This thread's outputs of silu(gate) * up.
 template <typename num>
 static void gated(int64_t rows, const float *gate, const float *up, int64_t outputs, num *y) {
     const Share mine(outputs, LANES);
@@ -194,7 +194,7 @@ static void gated(int64_t rows, const float *gate, const float *up, int64_t outp
     }
 }
 
-// Turn a head x by its position: pairs are half a head apart.
+// Rotary embedding of a head x; the two numbers of a pair are half a head apart.
 template <typename num>
 static void turned(const float *x, int64_t dim, const float *cosine, const float *sine, num *y) {
     const int64_t half = dim / 2;
@@ -206,10 +206,10 @@ static void turned(const float *x, int64_t dim, const float *cosine, const float
 
 // --- a pass ---------------------------------------------------------------------------------------
 
-// Which tokens have a part: their numbers among all [rows, n], and where each text's begin. Of those
-// of which logits are wanted, which of the kept each is, and where its logits belong.
+// The tokens that are not padding.
 struct Kept {
-    std::vector<int64_t> at, begins{0}, read, written;
+    std::vector<int64_t> at, begins{0}; // their indices in [rows, n]; where each row's begin in `at`
+    std::vector<int64_t> read, written; // of those with logits: index in `at`, and in [rows, last]
 
     template <typename num> explicit Kept(const Pass<num> &p) {
         for (int64_t i = 0; i < p.rows * p.n; i++) {
@@ -223,16 +223,16 @@ struct Kept {
     }
 };
 
-// What R tokens carry along: the residual stream, what products read, what they make.
+// Scratch memory of a pass over R tokens.
 template <typename num> struct Room {
-    int64_t lot; // numbers that a thread may pack for itself
+    int64_t lot; // of `packed`, where each thread has its own
     float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *some, *end;
-    num *read, *heads, *own, *packed; // `own` of every thread, and `packed` where it is short
+    num *read, *heads, *own, *packed; // each thread has its `own`, and its `packed` up to SHORT
 
     Room(const Net<num> &net, const Pass<num> &p) {
         const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
         const int64_t most = std::max({net.width, wide, net.hidden, net.reads});
-        const int64_t all = TILED<num> ? padded(R) * most : 0; // packed
+        const int64_t all = TILED<num> ? padded(R) * most : 0;
         lot = std::min(all, SHORT);
         x = p.room;
         qkv = x + R * net.width;
@@ -250,8 +250,8 @@ template <typename num> struct Room {
     }
 };
 
-// M queries of a text that read the same key, from its `first` on: those of a token follow each
-// other, and tokens too. Over the keys and values of the slots that each of them sees (Pass).
+// Attention of M queries of a row that share a key head, from the `first` on; a token's queries are
+// neighbours, and tokens are in order. Each sees the slots that Pass says.
 template <int M, typename num>
 static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept,
                    int64_t layer, int64_t row, int64_t key, int64_t first) {
@@ -294,7 +294,7 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         const float share = 1.0f / sum(total);
         for (j = 0; j < slots; j++) s[j] *= share;
     }
-    auto mixed = [&](auto C, int64_t c) { // C vectors of coordinates from c on
+    auto mixed = [&](auto C, int64_t c) { // the output's coordinates from c on, C vectors of them
         vec made[M][C];
         each<M>([&](auto i) { each<C>([&](auto u) { made[i][u] = vec{}; }); });
         for (int64_t j = 0; j < slots; j++)
@@ -320,13 +320,13 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         }
 }
 
-// A thread's part of a pass. The tokens kept are numbered through, 0 to R.
+// One thread's part of a pass over the R tokens that are kept.
 template <typename num>
 static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept) {
     const int64_t n = p.n, R = kept.at.size(), E = net.width, d = net.dim, F = net.hidden;
     const int64_t H = net.heads, K = net.keys, Q = (H + 2 * K) * d;
     const int64_t G = H / K, lot = std::clamp<int64_t>(R * H / p.threads, 1, TALL);
-    const int64_t parts = (n * G + lot - 1) / lot; // of the queries that read the same key
+    const int64_t parts = (n * G + lot - 1) / lot; // of the queries that share a key head
     const Share mine(R), shared(p.rows * K * parts);
     float *x = room.x;
     num *read = room.read, *heads = room.heads;
@@ -353,7 +353,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
     };
     const bool few = R * E <= FEW;
     num *ours = few ? room.own + omp_get_thread_num() * R * E : read;
-    auto norm = [&](const num *weight) { // all rows, into `ours`
+    auto norm = [&](const num *weight) { // of all tokens, into `ours`
         for (int64_t r = few ? 0 : mine.from; r < (few ? R : mine.to); r++)
             if (!weight) copied(x + r * E, ours + r * E);
             else normed(x + r * E, weight, E, net.eps, ours + r * E);
@@ -451,7 +451,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         }
         return;
     }
-    const Share outputs(net.vocab, LANES); // they lie side by side: to their places, from the last on
+    const Share outputs(net.vocab, LANES); // move each token's logits to its place, the last first
     auto mine_of = [&](int64_t i) { return p.logits + i * net.vocab + outputs.from; };
     const size_t bytes = (outputs.to - outputs.from) * sizeof(float);
     for (int64_t i = p.rows * p.last - 1; i >= wanted; i--)
@@ -461,7 +461,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
 
 static std::atomic<int64_t> spent{0}; // nanoseconds, in all passes
 
-// Whether every token and slot is one that there is; only then is anything done.
+// False, and nothing done, if a token or a slot is out of range.
 template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
     const Kept kept(p);
     for (const int64_t r : kept.at)
@@ -471,7 +471,7 @@ template <typename num> static bool run(const Net<num> &net, const Pass<num> &p)
     const int64_t tapped = p.taps * net.width;
     for (int64_t i = 0; i < p.rows * p.n && tapped; i++)
         if (p.tokens[i] == -1) memset(p.states + i * tapped, 0, tapped * sizeof *p.states);
-    if (kept.at.empty()) { // not even threads are asked
+    if (kept.at.empty()) { // no threads needed
         memset(p.logits, 0, p.rows * p.last * net.all * sizeof *p.logits);
         return true;
     }
