@@ -667,7 +667,7 @@ def test_the_command_measures_shows_and_keeps(store, tiny_folders, monkeypatch, 
     code, out, err = profile(monkeypatch, capsys, *pairing, *small)
     assert code == 0, err
     assert "n=3" in out
-    assert "the floor ends at about" in out
+    assert "tokens they cost as much" in out
     [kept] = (store / "costs").glob("*.json")
     assert kept.with_suffix(".png").stat().st_size > 0
     out_file = tmp_path / "new" / "table.json"
@@ -679,7 +679,7 @@ def test_the_command_measures_shows_and_keeps(store, tiny_folders, monkeypatch, 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--batches", "1,x"), "no list of whole numbers"),
+        (("--batches", "1,x"), "give whole numbers such as"),
         (("--batches", "0"), "batch is 0"),
         (("--gamma-max", "-1"), "gamma is -1"),
         (("--contexts", "5"), "context is 5"),
