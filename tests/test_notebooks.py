@@ -12,6 +12,8 @@ from specexp.lab import build, grid, run, track
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SMALL = {
+    "00_lesson": {"gamma": 2, "gammas": [1, 2], "batches": [1, 2], "count": 80, "limit": 3,
+                  "max_new_tokens": 6},
     "10_acceptance": {"rivals": ["ngram"], "limit": 5, "max_new_tokens": 6, "temperatures": [0.0]},
     "20_latency": {"gammas": [1, 2], "limit": 2, "max_new_tokens": 6},
     "30_throughput_under_batch": {"batches": [1, 2], "limit": 5, "max_new_tokens": 6, "repeats": 2,
