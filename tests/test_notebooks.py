@@ -83,6 +83,7 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
         assert (result / "rounds.parquet").stat().st_size > 0
         assert len(list((result / "figures").glob("*.png"))) >= 2
         assert len(images(result / "notebook.ipynb")) >= 2
+        assert " object at 0x" not in (result / "notebook.html").read_text()
     compared = execute("90_compare", tmp_path)
     assert len(images(compared)) == 3
     assert f"{len(SMALL)} finished runs" in compared.read_text()
