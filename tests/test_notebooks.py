@@ -12,6 +12,8 @@ from specexp.lab import build, grid, run, track
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SMALL = {
+    "00_lesson": {"gamma": 2, "gammas": [1, 2], "batches": [1, 2], "count": 80, "limit": 3,
+                  "max_new_tokens": 6},
     "10_acceptance": {"rivals": ["ngram"], "limit": 5, "max_new_tokens": 6, "temperatures": [0.0]},
     "20_latency": {"gammas": [1, 2], "limit": 2, "max_new_tokens": 6},
     "30_throughput_under_batch": {"batches": [1, 2], "limit": 5, "max_new_tokens": 6, "repeats": 2,
@@ -81,6 +83,7 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
         assert (result / "rounds.parquet").stat().st_size > 0
         assert len(list((result / "figures").glob("*.png"))) >= 2
         assert len(images(result / "notebook.ipynb")) >= 2
+        assert " object at 0x" not in (result / "notebook.html").read_text()
     compared = execute("90_compare", tmp_path)
     assert len(images(compared)) == 3
     assert f"{len(SMALL)} finished runs" in compared.read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rich.console import Group
 from rich.text import Text
 
 from specexp.lab.build import Rig
@@ -55,14 +54,13 @@ def legend() -> Text:
     return Text("  ").join(Text(kind, style) for kind, style in STYLES.items())
 
 
-def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Group:
-    """Generate once and show the output in colour, then round by round."""
+def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Text:
+    """Generate once and show the output in colour, then round by round. (A notebook displays a
+    Text; of a rich Group it would print the address.)"""
     made = rig.generate([prompt], max_new_tokens)
     rounds, tokens = made.trace.rounds, made.tokens[0]
-    return Group(
-        legend(), Text(""), Text(prompt, "dim") + stream(rig, rounds, tokens), Text(""),
-        by_round(rig, rounds, tokens),
-    )  # fmt: skip
+    whole = Text().append(prompt, "dim").append_text(stream(rig, rounds, tokens))
+    return Text("\n\n").join([legend(), whole, by_round(rig, rounds, tokens)])
 
 
 def _parts(
