@@ -225,7 +225,8 @@ def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool)
 
     record, trace = made.trace.acceptance, made.trace
     console.print(
-        Text(text, "dim") + look.stream(rig, trace.rounds, made.tokens[0]), soft_wrap=True
+        Text().append(text, "dim").append_text(look.stream(rig, trace.rounds, made.tokens[0])),
+        soft_wrap=True,
     )
     console.print()
     if rounds:
