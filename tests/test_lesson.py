@@ -128,7 +128,9 @@ def test_a_drafter_that_remembers_its_last_round_begins_each_of_them_anew(kind):
     """What it noted after another outcome would give it another q."""
     made = tiny.engine(kind, Tree.chain(1), temperature=1.0, dtype=torch.float32)
     rig = SimpleNamespace(engine=made, with_=lambda **_: rig, encode=lambda _: tiny.PROMPTS[1:2])
+    prompt = tuple(tiny.PROMPTS[1])
     place = lesson.telling(lesson.rounds(rig, "", 3))
+    assert tuple(tiny.PROMPTS[1]) == prompt, "the caller's prompt grew"
     draws = lesson.first_tokens(rig, place.context, 1500)
     assert lesson.fit(draws["guess"], place.q) > lesson.LEAST
     assert lesson.fit(draws["emitted"], place.p) > lesson.LEAST

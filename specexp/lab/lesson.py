@@ -89,8 +89,8 @@ def rounds(rig: Rig, prompt: str, count: int) -> list[Snapshot]:
         )
         [[accepted, emitted, _]] = seqs.commit(verdict).tolist()
         new = verdict.new[0, :emitted].tolist()
-        found.append(Snapshot([*text], guesses, p, q, accepted, new))
-        text += new
+        found.append(Snapshot(text, guesses, p, q, accepted, new))
+        text = [*text, *new]
     return found
 
 
