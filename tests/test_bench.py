@@ -150,10 +150,10 @@ def test_costs_and_prediction_start_from_the_plain_step(rig):
         {"gamma": [0, 2], "draft_s": [0, 0.5], "verify_s": [0.9, 1.1], "rest_s": [0.1, 0.2]}
     )
     record = Acceptance(drafted=8, emitted=8, cut=0, histogram=(1, 2, 1))
-    foretold = bench.predicted(costs, record).set_index("gamma")
-    assert foretold.loc[0, "speedup"] == 1
-    assert foretold.loc[2, "tokens"] == record.length == 2
-    assert foretold.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
+    predicted = bench.predicted(costs, record).set_index("gamma")
+    assert predicted.loc[0, "speedup"] == 1
+    assert predicted.loc[2, "tokens"] == record.length == 2
+    assert predicted.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
 
 
 def test_what_a_round_costs_is_logged_whole_in_plain_steps(latency):
@@ -184,12 +184,12 @@ def test_rounds_are_kept_one_row_each(latency):
 
 def test_every_figure_is_drawn_with_a_title(acceptance, latency, throughput, rig):
     costs = bench.pass_costs(rig, PROMPTS, [1, 3], repeats=3)
-    foretold = bench.predicted(costs, bench.pooled(latency[latency["gamma"] == 3]))
+    predicted = bench.predicted(costs, bench.pooled(latency[latency["gamma"] == 3]))
     warm = bench.acceptance([rig], PROMPTS, 8, [0.0, 1.0])
     by_batch = bench.speedups(throughput, "batch")
     figures = [
         plots.by_category(acceptance), plots.by_position(acceptance), plots.by_temperature(warm),
-        plots.over_gamma(bench.speedups(latency, "gamma"), foretold), plots.round_costs(costs),
+        plots.over_gamma(bench.speedups(latency, "gamma"), predicted), plots.round_costs(costs),
         plots.throughput(by_batch), plots.over_batch(by_batch),
     ]  # fmt: skip
     for figure in figures:
@@ -230,10 +230,10 @@ def test_the_crossing_is_claimed_only_where_intervals_allow_it(speedups, said):
 
 def test_a_gain_within_the_noise_is_not_called_faster():
     measured = pd.DataFrame({"gamma": [2], "speedup": [1.1], "low": [0.9], "high": [1.3]})
-    foretold = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
-    assert "No clear difference" in title(plots.over_gamma(measured, foretold))
+    predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
+    assert "No clear difference" in title(plots.over_gamma(measured, predicted))
     measured["low"] = 1.05
-    assert "1.10x faster" in title(plots.over_gamma(measured, foretold))
+    assert "1.10x faster" in title(plots.over_gamma(measured, predicted))
 
 
 def test_what_libraries_brought_is_left_alone_and_what_was_loaded_is_not(tiny_folders, tmp_path):

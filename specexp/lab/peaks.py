@@ -121,7 +121,7 @@ def peaks(
         measured = need.weights + found[0]
         rows.append(
             {"batch": batch, "slots": slots, "weights": need.weights, "cache": need.cache}
-            | {"work": need.work, "foretold": need.total, "measured": measured}
+            | {"work": need.work, "predicted": need.total, "measured": measured}
             | {"ratio": measured / need.total}
         )
         models = [

@@ -189,7 +189,7 @@ def _memory(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "batch", "slots", *PARTS, "predicted", "measured", "ratio", left=0,
     )  # fmt: skip
     for row in found["rows"]:
-        sizes = (f"{row[key] / 1e6:.1f}" for key in (*PARTS.values(), "foretold", "measured"))
+        sizes = (f"{row[key] / 1e6:.1f}" for key in (*PARTS.values(), "predicted", "measured"))
         table.add_row(str(row["batch"]), str(row["slots"]), *sizes, f"{row['ratio']:.3f}x")
     caches = [
         f"{m['model']}: {m['stated']:,} bytes of keys and values a token by its config, "
