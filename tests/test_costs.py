@@ -348,7 +348,7 @@ def test_a_plain_engine_can_be_measured(engine):
         ([[1]], [], [1], [16], 1, "batch is missing"),
         ([[1]], [1], [-1], [16], 1, "gamma is -1"),
         ([[1]], [1], [4], [7], 1, "context is 7; to measure costs it must be 8"),
-        ([[1]], [1], [1], [999], 1, "exceeds the 128 tokens for which target and draft"),
+        ([[1]], [1], [1], [999], 1, "the 128 tokens that target serves; measure shorter ones$"),
         ([[1]], [1], [1], [16], 0, "repeats is 0"),
         ([[]], [1], [1], [16], 1, "no prompt"),
     ],

@@ -510,8 +510,9 @@ def test_a_drafter_that_is_never_right_is_dropped_and_asked_again_now_and_then(p
 
 
 def test_what_cannot_pay_is_not_even_tried():
-    """Every token in a pass costs as much as a step."""
-    steep = table(floor=1e-6, token=1e-2)
+    """Every token in a pass costs as much as a step, and drafting one as much again: not even
+    with a table a standard error better would it pay."""
+    steep = table(floor=1e-6, token=1e-2, guess=8e-2)
     policy = Recorded(Goodput(steep))
     simulated(policy, steep, alike(0.9), streams=8, count=40)
     assert len(policy.choices) > 600
@@ -570,6 +571,32 @@ def test_a_stall_is_not_held_against_the_draft_length_it_falls_on(streams, chanc
     serve(server, Closed(todo, streams))
     drafts = policy.drafts()[50:]
     assert drafts.count(best) > 0.93 * len(drafts)
+
+
+class Busy(SimulatedBank):
+    """Until `until` seconds, drafts and the passes over them take half as long again."""
+
+    def __init__(self, *given, until: float):
+        super().__init__(*given)
+        self.until = until
+
+    def round(self, budget, longest, tree, reach=()):
+        begin = self.time
+        steps = super().round(budget, longest, tree, reach)
+        self.time += 0.5 * (self.time - begin) * (tree.depth > 0 and begin < self.until)
+        return steps
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_drafts_that_a_neighbour_slowed_down_are_tried_again_when_it_has_gone(packs):
+    """Guesses bring 1.5 times as many tokens for 1.3 times the time, or for twice the time."""
+    costs = table(packs=packs, guess=2.5e-3)
+    policy = Recorded(Goodput(costs))
+    bank = Busy(costs, alike(0.5), 2, 512, policy.widest, until=5)
+    serve(Server(bank, policy), Closed([Request(range(20), 200, stream=i) for i in range(60)], 2))
+    busy, after = policy.drafts()[100:350], policy.drafts()[1000:2000]
+    assert sum(gamma > 0 for gamma in busy) < 0.05 * len(busy)
+    assert sum(gamma > 0 for gamma in after) > 0.9 * len(after)
 
 
 class Recording(SimulatedBank):

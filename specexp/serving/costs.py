@@ -437,11 +437,13 @@ def _check(
         if not values or values[0] < least:
             given = values[0] if values else "missing"
             raise UserError(f"{name} is {given}; to measure costs it must be {least} or more")
-    longest = min([engine.target.context, *([engine.drafter.context] if gammas[-1] else [])])
-    if contexts[-1] > longest:
+    models = (engine.target, engine.drafter) if gammas[-1] else (engine.target,)
+    short = min(models, key=lambda model: model.context)
+    if contexts[-1] > short.context:
+        instead = "" if short is engine.target else ", or gamma 0 alone"
         raise UserError(
-            f"context {contexts[-1]} exceeds the {longest} tokens for which {engine.target.name} "
-            f"and {engine.drafter.name} serve; measure shorter ones, or gamma 0 alone"
+            f"context {contexts[-1]} exceeds the {short.context} tokens that {short.name} serves; "
+            f"measure shorter ones{instead}"
         )
     if not any(ids):
         raise UserError("no prompt to measure costs on; give at least one token")

@@ -25,9 +25,9 @@ every `interval` rounds and when rows come or go, and ever less often, up to eve
 `longest_interval` rounds, while all rows draft or none does. In between, the depth of each drafting
 row follows its last guesses (`_adapt`).
 
-*Exploration* (`_trial`). Every `gap` rounds, `trial` rounds go to another plan: one that may be
-faster than the table says, or, where nobody drafts and so acceptance is no longer seen, one that
-would pay if acceptance were a standard error higher. The gap doubles from `first_gap` up to
+*Exploration* (`_trial`). Every `gap` rounds, `trial` rounds go to another plan: one that would
+be best if its time, and, where nobody drafts, acceptance too, were a standard error better than it
+seems. Both may have changed since they were last seen. The gap doubles from `first_gap` up to
 `longest_gap`; while somebody drafts it is shorter where trials seem to cost less than `trial_share`
 of the time.
 """
@@ -88,7 +88,7 @@ class Goodput:
     depth_weight: float = 5.0  # and in `_adapt`, where a mistake is soon mended
     fade: float = 0.995  # of all counts, a round, while somebody drafts,
     plain_fade: float = 0.999  # and while nobody does
-    doubts: tuple[float, float, float, float, float] = (0.3, 0.3, 0.15, 0.02, 0.15)  # of `Slowdown`
+    doubts: tuple[float, ...] = (0.3, 0.3, 0.15, 0.02, 0.15, 0.006)  # of `Slowdown`
 
     # acceptance; all counts fade
     judged: list[list[float]] = field(init=False)  # [grade][depth] guesses, to the first rejected
@@ -267,10 +267,9 @@ class Goodput:
         return max(rates, key=bound)
 
     def _hopeful(self, load: Load, plain_rate: float) -> Plan:
-        """The best plan if acceptance is a standard error higher; only the row of it whose drafter
+        """`_faster` if acceptance is a standard error higher, too; only the row of it whose drafter
         lacks least, where to catch up all of them takes longer than a trial."""
-        hoped = self._rates(self._outlook(load, above=1.0))
-        plan = max(hoped, key=hoped.__getitem__)
+        plan = self._faster(self._outlook(load, above=1.0))
         if not plan.budget:
             return plan
         behind = {row: s.behind for row, s in _decoding(load).items() if plan.budget[row]}
