@@ -437,13 +437,16 @@ def _check(
         if not values or values[0] < least:
             given = values[0] if values else "missing"
             raise UserError(f"{name} is {given}; to measure costs it must be {least} or more")
-    models = (engine.target, engine.drafter) if gammas[-1] else (engine.target,)
-    short = min(models, key=lambda model: model.context)
-    if contexts[-1] > short.context:
-        instead = "" if short is engine.target else ", or gamma 0 alone"
+    target, drafter = engine.target, engine.drafter
+    if contexts[-1] > target.context:
         raise UserError(
-            f"context {contexts[-1]} exceeds the {short.context} tokens that {short.name} serves; "
-            f"measure shorter ones{instead}"
+            f"context {contexts[-1]} exceeds the {target.context} tokens that {target.name} "
+            "serves; measure shorter ones"
+        )
+    if gammas[-1] and contexts[-1] > drafter.context:
+        raise UserError(
+            f"context {contexts[-1]} exceeds the {drafter.context} tokens that {drafter.name} "
+            "serves; measure shorter ones, or gamma 0 alone"
         )
     if not any(ids):
         raise UserError("no prompt to measure costs on; give at least one token")
