@@ -139,7 +139,7 @@ def _pass(weights: list[torch.Tensor], n: int) -> float:
 def described(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    return f"cpu ({torch.backends.cpu.get_cpu_capability()}); no CUDA device found"
+    return f"cpu ({native.vectors()}); no CUDA device found"
 
 
 def version(name: str) -> str | None:

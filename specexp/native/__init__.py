@@ -264,6 +264,11 @@ def _processor() -> str:
     return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(flags)}"
 
 
+def vectors() -> str:
+    """The instructions of this CPU that passes depend on: `AVX512 AMX`, `AVX512`, `AVX2`, ..."""
+    return torch.backends.cpu.get_cpu_capability() + " AMX" * ("amx_bf16" in _processor())
+
+
 def by(*read: Tensor) -> Any:
     """The compiled functions besides passes, if they can read these tensors. None if not, as on a
     GPU; the caller then uses torch's operations."""

@@ -329,8 +329,7 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        kind = torch.backends.cpu.get_cpu_capability()
-        name = f"{platform.machine()} {kind}, {os.cpu_count()} cores"
+        name = f"{platform.machine()} {native.vectors()}, {os.cpu_count()} cores"
     return {
         "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
