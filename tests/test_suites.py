@@ -752,6 +752,6 @@ def test_tables_say_what_is_missing_and_what_differs():
         console.quiet = False
         console.print(*shown)
     assert "2.00x [1.50, 2.50]" in said.get()
-    assert "90.0 %, near ties: 1, unexplained: 2" in said.get()
+    assert "90.0 %, ties: 1, unexplained: 2" in said.get()
     assert notes[0] == "draft model: because"
     assert "plain 2.00x faster" in suite_views.figure("peers", found).get_suptitle()

@@ -16,7 +16,7 @@ from specexp.lab.stats import Interval
 
 WORK = {
     "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
-    "vLLM plain": "plain, vLLM", "draft over plain": "speculation over plain",
+    "vLLM plain": "plain, vLLM", "draft over plain": "speculation",
 }  # fmt: skip
 PHASES = ("draft", "verify", "accept", "commit", "host")
 PARTS = {"weights": "weights", "K, V": "cache", "work": "work"}
@@ -55,8 +55,8 @@ def figure(name: str, found: dict[str, Any]) -> Figure:
 def _table(title: str, *columns: str, left: int = 1) -> Table:
     table = Table(*columns, title=title, title_justify="left", title_style="", box=None,
                   header_style="bold")  # fmt: skip
-    for column in table.columns[left:]:
-        column.justify, column.no_wrap = "right", True
+    for at, column in enumerate(table.columns):
+        column.no_wrap, column.justify = True, "right" if at >= left else "left"
     return table
 
 
@@ -88,9 +88,9 @@ def _peers(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     return [table], [
         *notes,
         "whole calls, prefill included, EOS ignored; theirs: transformers' generate() on the same "
-        "weights,",
-        "with a draft model its assisted generation at the same constant draft length; same "
-        "output: the share equal to specexp's plain decoding",
+        "weights, with a draft model its assisted generation at the same constant draft length, and "
+        "plain decoding for speculation in a batch, which it cannot do; same output: the share "
+        "equal to specexp's plain decoding",
     ]
 
 
@@ -98,7 +98,7 @@ def _equal(found: dict[str, Any] | None) -> str:
     """Share of equal tokens, rows that differ at a near tie, and rows that differ otherwise."""
     if found is None:
         return "-"
-    kinds = (("ties", "near ties"), ("others", "unexplained"))
+    kinds = (("ties", "ties"), ("others", "unexplained"))
     counts = [f"{name}: {found[kind]}" for kind, name in kinds if found[kind]]
     return ", ".join([f"{found['share'] * 100:.1f} %", *counts])
 
