@@ -88,7 +88,7 @@ def _peers(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     return [table], [
         *notes,
         "whole calls, prefill included, EOS ignored; theirs: transformers' generate() on the same "
-        "weights, with a draft model its assisted generation at the same constant draft length, and "
+        "weights, with a draft model its assisted generation at the same draft length, and "
         "plain decoding for speculation in a batch, which it cannot do; same output: the share "
         "equal to specexp's plain decoding",
     ]
