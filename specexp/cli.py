@@ -219,15 +219,10 @@ def _as_dict(rig: Rig, text: str, made: Generation, exact: Exactness) -> dict[st
 
 
 def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool) -> None:
-    from rich.text import Text
-
     from specexp.lab import look
 
     record, trace = made.trace.acceptance, made.trace
-    console.print(
-        Text().append(text, "dim").append_text(look.stream(rig, trace.rounds, made.tokens[0])),
-        soft_wrap=True,
-    )
+    console.print(look.stream(rig, trace.rounds, made.tokens[0], prompt=text), soft_wrap=True)
     console.print()
     if rounds:
         console.print("round  accepted/drafted", style="dim")

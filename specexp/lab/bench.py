@@ -47,7 +47,7 @@ def acceptance(
 ) -> pd.DataFrame:
     """One row per pairing, temperature and prompt: counts and the `Acceptance` record itself.
     Raises UserError if a pairing drafts nothing."""
-    if not all(_tree(rig.engine).depth for rig in rigs):
+    if not all(lone_tree(rig.engine).depth for rig in rigs):
         raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
     rows: list[dict[str, Any]] = []
     runs = [r.with_(temperature=t) for t in temperatures for r in rigs] if temperatures else rigs
@@ -232,13 +232,13 @@ def costs(arms: dict[Any, Rig], prompts: Sequence[Prompt], repeats: int = 40) ->
     drafter needs besides the target's."""
     first = next(iter(arms.values()))
     engines = {None: first.engine.plain(), **{arm: rig.engine for arm, rig in arms.items()}}
-    kinds = {arm: (engine, _tree(engine)) for arm, engine in engines.items()}
+    kinds = {arm: (engine, lone_tree(engine)) for arm, engine in engines.items()}
     found = _phases(kinds, first.encode([p.text for p in prompts]), repeats)
     step = sum(found.pop(None))
     return pd.DataFrame(
         {
             "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
-            "guesses": len(_tree(engines[arm])) - 1,
+            "guesses": len(lone_tree(engines[arm])) - 1,
             "weights_mb": added_bytes(engines[arm]) / 1e6,
             "kv_bytes": sum(m.kv_bytes_per_token for m in engines[arm].drafter.models
                             if m.cache is not engines[arm].target.cache),
@@ -285,7 +285,7 @@ def bias(rig: Rig, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
 @torch.inference_mode()
 def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
     seqs = engine.begin(seqs)
-    tree, found = _tree(engine), []
+    tree, found = lone_tree(engine), []
     for _ in range(most):
         draft = engine.drafter.propose(seqs, tree, engine.rng)
         seen = engine.target.verify(seqs, draft, engine.drafter.taps)
@@ -444,7 +444,7 @@ def _rounds(
     return whole[lead:], apart
 
 
-def _tree(engine: Engine) -> Tree:
+def lone_tree(engine: Engine) -> Tree:
     """The draft shape that the engine's policy chooses for a single stream."""
     return engine.policy.choose(Load(1, 0)).tree
 
@@ -453,12 +453,22 @@ def _clock(engine: Engine) -> float:
     return clock(engine.target.device)
 
 
+def rounds_s(costs: pd.DataFrame) -> pd.Series:
+    """Seconds of a round, for each row of `pass_costs`."""
+    return costs[["draft_s", "verify_s", "rest_s"]].sum(axis=1)
+
+
+def step_s(costs: pd.DataFrame) -> float:
+    """Seconds of a plain step, from `pass_costs`."""
+    return float(rounds_s(costs[costs["gamma"] == 0]).iloc[0])
+
+
 def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
     """Speedup predicted from per-position acceptance and measured pass costs, one row per gamma.
 
     record: acceptance at the longest draft; positions it never reached count as never accepted.
     """
-    step = float(costs.loc[costs["gamma"] == 0, ["draft_s", "verify_s", "rest_s"]].to_numpy().sum())
+    step = step_s(costs)
     kept = [*record.conditional, *[0.0] * int(costs["gamma"].max())]
     rows = []
     for gamma, draft, verify, rest in costs.itertuples(index=False):

@@ -20,13 +20,21 @@ from torch import Tensor
 
 from specexp import theory
 from specexp.errors import UserError
-from specexp.lab import stats, turns
+from specexp.lab import bench, look, stats, turns
 from specexp.lab.build import Rig
-from specexp.lab.plots import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas, crossing, panels
+from specexp.lab.plots import (
+    PLAIN,
+    PREDICTED,
+    SPECULATIVE,
+    batch_axis,
+    canvas,
+    crossing,
+    ends,
+    panels,
+)
 from specexp.lab.prompts import Prompt
 from specexp.lab.roofline import CONTEXT, PASSES, a_pass
 from specexp.lab.suites import TOKENS
-from specexp.policy import Load
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -69,7 +77,7 @@ class Snapshot:
 def rounds(rig: Rig, prompt: str, count: int) -> list[Snapshot]:
     """The first rounds of this prompt, `count` or until it ends: those of `rig.generate`."""
     engine, [text] = rig.engine, rig.encode([prompt])
-    tree = engine.policy.choose(Load(1, 0)).tree
+    tree = bench.lone_tree(engine)
     seqs = Sequences.of(
         [text], count * len(tree), slack=engine.policy.widest, eos=engine.eos,
         device=engine.target.device,
@@ -149,7 +157,7 @@ def _short(p: float) -> str:
 
 def _named(rig: Rig, token: int) -> str:
     """A token as a label: in quotes, since many begin with a space."""
-    text = rig.decode([token]).replace("\n", "⏎").replace("\t", "⇥")
+    text = look.symbols(rig.decode([token]))
     return f'"{text if len(text) <= 12 else text[:11] + "…"}"'
 
 
@@ -297,10 +305,10 @@ def passes(rig: Rig, prompts: Sequence[Prompt], tokens: Sequence[int] = TOKENS) 
 def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
     """Left: a pass over n tokens, from `passes`. Right: drafting, from `bench.pass_costs`."""
     guesses, last = costs[costs["gamma"] > 0], passes.iloc[-1]
-    drafting = guesses["draft_s"] / _rounds(costs)[0]
+    drafting = guesses["draft_s"] / bench.step_s(costs)
     with panels(2, 11.5, 4.2) as (figure, (left, right)):
         _curve(left, passes)
-        left.errorbar(passes["tokens"], passes["times"], _ends(passes, "times"), fmt="none",
+        left.errorbar(passes["tokens"], passes["times"], ends(passes, "times"), fmt="none",
                       ecolor=SPECULATIVE, capsize=3)  # fmt: skip
         left.plot(passes["tokens"], passes["tokens"], ":", color=PLAIN,
                   label="as many passes of one token")  # fmt: skip
@@ -323,24 +331,14 @@ def _curve(axes: Axes, passes: pd.DataFrame) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
 
 
-def _ends(table: pd.DataFrame, column: str) -> np.ndarray:
-    """The lengths [2, n] of error bars."""
-    return np.array([table[column] - table["low"], table["high"] - table[column]]).clip(0)
-
-
 def _speedups(axes: Axes, table: pd.DataFrame, by: str) -> None:
     """Speedups with intervals; one that is very wide, from a busy machine, is cut off."""
     axes.axhline(1, color=PLAIN, lw=1)
-    axes.errorbar(table[by], table["speedup"], _ends(table, "speedup"), fmt="o-",
+    axes.errorbar(table[by], table["speedup"], ends(table), fmt="o-",
                   color=SPECULATIVE, capsize=3, label="measured")  # fmt: skip
     top = max(1, table["speedup"].max())
     most = min(2 * top, max(top, table["high"].max()))
     axes.set(ylabel="speedup over plain decoding", ylim=(0, 1.1 * most))
-
-
-def _rounds(costs: pd.DataFrame) -> np.ndarray:
-    """Seconds of a round, one value per row of `bench.pass_costs`; the first is a plain step."""
-    return np.asarray(costs[["draft_s", "verify_s", "rest_s"]].sum(axis=1))
 
 
 def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFrame) -> Figure:
@@ -352,7 +350,7 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
     with panels(2, 11.5, 4.2) as (figure, (left, right)):
         left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
                   label="tokens a round")  # fmt: skip
-        left.plot(costs["gamma"], _rounds(costs) / _rounds(costs)[0], "s-",
+        left.plot(costs["gamma"], bench.rounds_s(costs) / bench.step_s(costs), "s-",
                   color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
         _speedups(right, measured, "gamma")
         right.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,

@@ -27,11 +27,13 @@ def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int,
         yield token, "accepted" if i < step.accepted else last
 
 
-def stream(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
-    """The whole output, each token in the colour of its kind (see `legend`)."""
+def stream(
+    rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0, prompt: str = ""
+) -> Text:
+    """The prompt, dim, and the output, each token in the colour of its kind (see `legend`)."""
     parts = _parts(rounds, tokens, row)
     made = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
-    return _coloured(rig, made)
+    return Text().append(prompt, "dim").append_text(_coloured(rig, made))
 
 
 def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
@@ -54,12 +56,17 @@ def legend() -> Text:
     return Text("  ").join(Text(kind, style) for kind, style in STYLES.items())
 
 
+def symbols(text: str) -> str:
+    """The text in one line, with symbols for line ends and tabs."""
+    return text.replace("\n", "⏎").replace("\t", "⇥")
+
+
 def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Text:
     """Generate once and show the output in colour, then round by round. (A notebook displays a
     Text; of a rich Group it would print the address.)"""
     made = rig.generate([prompt], max_new_tokens)
     rounds, tokens = made.trace.rounds, made.tokens[0]
-    whole = Text().append(prompt, "dim").append_text(stream(rig, rounds, tokens))
+    whole = stream(rig, rounds, tokens, prompt=prompt)
     return Text("\n\n").join([legend(), whole, by_round(rig, rounds, tokens)])
 
 
@@ -80,5 +87,5 @@ def _coloured(rig: Rig, made: Sequence[tuple[int, str]], visible: bool = False) 
     text = Text()
     for kind, group in groupby(made, key=lambda piece: piece[1]):
         part = rig.decode([token for token, _ in group])
-        text.append(part.replace("\n", "⏎").replace("\t", "⇥") if visible else part, STYLES[kind])
+        text.append(symbols(part) if visible else part, STYLES[kind])
     return text

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -260,9 +261,14 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     return figure
 
 
+def ends(table: pd.DataFrame, column: str = "speedup") -> np.ndarray:
+    """The lengths [2, n] of a column's error bars, from its columns `low` and `high`."""
+    return np.array([table[column] - table["low"], table["high"] - table[column]]).clip(0)
+
+
 def round_costs(costs: pd.DataFrame) -> Figure:
     """Where a round's time goes, in plain steps; costs from `bench.pass_costs`."""
-    step = costs.loc[costs["gamma"] == 0, ["draft_s", "verify_s", "rest_s"]].to_numpy().sum()
+    step = bench.step_s(costs)
     with canvas() as (figure, axes):
         bottom = pd.Series(0.0, index=costs.index)
         palette = sns.color_palette("colorblind", 3)
@@ -314,7 +320,7 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
         for table, at, style, colour, label in lines:
             axes.errorbar(
                 table[at], table["speedup"], color=colour, fmt=style, capsize=3, label=label,
-                yerr=[table["speedup"] - table["low"], table["high"] - table["speedup"]],
+                yerr=ends(table),
             )  # fmt: skip
         batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="speedup over plain decoding")

@@ -436,17 +436,14 @@ def _check(
         if not values or values[0] < least:
             given = values[0] if values else "missing"
             raise UserError(f"{name} is {given}; to measure costs it must be {least} or more")
-    target, drafter = engine.target, engine.drafter
-    if contexts[-1] > target.context:
-        raise UserError(
-            f"context {contexts[-1]} exceeds the {target.context} tokens that {target.name} "
-            "serves; measure shorter ones"
-        )
-    if gammas[-1] and contexts[-1] > drafter.context:
-        raise UserError(
-            f"context {contexts[-1]} exceeds the {drafter.context} tokens that {drafter.name} "
-            "serves; measure shorter ones, or gamma 0 alone"
-        )
+    for model, needed, instead in (
+        (engine.target, True, ""), (engine.drafter, gammas[-1] > 0, ", or gamma 0 alone"),
+    ):  # fmt: skip
+        if needed and contexts[-1] > model.context:
+            raise UserError(
+                f"context {contexts[-1]} exceeds the {model.context} tokens that {model.name} "
+                f"serves; measure shorter ones{instead}"
+            )
     if not any(ids):
         raise UserError("no prompt to measure costs on; give at least one token")
 

@@ -88,7 +88,6 @@ class Goodput:
     depth_weight: float = 5.0  # and in `_adapt`, where a mistake is soon mended
     fade: float = 0.995  # of all counts, a round, while somebody drafts,
     plain_fade: float = 0.999  # and while nobody does
-    doubts: tuple[float, ...] = (0.3, 0.3, 0.15, 0.02, 0.15, 0.006)  # of `Slowdown`
 
     # acceptance; all counts fade
     judged: list[list[float]] = field(init=False)  # [grade][depth] guesses, to the first rejected
@@ -354,7 +353,7 @@ class Goodput:
         """That of rounds of this size class; at first with half of the errors of the nearest."""
         if size_class not in self.slowdowns:
             known = [(abs(other - size_class), s.mean) for other, s in self.slowdowns.items()]
-            self.slowdowns[size_class] = Slowdown(self.deepest, *self.doubts)
+            self.slowdowns[size_class] = Slowdown(self.deepest)
             if known:
                 self.slowdowns[size_class].mean = [x / 2 for x in min(known)[1]]
         return self.slowdowns[size_class]

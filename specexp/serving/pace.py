@@ -18,12 +18,12 @@ class Slowdown:
     def __init__(
         self,
         drafts: int,
-        machine: float,
-        plain: float,
-        table: float,
-        drift: float,
-        noise: float,
-        wander: float,
+        machine: float = 0.3,
+        plain: float = 0.3,
+        table: float = 0.15,
+        drift: float = 0.02,
+        noise: float = 0.15,
+        wander: float = 0.006,
     ) -> None:
         """Standard deviations of logarithms: the prior of `machine`, of the error of plain rounds
         and of that of each of `drafts` draft lengths; the machine's drift a round; the noise of one
