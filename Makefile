@@ -29,19 +29,19 @@ test-all: $(STAMP)  ## run all tests, slow ones included (no lint)
 
 gpu:             ## GPU tests, then the bench, with PY's packages (TWIN=8B: on that pair too)
 	@$(HERE) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here")'
-	@$(HERE) -m specexp.cli doctor || true
+	@$(HERE) -m specexp.commands.app doctor || true
 	$(HERE) -m pytest -m cuda
-	$(HERE) -m specexp.cli bench $(BENCH)
+	$(HERE) -m specexp.commands.app bench $(BENCH)
 ifdef TWIN
-	test -d $(PAIR)-target || $(HERE) -m specexp.cli zoo twin --params $(TWIN) --alpha 0.8
-	$(HERE) -m specexp.cli bench $(BENCH) --target $(notdir $(PAIR))
+	test -d $(PAIR)-target || $(HERE) -m specexp.commands.app zoo twin --params $(TWIN) --alpha 0.8
+	$(HERE) -m specexp.commands.app bench $(BENCH) --target $(notdir $(PAIR))
 endif
 
 overhead: $(STAMP)  ## measure a grid's overhead per point, against plain papermill
-	$(BIN)/python tests/overhead.py
+	PYTHONPATH=tests $(BIN)/python -m support.overhead
 
 soak: $(STAMP)   ## kill runners a thousand times and check that nothing is lost
-	$(BIN)/python tests/soak.py
+	PYTHONPATH=tests $(BIN)/python -m support.soak
 
 lab: $(STAMP)    ## open JupyterLab on the notebooks
 	$(BIN)/jupyter lab notebooks

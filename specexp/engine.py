@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from specexp import graphs, native, replays
-from specexp.cache import rounded
 from specexp.drafters import Drafter
 from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
-from specexp.lm import LM, Forward
+from specexp.fast import cpu, cpu_replays, cuda_graphs
+from specexp.fast.cpu_replays import Reported
+from specexp.models.cache import rounded
+from specexp.models.lm import LM, Forward
 from specexp.policy import Fixed, Load, Plan, Policy
-from specexp.replays import Reported
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
 from specexp.sequences import Draft, Sequences
@@ -58,7 +58,7 @@ class Engine:
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
         self.rng = sampling.rng(seed)
-        self.graphs, self.replays = graphs.on(target.device), replays.of(target)
+        self.graphs, self.replays = cuda_graphs.on(target.device), cpu_replays.of(target)
         self.seats: Sequences | None = None  # rows reused by every batch
         self.seated: tuple[object, ...] = ()
         self.budget: Tensor  # of the rows in use, set once some are done
@@ -112,10 +112,10 @@ class Engine:
         B, N = draft.tokens.shape
         told = [] if draft.grade is None or N == 1 else [draft.grade]
         faults = [lm.fault for lm in (self.models if N > 1 else (self.target,))]
-        if code := native.by(counts, draft.tokens, *faults, *told):
+        if code := cpu.by(counts, draft.tokens, *faults, *told):
             F, G = len(faults), len(told)
             made = torch.empty(B, 3 + F + N - 1 + G, dtype=torch.int64)
-            known = counts, draft.tokens, made, native.every(faults), native.every(told)
+            known = counts, draft.tokens, made, cpu.every(faults), cpu.every(told)
             code.report(B, N, F, G, seqs.first, *known)
             return made
         broken = (fault[seqs.rows, None] != 0 for fault in faults)
@@ -133,12 +133,14 @@ class Engine:
         rounds, `hold` in all, until a row ends."""
         if self.drafter.on_host:
             return self.unrecorded(seqs, tree)
-        told = self.recorded("round", seqs, tree, lambda: graphs.HostCopy(self.round(seqs, tree)))
+        told = self.recorded(
+            "round", seqs, tree, lambda: cuda_graphs.HostCopy(self.round(seqs, tree))
+        )
         first, known = told.fetch(), self.replays
 
         def reported() -> list[Reported]:
             now = first(), time.perf_counter()
-            return [now, *(replays.more(known, hold - 1, told.x) if known else [])]
+            return [now, *(cpu_replays.more(known, hold - 1, told.x) if known else [])]
 
         return reported
 
@@ -169,7 +171,7 @@ class Engine:
         return self.recordings is None or self.recordings.steady
 
     @property
-    def recordings(self) -> graphs.Graphs | None:
+    def recordings(self) -> cuda_graphs.Graphs | None:
         """Recorded rounds: CUDA graphs, or replays on a CPU; None if neither is possible."""
         return self.graphs or self.replays
 
@@ -245,7 +247,7 @@ class Engine:
         self.drafter.catch_up(seqs, known)
         return seqs
 
-    def _seat(self, seqs: Sequences, known: graphs.Graphs) -> Sequences:
+    def _seat(self, seqs: Sequences, known: cuda_graphs.Graphs) -> Sequences:
         """Copy a batch into the seats, which are as large as the largest batch so far."""
         B, slots = seqs.tokens.shape
         S, (batch, size, mark) = rounded(slots), self._held()

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specexp import native
 from specexp.errors import UserError
+from specexp.fast import cpu
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Rng
 from specexp.sequences import Draft, Verdict
 
@@ -58,7 +58,7 @@ class Match:
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         sample = rng.categorical(p, draft.keys, TOKEN)
         parents, D = draft.nodes.parents, draft.nodes.deepest
-        if code := native.by(draft.tokens, sample, parents):
+        if code := cpu.by(draft.tokens, sample, parents):
             B, N = sample.shape
             path, new, n = (torch.empty(B * k, dtype=torch.int64) for k in (D + 1, D + 1, 1))
             shared = len(parents) == 1
@@ -241,7 +241,7 @@ def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> 
     if not isinstance(rng, Noise) or (q is not None and q.shape != p.shape):
         return None
     laws = (p,) if q is None else (p, q)
-    if not (code := native.by(draft.tokens, children, draft.keys, *laws)):
+    if not (code := cpu.by(draft.tokens, children, draft.keys, *laws)):
         return None
     B, N, V = p.shape
     D, (b, _, K) = draft.nodes.deepest, children.shape

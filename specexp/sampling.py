@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specexp import native
 from specexp.errors import UserError
+from specexp.fast import cpu
 
 TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes of noise; ACCEPT uses one lane per sibling
 LEAST = torch.finfo(torch.float32).tiny  # the least temperature; float32 rounds smaller ones to 0
@@ -29,7 +29,7 @@ def _signed(x: int) -> int:
 
 def likeliest(w: Tensor) -> Tensor:
     """argmax over w [..., V], int64 [...]; the lowest index at a tie."""
-    code = native.by(w)
+    code = cpu.by(w)
     if code is None or w.dtype != torch.float32:
         return w.argmax(-1)
     best = torch.empty(w.shape[:-1], dtype=torch.int64)
@@ -44,7 +44,7 @@ def ranked(w: Tensor, k: int) -> Tensor:
         raise UserError(f"a vocabulary of {w.shape[-1]} has no {k} likeliest tokens; use fewer")
     if k == 1:
         return likeliest(w)[..., None]
-    code = native.by(w)
+    code = cpu.by(w)
     if code is None or w.dtype != torch.float32:
         return w.topk(k).indices
     best = torch.empty(*w.shape[:-1], k, dtype=torch.int64)
@@ -101,7 +101,7 @@ class Noise:
         """w / exponential arrival times: its argmax is a draw from w, its top k are k draws."""
         V = w.shape[-1]
         plain = w.dtype == torch.float32 and keys.dim() < 3 and keys.stride(-1) == 1
-        if plain and (code := native.by(w)):
+        if plain and (code := cpu.by(w)):
             made, asked = torch.empty(w.shape), (keys.shape[-1], keys.stride(0), V)
             salt, threads = self.salt(purpose), torch.get_num_threads()
             code.race(keys.numel(), *asked, threads, salt, keys, w, made)
@@ -164,7 +164,7 @@ class Sampling:
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
         V, shape = logits.shape[-1], (self.top_k, float(self.temperature), float(self.top_p))
-        if logits.dtype == torch.float32 and (code := native.by(given := logits.contiguous())):
+        if logits.dtype == torch.float32 and (code := cpu.by(given := logits.contiguous())):
             made = torch.empty(given.shape)
             code.law(made.numel() // V, V, torch.get_num_threads(), *shape, given, made)
             return made

@@ -16,8 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specexp import native
 from specexp.errors import UserError
+from specexp.fast import cpu
 from specexp.sampling import mix
 from specexp.tree import Nodes
 
@@ -186,7 +186,7 @@ class Sequences:
 
     def places(self, depth: Tensor) -> Tensor:
         """[B, n] slots, or positions, `depth` [b, n] past the root's; clamped at 0."""
-        if code := native.by(self.length, depth):
+        if code := cpu.by(self.length, depth):
             (b, n), B = depth.shape, len(self.length)
             made = torch.empty(B, n, dtype=torch.int64)
             code.places(B, n, b == 1, self.length, depth, made)
@@ -195,7 +195,7 @@ class Sequences:
 
     def read(self, slots: Tensor) -> Tensor:
         """The tokens [B, n] in slots [B, n]."""
-        if code := native.by(slots):
+        if code := cpu.by(slots):
             made = torch.empty(slots.shape, dtype=torch.int64)
             if not code.read(*slots.shape, self.tokens.stride(0), self.tokens, slots, made):
                 raise IndexError(f"a slot is outside the {self.tokens.stride(0)} slots of a row")
@@ -229,7 +229,7 @@ class Sequences:
         positions it then does not write, so under such a rule the address is `by_round`: a hash of
         the stream, the root's position and the distance from the root.
         """
-        if code := native.by(self.stream, self.length, depth):
+        if code := cpu.by(self.stream, self.length, depth):
             (b, n), B = depth.shape, len(self.length)
             made = torch.empty(B, n, dtype=torch.int64)
             shape = B, n, b == 1, self.by_round
@@ -245,7 +245,7 @@ class Sequences:
         An emitted EOS lowers the row's limit to its length. Rows already done emit 0. Tokens past a
         row's length are never read and may be overwritten.
         """
-        if code := native.by(verdict.new, verdict.n, self.length, self.limit, self.eos):
+        if code := cpu.by(verdict.new, verdict.n, self.length, self.limit, self.eos):
             (B, places), (stride, _) = verdict.new.shape, self.tokens.stride()
             counts = torch.empty(B, 3, dtype=torch.int64)
             read = verdict.new, verdict.n, self.eos
@@ -265,18 +265,18 @@ class Sequences:
 
 def columns(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate n columns [B, 1], which may be strided views, into [B, n]."""
-    if code := native.by(*(x[:1] for x in parts)):
+    if code := cpu.by(*(x[:1] for x in parts)):
         B, n = len(parts[0]), len(parts)
         made = torch.empty(B, n, dtype=torch.int64)
         strides = (c_int64 * n)(*(x.stride(0) for x in parts))
-        code.columns(B, n, made, native.every(parts), strides)
+        code.columns(B, n, made, cpu.every(parts), strides)
         return made
     return torch.cat(list(parts), 1)
 
 
 def _until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
     """tokens [B, n], with -1 where depth [b, n] or [1, 1] exceeds the row's budget [B]."""
-    if code := native.by(tokens, depth, budget):
+    if code := cpu.by(tokens, depth, budget):
         (B, n), (b, wide) = tokens.shape, depth.shape
         made = torch.empty(B, n, dtype=torch.int64)
         code.until(B, n, wide if b > 1 else 0, wide > 1, tokens, depth, budget, made)
@@ -286,7 +286,7 @@ def _until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
 
 def _reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
     """[B]: the smaller of each row's budget [B] and the reach of its grade [B]."""
-    if code := native.by(budget, reach, grade):
+    if code := cpu.by(budget, reach, grade):
         made = torch.empty_like(budget)
         code.reached(len(budget), budget, reach, grade, made)
         return made

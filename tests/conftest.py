@@ -16,11 +16,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specexp import native
+from specexp.fast import cpu
 
 CONTEXT = 128
 HERE = Path(__file__).parent
-TRIVIAL = HERE / "notebooks" / "trivial.ipynb"
+TRIVIAL = HERE / "support" / "trivial.ipynb"
 
 on_every_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -45,10 +45,13 @@ def imports(file: Path) -> tuple[frozenset[Path], frozenset[str]]:
             continue
         for name in names:
             part = name.replace(".", "/")
-            paths = HERE / part, HERE.parent / part, HERE.parent / part / "__init__"
-            found = {file for path in paths if (file := path.with_suffix(".py")).is_file()}
+            beside = file.parent / part
+            paths = beside, HERE / part, HERE.parent / part, HERE.parent / part / "__init__"
+            found = {there for path in paths if (there := path.with_suffix(".py")).is_file()}
             ours |= found
-            others |= set() if found else {name.split(".")[0]}
+            package = name.split(".")[0]
+            if not found and package not in {file.stem for file in ours}:
+                others.add(package)
     return frozenset(ours), frozenset(others)
 
 
@@ -76,9 +79,9 @@ def is_checkout() -> bool:
     )
 
 
-LEFT_OUT = {file.name: why for file in sorted(HERE.glob("test_*.py")) if (why := lacking(file))}
+LEFT_OUT = {file.name: why for file in sorted(HERE.rglob("test_*.py")) if (why := lacking(file))}
 if not is_checkout():
-    LEFT_OUT.setdefault("test_files.py", []).append("a git checkout")
+    LEFT_OUT.setdefault("test_house.py", []).append("a git checkout")
 collect_ignore = list(LEFT_OUT)
 
 
@@ -96,7 +99,7 @@ def pytest_collection_modifyitems(config, items):
         "cuda": torch.cuda.is_available(),
         "mount": _may_mount(),
         "postgres": _postgres(),
-        "compiler": native.compiler() is not None,
+        "compiler": cpu.compiler() is not None,
     } | {
         name: importlib.util.find_spec(name) is not None
         for name in ("speculators", "ray", "torchao")
@@ -169,12 +172,12 @@ def tiny_folders(tmp_path_factory) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory):
     """A store whose database exists: creating one takes seconds, copying it does not."""
-    from specexp.lab import track
+    from specexp.tracking import runs
 
     root = tmp_path_factory.mktemp("migrated")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECEXP_MLRUNS", str(root))
-        track.initialise()
+        runs.initialise()
     return root
 
 
@@ -193,7 +196,7 @@ def points(tmp_path):
     """Points of a notebook of trifles, with these axes."""
     import yaml
 
-    from specexp.lab import grid
+    from specexp.grids import points as grid
 
     def call(timeout_s: float = 120, **axes) -> list[grid.Point]:
         file = tmp_path / "trivial.yaml"
@@ -207,7 +210,7 @@ def points(tmp_path):
 @pytest.fixture(scope="session")
 def warm():
     """A process that forks runners, see faults.py."""
-    from faults import Warm
+    from support.faults import Warm
 
     with Warm() as server:
         yield server

@@ -8,7 +8,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from specexp.lab import build, grid, run, track
+from specexp import api
+from specexp.grids import points as grid
+from specexp.grids import runner
+from specexp.tracking import runs as track
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SMALL = {
@@ -58,7 +61,7 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
         files[-1].write_text(yaml.safe_dump(spec))
     points = grid.load(files)
     console = Console(record=True, width=160)
-    assert run.run(points, console) == 0, console.export_text()
+    assert runner.run(points, console) == 0, console.export_text()
     runs = track.runs()
     assert set(runs["experiment"]) == {name[3:] for name in SMALL}
     assert (runs["metrics.exact/pass"] == 1).all()
@@ -111,7 +114,7 @@ def images(notebook: Path) -> list[str]:
 
 
 BROKEN = """
-from specexp.lm import LM
+from specexp.models.lm import LM
 
 whole = LM.verify
 LM.verify = lambda lm, seqs, draft, taps=(): whole(lm, seqs.__class__(**{
@@ -133,7 +136,7 @@ def test_a_divergence_that_is_no_tie_fails_the_run(
     file = tmp_path / "broken.yaml"
     file.write_text(yaml.safe_dump({"notebook": f"{name}.ipynb", "fixed": fixed}))
     [point] = grid.load([file])
-    assert run.run([point]) == run.FAILED
+    assert runner.run([point]) == runner.FAILED
     [error] = (store / "failed").glob("*/error.txt")
     assert "AssertionError" in error.read_text()
     assert not (store / "results").exists()
@@ -143,4 +146,4 @@ def test_shipped_grids_pass_every_check():
     files = sorted((NOTEBOOKS / "grids").glob("*.yaml"))
     points = grid.load(files)
     assert len(points) >= 30
-    assert not any(build.check(p.params) for p in points)
+    assert not any(api.check(p.params) for p in points)

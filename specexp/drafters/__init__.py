@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from specexp.errors import UserError
-from specexp.lm import LM, Forward
+from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree

@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp import fused_eagle
 from specexp.drafters import Drafter, Plan, Ready
-from specexp.formats import read
+from specexp.fast import fused_eagle
 from specexp.growth import Level, grow
-from specexp.heads import Eagle, check, load
-from specexp.lm import LM, PREFILL, Forward
+from specexp.models.head_files import read
+from specexp.models.heads import Eagle, check, load
+from specexp.models.lm import LM, PREFILL, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.lm import LM
+from specexp.models.lm import LM
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree

@@ -15,11 +15,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.drafters.recycle import Table, in_vocabulary
 from specexp.errors import UserError
-from specexp.lm import LM, Forward
+from specexp.fast import cpu
+from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, likeliest
 from specexp.sequences import Draft, Sequences, Verdict, columns
 from specexp.tree import Tree
@@ -88,7 +88,7 @@ class Lookahead(Drafter):
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """Refine the line and extend the pool from the target's tokens along the deepest branch."""
         predicted = likeliest(seen.logits)
-        if code := native.by(predicted, self.fed, verdict.n, *self.state):
+        if code := cpu.by(predicted, self.fed, verdict.n, *self.state):
             sizes = len(self.branch), self.depth, self.pool.places, POOL, self.n - 1
             changed = (x[seqs.rows] for x in (self.lines, *self.pool.state))
             code.learn(
@@ -121,7 +121,7 @@ class Lookahead(Drafter):
 
 def _either(tokens: Tensor, others: Tensor) -> Tensor:
     """The rows of tokens [B, n], or those of others [B, n] where tokens is -1."""
-    if code := native.by(tokens[:1], others[:1]):
+    if code := cpu.by(tokens[:1], others[:1]):
         made = torch.empty(tokens.shape, dtype=torch.int64)
         strides = tokens.stride(0), others.stride(0)
         code.either(*tokens.shape, *strides, tokens, others, made)

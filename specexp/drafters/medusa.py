@@ -12,10 +12,10 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
-from specexp.formats import read
 from specexp.growth import Level, grow
-from specexp.heads import Medusa, check, load, medusa_size
-from specexp.lm import LM, Forward
+from specexp.models.head_files import read
+from specexp.models.heads import Medusa, check, load, medusa_size
+from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree

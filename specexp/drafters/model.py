@@ -18,7 +18,7 @@ from torch import Tensor
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.lm import LM, Forward, load, read_config, read_tokenizer
+from specexp.models.lm import LM, Forward, load, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree

@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
+from specexp.fast import cpu
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -33,7 +33,7 @@ class NGram(Drafter):
         if len(tree) == 1:
             return seqs.draft(nodes)
         leaves, branch = _first_leaf(tree, seqs.tokens.device)
-        if code := native.by(seqs.length):
+        if code := cpu.by(seqs.length):
             (B, _), (stride, _) = seqs.tokens.shape, seqs.tokens.stride()
             made = torch.empty(B, len(tree), dtype=torch.int64)
             read = branch, nodes.depth, seqs.length, seqs.tokens

@@ -18,7 +18,7 @@ from torch import Tensor
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.drafters import model as draft_model
 from specexp.errors import UserError
-from specexp.lm import LM, Forward
+from specexp.models.lm import LM, Forward
 from specexp.rules import Match
 from specexp.sampling import Noise, Rng, Sampling, mix
 from specexp.sequences import Draft, Sequences, Verdict

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
 from specexp.errors import UserError
-from specexp.lm import LM, Forward
+from specexp.fast import cpu
+from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, ranked
 from specexp.sequences import Draft, Sequences, Verdict, columns
 from specexp.tree import Tree
@@ -45,7 +45,7 @@ class Table:
 
     def read(self, rows: slice, tokens: Tensor) -> Tensor:
         """The notes [b, n, *shape] of tokens [b, n], -1 where there is none."""
-        if code := native.by(*self.state):
+        if code := cpu.by(*self.state):
             size = self.notes.stride(1)
             made = torch.empty(*tokens.shape, *self.notes.shape[2:], dtype=torch.int64)
             read = tokens, self.owner[rows], self.notes[rows]
@@ -58,7 +58,7 @@ class Table:
 
     def write(self, rows: slice, tokens: Tensor, notes: Tensor) -> None:
         """Set the notes [b, n, *shape] of tokens [b, n]; -1 is padding, the last of equals wins."""
-        if code := native.by(tokens, notes, *self.state):
+        if code := cpu.by(tokens, notes, *self.state):
             size = self.notes.stride(1)
             changed = self.owner[rows], self.notes[rows]
             code.note(*tokens.shape, self.places, size, tokens, notes, *changed)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp import native
 from specexp.drafters import Drafter, Plan, Ready
+from specexp.fast import cpu
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -37,7 +37,7 @@ class Suffix(Drafter):
         if len(tree) == 1:
             return seqs.draft(nodes)
         B, S = seqs.tokens.shape
-        if code := native.by(seqs.length):
+        if code := cpu.by(seqs.length):
             made, grade = (torch.empty(B * n, dtype=torch.int64) for n in (len(tree), 1))
             read = nodes.parents, nodes.depth, seqs.length, seqs.tokens
             shape = B, len(tree), self.longest, SURE, self.vocab, seqs.tokens.stride(0)

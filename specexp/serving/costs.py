@@ -28,10 +28,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from specexp import native, theory
+from specexp import theory
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.quantised import held
+from specexp.fast import cpu
+from specexp.models.int8 import held
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
@@ -329,7 +330,7 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{platform.machine()} {native.vectors()}, {os.cpu_count()} cores"
+        name = f"{platform.machine()} {cpu.vectors()}, {os.cpu_count()} cores"
     return {
         "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
@@ -464,7 +465,7 @@ class _Unpadded(Engine):
 
 
 def _at_least(least: int, x: Tensor) -> Tensor:
-    if code := native.by(x):
+    if code := cpu.by(x):
         made = torch.empty(x.shape, dtype=torch.int64)
         code.at_least(x.numel(), least, x, made)
         return made

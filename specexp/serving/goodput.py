@@ -45,8 +45,8 @@ from typing import Protocol
 
 from specexp.policy import Load, Plan, Stream
 from specexp.serving.costs import CALM
-from specexp.serving.outlook import PLAIN, Beliefs, ByGrade, ByRow, Outlook, budgeted
-from specexp.serving.pace import Slowdown
+from specexp.serving.expected_rate import PLAIN, Beliefs, ByGrade, ByRow, Outlook, budgeted
+from specexp.serving.slowdown import Slowdown
 from specexp.trace import Step
 from specexp.tree import Tree
 

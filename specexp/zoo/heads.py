@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specexp.errors import UserError
-from specexp.heads import Eagle, EagleShape, Medusa, default_taps, save
-from specexp.lm import load, read_tokenizer
-from specexp.quantised import split
+from specexp.models.heads import Eagle, EagleShape, Medusa, default_taps, save
+from specexp.models.int8 import split
+from specexp.models.lm import load, read_tokenizer
 from specexp.zoo import cards, shelf
 from specexp.zoo.corpus import cut, gather
 from specexp.zoo.recipes import HEADS, HeadRecipe

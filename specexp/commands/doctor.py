@@ -1,0 +1,158 @@
+"""`specexp doctor`: versions, device, speed by dtype, disk, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import os
+import platform
+import shutil
+import tomllib
+
+import torch
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specexp.fast import cpu
+from specexp.measure.interleave import clock
+from specexp.models.lm import free_memory
+from specexp.tracking import results
+from specexp.zoo import shelf
+
+SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
+EMULATED = 4.0  # times float32's time: native float64 takes twice as long, emulation far more
+SHAPES = {"cpu": (1024, 32), "cuda": (8192, 4)}
+"""Width and number of matrices: together larger than the caches that matter; on a GPU each takes
+longer to read than to launch."""
+
+
+def examine(console: Console) -> bool:
+    """Print the report; False if something that every run needs is missing."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    facts = Table(box=None, show_header=False)
+    facts.add_row(
+        "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
+    facts.add_row("packages", ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN))
+    facts.add_row("device", described(device))
+    facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
+    threads, load = torch.get_num_threads(), os.getloadavg()[0]
+    facts.add_row("threads", f"{threads} on {os.cpu_count()} cores, load average {load:.1f}")
+    facts.add_row("CPU passes", "compiled" if cpu.library() else "one operation at a time")
+    root = results.root()
+    free = shutil.disk_usage(_existing(root)).free
+    facts.add_row("store", Text(f"{root}, {free / 2**30:.1f} GiB free"))
+    facts.add_row("zoo", Text(", ".join(m.name for m in shelf.models()) or "missing"))
+    console.print(facts)
+    console.print(speeds(device))
+    problems = [("missing", problem) for problem in missing()]
+    if not os.access(_existing(root), os.W_OK):
+        problems.append(("not writable", f"{root}: set SPECEXP_MLRUNS to a folder you can write"))
+    if not shelf.models():
+        advice = "get a complete checkout, or run `specexp zoo train`"
+        problems.append(("missing", f"the zoo's models: {advice}"))
+    for what, problem in problems:
+        console.print(Text(what, "bold red") + Text(f" {problem}", ""), soft_wrap=True)
+    if not problems:
+        console.print(Text("ready", "green") + Text(": nothing is missing", ""))
+    return not problems
+
+
+def missing() -> list[str]:
+    """Unmet requirements of the package, one line each with the command that installs them."""
+    problems = []
+    for needed in requirements():
+        found = version(needed.name)
+        if found is None:
+            problems.append(f"{needed.name}: pip install {needed.name}")
+        elif not needed.specifier.contains(found, prereleases=True):
+            fix = f"pip install '{needed}'"
+            problems.append(f"{needed.name}{needed.specifier}, {found} is installed: {fix}")
+    return problems
+
+
+def requirements() -> list[Requirement]:
+    """Required packages: from the installed metadata, or from pyproject.toml in a checkout that is
+    not installed."""
+    try:
+        asked = metadata.requires("specexp") or []
+    except metadata.PackageNotFoundError:
+        project = tomllib.loads((results.ROOT / "pyproject.toml").read_text())["project"]
+        asked = project["dependencies"]
+    return [r for r in map(Requirement, asked) if not (r.marker and "extra" in str(r.marker))]
+
+
+def speeds(device: torch.device) -> Table:
+    """Time of a pass over n tokens relative to one token, by dtype: what verification costs."""
+    counts = (1, 2, 6, 16, 64)
+    table = Table(
+        "dtype", "one token", "reads", *(f"n={n}" for n in counts[1:]),
+        title="linear layers over n tokens, relative to one",
+        title_justify="left", title_style="", box=None, header_style="bold",
+    )  # fmt: skip
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = [w.to(dtype) for w in _matrices(device)]
+        taken = [[_pass(weights, n) for n in counts] for _ in range(9)]  # in turns
+        best = dict(zip(counts, map(min, zip(*taken, strict=True)), strict=True))
+        size = sum(w.numel() * w.element_size() for w in weights)
+        table.add_row(
+            str(dtype).removeprefix("torch."), f"{best[1] * 1e3:.2f} ms",
+            f"{size / best[1] / 1e9:.0f} GB/s", *(f"{best[n] / best[1]:.2f}x" for n in counts[1:]),
+        )  # fmt: skip
+    return table
+
+
+def slow(dtype: torch.dtype, device: torch.device) -> str:
+    """A warning if a one-token pass takes far longer in this dtype than in float32, because the
+    processor emulates it; else ""."""
+    if dtype == torch.float32:
+        return ""
+    single = _matrices(device)
+    times = [
+        min(_pass(weights, 1) for _ in range(4))
+        for weights in ([w.to(dtype) for w in single], single)
+    ]
+    if times[0] < EMULATED * times[1]:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"{name} is emulated here: a one-token pass takes {times[0] / times[1]:.0f}x as long as in "
+        f"float32, so figures do not hold for hardware with {name}; use --dtype float32"
+    )
+
+
+def _matrices(device: torch.device) -> list[torch.Tensor]:
+    width, count = SHAPES[device.type]
+    return [torch.randn(width, width, device=device) for _ in range(count)]
+
+
+def _pass(weights: list[torch.Tensor], n: int) -> float:
+    """Seconds of a pass over n tokens through all matrices."""
+    x = weights[0].new_ones(n, len(weights[0]))
+    begin = clock(x.device)
+    for w in weights:
+        torch.nn.functional.linear(x, w)
+    return clock(x.device) - begin
+
+
+def described(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    return f"cpu ({cpu.vectors()}); no CUDA device found"
+
+
+def version(name: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _existing(path: os.PathLike[str]) -> str:
+    """The path, or its nearest parent that exists."""
+    at = os.path.abspath(path)
+    while not os.path.exists(at):
+        at = os.path.dirname(at)
+    return at

@@ -1,0 +1,273 @@
+"""Rounds on a CPU without Python: the operations of one round are recorded and replayed.
+
+A round of a small model is some hundred operations of a few microseconds, and Python takes as long
+between them. As in a CUDA graph, they run again in order at the same addresses: consecutive
+compiled calls (native/) in one call, torch's operations one by one, and those whose result cannot
+change not at all. A round that reads a value on the host, or whose shapes depend on values, is not
+replayed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import Structure, addressof, c_void_p
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specexp.fast import cpu
+from specexp.fast.cuda_graphs import Graphs
+from specexp.models.lm import LM
+
+T = TypeVar("T")
+
+DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+TO_HOST = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
+OUT_OF_RANGE = "a token or a slot is out of range"
+Reported: TypeAlias = tuple[list[list[int]], float]  # a round's report, and the time it was there
+AWAY_S = 0.05  # longest time in one call, during which Python handles no interrupt
+MOST = 32 << 20  # bytes kept per replay; in larger rounds the time Python takes does not matter
+
+
+def reaches_host(func: Any, given: Sequence[Any]) -> bool:
+    """Whether an operation brings a value, or a shape that depends on one, to the host, or host
+    data to a device. (`resolve_neg` is called by `tolist` and `numpy`; `lift_fresh` by
+    `torch.tensor` and by indexing with a list; a boolean index has a data-dependent shape; `isin`
+    may sort.)"""
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_"):
+        return any(x is not None and x.dtype == torch.bool for x in given[1])
+    return bool(DATA_DEPENDENT & set(func.tags)) or name in TO_HOST
+
+
+class Operation(NamedTuple):
+    """A torch operation as it was called, and its result."""
+
+    func: Any
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    made: Any
+
+    @property
+    def reads(self) -> set[int]:
+        return _memory((self.given, self.named))
+
+    @property
+    def writes(self) -> set[int]:
+        """The memory it changes in place."""
+        if not self.func._schema.is_mutable:
+            return set()
+        given = dict(zip((a.name for a in self.func._schema.arguments), self.given, strict=False))
+        into = [
+            a.name for a in self.func._schema.arguments if a.alias_info and a.alias_info.is_write
+        ]
+        return _memory([(given | self.named).get(name) for name in into])
+
+    @property
+    def is_view(self) -> bool:
+        """Whether its result is only a view of its inputs."""
+        return not self.writes and _memory(self.made) <= self.reads
+
+    @property
+    def uninitialised(self) -> bool:
+        """Whether its result is uninitialised memory."""
+        return self.func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
+
+    def again(self) -> Callable[[], Any]:
+        """A call that runs it again and writes into the same result."""
+        func, given, named, made = self.func, self.given, self.named, list(_tensors(self.made))
+        if self.writes and self.writes >= _memory(made):
+            return partial(func, *given, **named)
+        plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in _tensors((given, named)))
+        if plain and not self.writes and (known := _into(func)):
+            out, wanted, places = known
+            asked = {k: v for k, v in named.items() if k in wanted}
+            return partial(out, *given, **asked, **dict(zip(places, made, strict=True)))
+
+        def copied() -> None:
+            for place, x in zip(made, _tensors(func(*given, **named)), strict=True):
+                place.copy_(x)
+
+        return copied
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The tensors in an operation's arguments or result. Nested lists are enough; torch's
+    `tree_leaves`, which knows more, would take most of the time of a recording."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from _tensors(part)
+
+
+def _memory(x: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(x)}
+
+
+@cache
+def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
+    """The `out=` overload of an operation: it, its other arguments, and the names of its outputs.
+    None if there is none. (Options such as dtype may be missing: the outputs have them.)"""
+    options = {"dtype", "layout", "device", "pin_memory"}
+    asked = {(a.name, str(a.type)) for a in func._schema.arguments}
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        places = [a.name for a in other._schema.arguments if a.is_out]
+        wanted = {(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out}
+        spare = {a for a, _ in asked - wanted}
+        if wanted <= asked and spare <= options and len(places) == len(func._schema.returns):
+            return other, {a for a, _ in wanted}, places
+    return None
+
+
+Step: TypeAlias = cpu.Call | Operation
+
+
+class Recording(TorchDispatchMode):
+    """Records the operations that run, and whether they can be replayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.whole, self.memory = True, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reaches_host(func, args) or torch.Tag.inplace_view in func.tags:
+            self.not_replayable(func)
+        with self:  # composite operations are recorded as their parts
+            made = func.decompose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+        made = func(*args, **kwargs)
+        step = Operation(func, args, kwargs, made)
+        if self.whole and not step.is_view:
+            self.steps.append(step)
+            self.memory += sum(x.nbytes for x in _tensors(made))
+            if self.memory > MOST:
+                self.not_replayable(func)
+        return made
+
+    def not_replayable(self, func: Any) -> None:
+        """Called for an operation that cannot be replayed."""
+        self.whole = False
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Records what runs meanwhile in this thread: torch's operations and compiled calls."""
+    noted = Recording()
+    before, cpu.here.calls = cpu.here.calls, noted.steps
+    try:
+        with noted:
+            yield noted
+    finally:
+        cpu.here.calls = before
+
+
+class _Call(Structure):
+    _fields_ = [("function", c_void_p), ("places", c_void_p)]
+
+
+class _Compiled:
+    """Replays compiled calls. Keeps alive whatever they were given."""
+
+    def __init__(self, call: cpu.Call) -> None:
+        self.calls: list[cpu.Call] = []
+        self.code = cpu.replaying()
+        self.add(call)
+
+    def add(self, call: cpu.Call) -> None:
+        self.calls.append(call)
+        each = (_Call(call.function, addressof(call.places)) for call in self.calls)
+        self.list = (_Call * len(self.calls))(*each)
+        self.count, self.first = len(self.calls), addressof(self.list)
+
+    def __call__(self) -> None:
+        if not self.code.replay(self.count, self.first):
+            raise IndexError(OUT_OF_RANGE)
+
+    def rounds(self, most: int, report: Tensor) -> list[Reported]:
+        (B, wide), begin = report.shape, time.perf_counter()
+        reports = torch.empty(most, B, wide, dtype=report.dtype)
+        seconds = torch.empty(most, dtype=torch.float64)
+        places = (x.data_ptr() for x in (report, reports, seconds))
+        made = self.code.replay_rounds(self.count, self.first, most, AWAY_S, B, wide, *places)
+        if made < 0:
+            raise IndexError(OUT_OF_RANGE)
+        ends = (begin + s for s in seconds[:made].tolist())
+        return list(zip(reports[:made].tolist(), ends, strict=True))
+
+
+def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
+    """A function that runs these steps again; None if there is nothing to run."""
+    todo: list[Callable[[], Any]] = []
+    for step in changing(steps):
+        if isinstance(step, Operation):
+            todo.append(step.again())
+        elif todo and isinstance(todo[-1], _Compiled):
+            todo[-1].add(step)
+        else:
+            todo.append(_Compiled(step))
+    if len(todo) == 1 and isinstance(todo[0], _Compiled):
+        return todo[0]
+
+    @torch.inference_mode()
+    def run() -> None:
+        for do in todo:
+            do()
+
+    return run if todo else None
+
+
+def changing(steps: Sequence[Step]) -> Iterator[Step]:
+    """The steps whose result can change. Dropped are those that read nothing, or only results of
+    dropped steps, and whose result nothing writes to. (Compiled code writes only into uninitialised
+    results and into memory that outlasts a round.)"""
+    written = set[int]().union(*(step.writes for step in steps if isinstance(step, Operation)))
+    there: set[int] = set()
+    for step in steps:
+        if isinstance(step, cpu.Call):
+            yield step
+        elif not step.uninitialised:
+            made, chance = _memory(step.made), torch.Tag.nondeterministic_seeded in step.func.tags
+            if step.reads <= there and not made & written and not chance:
+                there |= made
+            else:
+                yield step
+
+
+def more(known: Graphs, most: int, report: Tensor) -> list[Reported]:
+    """Replay the latest round up to `most` more times; `report` is where it writes its report.
+    Stops early when a row ends or after AWAY_S. Returns nothing if the round is not a single
+    compiled call."""
+    again = known.latest[1].again
+    return again.rounds(most, report) if most and isinstance(again, _Compiled) else []
+
+
+def of(target: LM) -> Graphs | None:
+    """New replays for one owner, if the target's passes are compiled; None otherwise, or with
+    SPECEXP_GRAPHS=off."""
+    off = os.environ.get("SPECEXP_GRAPHS") == "off"
+    return None if off or not isinstance(target.net, cpu.Native) else Graphs(Calls())
+
+
+class Calls:
+    """The `graphs.Recorder` of replays."""
+
+    warm = 1
+
+    def run(self, fn: Callable[[], T]) -> T:
+        return fn()
+
+    def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
+        with recording() as noted:
+            made = fn()
+        return again(noted.steps) if noted.whole else None, made

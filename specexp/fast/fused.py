@@ -1,0 +1,281 @@
+"""Fused passes of Llama-like models: the same weights, fewer operations.
+
+q, k and v are one product, gate and up another; q and k are rotated together; queries that share a
+key head are stacked, so that no key is copied; norms and attention are torch's own. The module
+itself still works: its parameters become views of the joined matrices. A network of another family,
+or one whose fused logits differ from its module's on a probe, is run by transformers (lm.py).
+
+This file knows nothing about drafts or rows; the cache decides where keys and values go.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specexp.fast import cpu
+from specexp.fast.cpu import Native
+from specexp.models import int8
+from specexp.models.cache import SlotCache
+
+log = logging.getLogger("specexp")
+Net = TypeVar("Net")
+
+FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+class Norm:
+    """RMS norm (Zhang & Sennrich 2019). Torch's own is one kernel on CUDA; on a CPU it is eight
+    and takes three times as long as `vector_norm`."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight: Tensor = module.weight
+        self.eps: float = module.variance_epsilon
+        self.wide = torch.promote_types(self.weight.dtype, torch.float32)
+        self.least = torch.tensor(self.eps, dtype=self.wide, device=self.weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self.wide)
+        mean = torch.addcmul(self.least, length, length, value=1 / x.shape[-1])
+        return (x * mean.rsqrt_()).to(x.dtype) * self.weight
+
+
+def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """One matrix [sum of outputs, inputs] and bias whose rows are the parts', which become views of
+    it, so that no weight is stored twice."""
+    return _side_by_side([p.weight for p in parts]), (
+        None if parts[0].bias is None else _side_by_side([p.bias for p in parts])
+    )
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    first, size = parts[0], sum(len(p) for p in parts)
+    if int8.is_quantised(first):
+        return int8.joined(parts, _side_by_side)
+    at = first.storage_offset()
+    for p in parts:
+        if p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or (
+            p.storage_offset() != at
+        ):
+            break
+        at += p.numel()
+    else:
+        return first.detach().as_strided((size, *first.shape[1:]), first.stride())
+    whole = torch.cat([p.data for p in parts])
+    for p, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+        p.data = view
+    return whole
+
+
+def few_rows(x: Tensor) -> bool:
+    """Whether x has so few rows that a float32 product on a CPU is faster as weight @ x.T."""
+    return x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of x [n, inputs]. For few rows x @ weight.T takes a CPU two to five times as long
+    as weight @ x.T, and a single row uses only one core, so it is doubled (LOG.md)."""
+    if not few_rows(x) or int8.is_quantised(weight):
+        return F.linear(x, weight, bias)
+    rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
+    made = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
+    return made if bias is None else made + bias
+
+
+class Layer:
+    """A decoder layer over x [B * n, E], or over two equal rows in place of a single one."""
+
+    def __init__(self, layer: Any) -> None:
+        attn, mlp = layer.self_attn, layer.mlp
+        first = getattr(layer, "input_layernorm", None)
+        self.before: Any = first and Norm(first)
+        self.after = Norm(layer.post_attention_layernorm)
+        self.qkv, self.qkv_bias = joined([attn.q_proj, attn.k_proj, attn.v_proj])
+        self.out, self.out_bias = attn.o_proj.weight, attn.o_proj.bias
+        self.up, self.up_bias = joined([mlp.gate_proj, mlp.up_proj])
+        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.norms = (Norm(attn.q_norm), Norm(attn.k_norm)) if hasattr(attn, "q_norm") else None
+        self.head_dim, self.scale = attn.head_dim, attn.scaling
+        self.heads = attn.q_proj.out_features // self.head_dim
+        self.keys = attn.k_proj.out_features // self.head_dim
+        self.hidden = mlp.gate_proj.out_features
+
+    def __call__(
+        self, x: Tensor, read: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any
+    ) -> Tensor:
+        """read: the input of attention, if not the norm of x; cos and sin [B, 1, n, d]; mask
+        [B, 1, heads / keys * n, S]. The first half of sin is negated."""
+        B, _, n, d = cos.shape
+        H, K = self.heads, self.keys
+        read = x if read is None and not self.before else read
+        qkv = product(self.before(x) if read is None else read, self.qkv, self.qkv_bias)[: B * n]
+        qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
+        if self.norms:
+            q, k, v = qkv.split((H, K, K), 1)
+            qkv = torch.cat([self.norms[0](q), self.norms[1](k), v], 1)
+        turned, v = qkv.split((H + K, K), 1)
+        turned = torch.addcmul(turned * cos, turned.roll(d // 2, -1), sin)
+        q, k = turned.split((H, K), 1)
+        k, v = cache.update(k, v)
+        q = q.reshape(B, K, H // K * n, d)
+        seen = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+        seen = seen.view(B, H, n, d).transpose(1, 2).reshape(B * n, H * d)
+        x = x + product(seen, self.out, self.out_bias)
+        gate, up = product(self.after(x), self.up, self.up_bias).split(self.hidden, -1)
+        return x + product(F.silu(gate) * up, self.down, self.down_bias)
+
+
+class Fused:
+    """A whole network over tokens [B, n], over hidden states in place of embeddings, or over both.
+
+    `beside`: norms of embeddings and of states; the first attention reads the two normed and
+    concatenated. `adds`: the residual starts from the normed state. `ids` [V']: the tokens that the
+    rows of `head` stand for, among `vocab` tokens; None: all of them in order.
+    """
+
+    sparing = 0
+
+    def __init__(
+        self, layers: Sequence[Any], rotary: Any, norm: Any, head: Tensor, embed: Any = None,
+        beside: tuple[Any, Any] | None = None, adds: bool = False, ids: Tensor | None = None,
+        vocab: int = 0,
+    ) -> None:  # fmt: skip
+        self.layers = [Layer(layer) for layer in layers]
+        self.embed, self.rotary = embed, rotary
+        self.frequencies: Tensor = rotary.original_inv_freq  # the only ones up to `lm.reach`
+        self.norm, self.head = norm and Norm(norm), head
+        self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
+        self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
+        self.group = self.layers[0].heads // self.layers[0].keys
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `lm.Network`. `inputs`: optionally the states x [B * n, E]. Tap -1: the input of the
+        last norm."""
+        B, n = tokens.shape
+        x, read = self._begin(tokens.flatten(), **inputs)
+        if len(x) == 1 and few_rows(x):
+            x, read = torch.cat([x, x]), None if read is None else torch.cat([read, read])
+        cos, sin = self._turn(x, positions)
+        mask = cache.mask(visible, x.dtype)
+        mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
+        states = {0: x} if 0 in taps else {}
+        for t, (layer, slots) in enumerate(zip(self.layers, cache.layers, strict=False), 1):
+            # an early exit has fewer layers than the cache
+            x = layer(x, read if t == 1 else None, cos, sin, mask, slots)
+            states |= {t: x} if t in taps else {}
+        states[-1] = x
+        states[len(self.layers)] = x = self.norm(x)[: B * n] if self.norm else x[: B * n]
+        wanted = [states[t][: B * n] for t in taps]
+        hidden = torch.cat(wanted, -1).view(B, n, -1) if taps else None
+        if last == 0:
+            return None, hidden
+        x = x if last is None else x.view(B, n, -1)[:, -last:].flatten(0, 1)
+        logits = product(x, self.head, None).reshape(B, last or n, -1)
+        if self.ids is None:
+            return logits, hidden
+        everywhere = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
+        return everywhere.index_copy_(-1, self.ids, logits), hidden
+
+    def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The initial residual, and the input of the first attention; None: the residual's norm."""
+        if x is None:
+            return F.embedding(tokens.clamp(min=0), self.embed), None
+        if self.beside is None:
+            return x, None
+        embedded = F.embedding(tokens.clamp(min=0), self.embed).to(x.dtype)
+        normed = self.beside[1](x)
+        return normed if self.adds else x, torch.cat([self.beside[0](embedded), normed], -1)
+
+    def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, 1, n, d] of rotary positions; see `Layer`."""
+        angles = positions[..., None] * self.frequencies
+        scale = self.rotary.attention_scaling
+        cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+
+def of(module: Any, name: str, vocab: int) -> Fused | Native | None:
+    """The module's fused passes, with logits of the first `vocab` tokens. None, after a warning
+    that says why, if there are none."""
+    known = _KNOWN.setdefault(module, {})
+    if vocab not in known:
+        known[vocab], why = _fuse(module, vocab)
+        if why:
+            log.warning("%s is run by transformers, unfused: %s", name, why)
+    return known[vocab]
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[int, Fused | Native | None]] = WeakKeyDictionary()
+# Relative difference of logits that rounding alone explains, through many layers.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
+
+
+@torch.inference_mode()
+def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
+    kind = type(module).__name__
+    if kind not in FAMILIES:
+        return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"
+    if not all(map(int8.by_rows, module.parameters())):
+        return None, "its weights are neither plain tensors nor quantised by rows"
+    try:
+        base, head = module.model, module.lm_head.weight[:vocab]
+        fused = Fused(base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight)
+    except AttributeError as e:
+        return None, str(e)
+    tokens = probe(module)
+    wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
+    return agreed(ways(fused), len(fused.layers), tokens, wanted)
+
+
+def probe(module: Any) -> Tensor:
+    """The tokens [1, 8] on which implementations are compared."""
+    return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
+
+
+def aimed(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
+    """The positions of tokens [1, n], which are a whole sequence, and a cache aimed at them."""
+    n = tokens.shape[1]
+    at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(layers, 1, n)
+    cache.aim(slice(0, 1), at, n)
+    return at, cache
+
+
+def ways(fused: Fused) -> Iterator[Fused | Native]:
+    """Implementations, from the one that must agree with the module to the fastest."""
+    yield fused
+    if compiled := cpu.of(fused):
+        yield compiled
+
+
+def agreed(
+    nets: Iterable[Net], layers: int, tokens: Tensor, wanted: Tensor, **inputs: Tensor
+) -> tuple[Net | None, str]:
+    """The last of these networks such that it and all before it give the wanted logits of tokens
+    [1, n]; or None and the reason."""
+    best, why = None, ""
+    for net in nets:
+        off = _off(net, layers, tokens, wanted, inputs)
+        if not off <= ROUNDING.get(wanted.dtype, 0.0):
+            why = f"its logits differ by {off:.1e} of their size from those of its module"
+            break
+        best = net
+    return best, "" if best else why
+
+
+def _off(net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> float:
+    """The relative difference from the wanted logits, where those are finite."""
+    at, cache = aimed(layers, tokens)
+    made, _ = net(tokens, at, None, cache, (), None, **inputs)
+    known = wanted.isfinite()
+    return float((made - wanted)[known].float().norm() / wanted[known].float().norm())

@@ -1,0 +1,97 @@
+"""Fused passes of an EAGLE layer: what fused.py and native/ do for whole networks.
+
+The layer, its norm and its head are run as a network of one layer over the target's states, with
+embeddings beside them. If that does not apply, or its logits differ from the module's on a probe,
+the module is run as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from specexp.fast import fused
+from specexp.fast.cpu import Native
+from specexp.fast.fused import Fused, product
+from specexp.models.cache import SlotCache
+from specexp.models.heads import Eagle
+
+log = logging.getLogger("specexp")
+
+
+class FusedEagle:
+    """`net` runs the layer of `eagle`. The only tap is the features it makes."""
+
+    def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
+        self.eagle, self.net = eagle, net
+        self.tap = 1 if "norm_output" in eagle.shape.norms else -1
+
+    @property
+    def sparing(self) -> int:
+        """See `lm.Network`."""
+        return self.net.sparing
+
+    @property
+    def fused(self) -> FusedEagle:
+        """The same without compiled code."""
+        return FusedEagle(self.eagle, getattr(self.net, "fused", self.net))
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `lm.Network` and `heads.Eagle`."""
+        x = inputs["features"].flatten(0, 1)
+        if not self.eagle.shape.fused:
+            embedded = self.eagle.borrowed[0](tokens.clamp(min=0)).flatten(0, 1).to(x.dtype)
+            mixed = torch.cat([embedded, x], -1)
+            x = product(mixed, self.eagle.fc.weight, self.eagle.fc.bias)
+        return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
+
+
+def of(eagle: Eagle, name: str, vocab: int | None = None) -> FusedEagle | None:
+    """The layer's fused passes, with logits of the first `vocab` tokens, by default of all. None,
+    after a warning that says why, if there are none."""
+    found, why = _fuse(eagle, vocab or eagle.shape.vocab)
+    if why:
+        log.warning("%s is run as it is: %s", name, why)
+    return found
+
+
+@torch.inference_mode()
+def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
+    if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
+        return None, "the head it borrows has a bias"
+    net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)
+
+    def ways() -> Iterator[FusedEagle]:
+        return (FusedEagle(eagle, way) for way in fused.ways(net))
+
+    tokens = fused.probe(eagle)
+    features = torch.linspace(-1, 1, tokens.shape[1] * eagle.shape.width, device=eagle.device)
+    features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
+    at, cache = fused.aimed(1, tokens)
+    wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
+    return fused.agreed(ways(), 1, tokens, wanted, features=features)
+
+
+def _one(eagle: Eagle, vocab: int) -> Fused:
+    return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight[:vocab])
+
+
+def _three(eagle: Eagle, vocab: int) -> Fused:
+    layer, ids, head = eagle.midlayer, eagle.draft_ids, eagle.lm_head.weight
+    every = torch.equal(ids, torch.arange(eagle.shape.vocab, device=eagle.device))
+    if every:
+        head = head[:vocab]
+    elif not (there := ids < vocab).all():
+        ids, head = ids[there], head[there]
+    return Fused(
+        [layer], eagle.rotary, eagle.norm, head, eagle.borrowed[0].weight,
+        beside=(layer.input_layernorm, layer.hidden_norm),
+        adds="norm_before_residual" in eagle.shape.norms,
+        ids=None if every else ids.contiguous(), vocab=vocab,
+    )  # fmt: skip

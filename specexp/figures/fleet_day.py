@@ -1,0 +1,154 @@
+"""Figures of simulated fleets; every title says SIMULATED."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from specexp.figures.pairings import batch_axis, panels
+from specexp.figures.under_load import LOAD_AWARE, palette
+from specexp.measure import fleet_day
+from specexp.measure.break_even import DOUBTFUL
+from specexp.measure.fleet_day import HOURS, Setting
+
+
+def paces(setting: Setting, table: pd.DataFrame) -> Figure:
+    """Left: tokens/s of one replica over its number of streams. Right: time per token of a stream,
+    with the limit. From `fleets.pace_table`."""
+    names = list(setting.paces)
+    colours, most = palette(names), int(table["streams"].max())
+    with panels(2, 13, 4.6) as (figure, (left, right)):
+        for name in names:
+            part, line = table[table["policy"] == name], _line(name)
+            left.plot(part["streams"], part["tok_s"], color=colours[name], label=name, **line)
+            right.plot(part["streams"], part["token_ms"], color=colours[name], **line)
+        limit = 1e3 * setting.limits.tpot_s
+        right.axhline(limit, color="k", lw=1, ls=":")
+        right.text(1, 1.04 * limit, f"limit {limit:.3g} ms", va="bottom")
+        for axes in (left, right):
+            batch_axis(axes, [2**i for i in range(most.bit_length())])
+            axes.set_xlabel("streams of a replica")
+        left.set(ylabel="tokens/s, all streams", ylim=(0, None))
+        shown = table[table["policy"].isin(names) & (table["streams"] <= most)]
+        right.set(ylabel="ms per token of a stream",
+                  ylim=(0, min(shown["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
+        left.legend(fontsize=9)
+        good = setting.costs.fit().r2 > DOUBTFUL
+        doubt = "" if good else " (doubtful costs: was the machine busy?)"
+        figure.suptitle(f"SIMULATED replica{doubt}: {_paying(table)}", x=0.01, ha="left")
+    return figure
+
+
+def _paying(table: pd.DataFrame) -> str:
+    names = list(dict.fromkeys(table["policy"]))
+    name = next((n for n in names if n.startswith(LOAD_AWARE)), names[-1])
+    mine, plain = (table[table["policy"] == n].set_index("streams") for n in (name, "plain"))
+    gain = mine["tok_s"] / plain["tok_s"]
+    pays = gain.index[gain > 1 + 1e-9]
+    if not len(pays):
+        return f"{name} is never faster than plain decoding"
+    return (
+        f"{name} over plain decoding: {gain.iloc[0]:.2f}x at one stream, {gain.max():.2f}x at "
+        f"best, faster up to {pays.max()} streams"
+    )
+
+
+def over_the_day(hours: pd.DataFrame) -> Figure:
+    """Replicas needed in each hour, one line per policy; from `fleets.hourly`."""
+    names = list(dict.fromkeys(hours["policy"]))
+    colours = palette(names)
+    with panels(1, 10, 4.8) as (figure, (axes,)):
+        for name in names:
+            part = hours[hours["policy"] == name]
+            if part["replicas"].isna().any():
+                axes.plot([], [], color=colours[name], label=f"{name}: misses the limits")
+                continue
+            total = part["replicas"].sum()
+            change = (
+                f" ({round(-fleet_day.saved(hours, name), 2) + 0:+.0%})" if name != "plain" else ""
+            )
+            axes.stairs(
+                part["replicas"], range(HOURS + 1), color=colours[name], baseline=None,
+                lw=5 if name == "plain" else 2, **_line(name),
+                label=f"{name}: {total:.0f} replica-hours{change}",
+            )  # fmt: skip
+        axes.set(xlabel="hour of the day", ylabel="replicas that keep the limits",
+                 xlim=(0, HOURS), ylim=(0, None))  # fmt: skip
+        axes.set_xticks(range(0, HOURS + 1, 3))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        rate = axes.twinx()
+        first = hours[hours["policy"] == names[0]]
+        rate.plot(first["hour"] + 0.5, first["rate"], color="#555555", lw=1, ls=":")
+        rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
+        rate.grid(False)
+        axes.legend(loc="upper left", fontsize=9)
+        figure.suptitle(f"SIMULATED day: {_saving(hours)}", x=0.01, ha="left")
+    return figure
+
+
+def _saving(hours: pd.DataFrame) -> str:
+    names = [n for n in dict.fromkeys(hours["policy"]) if n != "plain"]
+    name = next((n for n in names if n.startswith(LOAD_AWARE)), names[-1] if names else "plain")
+    share = fleet_day.saved(hours, name)
+    if share != share:
+        return f"{name} misses the limits with any number of replicas"
+    if share < 0:
+        return f"{name} needs {-share:.0%} more replica-hours than plain decoding"
+    return f"{name} saves {share:.0%} of plain decoding's replica-hours"
+
+
+def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
+    """TTFT, TPOT and the share of requests within both limits, over the number of replicas at the
+    busiest hour; from `fleets.over_size`."""
+    limits = setting.limits
+    quantile = f"p{100 * limits.quantile:g}"
+    kinds = {
+        "ttft_ms": (f"{quantile} TTFT (ms)", 1e3 * limits.ttft_s),
+        "tpot_ms": (f"{quantile} TPOT (ms)", 1e3 * limits.tpot_s),
+        "good": ("requests within both limits", None),
+    }
+    names = list(dict.fromkeys(table["policy"]))
+    colours = palette(names)
+    with panels(3, 15, 4.4) as (figure, every):
+        for axes, (column, (label, limit)) in zip(every, kinds.items(), strict=True):
+            for name in names:
+                part = table[table["policy"] == name]
+                axes.plot(part["replicas"], part[column], marker="o", markersize=5,
+                          color=colours[name], label=name, **_line(name))  # fmt: skip
+            axes.set(xlabel="replicas", ylabel=label)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if limit:
+                axes.axhline(limit, color="k", lw=1, ls=":")
+                axes.text(table["replicas"].max(), limit, "limit ", va="bottom", ha="right")
+        every[0].set_yscale("log")
+        every[0].yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+        every[1].set_ylim(0, min(every[1].get_ylim()[1], 2.5e3 * limits.tpot_s))
+        every[2].set_ylim(0, 1.02)
+        every[2].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        handles, labels = every[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        kept = table[(table["ttft_ms"] <= kinds["ttft_ms"][1])
+                     & (table["tpot_ms"] <= kinds["tpot_ms"][1])]  # fmt: skip
+        fewest = kept.groupby("policy")["replicas"].min().reindex(names)
+        sizes = ", ".join(f"{n} {r:.0f}" if r == r else f"{n} none" for n, r in fewest.items())
+        figure.suptitle(
+            f"SIMULATED busiest hour; fewest replicas shown that keep the limits: {sizes}",
+            x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def day_title(days: pd.DataFrame, replicas: int) -> str:
+    """The title of `load_plots.latencies` for a simulated day."""
+    good = days.set_index("policy")["goodput/share"]
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in good.items())
+    return f"SIMULATED day on {replicas} replicas; requests within the limits: {shares}"
+
+
+def _line(name: str) -> dict[str, Any]:
+    """Dashed lines are drawn above solid ones, so that coinciding lines are both visible."""
+    solid = name == "plain" or name.startswith(LOAD_AWARE)
+    return {"ls": "-", "zorder": 2} if solid else {"ls": (0, (3, 2)), "zorder": 3}

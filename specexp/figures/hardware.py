@@ -1,0 +1,329 @@
+"""Results of `specexp bench` as tables and figures. Nothing here measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import seaborn as sns
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from specexp.figures.pairings import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas, panels
+from specexp.measure import statistics
+from specexp.measure.break_even import DOUBTFUL
+from specexp.measure.statistics import Interval
+
+WORK = {
+    "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
+    "vLLM plain": "plain, vLLM", "draft over plain": "speculation",
+}  # fmt: skip
+PHASES = ("draft", "verify", "accept", "commit", "host")
+PARTS = {"weights": "weights", "K, V": "cache", "work": "work"}
+AXES = {
+    "batch": "rows", "tokens": "tokens a row", "context": "slots",
+    "vocabulary": "LM head alone, V", "model": "model, V",
+}  # fmt: skip
+
+
+def heading(about: dict[str, Any]) -> str:
+    """The machine in one line; about: from `suites.about`."""
+    return (
+        f"{about['where']}, {about['dtype']}, {about['threads']} threads on {about['cores']} "
+        f"cores, load average {about['load']:.1f}"
+    )
+
+
+def tables(name: str, found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    """A suite's tables, and the notes below them."""
+    views: dict[str, Callable[[dict[str, Any]], tuple[list[Table], list[str]]]] = {
+        "peers": _peers, "roofline": _roofline, "round": _round, "scale": _scale,
+        "memory": _memory,
+    }  # fmt: skip
+    return views[name](found)
+
+
+def figure(name: str, found: dict[str, Any]) -> Figure:
+    drawn = {"peers": over_peers, "roofline": floors, "round": phases, "scale": growth,
+             "memory": shares}  # fmt: skip
+    return drawn[name](found)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    table = Table(*columns, title=title, title_justify="left", title_style="", box=None,
+                  header_style="bold")  # fmt: skip
+    for at, column in enumerate(table.columns):
+        column.no_wrap, column.justify = True, "right" if at >= left else "left"
+    return table
+
+
+def times(found: dict[str, float]) -> str:
+    """1.05x [0.91, 1.25]; without the interval if there is only one unit."""
+    if found["low"] == found["high"]:
+        return f"{found['value']:.2f}x"
+    return f"{found['value']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+def per_cent(found: dict[str, float]) -> str:
+    """53 % [48, 61]"""
+    return f"{found['value'] * 100:.0f} % [{found['low'] * 100:.0f}, {found['high'] * 100:.0f}]"
+
+
+def _peers(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    table = _table(
+        f"peers: {found['drafter']}, γ = {found['gamma']}, {found['new_tokens']} new tokens for "
+        f"{found['prompts']} prompts, repeats {found['repeats']}",
+        "tokens/s", "batch", "theirs", "specexp", "specexp / theirs", "same output",
+    )  # fmt: skip
+    for row in found["rows"]:
+        theirs = "-" if row["their_tok_s"] is None else f"{row['their_tok_s']:.1f}"
+        table.add_row(
+            WORK[row["work"]], str(row["batch"]), theirs, f"{row['tok_s']:.1f}",
+            times(row["ratio"]) if row["ratio"] else "-", _equal(row["equal"]),
+        )  # fmt: skip
+    notes = [f"{WORK[row['work']]}: {row['missing']}" for row in found["rows"] if row["missing"]]
+    return [table], [
+        *notes,
+        "whole calls, prefill included, EOS ignored; theirs: transformers' generate() on the same "
+        "weights, with a draft model its assisted generation at the same draft length, and "
+        "plain decoding for speculation in a batch, which it cannot do; same output: the share "
+        "equal to specexp's plain decoding",
+    ]
+
+
+def _equal(found: dict[str, Any] | None) -> str:
+    """Share of equal tokens, rows that differ at a near tie, and rows that differ otherwise."""
+    if found is None:
+        return "-"
+    kinds = (("ties", "ties"), ("others", "unexplained"))
+    counts = [f"{name}: {found[kind]}" for kind, name in kinds if found[kind]]
+    return ", ".join([f"{found['share'] * 100:.1f} %", *counts])
+
+
+def _roofline(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    copy, rows = found["copy"], found["rows"]
+    memory = _table(
+        f"roofline: a copy moves {copy['gb_s']:.1f} GB/s ({copy['bytes'] / 2e6:.0f} MB read and as "
+        f"many written); {found['turns']} turns",
+        "pass", "tokens", "ms", "must read", "GB/s", "of copy's GB/s",
+    )  # fmt: skip
+    products = _table("", "pass", "tokens", "bare products, ms", "pass / bare", "pass / one token")
+    for row in rows:
+        name = row["model"], str(row["tokens"])
+        read = f"{row['ms']:.2f}", f"{row['bytes'] / 1e6:.1f} MB", f"{row['gb_s']:.1f}"
+        memory.add_row(*name, *read, per_cent(row["of_copy"]))
+        bare = f"{row['bare_ms']:.2f}"
+        products.add_row(*name, bare, times(row["over_bare"]), times(row["over_step"]))
+    faster = rows[0]["over_bare"]["value"] < 1
+    notes = [
+        f"a one-token pass of {rows[0]['model']} takes {times(rows[0]['over_bare'])} its bare "
+        "matrix products by torch; "
+        + (
+            "its compiled kernels beat torch's"
+            if faster
+            else "the excess is attention, norms, launches and the toolkit"
+        )
+    ]
+    if any(row["of_copy"]["value"] > 1 for row in rows):
+        notes.append("above 100 %: weights that stay in a cache are read faster than memory")
+    return [memory, products], notes
+
+
+def _round(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    sides = found["plain"], found["fast"]
+    table = _table(
+        f"round: {found['drafter']}, one stream, {found['texts']} prompts, repeats "
+        f"{found['turns'] // found['texts']}; ms a round",
+        "phase", "plain", "share", f"γ = {found['gamma']}", "share",
+    )  # fmt: skip
+    for phase in PHASES:
+        both = [side["phases"][phase] for side in sides]
+        table.add_row(phase, *(c for p in both for c in (f"{p['ms']:.3f}", per_cent(p["share"]))))
+    table.add_row("clean loop", *(c for s in sides for c in (f"{s['round_ms']:.3f}", "")))
+    sums, overheads = ([side[key] for side in sides] for key in ("sum_over_round", "overhead"))
+    table.add_row("sum / clean", *(c for s in sums for c in ("", times(s))))
+    table.add_row("overhead", *(c for o in overheads for c in ("", per_cent(o))))
+    speedup, accepted = found["speedup"], found["acceptance"]
+    return [table], [
+        "accept: law and rule; commit: observe and commit; host: reading the report and Python "
+        "between rounds;",
+        "clean loop: a round without clocks between phases; overhead: its part outside draft and "
+        "target passes",
+        f"acceptance length {accepted['length']:.2f}: speedup {times(speedup['measured'])} "
+        f"measured, {speedup['from_passes']:.2f}x predicted from acceptance and the passes alone",
+    ]
+
+
+def _scale(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    table = _table(
+        f"scale: a pass over one row, one token and {found['context']} slots, one axis varied at a "
+        f"time; {found['turns']} turns", "axis", "", "ms", "over the first", left=2,
+    )  # fmt: skip
+    last = None
+    for row in found["rows"]:
+        value = str(row["value"])
+        if row["axis"] == "model":
+            value += f" ({row['parameters'] / 1e6:.1f}M), {row['vocabulary']}"
+        axis = AXES[row["axis"]] if row["axis"] != last else ""
+        table.add_row(axis, value, f"{row['ms']:.2f}", times(row["over_first"]))
+        last = row["axis"]
+    return [table], [fitted(found["fit"])]
+
+
+def fitted(fit: dict[str, Any]) -> str:
+    """The linear fit of pass costs in words; knee: where the tokens cost as much as the floor."""
+    line = f"a pass takes {fit['floor_ms']:.1f} ms plus {fit['per_token_us']:.0f} µs a token"
+    if fit["knee"]:
+        line += f"; both are equal at about {fit['knee']:.0f} tokens"
+    if fit["r2"] > DOUBTFUL:
+        return f"{line} (R² {fit['r2']:.2f})"
+    return f"{line}: a poor fit (R² {fit['r2']:.2f}); was the machine busy?"
+
+
+def _memory(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    table = _table(
+        f"memory: {found['drafter']}, {found['new_tokens']} new tokens; MB at the peak",
+        "batch", "slots", *PARTS, "predicted", "measured", "ratio", left=0,
+    )  # fmt: skip
+    for row in found["rows"]:
+        sizes = (f"{row[key] / 1e6:.1f}" for key in (*PARTS.values(), "predicted", "measured"))
+        table.add_row(str(row["batch"]), str(row["slots"]), *sizes, f"{row['ratio']:.3f}x")
+    caches = [
+        f"{m['model']}: {m['stated']:,} bytes of keys and values a token by its config, "
+        f"{m['held']:,.0f} allocated"
+        for m in found["models"]
+    ]
+    return [table], [
+        *caches,
+        "work: the most that a pass or a rule has alive, predicted from configs without what "
+        "operations allocate inside;",
+        "ratio: measured over predicted; measured on a CPU: the tensors alive",
+    ]
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def over_peers(found: dict[str, Any]) -> Figure:
+    """Tokens/s of both sides, one pair of bars per comparison."""
+    rows = [row for row in found["rows"] if row["ratio"]]
+    with canvas(8.5, 1.6 + 0.6 * len(rows)) as (drawn, axes):
+        for at, row in enumerate(rows):
+            axes.barh(at - 0.2, row["their_tok_s"], 0.38, color=PLAIN)
+            axes.barh(at + 0.2, row["tok_s"], 0.38, color=SPECULATIVE)
+            axes.text(max(row["tok_s"], row["their_tok_s"]), at, f"  {times(row['ratio'])}",
+                      va="center")  # fmt: skip
+        axes.set_yticks(range(len(rows)), [f"{WORK[r['work']]}, batch {r['batch']}" for r in rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.35 * max(max(r["tok_s"], r["their_tok_s"]) for r in rows))
+        axes.set_xlabel("delivered tokens/s, prefill included (grey: theirs)")
+        verdicts = [f"{WORK[row['work']]} {_verdict(row['ratio'])}" for row in rows[:3]]
+        drawn.suptitle(f"specexp over theirs: {', '.join(verdicts)}", x=0.01, ha="left")
+    return drawn
+
+
+def _verdict(ratio: dict[str, float]) -> str:
+    found = Interval(**ratio)
+    return times(ratio) if found.low == found.high else statistics.verdict(found)
+
+
+def floors(found: dict[str, Any]) -> Figure:
+    """Every pass beside its two references: its bytes at the copy's bandwidth, and its bare matrix
+    products."""
+    rows = found["rows"]
+    with canvas(8.5, 1.6 + 0.8 * len(rows)) as (drawn, axes):
+        for at, row in enumerate(rows):
+            memory = 1e-6 * row["bytes"] / found["copy"]["gb_s"]
+            bars = ((memory, PLAIN), (row["bare_ms"], PREDICTED), (row["ms"], SPECULATIVE))
+            for place, (ms, colour) in enumerate(bars, -1):
+                axes.barh(at + 0.26 * place, ms, 0.25, color=colour)
+        labels = ("its bytes at the copy's bandwidth", "bare matrix products", "the pass")
+        for colour, label in zip((PLAIN, PREDICTED, SPECULATIVE), labels, strict=True):
+            axes.barh(0, 0, color=colour, label=label)
+        axes.set_yticks(range(len(rows)), [f"{r['model']}, {_count(r['tokens'])}" for r in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        axes.legend(loc="lower right")
+        step = rows[0]
+        axes.set_title(
+            f"A one-token pass of {step['model']} takes {times(step['over_bare'])} its bare "
+            "matrix products"
+        )
+    return drawn
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens} tokens" if tokens > 1 else "1 token"
+
+
+def phases(found: dict[str, Any]) -> Figure:
+    """A plain and a speculative round as stacked phases; the mark is the clean loop's round."""
+    sides = {"plain": found["plain"], f"γ = {found['gamma']}": found["fast"]}
+    with canvas(8.5, 3.0) as (drawn, axes):
+        palette = sns.color_palette("colorblind", len(PHASES))
+        for at, side in enumerate(sides.values()):
+            left = 0.0
+            for phase, colour in zip(PHASES, palette, strict=True):
+                ms = side["phases"][phase]["ms"]
+                axes.barh(at, ms, 0.6, left=left, color=colour, label="" if at else phase)
+                left += ms
+            axes.plot([side["round_ms"]] * 2, [at - 0.38, at + 0.38], "k-", lw=2,
+                      label="" if at else "clean loop")  # fmt: skip
+        axes.set_yticks(range(len(sides)), list(sides))
+        axes.invert_yaxis()
+        axes.set_xlabel(f"ms a round, {found['drafter']}")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        speedup = found["speedup"]
+        axes.set_title(
+            f"Overhead {per_cent(found['fast']['overhead'])} of a round; speedup "
+            f"{times(speedup['measured'])} measured, {speedup['from_passes']:.2f}x predicted"
+        )
+    return drawn
+
+
+def growth(found: dict[str, Any]) -> Figure:
+    """Cost of a pass over batch, tokens a row and context, relative to a one-token pass."""
+    with panels(3, 13.5, 4.0) as (drawn, every):
+        for axes, axis in zip(every, ("batch", "tokens", "context"), strict=True):
+            rows = [row for row in found["rows"] if row["axis"] == axis]
+            x = [row["value"] for row in rows]
+            ratios = [row["over_first"] for row in rows]
+            error = [
+                [r["value"] - r["low"] for r in ratios],
+                [r["high"] - r["value"] for r in ratios],
+            ]
+            axes.axhline(1, color=PLAIN, lw=1)
+            axes.errorbar(x, [r["value"] for r in ratios], yerr=error, fmt="o-", capsize=3,
+                          color=SPECULATIVE)  # fmt: skip
+            batch_axis(axes, x)
+            axes.set_xlabel({"batch": "batch (rows)", "tokens": "tokens a row",
+                             "context": "context (slots)"}[axis])  # fmt: skip
+            axes.set_ylim(0, None)
+        every[0].set_ylabel(f"relative to one token ({found['rows'][0]['ms']:.2f} ms)")
+        drawn.suptitle(f"A{fitted(found['fit'])[1:]}", x=0.01, ha="left")
+    return drawn
+
+
+def shares(found: dict[str, Any]) -> Figure:
+    """Predicted memory as stacked parts, one bar per batch; the mark is the measured peak."""
+    rows = found["rows"]
+    with canvas(8.5, 1.8 + 0.5 * len(rows)) as (drawn, axes):
+        palette = sns.color_palette("colorblind", len(PARTS))
+        left = [0.0] * len(rows)
+        for (label, key), colour in zip(PARTS.items(), palette, strict=True):
+            sizes = [row[key] / 1e6 for row in rows]
+            axes.barh(range(len(rows)), sizes, 0.6, left=left, color=colour, label=label)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        for at, row in enumerate(rows):
+            axes.plot([row["measured"] / 1e6] * 2, [at - 0.38, at + 0.38], "k-", lw=2,
+                      label="" if at else "measured")  # fmt: skip
+        axes.set_yticks(range(len(rows)), [f"batch {row['batch']}" for row in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"MB at the peak, {found['drafter']}")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        off = max(abs(row["ratio"] - 1) for row in rows)
+        axes.set_title(f"Peak memory is within {off:.1%} of the prediction from configs")
+    return drawn

@@ -1,0 +1,91 @@
+"""One generation in colour, token by token and round by round, for notebooks and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.text import Text
+
+from specexp.api import Rig
+from specexp.trace import Round, Step
+
+STYLES = {
+    "accepted": "green",
+    "corrected": "bold yellow",
+    "bonus": "bold cyan",
+    "plain": "default",
+    "rejected": "dim strike red",
+}
+
+
+def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int, str]]:
+    """(token, kind) of each token that one round emitted. depth: the round's draft length."""
+    whole = step.accepted == min(depth, step.drafted)
+    last = "plain" if not step.drafted else "bonus" if whole else "corrected"
+    for i, token in enumerate(tokens):
+        yield token, "accepted" if i < step.accepted else last
+
+
+def stream(
+    rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0, prompt: str = ""
+) -> Text:
+    """The prompt, dim, and the output, each token in the colour of its kind (see `legend`)."""
+    parts = _parts(rounds, tokens, row)
+    made = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
+    return Text().append(prompt, "dim").append_text(_coloured(rig, made))
+
+
+def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
+    """One line a round: accepted/drafted, the tokens emitted, then the rejected guesses."""
+    text = Text()
+    for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
+        text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
+        rejected = [t for t in step.guesses if t >= 0]
+        for token in part[: step.accepted]:
+            rejected.remove(token)
+        if step.emitted < step.accepted:  # the output ended among accepted guesses
+            rejected = []
+        made = [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
+        text.append(_coloured(rig, made, visible=True))
+        text.append("\n")
+    return text
+
+
+def legend() -> Text:
+    return Text("  ").join(Text(kind, style) for kind, style in STYLES.items())
+
+
+def symbols(text: str) -> str:
+    """The text in one line, with symbols for line ends and tabs."""
+    return text.replace("\n", "⏎").replace("\t", "⇥")
+
+
+def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Text:
+    """Generate once and show the output in colour, then round by round. (A notebook displays a
+    Text; of a rich Group it would print the address.)"""
+    made = rig.generate([prompt], max_new_tokens)
+    rounds, tokens = made.trace.rounds, made.tokens[0]
+    whole = stream(rig, rounds, tokens, prompt=prompt)
+    return Text("\n\n").join([legend(), whole, by_round(rig, rounds, tokens)])
+
+
+def _parts(
+    rounds: Sequence[Round], tokens: Sequence[int], row: int
+) -> Iterator[tuple[Step, Sequence[int], int]]:
+    """For each round of a row: its step, the tokens it emitted, and the draft's depth."""
+    at = 0
+    for found in rounds:
+        for step in (s for s in found.steps if s.row == row):
+            yield step, tokens[at : at + step.emitted], found.depth
+            at += step.emitted
+
+
+def _coloured(rig: Rig, made: Sequence[tuple[int, str]], visible: bool = False) -> Text:
+    """The decoded tokens. Neighbours of one kind are decoded together, since a character may span
+    several tokens. visible: show line ends and tabs as symbols."""
+    text = Text()
+    for kind, group in groupby(made, key=lambda piece: piece[1]):
+        part = rig.decode([token for token, _ in group])
+        text.append(symbols(part) if visible else part, STYLES[kind])
+    return text

@@ -1,0 +1,255 @@
+"""Executes one grid point: from its notebook to a verified result in an attempt folder.
+
+Papermill's own verdict is not trusted: it marks the cells of a dead kernel as completed and takes
+SystemExit for success. A point succeeds only if every cell was executed without an error and its
+result is complete, finite and has the point's parameters. Anything else raises `Failure`. This
+module commits and publishes nothing, so it also runs on workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+from nbclient.exceptions import DeadKernelError
+from nbconvert import HTMLExporter
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import NBClientEngine, papermill_engines
+
+from specexp.errors import ran_out
+from specexp.grids import identity, notebooks
+from specexp.grids.kernels import NoZygote, Slot
+from specexp.grids.points import Point
+from specexp.tracking import redact, results, runs
+
+NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
+TIMINGS = ("latency/", "speedup/measured", "throughput/")
+EDITED = "{} was edited while the grid ran: run the grid again"
+MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
+_HTML = threading.Lock()
+
+Watch = Callable[[str], None]
+
+
+class Failure(Exception):
+    """A point did not succeed. `kind`: error, timeout, kernel-died, oom, invalid-result, disk,
+    lost (its machine failed or cannot be reached) or interrupted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def execute(
+    point: Point, folder: Path, slot: Slot,
+    watch: Watch = lambda said: None, environment: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Run the point's notebook into `folder`, which keeps notebook and log even on failure.
+
+    `watch` is called with the progress; `environment`: variables for the kernel, in addition to
+    this process's own. Raises Failure.
+    """
+    try:
+        _run(point, folder, slot, watch, environment or {})
+    except Failure:
+        with contextlib.suppress(Exception):
+            _tidy(folder)
+        raise
+    _tidy(folder)
+    _check(point, folder)
+
+
+def _tidy(folder: Path) -> None:
+    results.only_files(folder)
+    _hide_secrets(folder)
+    _to_html(folder)
+
+
+def _run(
+    point: Point, folder: Path, slot: Slot, watch: Watch, environment: Mapping[str, str]
+) -> None:
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        slot.kill()
+
+    watchdog = threading.Timer(point.timeout_s, expire)
+    watchdog.daemon = True
+    watchdog.start()
+    env = os.environ | {
+        "SPECEXP_ATTEMPT": str(folder), "SPECEXP_EXPERIMENT": point.experiment,
+        "SPECEXP_MLRUNS": str(results.root()),
+        "MLFLOW_DISABLE_TELEMETRY": "true", "TOKENIZERS_PARALLELISM": "false",
+        **environment,
+    }  # fmt: skip
+    try:
+        with slot.kernel(
+            env=env, cwd=point.notebook.parent, log=folder / LOG,
+            seed=int(point.run_key[:8], 16), warm=_models(point.params),
+        ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
+            ran = papermill.execute_notebook(
+                _literal(point.notebook), _literal(folder / NOTEBOOK), parameters=point.params,
+                engine_name="specexp", kernel_name="python3", language="python",
+                progress_bar=False, km=kernel, log_file=log, watch=watch,
+            )  # fmt: skip
+    except papermill.PapermillExecutionError as e:
+        raise Failure(_kind(e.ename, e.evalue), f"{e.ename}: {e.evalue}") from e
+    except Failure:
+        raise
+    except Exception as e:
+        if expired.is_set():
+            raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
+        if isinstance(e, NoZygote):
+            raise Failure("lost", str(e)) from e
+        if isinstance(e, DeadKernelError):
+            raise Failure("kernel-died", _death(slot.ended) if slot.ended else str(e)) from e
+        if isinstance(e, OSError) and e.errno in results.FULL:
+            raise Failure("disk", f"{e.strerror}: {e.filename or folder}") from e
+        if isinstance(e, OSError) and e.errno:  # not the notebook's: papermill wraps those
+            raise Failure("lost", str(e)) from e
+        raise Failure("error", f"{type(e).__name__}: {e}") from e
+    finally:
+        watchdog.cancel()
+    code = (cell for cell in ran.cells if cell.cell_type == "code")
+    own = (cell.source for cell in code if notebooks.INJECTED not in cell.metadata.get("tags", []))
+    if notebooks.digest_of(own)[:16] != point.surroundings["notebook"]:
+        raise Failure("invalid-result", EDITED.format("the notebook"))
+    if identity.code_digest()[:16] != point.surroundings["code"]:
+        raise Failure("invalid-result", EDITED.format("specexp itself"))
+
+
+def _literal(path: Path) -> str:
+    """A path escaped for papermill, which would replace {names} by parameters."""
+    return str(path).replace("{", "{{").replace("}", "}}")
+
+
+def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters that say which models the kernel should find loaded, or None."""
+    if "target" not in params:
+        return None
+    return {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
+
+
+def _kind(name: str, value: str) -> str:
+    if name == "OSError" and any(f"[Errno {n}]" in value for n in results.FULL):
+        return "disk"
+    return "oom" if name in ("OutOfMemoryError", "MemoryError") or ran_out(value) else "error"
+
+
+def _death(ended: str) -> str:
+    if "SIGKILL" in ended:
+        return f"the kernel {ended}: most likely the machine ran out of memory"
+    return f"the kernel {ended}: it crashed, or the notebook ended it"
+
+
+class _Client(PapermillNotebookClient):
+    """Papermill's client, with a log, progress messages and a limit on output."""
+
+    def __init__(self, *args: Any, log_file: Any, watch: Watch, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._log, self._watch = log_file, watch
+        self._written: dict[int, int] = {}
+        self.on_cell_executed = self._executed
+
+    def _executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
+        """Fail if a cell called `exit`: it counts as executed, and the kernel ends only later."""
+        asked = execute_reply["content"].get("payload", ())
+        if any(part.get("source") == "ask_exit" for part in asked):
+            raise Failure("invalid-result", f"cell {cell_index + 1} calls exit or quit")
+
+    def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
+        self._tell(cell_index)
+        return super().execute_cell(cell, cell_index, *args, **kwargs)
+
+    def _tell(self, cell_index: int, said: str = "") -> None:
+        self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}  {said[:80]}")
+
+    def output(self, outs: Any, msg: dict[str, Any], display_id: Any, cell_index: int) -> Any:
+        text = msg["content"].get("text", "")
+        before = self._written.get(cell_index, 0)
+        size = len(text) or len(json.dumps(msg["content"].get("data", ""), default=str))
+        self._written[cell_index] = before + size
+        if before + size > MAX_OUTPUT:
+            if before <= MAX_OUTPUT:
+                said = f"\n[more than {MAX_OUTPUT:,} characters: the rest is left out]\n"
+                outs.append(nbformat.v4.new_output("stream", name="stderr", text=said))
+                self._log.write(said)
+            return None
+        if text:
+            self._log.write(text)
+            self._log.flush()
+            self._tell(cell_index, text.strip().rpartition("\n")[2].rpartition("\r")[2])
+        return super().output(outs, msg, display_id, cell_index)
+
+
+class _Engine(NBClientEngine):
+    @classmethod
+    def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
+        known = {n: kwargs[n] for n in ("km", "log_file", "watch")}
+        return _Client(nb_man, kernel_name=kernel_name, startup_timeout=60, **known).execute()
+
+
+papermill_engines.register("specexp", _Engine)
+
+
+def _check(point: Point, folder: Path) -> None:
+    try:
+        ran = nbformat.read(folder / NOTEBOOK, as_version=4)
+    except (ValueError, nbformat.ValidationError):
+        raise Failure("invalid-result", f"{NOTEBOOK} cannot be read") from None
+    for number, cell in enumerate(ran.cells, 1):
+        if cell.cell_type != "code" or not cell.source.strip():
+            continue
+        if cell.execution_count is None:
+            raise Failure("invalid-result", f"cell {number} was never executed")
+        for output in cell.outputs:
+            if output.output_type == "error":
+                raise Failure("invalid-result", f"cell {number} raised {output.ename}")
+    try:
+        record = json.loads((folder / results.RESULT).read_text())
+        problems = runs.problems_of(record)
+        logged = dict(record["params"])
+    except FileNotFoundError:
+        raise Failure("invalid-result", "the notebook never called track.log") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise Failure("invalid-result", f"{results.RESULT} cannot be read") from None
+    if not point.timed and (timings := [n for n in record["metrics"] if n.startswith(TIMINGS)]):
+        problems.append(
+            f"it logs {timings[0]}, but its metadata say that it measures no time, so other points "
+            'may have run beside it: remove "timed": false there'
+        )
+    if logged != point.params:
+        odd = [n for n in point.params if logged.get(n) != point.params[n]]
+        odd += [n for n in logged if n not in point.params]
+        problems.append(f"it logged parameters that differ from its own: {', '.join(odd)}")
+    if problems:
+        raise Failure("invalid-result", "; ".join(problems))
+
+
+def _hide_secrets(folder: Path) -> None:
+    for name in (NOTEBOOK, LOG, results.RESULT):
+        if (folder / name).exists():
+            text = (folder / name).read_text(errors="replace")
+            if (safe := redact.hide(text)) != text:
+                (folder / name).write_text(safe)
+
+
+@cache
+def _exporter() -> HTMLExporter:
+    return HTMLExporter()
+
+
+def _to_html(folder: Path) -> None:
+    page = f"This notebook could not be converted to HTML; see {NOTEBOOK}."
+    with _HTML, contextlib.suppress(Exception):  # the result may be right all the same
+        page, _ = _exporter().from_filename(str(folder / NOTEBOOK))
+    (folder / PAGE).write_text(page)

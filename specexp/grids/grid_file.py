@@ -1,0 +1,399 @@
+"""A grid file, parsed and checked: each mistake with its line and the nearest valid name.
+
+A `Sheet` knows which points its file means and the line of each value. It does not know what the
+values mean to models (`grid`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specexp.errors import UserError
+from specexp.grids import notebooks as notebook
+from specexp.grids import yaml_lines
+from specexp.grids.notebooks import Notebook, Parameter, shown
+from specexp.tracking import redact
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
+MAX_POINTS, MAX_PROBLEMS = 1_000_000, 200  # of one file; reported at once
+Wrong = Callable[..., None]  # called with a message and the path of the value in the file
+_UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
+
+
+class Report:
+    """Collects the problems of several files, to report them all at once."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.problems: list[tuple[Path | None, int | None, str]] = []
+
+    def add(self, path: Path | None, line: int | None, what: str) -> None:
+        self.problems.append((path, line, what))
+
+    def refuse(self) -> None:
+        """Raise a UserError with a line per problem, sorted by file and line, if there are any."""
+        if not self.problems:
+            return
+        places: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
+        ordered = sorted(self.problems, key=lambda p: (places.get(p[0], -1), p[1] or 0))
+        said = [
+            ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
+            for path, line, what in ordered
+        ]
+        told = list(dict.fromkeys(_UNPRINTABLE.sub(_escaped, text) for text in said))
+        if len(told) > MAX_PROBLEMS:
+            told = [*told[:MAX_PROBLEMS], f"and {len(told) - MAX_PROBLEMS:,} more problems"]
+        raise UserError("\n".join(told))
+
+
+def _escaped(character: re.Match[str]) -> str:
+    return ascii(character[0])[1:-1]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A grid file whose values all fit their parameters.
+
+    `base`: every parameter of the notebook, at its fixed or default value; `axes`: those of `grid`,
+    and the seeds; `include`: entries by their index in the file; `product`: whether the product of
+    the axes is run, or only the `include` entries.
+    """
+
+    path: Path
+    document: yaml_lines.Document
+    notebook: Notebook
+    base: dict[str, Any]
+    axes: dict[str, list[Any]]
+    include: dict[int, dict[str, Any]]
+    exclude: list[dict[str, Any]]
+    product: bool
+
+    @property
+    def size(self) -> int:
+        """The number of points before `exclude`."""
+        axes = math.prod(map(len, self.axes.values())) if self.product else 0
+        return axes + len(self.include)
+
+    @property
+    def line(self) -> int:
+        keys = (key for key in ("grid", "seeds", "notebook") if self.document.has(key))
+        return self.document.line(next(keys))
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self.axes, *(n for i in self.include.values() for n in i)]))
+
+    def combinations(self) -> Iterator[tuple[dict[str, Any], int | None]]:
+        """The parameters of every point, and the index of its `include` entry if it has one."""
+        for values in itertools.product(*self.axes.values()) if self.product else ():
+            params = self.base | dict(zip(self.axes, values, strict=True))
+            if not any(_matches(params, entry) for entry in self.exclude):
+                yield params, None
+        for index, entry in self.include.items():
+            yield self.base | entry, index
+
+    def values(self, name: str) -> list[Any]:
+        """The distinct values of a parameter over all points."""
+        of_product = self.axes.get(name, [self.base[name]]) if self.product else []
+        of_include = (i.get(name, self.base[name]) for i in self.include.values())
+        return distinct([*of_product, *of_include])
+
+    def where(self, name: str, params: dict[str, Any], index: int | None) -> int | None:
+        """The line that sets a parameter of a point; None if it has its default."""
+        if index is not None and name in self.include[index]:
+            return self.document.line("include", index, name)
+        if name in self.axes and index is None:
+            axis = _axis(self.document, name)
+            written = self.document.at(*axis)  # `axes` has fewer values after --only
+            return self.document.line(*axis, norms(written).index(norm(params[name])))
+        given = self.document.has("fixed", name)
+        return self.document.line("fixed", name) if given else None
+
+
+def read(path: Path, report: Report) -> Sheet | None:
+    """Read a grid file. Problems go to the report; with any, returns None."""
+    before = len(report.problems)
+    try:
+        document = yaml_lines.read(path)
+    except UserError as e:
+        report.add(path, None, str(e))
+        return None
+    for line, what in document.problems:
+        report.add(path, line, what)
+
+    def wrong(what: str, *where: str | int) -> None:
+        report.add(path, document.line(*where), what)
+
+    spec = document.value
+    if not isinstance(spec, dict):
+        if not document.problems:
+            kind = "is empty" if spec is None else "is not a mapping"
+            wrong(f"{kind}: a grid file is a mapping with the keys {', '.join(KEYS)}")
+        return None
+    _check_texts(spec, wrong)
+    shaped = _shaped(spec, wrong)
+    found = _notebook(path, spec.get("notebook"), wrong)
+    if found is None:
+        return None
+    sheet = _fitted(path, document, found, shaped, wrong)
+    if len(report.problems) == before:
+        _check_points(sheet, wrong)
+    return sheet if len(report.problems) == before else None
+
+
+def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
+    """Check the top-level keys, `experiment` and `timeout_s`."""
+    strange = [name for name in spec if name not in KEYS]
+    for name in strange:
+        near = difflib.get_close_matches(name, KEYS if len(strange) <= MAX_PROBLEMS else (), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(KEYS)}"
+        wrong(f"unknown key {name!r:.60}{hint}", name)
+    title = spec.get("experiment") or "none"
+    fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
+    if not fits or notebook.unfit(title):
+        what = "experiment must be a name of up to 80 letters, digits, spaces, dots and dashes"
+        wrong(what, "experiment")
+    timeout = spec.get("timeout_s")
+    if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < 1e9):
+        wrong("timeout_s must be a number of seconds above 0 and below 1.0e+9", "timeout_s")
+
+
+def _shaped(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
+    """The well-formed parts of `fixed`, `grid`, `include`, `exclude` and `seeds`."""
+    good: dict[str, Any] = {"fixed": {}, "grid": {}, "include": [], "exclude": []}
+    for name in ("fixed", "grid"):
+        value = spec.get(name)
+        if name == "grid" and name in spec and not value:
+            wrong("grid is empty: give it an axis such as `gamma: [2, 4]`, or leave it out", name)
+        elif isinstance(value, dict):
+            good[name] = value
+        elif value is not None:
+            wrong(f"{name} must be a mapping from parameter names to values", name)
+    for name, values in good["grid"].items():
+        if not isinstance(values, list) or not values:
+            wrong(f"grid.{shown(name)} must be a list of at least one value", "grid", name)
+    good["grid"] = {n: v for n, v in good["grid"].items() if isinstance(v, list)}
+    for name in ("include", "exclude"):
+        value = spec.get(name)
+        entries = value if isinstance(value, list) else []
+        odd = [i for i, entry in enumerate(entries) if not isinstance(entry, dict) or not entry]
+        what = f"{name} must be a list of mappings from parameter names to values"
+        if value is not None and not isinstance(value, list):
+            wrong(what, name)
+        for i in odd:
+            wrong(what, name, i)
+        good[name] = [] if odd else entries
+    if "seeds" in spec:
+        good["seeds"] = spec["seeds"]
+        if not isinstance(spec["seeds"], list) or not spec["seeds"]:
+            wrong("seeds must be a list of whole numbers of 0 or more", "seeds")
+            del good["seeds"]
+    return good
+
+
+def _notebook(grid_file: Path, named: Any, wrong: Wrong) -> Notebook | None:
+    if not isinstance(named, str) or not named.strip():
+        wrong("notebook must name the notebook to run, as in ../10_acceptance.ipynb", "notebook")
+        return None
+    try:
+        return notebook.read(_find(grid_file, named))
+    except UserError as e:
+        for problem in str(e).splitlines():
+            wrong(problem, "notebook")
+    return None
+
+
+def _find(grid_file: Path, named: str) -> Path:
+    """The notebook that a grid names. A notebook is code, so its resolved path must be in this
+    repository or below the parent of the grid file's folder."""
+    folder = grid_file.resolve().parent
+    above = folder.parent if folder.parent != folder.parent.parent else folder
+    outside = None
+    for base in (folder, ROOT):
+        try:
+            path = (base / named).resolve()
+            there = path.is_file() and path.suffix == ".ipynb"
+        except (OSError, ValueError, RuntimeError):
+            continue
+        if there and any(path.is_relative_to(root) for root in (above, ROOT)):
+            return path
+        outside = outside or (path if there else None)
+    if outside:
+        raise UserError(
+            f"notebook {named!r:.80} is outside {above} and {ROOT}: a notebook is code, so only "
+            "those in these folders are run"
+        )
+    beside = [p.name for f in (folder, folder.parent, ROOT / "notebooks") for p in _notebooks(f)]
+    near = difflib.get_close_matches(named.rpartition("/")[2], beside, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"notebook {named!r:.80} does not exist or is not an .ipynb file{hint}")
+
+
+def _notebooks(folder: Path) -> list[Path]:
+    return sorted(itertools.islice(folder.glob("*.ipynb"), 1000))
+
+
+def _fitted(
+    path: Path, document: yaml_lines.Document, found: Notebook, shaped: dict[str, Any], wrong: Wrong
+) -> Sheet:
+    """Check every value against its parameter. The sheet is valid if no problem was reported."""
+    known = found.parameters
+    entries = (shaped["fixed"], shaped["grid"], *shaped["include"], *shaped["exclude"])
+    hints = len({name for entry in entries for name in entry} - known.keys()) <= MAX_PROBLEMS
+
+    def fitting(name: str, value: Any, *where: str | int) -> Any:
+        """The coerced value, or the value itself if it has a problem, which is reported."""
+        problem = _name_problem(known, name, hints) or known[name].problem(value)
+        if problem:
+            wrong(f"{where[0]}.{shown(name)} {problem}", *where)
+        return value if problem else known[name].coerced(value)
+
+    fixed = {n: fitting(n, v, "fixed", n) for n, v in shaped["fixed"].items()}
+    axes: dict[str, list[Any]] = {}
+    for name, values in shaped["grid"].items():
+        if problem := _name_problem(known, name, hints):
+            wrong(f"grid.{shown(name)} {problem}", "grid", name)
+        else:
+            axes[name] = [fitting(name, v, "grid", name, i) for i, v in enumerate(values)]
+    if "seeds" in shaped and _seeds_fit(shaped["seeds"], found, axes, wrong):
+        axes["seed"] = shaped["seeds"]
+    for name, values in axes.items():
+        where = _axis(document, name)
+        for i, j in _repeated(values):
+            first = document.line(*where, i)
+            what = f"{'.'.join(where)}: {shown(values[j])} appears twice"
+            wrong(f"{what}, first on line {first}", *where, j)
+        if name in fixed:
+            first = document.line("fixed", name)
+            wrong(f"{name} is both in `fixed` (line {first}) and in `{where[0]}`", *where)
+    include, exclude = (
+        {
+            i: {n: fitting(n, v, name, i, n) for n, v in entry.items()}
+            for i, entry in enumerate(shaped[name])
+        }
+        for name in ("include", "exclude")
+    )
+    base = {name: p.default for name, p in known.items()} | fixed
+    product = bool(axes) or not include
+    return Sheet(path, document, found, base, axes, include, list(exclude.values()), product)
+
+
+def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wrong: Wrong) -> bool:
+    known = found.parameters.get("seed")
+    if known is None or known.kind is not int:
+        none = f"seeds: {found.path.name} has no parameter `seed: int`"
+        wrong(f"{none}, so every seed would be the same point", "seeds")
+    elif "seed" in axes:
+        wrong("seeds: `grid` has an axis seed already; remove one of them", "seeds")
+    else:
+        for i, seed in enumerate(seeds):
+            if type(seed) is not int or seed < 0:
+                wrong(f"seeds must be whole numbers of 0 or more, not {seed!r:.40}", "seeds", i)
+            elif problem := known.problem(seed):
+                wrong(f"seeds: {seed!r:.40} {problem}", "seeds", i)
+        return True
+    return False
+
+
+def _check_points(sheet: Sheet, wrong: Wrong) -> None:
+    """Check the values together: unread axes, `exclude` and `include`."""
+    for name in sheet.varying:
+        if sheet.notebook.reads is not None and name not in sheet.notebook.reads:
+            entry = next((i for i, entry in sheet.include.items() if name in entry), 0)
+            on_axis = name in sheet.axes
+            wrong(
+                f"{name} is read by no cell of {sheet.notebook.path.name}: its points would all be "
+                "the same experiment",
+                *(_axis(sheet.document, name) if on_axis else ("include", entry, name)),
+            )
+    if sheet.exclude and not sheet.product:
+        wrong("exclude removes points of `grid` and `seeds`, and this file has neither", "exclude")
+    axes = {name: set(norms(values)) for name, values in sheet.axes.items()}
+    there = {name: {norm(value)} for name, value in sheet.base.items()} | axes
+    _check_exclude(sheet, there, wrong)
+    _check_include(sheet, there, wrong)
+
+
+def _check_exclude(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
+    for i, entry in enumerate(sheet.exclude if sheet.product else []):
+        absent = [name for name, value in entry.items() if norm(value) not in there[name]]
+        for name in absent[:1]:
+            only = listed(sheet.axes.get(name, [sheet.base[name]]))
+            never = f"{name} is never {shown(entry[name])}; its values are {only}"
+            wrong(f"exclude matches no point: {never}", "exclude", i, name)
+    if sheet.exclude and sheet.size <= MAX_POINTS and next(sheet.combinations(), None) is None:
+        wrong("exclude removes every point: nothing would run", "exclude")
+
+
+def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
+    first: dict[Any, int] = {}
+    for i, entry in sheet.include.items():
+        params = sheet.base | entry
+        of_grid = sheet.product and all(norm(v) in there[name] for name, v in params.items())
+        of_grid = of_grid and not any(_matches(params, e) for e in sheet.exclude)
+        earlier = first.setdefault(tuple(norms(params.values())), i)
+        if earlier != i:
+            line = sheet.document.line("include", earlier)
+            wrong(f"include repeats the point of line {line}", "include", i)
+        elif of_grid:
+            wrong(f"include repeats a point of the grid (line {sheet.line})", "include", i)
+
+
+def _name_problem(known: dict[str, Parameter], name: str, hints: bool) -> str | None:
+    if not notebook.is_name(name):
+        return "is not a parameter name"
+    if redact.NAME.search(name) and name not in known:
+        return redact.REFUSED
+    if name not in known:
+        near = difflib.get_close_matches(name, known if hints else [], 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
+        return f"is not a parameter of the notebook; {hint}"
+    return None
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def norm(value: Any) -> Any:
+    """A hashable key, equal for values that mean the same to an experiment."""
+    if isinstance(value, list):
+        return tuple(map(norm, value))
+    return (type(value), str(value)) if isinstance(value, bool | dict) else value
+
+
+def norms(values: Iterable[Any]) -> list[Any]:
+    return [norm(value) for value in values]
+
+
+def distinct(values: list[Any]) -> list[Any]:
+    return list({norm(value): value for value in reversed(values)}.values())[::-1]
+
+
+def _repeated(values: list[Any]) -> Iterator[tuple[int, int]]:
+    """Indices of the first occurrence and the repeat, for each repeated value."""
+    first: dict[Any, int] = {}
+    for at, value in enumerate(values):
+        if (i := first.setdefault(norm(value), at)) != at:
+            yield i, at
+
+
+def _matches(params: dict[str, Any], pattern: dict[str, Any]) -> bool:
+    return all(norm(params[name]) == norm(value) for name, value in pattern.items())
+
+
+def _axis(document: yaml_lines.Document, name: str) -> tuple[str, ...]:
+    """The path of an axis in its file."""
+    return ("grid", name) if document.has("grid", name) else ("seeds",)
+
+
+def listed(values: list[Any]) -> str:
+    some = ", ".join(shown(value) for value in values[:12])
+    return some + (f" and {len(values) - 12} more" if len(values) > 12 else "")

@@ -1,0 +1,339 @@
+"""Kernels: each is a process forked from one that has imported everything (zygote.py), or a new
+Python where forking is impossible. Either way all processes of a kernel end with it.
+
+This module knows nothing of points or whether they succeed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import zmq
+from jupyter_client.asynchronous import AsyncKernelClient
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning import LocalProvisioner
+from jupyter_core.utils import run_sync
+from nbclient.exceptions import DeadKernelError
+
+from specexp.grids.forkserver import described
+
+ROOT = Path(__file__).resolve().parents[2]
+# Imported by every kernel, which takes half of its start-up time.
+MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
+# No sqlite history; and no watching of the parent process, as zygote.py ends kernels.
+ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
+COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *ARGUMENTS]
+# The path of a socket has at most 107 bytes, and our own names take 33 of them.
+LONGEST_PLACE = 107 - len("/specexp-12345678/tmp12345678/k-5")
+# Figures go into cells, whatever the environment says; no warnings about debugging.
+ALWAYS = {
+    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+
+
+class NoZygote(DeadKernelError):
+    """The zygote died three times: no more kernels can be started."""
+
+
+def modules_of(notebooks: Iterable[Path]) -> tuple[str, ...]:
+    """The modules that code cells import at top level, including names that may be submodules."""
+    import nbformat
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    names: dict[str, None] = {}
+    for notebook in notebooks:
+        for cell in nbformat.read(notebook, as_version=4).cells:
+            body: list[ast.stmt] = []
+            with contextlib.suppress(SyntaxError):
+                if cell.cell_type == "code":
+                    body = ast.parse(TransformerManager().transform_cell(cell.source)).body
+            for node in body:
+                if isinstance(node, ast.Import):
+                    names |= dict.fromkeys(a.name for a in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    below = (f"{node.module}.{a.name}" for a in node.names if a.name != "*")
+                    names |= dict.fromkeys([node.module, *below])
+    return tuple(names)
+
+
+class Kernels:
+    """A source of kernels, for use in a `with`; `modules` are imported in the background.
+
+    Kernels are plain (not forked) if `forked` is false, on systems other than Linux, when the
+    zygote has died twice (as it does if an import starts threads), and for points on a GPU, as CUDA
+    does not survive a fork. `how` says which.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), forked: bool = True) -> None:
+        self.modules, self.deaths, self.lock = modules, 0, threading.Lock()
+        self.gone = ""  # how the last zygote died
+        self.why = "" if forked else "as requested"  # why kernels are not forked
+        if forked and sys.platform != "linux":
+            self.why = f"no safe fork on {sys.platform}"
+
+    @property
+    def how(self) -> str:
+        return f"plain kernels ({self.why})" if self.why else "forked kernels"
+
+    def __enter__(self) -> Kernels:
+        usual = tempfile.gettempdir()
+        where = usual if len(os.fsencode(usual)) <= LONGEST_PLACE else "/tmp"
+        self.folder = Path(tempfile.mkdtemp(prefix="specexp-", dir=where))
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop(patience=2)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[Slot]:
+        """A slot, in which one thread runs points one after another."""
+        slot = Slot(self)
+        try:
+            yield slot
+        finally:
+            slot.close()
+
+    def connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+        """A connection to a new slot, which the returned zygote forks if it is alive. Raises
+        NoZygote."""
+        with self.lock:
+            if self.gone:
+                raise NoZygote(self.gone)
+            here, there = Pipe()
+            with there, contextlib.suppress(ConnectionError):
+                send_handle(self.control, there.fileno(), self.zygote.pid)
+            return here, self.zygote
+
+    def replace(self, dead: subprocess.Popen[bytes]) -> None:
+        """Start a new zygote, unless another thread has. After the second death it imports nothing;
+        after the third, raises NoZygote."""
+        with self.lock:
+            if dead is not self.zygote:
+                return
+            self._stop(patience=0.1)
+            self.deaths += 1
+            *_, last = ["", *(self.folder / "zygote.log").read_text().strip().splitlines()]
+            how = f"the zygote {described(dead.returncode)} {last}".strip()
+            if self.deaths > 2:
+                self.gone = how
+                raise NoZygote(how)
+            if self.deaths == 2:
+                self.why = self.why or how
+            self._start()
+
+    def _start(self) -> None:
+        modules = () if self.why else (*MACHINERY, *self.modules)
+        self.control, there = Pipe()
+        with there, open(self.folder / "zygote.log", "wb") as log:
+            tied = (str(there.fileno()), str(self.folder))
+            self.zygote = subprocess.Popen(
+                [sys.executable, "-m", "specexp.grids.forkserver", *tied, *modules],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[there.fileno()],
+                start_new_session=True, env={**os.environ, **ALWAYS}, cwd=ROOT,
+            )  # fmt: skip
+
+    def _stop(self, patience: float) -> None:
+        self.control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.zygote.wait(patience)
+        self.zygote.kill()
+        self.zygote.wait()
+
+
+class Slot:
+    """Runs one kernel at a time; jupyter_client uses it as that kernel's Popen.
+
+    `died`: how the kernel ended by itself, as long as it is being waited for; `ended`: the same
+    once it is over, empty if we killed it.
+    """
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels, self.lock = kernels, threading.RLock()
+        self.line: Connection | None = None
+        self.models: Mapping[str, Any] | None = None
+        self.slot = self.pid = 0  # the slot's process; its kernel's, once that runs
+        self.running = self.killed = False
+        self.died = self.ended = ""
+
+    @contextlib.contextmanager
+    def kernel(
+        self, env: Mapping[str, str], cwd: Path, log: Path, seed: int,
+        warm: Mapping[str, Any] | None = None,
+    ) -> Iterator[AsyncKernelManager]:  # fmt: skip
+        """The manager of a running kernel, for papermill's `km`. Its processes end with the `with`.
+
+        env: its whole environment, although imported modules have read the zygote's; log: a file
+        for output that belongs to no cell; seed: of a forked kernel's global generators; warm: the
+        models that a forked kernel finds loaded (`build.warm`), and their device. Waits for imports
+        and models. Raises DeadKernelError if the kernel does not start.
+        """
+        with self.lock:
+            self.running, self.killed, self.pid, self.died, self.ended = True, False, 0, "", ""
+        folder = tempfile.mkdtemp(dir=self.kernels.folder)
+        km = _Manager(
+            kernel_name="python3", client_factory=_Client, transport="ipc", ip=f"{folder}/k",
+            connection_file=f"{folder}/kernel.json",
+        )  # fmt: skip
+        km.context.setsockopt(zmq.RECONNECT_IVL, 5)  # ms; a kernel listens after about 100
+        start = {"env": {**env, **ALWAYS}, "cwd": str(cwd), "log": str(log), "seed": seed}
+        km.provisioner = _Provisioner(parent=km, kernel_spec=km.kernel_spec)
+        km.provisioner.start = lambda command: self._start({**start, "command": command}, warm)
+        try:
+            run_sync(km.start_kernel)()
+            yield km
+        finally:
+            km.context.destroy(linger=0)
+            self._end()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Kill the running kernel and all its processes. May be called from any thread."""
+        with self.lock, contextlib.suppress(OSError):
+            self.killed = self.running
+            if self.killed and self.line:
+                with socket.socket(fileno=os.dup(self.line.fileno())) as line:
+                    line.shutdown(socket.SHUT_WR if self.slot else socket.SHUT_RDWR)
+                if self.slot and not self.pid:  # busy loading models; it has no kernel yet
+                    os.kill(self.slot, signal.SIGKILL)
+
+    def close(self) -> None:
+        with self.lock:
+            if self.line:
+                self.line.close()
+            self.line, self.models, self.slot = None, None, 0
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(DeadKernelError):
+            while self.line and not self.died and self.line.poll():
+                self._receive("died")
+        return 1 if self.died else None
+
+    wait = poll
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self._send(send=number)
+
+    def _start(self, start: dict[str, Any], warm: Mapping[str, Any] | None) -> Slot:
+        if self.line and (self.line.poll() or (warm and self.models and warm != self.models)):
+            self.close()  # it died while idle, or holds other models
+        while not self.line:
+            self._open()
+        forked = not (self.kernels.why or _on_gpu(warm))
+        load = dict(warm) if forked and warm and warm != self.models else None
+        self.models = load or self.models
+        self._send(warm=load, start={**start, "forked": forked})
+        self.pid = self._receive("kernel")
+        return self
+
+    def _open(self) -> None:
+        line, zygote = self.kernels.connect()
+        with self.lock:
+            self.line = line
+            if self.killed:
+                raise DeadKernelError("killed")
+        try:
+            self.slot = self._receive("slot")
+        except DeadKernelError:
+            self.close()
+            if self.killed:
+                raise
+            self.died = ""
+            self.kernels.replace(zygote)
+
+    def _end(self) -> None:
+        if not self.pid:
+            self.kill()
+        try:
+            if not self.killed:
+                self._send(end=True)
+            self._receive("clear")
+        except (DeadKernelError, OSError):
+            self.close()
+        with self.lock:
+            self.running, self.ended = False, "" if self.killed else self.died
+            if self.killed:
+                self.close()
+
+    def _send(self, **message: Any) -> None:
+        if self.line:
+            self.line.send(message)
+
+    def _receive(self, wanted: str) -> Any:
+        """Wait for the slot's message of this name. Raises DeadKernelError if the slot has died."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.line:
+                message = self.line.recv()
+                self.died = message.get("died", self.died)
+                if wanted in message:
+                    return message[wanted]
+        self.died = self.died or "was killed with its parent process"
+        raise DeadKernelError(self.died)
+
+
+def _on_gpu(warm: Mapping[str, Any] | None) -> bool:
+    import torch
+
+    return (warm or {}).get("device", "auto") != "cpu" and torch.cuda.is_available()
+
+
+class _Provisioner(LocalProvisioner):
+    start: Callable[[list[str]], Slot]
+
+    async def launch_kernel(self, cmd: list[str], **_: Any) -> Any:
+        self.process = self.start(cmd)
+        return self.connection_info
+
+
+class _Manager(AsyncKernelManager):
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        """This Python, whatever kernels are installed."""
+        return KernelSpec(argv=COMMAND, display_name="Python", language="python")
+
+    def client(self, **options: Any) -> AsyncKernelClient:
+        """A client whose sockets close with the manager's."""
+        return super().client(context=self.context, **options)
+
+
+class _Client(AsyncKernelClient):
+    def start_channels(self, *_: Any, **__: Any) -> None:
+        """Start all channels but the heartbeat, which is not used."""
+        super().start_channels(hb=False)
+
+    async def wait_for_ready(self, timeout: float | None = None) -> None:
+        """As in jupyter_client, without its wait of 0.2 s for further messages."""
+        deadline = time.monotonic() + (timeout or math.inf)
+        while time.monotonic() < deadline:
+            self.kernel_info()
+            with contextlib.suppress(Empty):
+                await self.shell_channel.get_msg(timeout=1)
+                await self.iopub_channel.get_msg(timeout=0.2)
+                return
+            if not await self.is_alive():
+                raise DeadKernelError("the kernel died before it was ready")
+        raise DeadKernelError(f"the kernel was not ready after {timeout:g} s")

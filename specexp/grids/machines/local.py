@@ -1,0 +1,130 @@
+"""Where points run. `Here`: on this machine; `cluster` and `slurm`: on others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from specexp.grids import kernels
+from specexp.grids.execute import Watch, execute
+from specexp.grids.points import Point
+from specexp.tracking import results
+
+
+class Seat(Protocol):
+    """Runs one point at a time. `name`: of the machine, recorded with the result."""
+
+    @property
+    def name(self) -> str: ...
+
+    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
+        """Run the point into the attempt folder. Raises Failure."""
+
+
+class Place(Protocol):
+    """Where points run; a context manager around all of them. `how` describes it to the user."""
+
+    @property
+    def how(self) -> str: ...
+
+    def __enter__(self) -> Place: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def at_once(self, jobs: int | None, timed: bool) -> int:
+        """How many points run in parallel, given `jobs` or None. `timed`: points that each need a
+        machine to themselves."""
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        """A lock around a timed point: yields False if another runner is timing there."""
+
+    def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
+        """Seat 0, 1, 2 ..., each for one thread."""
+
+    def kill(self) -> None:
+        """Kill every running point at once. May be called from any thread."""
+
+
+def of(
+    name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
+    say: Callable[[str], None] = lambda said: None,
+) -> Place:  # fmt: skip
+    """The place of this name: `here`, `slurm` or `slurm:OPTIONS` (`slurm.OnSlurm`), or an address
+    of Ray (`cluster.OnRay`). Raises UserError."""
+    kind, _, asked = name.partition(":")
+    if name == "here":
+        return Here(points, forked)
+    if kind == "slurm":
+        from specexp.grids.machines.slurm import OnSlurm
+
+        return OnSlurm(points, asked, forked=forked, together=together, say=say)
+    from specexp.grids.machines.ray import OnRay
+
+    return OnRay(points, name, forked=forked, together=together, say=say)
+
+
+class Here:
+    """This machine. With several GPUs, seat i sees only GPU i, unless a point names its device."""
+
+    def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
+        self._kernels = kernels.Kernels(
+            kernels.modules_of(sorted({p.notebook for p in points})), forked
+        )
+        self._slots: dict[int, kernels.Slot] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def how(self) -> str:
+        return f"in {self._kernels.how}"
+
+    def at_once(self, jobs: int | None, timed: bool) -> int:
+        return 1 if timed else jobs or 1
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        return results.claim(f"timing-{socket.gethostname()}")
+
+    def __enter__(self) -> Here:
+        self._kernels.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._kernels.__exit__(*exception)
+
+    @contextlib.contextmanager
+    def seat(self, number: int) -> Iterator[Seat]:
+        with self._kernels.slot() as slot:
+            with self._lock:
+                self._slots[number] = slot
+            yield _LocalSeat(slot, number)
+        with self._lock:
+            self._slots.pop(number)
+
+    def kill(self) -> None:
+        for slot in list(self._slots.values()):
+            slot.kill()
+
+
+class _LocalSeat:
+    def __init__(self, slot: kernels.Slot, number: int) -> None:
+        self._slot, self._number, self.name = slot, number, "this machine"
+
+    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
+        named = str(point.params.get("device")).startswith("cuda:")
+        execute(point, attempt, self._slot, watch, {} if named else _visible(self._number))
+
+
+def _visible(number: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for this seat; empty if there is at most one GPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = named.split(",") if named else [str(i) for i in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": devices[number % count]}

@@ -1,0 +1,242 @@
+"""Runs points on a Ray cluster, each as a Ray task.
+
+Ray alone schedules and queues them. Workers run the code of this checkout, which is sent to them
+unless the cluster is one started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from specexp.errors import UserError
+from specexp.grids.execute import Failure, Watch
+from specexp.grids.machines import worker
+from specexp.grids.points import Point
+from specexp.tracking import results
+
+OWN, HERE = "ray", "auto"
+STARTUP_S = 120.0
+_ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
+
+
+class Mailbox:
+    """An actor that keeps the last progress message of every seat until it is fetched."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, str] = {}
+
+    def say(self, seat: int, said: str) -> None:
+        self._said[seat] = said
+
+    def fetch(self, seat: int) -> str:
+        return self._said.pop(seat, "")
+
+
+def task(todo: worker.Task, mailbox: Any, seat: int) -> worker.Outcome:
+    """Run a task on a worker. Ray sets OMP_NUM_THREADS to the number of CPUs asked for; here it is
+    limited to the physical cores, as half of a machine's CPUs are often hyperthreads."""
+    import ray
+
+    given = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
+    if os.environ.get("OMP_NUM_THREADS") == str(given):
+        cores = psutil.cpu_count(logical=False) or given
+        os.environ["OMP_NUM_THREADS"] = str(min(given, cores))
+    return worker.run(todo, lambda said: mailbox.say.remote(seat, said))
+
+
+class OnRay:
+    """Runs points on a Ray cluster. `address`: `ray` starts one on this machine, `auto` joins the
+    one that runs here, HOST:PORT and ray://HOST:PORT join others. `say` reports lost machines.
+
+    A timed point asks for all CPUs of one of the largest machines, so that no other point runs
+    there, unless `together`; other points ask for one CPU. Both ask for one GPU if their device is
+    one, or is `auto` and the cluster has any. Raises UserError.
+    """
+
+    def __init__(
+        self, points: Sequence[Point], address: str = OWN, *, forked: bool = True,
+        together: bool = False, say: Callable[[str], None] = lambda said: None,
+    ) -> None:  # fmt: skip
+        if address not in (OWN, HERE) and not _ADDRESS.fullmatch(address):
+            raise UserError(f"cannot run points on {address!r}: give here, slurm, ray, auto, "
+                            "HOST:6379 or ray://HOST:10001")  # fmt: skip
+        if importlib.util.find_spec("ray") is None:
+            raise UserError('to run on Ray install it: pip install "specexp[ray]"')
+        for point in points:
+            if re.fullmatch(r"cuda:[1-9]\d*", _device(point)):
+                raise UserError(f"{point.label}: a point on Ray sees one GPU; write device: cuda")
+        self.say, self._points = say, points
+        self._tasks = worker.Tasks(points, forked, together)
+        self._address = os.environ.get("RAY_ADDRESS", OWN) if address == OWN else address
+        self._over = threading.Event()
+
+    def __enter__(self) -> OnRay:
+        self._connect()
+        import ray
+
+        self._refresh()
+        self._gpus = any(gpus >= 1 for _, gpus in self._nodes)
+        needy = [p for p in self._points if _device(p).startswith("cuda")]
+        self._task = ray.remote(max_retries=0)(task)
+        self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
+        try:
+            if needy and not self._gpus:
+                raise UserError(f"{needy[0].label} needs a GPU, and the Ray cluster has none")
+            ray.get(self._mailbox.fetch.remote(0), timeout=STARTUP_S)
+        except Exception as e:
+            self.__exit__()
+            raise (
+                e
+                if isinstance(e, UserError)
+                else UserError(f"no Ray worker can run specexp: {_line(e)}")
+            ) from e
+        return self
+
+    def _connect(self) -> None:
+        """Join the cluster or start one that listens only on the loopback interface."""
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+        if self._address == OWN:
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's switch for loopback only
+            options |= {"address": "local", "include_dashboard": False}
+        else:
+            options |= {"address": self._address, "runtime_env": self._shipped()}
+            _check_port(self._address)
+            if self._address.startswith("ray://") and _has_token():  # Ray does it for the others
+                os.environ.setdefault("RAY_AUTH_MODE", "token")
+        import ray
+
+        self._ours = not ray.is_initialized()
+        if not self._ours:
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(**options)
+        except Exception as e:
+            raise UserError(f"cannot reach Ray at {self._address}: {_line(e)}") from e
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
+
+    def _refresh(self) -> None:
+        """Refresh `_nodes`: CPUs and GPUs of each machine."""
+        import ray
+
+        found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
+
+    def _shipped(self) -> dict[str, Any]:
+        """What Ray sends to workers: the library, the data and the folders of the notebooks."""
+        kept = {"specexp", "data", *(self._tasks.of(p).notebook.parts[0] for p in self._points)}
+        excludes = ["/*", *(f"!/{name}" for name in sorted(kept)), "__pycache__"]
+        return {"working_dir": str(results.ROOT), "excludes": excludes}
+
+    def __exit__(self, *exception: object) -> None:
+        import ray
+
+        if self._ours:
+            ray.shutdown()
+
+    @property
+    def how(self) -> str:
+        cpus, gpus = sum(c for c, _ in self._nodes), sum(g for _, g in self._nodes)
+        room = max(self.at_once(None, timed) for timed in (True, False))
+        there = f"machines: {len(self._nodes)}, CPUs: {cpus:.0f}, GPUs: {gpus:.0f}"
+        return f"on Ray ({there}), room for {room} at once"
+
+    def at_once(self, jobs: int | None, timed: bool) -> int:
+        asked = [self.demand(p) for p in self._points if self._tasks.alone(p) == timed]
+        return jobs or max((self._fit(**demand) for demand in asked), default=1)
+
+    def _fit(self, num_cpus: float, num_gpus: int) -> int:
+        each = [
+            min(cpus // num_cpus, gpus // num_gpus if num_gpus else cpus)
+            for cpus, gpus in self._nodes
+        ]
+        return max(1, int(sum(each)))
+
+    def demand(self, point: Point) -> dict[str, Any]:
+        """The CPUs and GPUs that a point asks Ray for."""
+        gpus = int(self._gpus and _device(point).startswith(("cuda", "auto")))
+        fit = [cpus for cpus, there in self._nodes if there >= gpus]
+        return {"num_cpus": max([1, *fit]) if self._tasks.alone(point) else 1, "num_gpus": gpus}
+
+    def alone(self) -> contextlib.AbstractContextManager[bool]:
+        return contextlib.nullcontext(True)  # ensured by `demand`
+
+    @contextlib.contextmanager
+    def seat(self, number: int) -> Iterator[worker.Seat]:
+        yield worker.Seat(self, number)
+
+    def kill(self) -> None:
+        self._over.set()
+
+    def run_point(self, point: Point, seat: int, watch: Watch) -> worker.Outcome:
+        from ray import exceptions as ray
+
+        gone = (
+            ray.WorkerCrashedError, ray.NodeDiedError, ray.ObjectLostError,
+            ray.LocalRayletDiedError, ConnectionError,
+        )  # fmt: skip
+        try:
+            return self._run_point(point, seat, watch)
+        except gone as e:
+            raise worker.WorkerLost(_line(e)) from e
+        except ray.OutOfMemoryError as e:
+            raise Failure("oom", _line(e)) from e
+        except ray.RayError as e:
+            raise Failure("error", f"Ray: {_line(e)}") from e
+
+    def _run_point(self, point: Point, seat: int, watch: Watch) -> worker.Outcome:
+        import ray
+
+        self._refresh()
+        options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
+        todo = self._tasks.of(point)
+        given = self._task.options(**options).remote(todo, self._mailbox, seat)
+        watch("waiting for a machine")
+        while not ray.wait([given], timeout=0.5)[0]:
+            if self._over.is_set():
+                ray.cancel(given, force=True)
+                ray.wait([given], timeout=5)
+                raise Failure("interrupted", "stopped")
+            with contextlib.suppress(ray.exceptions.RayError):
+                if said := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
+                    watch(said)
+        answer: worker.Outcome = ray.get(given)
+        return answer
+
+
+def _line(e: Exception) -> str:
+    """The first 200 characters of a Ray error, on one line; of its cause if raised remotely."""
+    return " ".join(str(getattr(e, "cause", None) or e).split())[:200] or type(e).__name__
+
+
+def _device(point: Point) -> str:
+    return str(point.params.get("device", "cpu"))
+
+
+def _has_token() -> bool:
+    named = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return named or (Path.home() / ".ray" / "auth_token").exists()
+
+
+def _check_port(address: str) -> None:
+    """Raise UserError if nobody listens at the address: Ray itself would wait for a minute."""
+    if found := _ADDRESS.fullmatch(address):
+        host, port = found[2].strip("[]"), int(found[3])
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as e:
+            raise UserError(f"cannot reach Ray at {address}: {e.strerror or e}") from e

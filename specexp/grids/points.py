@@ -1,0 +1,291 @@
+"""Grids: from YAML files to a checked list of points. Nothing here runs anything.
+
+Every mistake is found before a kernel starts and reported with its line, all at once. Papermill
+itself only warns about a misspelt parameter and runs the default under the wrong label.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from specexp import api
+from specexp.errors import UserError, first_line
+from specexp.grids import identity
+from specexp.grids import yaml_lines as lines
+from specexp.grids.grid_file import (
+    MAX_POINTS,
+    ROOT,
+    Report,
+    Sheet,
+    distinct,
+    listed,
+    norm,
+    norms,
+    read,
+)
+from specexp.grids.notebooks import Parameter, parameters_of, shown
+
+__all__ = ["MANY", "ROOT", "Point", "load", "parameters_of"]
+
+TIMEOUT_S = 900.0
+MANY = 1_000  # more points than this need a confirmation
+LOADED = ("target", "dtype", "device", "drafter", "draft")  # points are ordered by these first
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One notebook run. `params`: every parameter, defaults included; `varying`: the names of those
+    that the grid varies; `surroundings`: the parts of its identity besides the parameters; `timed`:
+    it measures time, so no other point should run beside it; `others`: other grids, loaded with
+    this one, that have the same point."""
+
+    grid: str
+    notebook: Path
+    experiment: str
+    params: dict[str, Any] = field(hash=False)
+    varying: tuple[str, ...]
+    timeout_s: float
+    surroundings: dict[str, str] = field(hash=False)
+    run_key: str
+    timed: bool = True
+    others: tuple[str, ...] = ()
+
+    @property
+    def grids(self) -> tuple[str, ...]:
+        return self.grid, *self.others
+
+    @property
+    def label(self) -> str:
+        values = " ".join(f"{n}={shown(self.params[n])}" for n in self.varying)
+        return f"{self.notebook.stem} {values}".strip()
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Digests of what the result depends on; `run_key` is the digest of them all."""
+        return {"params": identity.digest(self.params), **self.surroundings}
+
+
+def load(
+    paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None, only: Sequence[str] = ()
+) -> list[Point]:
+    """The distinct points of these files, those that load the same models next to each other.
+
+    `ask` is called with the number of points if there are more than MANY, and returns whether to
+    go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
+    Raises one UserError that lists every problem as `FILE:LINE: problem`.
+    """
+    report = Report(list(map(Path, paths)))
+    sheets = [sheet for path in report.files if (sheet := read(path, report))]
+    if not report.problems:
+        sheets = _narrowed(sheets, only, report)
+    if not report.problems:
+        _ask(sheets, ask, report)
+    points: dict[str, Point] = {}
+    onces: dict[Path, api.Once] = defaultdict(api.Once)
+    surroundings = identity.Surroundings()
+    if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
+        for sheet in sheets:
+            once = onces[sheet.notebook.path.parent]  # relative paths start from here
+            for point in _points(sheet, Checks(sheet, once, surroundings), report):
+                first = points.setdefault(point.run_key, point)
+                if point.grid not in first.grids:
+                    points[point.run_key] = replace(first, others=(*first.others, point.grid))
+    report.refuse()
+    return _ordered(list(points.values()))
+
+
+def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
+    """The points of a sheet up to the first with a problem; all of them are checked."""
+    spec, path, varying = sheet.document.value, sheet.notebook.path, sheet.varying
+    experiment = spec.get("experiment") or path.stem
+    timeout = float(spec.get("timeout_s") or TIMEOUT_S)
+    for params, entry in sheet.combinations():
+        with contextlib.chdir(path.parent):  # where its kernel will run
+            checks.see(params, entry)
+            around = {} if checks.wrong else checks.surroundings.of(params, sheet.notebook.digest)
+        if around:
+            key = identity.digest({"params": identity.digest(params), **around})
+            yield Point(sheet.path.stem, path, experiment, params, varying, timeout, around, key,
+                        sheet.notebook.timed)  # fmt: skip
+    for what, points in checks.wrong.items():
+        for line in checks.lines(what, points):
+            report.add(sheet.path, line, what)
+
+
+def _ordered(points: list[Point]) -> list[Point]:
+    """Sort by the models that points load, so that they are loaded once; otherwise stable."""
+    ranks: dict[str, dict[Any, int]] = {name: {} for name in LOADED}
+    for point in points:
+        for name, rank in ranks.items():
+            rank.setdefault(norm(point.params.get(name)), len(rank))
+    return sorted(points, key=lambda p: [r[norm(p.params.get(n))] for n, r in ranks.items()])
+
+
+# --- which, and how many -------------------------------------------------------------------------
+
+
+def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[Sheet]:
+    """The sheets, restricted to the points that match every filter of `only`."""
+
+    def wrong(text: str, what: str) -> None:
+        report.add(None, None, f"--only {text!r:.80}: {what}")
+
+    for text in only:
+        name, _, asked = (part.strip() for part in text.partition("="))
+        having = [sheet for sheet in sheets if name in sheet.notebook.parameters]
+        names = list(dict.fromkeys(n for s in sheets for n in s.notebook.parameters))
+        if not name or not asked:
+            wrong(text, "write NAME=VALUE or NAME=VALUE,VALUE")
+        elif not having:
+            wrong(text, f"there is no parameter {name!r:.60}; {_near(name, names)}")
+        else:
+            there = distinct([value for sheet in having for value in sheet.values(name)])
+            wanted = _wanted(asked, having[0].notebook.parameters[name], there)
+            for value in wanted:
+                if norm(value) not in norms(there):
+                    wrong(text, f"no point has {name} {shown(value)}; {_near(value, there)}")
+            sheets = [_having(sheet, name, norms(wanted)) for sheet in having]
+    left = (sheet.size > MAX_POINTS or next(sheet.combinations(), None) for sheet in sheets)
+    if only and not report.problems and not any(left):
+        wrong(" ".join(only), "no point matches all of these")
+    return sheets
+
+
+def _near(asked: Any, there: list[Any]) -> str:
+    near = difflib.get_close_matches(str(asked), map(str, there), 1)
+    return f"did you mean {near[0]!r}?" if near else f"choose from {listed(there)}"
+
+
+def _wanted(asked: str, parameter: Parameter, there: list[Any]) -> list[Any]:
+    """The values that a filter asks for: all of its text if a point has that value, or its parts
+    between commas."""
+    if parameter.kind is list:
+        bare = re.sub(r"[\s'\"]", "", asked).strip("[]")
+        return [v for v in there if ",".join(map(str, v)) == bare] or [asked]
+    parts = [asked] if asked in there else re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", asked)
+    return [_meant(part.strip(), parameter) for part in parts]
+
+
+def _meant(text: str, parameter: Parameter) -> Any:
+    """A text as the value that YAML reads; the text itself if that does not fit the parameter."""
+    if parameter.kind is str and not (parameter.optional and text == "null"):
+        return text.strip("\"'")
+    try:
+        value = lines.scalar(text)
+        value = float(value) if parameter.kind is float and isinstance(value, str) else value
+    except (UserError, ValueError):
+        return text
+    return text if parameter.problem(value) else parameter.coerced(value)
+
+
+def _having(sheet: Sheet, name: str, wanted: list[Any]) -> Sheet:
+    """The sheet, restricted to the points that have one of these values of a parameter."""
+    include = {
+        i: entry
+        for i, entry in sheet.include.items()
+        if norm(entry.get(name, sheet.base[name])) in wanted
+    }
+    if name in sheet.axes:
+        values = [value for value in sheet.axes[name] if norm(value) in wanted]
+        return replace(sheet, axes=sheet.axes | {name: values}, include=include)
+    product = sheet.product and norm(sheet.base[name]) in wanted
+    return replace(sheet, product=product, include=include)
+
+
+def _ask(sheets: list[Sheet], ask: Callable[[int], bool] | None, report: Report) -> None:
+    """Report grids of too many points, and more points than MANY without a confirmation."""
+    for sheet in sheets:
+        if sheet.size > MAX_POINTS:
+            points = f"{sheet.size:,} points ({_sizes(sheet)})"
+            what = f"{points} are more than {MAX_POINTS:,}: split the grid"
+            report.add(sheet.path, sheet.line, what)
+    if report.problems or sum(sheet.size for sheet in sheets) <= MANY:
+        return
+    n = sum(1 for sheet in sheets for _ in sheet.combinations())
+    if n > MANY and not (ask and ask(n)):
+        sizes = "; ".join(map(_sizes, sheets))
+        what = f"{n:,} points ({sizes:.300}) are more than {MANY:,}: confirm them with --yes"
+        report.add(None, None, what)
+
+
+def _sizes(sheet: Sheet) -> str:
+    axes = " x ".join(f"{name} {len(values)}" for name, values in sheet.axes.items())
+    return f"{sheet.path.name}: {axes}"
+
+
+# --- whether it can be built ---------------------------------------------------------------------
+
+
+class Checks:
+    """Checks the points of a sheet against their models, and finds the lines of what is wrong.
+
+    To save time, parameters that `build` judges on their own (`build.ALONE`) are checked once per
+    value, all others once per combination of values.
+    """
+
+    def __init__(self, sheet: Sheet, once: api.Once, surroundings: identity.Surroundings) -> None:
+        self.sheet, self.once, self.surroundings = sheet, once, surroundings
+        self.seen: set[Any] = set()
+        self.together = [name for name in sheet.varying if name not in api.ALONE]
+        self.alone = [name for name in sheet.varying if name in api.ALONE]
+        self.wrong: dict[str, list[tuple[dict[str, Any], int | None]]] = {}
+
+    def see(self, params: dict[str, Any], entry: int | None) -> None:
+        """Check a point, unless all its values were checked before. `entry`: of `include`."""
+        new = [("", *(norm(params[name]) for name in self.together))]
+        new += [(name, norm(params[name])) for name in self.alone]
+        if not self.seen.issuperset(new):
+            self.seen.update(new)
+            for what in self.problems_of(params):
+                self.wrong.setdefault(what, []).append((params, entry))
+
+    def problems_of(self, params: dict[str, Any]) -> list[str]:
+        try:
+            problems = api.problems_of(params, None, self.once)
+            if not problems:
+                self.surroundings.of(params, self.sheet.notebook.digest)
+            return problems
+        except (UserError, OSError) as e:
+            return [first_line(e)]
+        except Exception as e:  # a user's model files can raise anything
+            return [f"cannot be checked: {type(e).__name__}: {' '.join(str(e).split())[:200]}"]
+
+    def lines(self, what: str, points: list[tuple[dict[str, Any], int | None]]) -> set[int]:
+        """The lines of the values that cause this problem of these points."""
+        blamed: dict[tuple[str, Any], set[int]] = {}
+        for params, entry in points:
+            known = ((name, blamed.get((name, norm(v)), ())) for name, v in params.items())
+            if any(at and self.sheet.where(name, params, entry) in at for name, at in known):
+                continue
+            name = self.cause(what, params, entry)
+            line = self.sheet.where(name, params, entry) if name else None
+            if name is None or line is None:
+                return {self.sheet.line}.union(*blamed.values())
+            blamed.setdefault((name, norm(params[name])), set()).add(line)
+        return set().union(*blamed.values())
+
+    def cause(self, what: str, params: dict[str, Any], entry: int | None) -> str | None:
+        """The parameter, among those set in the file, whose default value avoids the problem; those
+        that the message mentions are tried first. If there is none, one that it mentions."""
+        given = [name for name in params if self.sheet.where(name, params, entry)]
+        mentions = {name: _mentions(what, name, params[name]) for name in given}
+        for name in sorted(given, key=lambda n: (-mentions[n], n not in self.sheet.varying)):
+            default = self.sheet.notebook.parameters[name].default
+            if what not in self.problems_of(params | {name: default}):
+                return name
+        return max((n for n in given if mentions[n]), key=lambda n: mentions[n], default=None)
+
+
+def _mentions(what: str, name: str, value: Any) -> int:
+    """Whether a message contains the name of a parameter, plus whether it contains its value."""
+    values = value if isinstance(value, list) else [value]
+    texts = (re.escape(str(v)) for v in values if v != "")
+    named = re.search(rf"\b{re.escape(name.rstrip('s'))}", what) is not None
+    return named + any(re.search(rf"(?<![\w.]){text}(?!\w)", what) for text in texts)

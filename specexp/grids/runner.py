@@ -1,0 +1,460 @@
+"""Run the points of a grid, crash-safe and resumable.
+
+A point is claimed, executed in an attempt folder (`execute`), committed by one rename (`store`) and
+published to MLflow (`track`). A point that has a result never runs again, whichever runner made it
+and however that runner ended. A failed point is kept with its notebook, log and error, and the
+others go on. Several runners may share a store: each point is run by one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tenacity
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specexp.grids import progress
+from specexp.grids.execute import ERROR, Failure
+from specexp.grids.machines import local
+from specexp.grids.points import Point
+from specexp.tracking import compare, redact, results, runs
+
+DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
+RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
+STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
+RESUME = "run the same command again to resume"
+FREE_SPACE = f"free up space and {RESUME}"
+PATIENCE_S = 90.0
+ROOM_PER_POINT = 2_000_000
+
+
+def run(
+    points: Sequence[Point],
+    console: Console | None = None,
+    *,
+    place: local.Place | None = None,
+    jobs: int | None = None,
+    together: bool = False,
+    retry_failed: bool = False,
+    force: bool = False,
+) -> int:
+    """Run the points that have no result yet, print the comparison and return the exit code.
+
+    jobs: points at once, by default what the place has room for; timed points each have a machine
+    to themselves unless `together`. retry_failed: also run points that failed before; force: run
+    every point, even those with a result. Exit codes: 0 all done and published, 1 some failed or
+    unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
+    """
+    console = console or Console()
+    try:
+        with progress.Board(console, len(points)) as board:
+            with results.alone("setup", lambda said: board.say(said, once=True)):
+                try:
+                    runs.initialise()
+                except runs.Away as e:
+                    board.say(f"cannot publish to MLflow for now, points run all the same: {e}")
+                for name in {name for p in points for name in p.grids}:
+                    results.remember(name, {p.run_key for p in points if name in p.grids})
+            work = Work(points, board, retry_failed, force)
+            with _signals(work), place or local.Here(points) as where:
+                work.recover()
+                work.plan()
+                for line in changed(work.queue):
+                    board.say(line)
+                board.say(f"{len(work.queue)} of {len(points)} points to run, {where.how}")
+                work.run_queue(where, jobs, together)
+        if work.stopped:
+            return _error(console, "stopped", work.stopped[1], work.stopped[0])
+        compare.show(console, {p.run_key for p in points})
+    except results.StoreBusy as e:
+        return _error(console, "busy", str(e), BUSY)
+    except runs.Damaged as e:
+        return _error(console, "damaged", str(e), DAMAGED)
+    except OSError as e:
+        if e.errno in results.FULL:
+            said = f"{e.strerror}: {e.filename or results.root()}, {_free()}; {FREE_SPACE}"
+            return _error(console, "disk full", said, DISK_FULL)
+        return _error(console, "error", f"{e}; {RESUME}", FAILED)
+    except runs.Away as e:
+        console.print(Text(f"no comparison, MLflow cannot be read now: {e}"), soft_wrap=True)
+    if board.failed:
+        why = results.root() / "failed" / "*" / ERROR
+        said = f"{'errors':10s} {why}; --retry-failed runs failed points again"
+        console.print(Text(said), soft_wrap=True)
+    return FAILED if board.failed or work.unpublished or work.refused else DONE
+
+
+@dataclass
+class Work:
+    """A grid being run: the queue of points, and what could not be published."""
+
+    points: Sequence[Point]
+    board: progress.Board
+    retry_failed: bool = False
+    force: bool = False
+    queue: deque[Point] = field(default_factory=deque)
+    unpublished: list[Path] = field(default_factory=list)
+    refused: set[Path] = field(default_factory=set)
+    stopped: tuple[int, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._stopping = threading.Event()
+        self._publishing = threading.Lock()
+        self._where: local.Place | None = None
+        self._room: Callable[[], contextlib.AbstractContextManager[bool]]
+        self._away = False
+        self._earlier: set[str] = set()
+
+    def plan(self) -> None:
+        """Fill the queue. Raises OSError if the disk has too little space for its results."""
+        self._earlier = {kept.name for kept in results.listed("failed")}
+        failures = {} if self.retry_failed or self.force else failures_of(self.points)
+        for point in self.points:
+            if not self.force and runs.published(results.result_of(point.run_key)):
+                self.board.done += 1
+            elif (
+                results.result_of(point.run_key).exists()  # but is not in MLflow yet
+                or failures.get(point.run_key, ("", ""))[0] in ("", *RETRIED)
+            ):
+                self.queue.append(point)
+            else:
+                said = f"in an earlier run: {': '.join(failures[point.run_key])}"
+                self.board.ended(point.label, "failed", said)
+        free, need = shutil.disk_usage(results.root()).free, len(self.queue) * ROOM_PER_POINT
+        if free < need:
+            said = f"too little space, {len(self.queue)} points may need {need / 1e6:.0f} MB"
+            raise OSError(errno.ENOSPC, said, str(results.root()))
+
+    def stop(self, code: int, why: str) -> None:
+        """Start no more points and kill those that run. May be called at any time, repeatedly."""
+        self.stopped = self.stopped or (code, why)
+        self._stopping.set()
+        if self._where:
+            self._where.kill()
+
+    def run_queue(self, where: local.Place, jobs: int | None, together: bool) -> None:
+        """Run every point of the queue: untimed ones in parallel, then timed ones."""
+        self._where = where
+        for clocked in (False, True):
+            queue = deque(p for p in self.queue if (p.timed and not together) == clocked)
+            self._room = where.alone if clocked else lambda: contextlib.nullcontext(True)
+            workers = min(where.at_once(jobs, clocked), len(queue))
+            self.board.jobs = workers or 1
+            with ThreadPoolExecutor(workers or 1, "point") as pool:
+                each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
+                while not all(f.done() for f in each):
+                    time.sleep(0.05)
+                    if self.stopped:  # a kernel may have started after `stop` killed the others
+                        where.kill()
+                for f in each:
+                    f.result()
+        self._away = False
+        for kept in self.unpublished[:]:
+            with results.claim(results.key_of(kept)) as ours:
+                if ours and not self._publish(kept):
+                    return
+
+    def _serve(self, queue: deque[Point], where: local.Place, number: int) -> None:
+        try:
+            with where.seat(number) as seat:
+                while not self._stopping.is_set():
+                    try:
+                        point = queue.popleft()
+                    except IndexError:
+                        return
+                    if not self._take(point, seat):
+                        queue.append(point)
+                        self._stopping.wait(0.5)
+        except BaseException:
+            self.stop(FAILED, "an error in specexp itself")
+            raise
+
+    def _take(self, point: Point, seat: local.Seat) -> bool:
+        """Run a point, or accept what another runner made of it. False if it must be taken again
+        later: another runner has claimed it or is timing something."""
+        key = point.run_key
+        with results.claim(key) as ours:
+            if not ours:
+                who = results.holder(key) or "another runner"
+                self.board.say(f"waiting for {point.label}, run by {who}", once=True)
+                return False
+            self._recover(key)
+            others = failures_of([point], ignoring=self._earlier)
+            if not self.force and results.result_of(key).exists():
+                self._report_done(point, "by another runner")
+            elif others and others[key][0] not in RETRIED:
+                said = f"by another runner: {': '.join(others[key])}"
+                self.board.ended(point.label, "failed", said)
+            else:
+                return self._attempt_alone(point, seat)
+            return True
+
+    def _attempt_alone(self, point: Point, seat: local.Seat) -> bool:
+        with self._room() as ours:
+            if ours:
+                self._attempt(point, seat)
+            else:
+                said = f"waiting with {point.label}: it is timed, and another runner is timing"
+                self.board.say(said, once=True)
+            return ours
+
+    def _report_done(self, point: Point, said: str) -> None:
+        result = results.result_of(point.run_key)
+        if runs.published(result):
+            self.board.ended(point.label, "done", said)
+        else:
+            why = "refused it" if result in self.refused else "cannot be reached"
+            self.board.ended(point.label, "kept", f"the result is safe, but MLflow {why}")
+
+    def _attempt(self, point: Point, seat: local.Seat) -> None:
+        attempt = results.new_attempt(point.run_key)
+        begin = time.monotonic()
+        watch = self.board.began(point.label)
+        try:
+            _write_point(point, attempt)
+            seat.execute(point, attempt, watch)
+            took = f"{time.monotonic() - begin:.2f}"
+            tags = tags_of(point) | {"seconds": took, "where": seat.name, "status": "FINISHED"}
+            result = results.commit(attempt, point.run_key, tags)
+        except Failure as e:
+            if e.kind == "disk":
+                self._disk_full(point, attempt, str(e))
+            elif self._stopping.is_set():
+                self._fail(point, attempt, Failure("interrupted", "stopped"), "stopped")
+            else:
+                self._fail(point, attempt, e, "failed")
+            return
+        except OSError as e:
+            if e.errno in results.FULL:
+                self._disk_full(point, attempt, f"{e.strerror}: {e.filename or attempt}")
+            else:
+                self._fail(point, attempt, Failure("lost", str(e)), "failed")
+            return
+        self._publish(result)
+        self._report_done(point, compare.headline(result))
+
+    def _disk_full(self, point: Point, attempt: Path, why: str) -> None:
+        shutil.rmtree(attempt, ignore_errors=True)
+        self.board.ended(point.label, "stopped", why)
+        self.stop(DISK_FULL, f"{why}, {_free()}; {FREE_SPACE}")
+
+    def _fail(self, point: Point, attempt: Path, failure: Failure, state: str) -> None:
+        self._publish_failure(set_aside(attempt, failure))
+        said = str(failure).splitlines()[0]
+        self.board.ended(point.label, state, f"{failure.kind}: {said}")
+
+    def _publish_failure(self, kept: Path) -> None:
+        """Publish a failed attempt, if enough of it is left."""
+        if not runs.published(kept) and runs.publishable(kept):
+            self._publish(kept)
+
+    def _publish(self, folder: Path) -> bool:
+        """Publish a folder, retrying for PATIENCE_S, or not at all if the last one failed: the end
+        of `run_queue` tries again. False if MLflow cannot be reached; a refusal is reported."""
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_is_temporary),
+            stop=tenacity.stop_after_delay(0.0 if self._away else PATIENCE_S)
+            | tenacity.stop_when_event_set(self._stopping),
+            wait=tenacity.wait_fixed(2),
+            sleep=tenacity.sleep_using_event(self._stopping),
+            before_sleep=lambda _: self.board.say("waiting for MLflow to answer", once=True),
+            reraise=True,
+        )
+        with self._publishing:
+            try:
+                attempts(runs.publish, folder)
+            except runs.Refused as e:
+                self.refused.add(folder)
+                self.board.say(f"MLflow refused {folder}: {e}", once=True)
+            except runs.Away as e:
+                self._away = True
+                if folder not in self.unpublished:
+                    self.unpublished.append(folder)
+                said = f"not published to MLflow yet, run the same command again later: {e}"
+                self.board.say(said, once=True)
+                return False
+            self._away = False
+        if folder in self.unpublished:
+            self.unpublished.remove(folder)
+        return True
+
+    def recover(self) -> None:
+        """Clean up after runners that died: for these points, for abandoned attempts of any, and,
+        with the store's own database, for unpublished failures of any."""
+        left = results.listed("attempts") + (results.listed("failed") if runs.own() else [])
+        keys = {results.key_of(path) for path in left if path.is_dir()} - {""}
+        for key in keys | {p.run_key for p in self.points}:
+            with results.claim(key) as ours:
+                if ours:
+                    self._recover(key)
+
+    def _recover(self, key: str) -> None:
+        """Clean up after a claimed key's dead runners: finish interrupted commits, set aside other
+        attempts and damaged results, and publish what is not in MLflow."""
+        for attempt in results.attempts_of(key, "attempts"):
+            if not results.finish(attempt):
+                set_aside(attempt, Failure("interrupted", "the runner was killed"))
+        result = results.result_of(key)
+        if result.exists() and not runs.publishable(result):
+            results.set_aside(result, "replaced")
+        for kept in results.attempts_of(key, "failed"):
+            self._publish_failure(kept)
+        if result.exists() and not runs.published(result):
+            self._publish(result)
+
+
+@contextlib.contextmanager
+def _signals(work: Work) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the work; a second one changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    said = f"finished points are kept; {RESUME}"
+    codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+    before = {
+        number: signal.signal(number, lambda got, _: work.stop(codes[signal.Signals(got)], said))
+        for number in codes
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():  # once stopped, let nothing disturb the exit
+            signal.signal(number, signal.SIG_IGN if work.stopped else handler)
+
+
+def _is_temporary(e: BaseException) -> bool:
+    """Whether publishing may succeed later."""
+    return isinstance(e, runs.Away) and not isinstance(e, runs.Refused)
+
+
+def _write_point(point: Point, attempt: Path) -> None:
+    known = {
+        "experiment": point.experiment, "params": point.params, "tags": tags_of(point),
+        "identity": point.identity,
+    }  # fmt: skip
+    (attempt / results.POINT).write_text(json.dumps(known, indent=1))
+
+
+def tags_of(point: Point) -> dict[str, str]:
+    inside = point.notebook.is_relative_to(results.ROOT)
+    source = point.notebook.relative_to(results.ROOT).as_posix() if inside else point.notebook.name
+    return {
+        "run_key": point.run_key,
+        "grid": point.grid,
+        "name": point.label,
+        "notebook": point.notebook.name,
+        "mlflow.source.name": source,
+        "mlflow.source.type": "NOTEBOOK",
+    }
+
+
+def set_aside(attempt: Path, failure: Failure) -> Path:
+    """Move a failed attempt to `failed/`, with its error and the tags of its MLflow run."""
+    attempt.mkdir(exist_ok=True)
+    results.only_files(attempt)
+    message = redact.hide(str(failure))
+    trace = "" if failure.__cause__ is None else redact.hide("".join(
+        traceback.format_exception(failure.__cause__)
+    ))  # fmt: skip
+    (attempt / ERROR).write_text(f"{failure.kind}: {message}\n\n{trace}")
+    known = results.read(attempt / results.POINT)
+    if known:
+        tags = known["tags"] | {
+            "attempt": attempt.name, "error": message.splitlines()[0][:500],
+            "error.kind": failure.kind,
+            "status": "KILLED" if failure.kind == "interrupted" else "FAILED",
+            "ended": results.now_ms(),
+        }  # fmt: skip
+        (attempt / results.TAGS).write_text(json.dumps(tags))
+    return results.set_aside(attempt, "failed")
+
+
+def failures_of(
+    points: Sequence[Point], ignoring: Collection[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """run_key -> kind and message of each point's last failure, without the attempts `ignoring` and
+    those that are torn."""
+    keys = {p.run_key for p in points}
+    kept = [
+        path
+        for path in results.listed("failed")
+        if results.key_of(path) in keys and path.name not in ignoring and runs.publishable(path)
+    ]
+    found = {}
+    for path in sorted(kept, key=results.ended_ms):
+        tags = results.load(path / results.TAGS)
+        found[results.key_of(path)] = tags["error.kind"], tags["error"]
+    return found
+
+
+def changed(todo: Iterable[Point]) -> list[str]:
+    """Why points with an earlier result run again: which parts of their identity changed."""
+    left = [p for p in todo if not results.result_of(p.run_key).exists()]
+    waiting = {(p.notebook.name, p.identity["params"]): p for p in left}
+    why: Counter[tuple[str, ...]] = Counter()
+    for path in (results.root() / "results").glob(f"*/{results.POINT}") if waiting else ():
+        known = results.read(path)
+        before = known.get("identity", {})
+        point = waiting.get((known.get("tags", {}).get("notebook", ""), before.get("params", "")))
+        if point:
+            now = point.identity
+            why[tuple(sorted(n for n in now | before if now.get(n) != before.get(n)))] += 1
+            del waiting[point.notebook.name, before["params"]]
+    return [
+        f"{count} points have results from different {' and '.join(parts)}: they run again, and "
+        "the old results are kept"
+        for parts, count in why.items()
+        if parts
+    ]
+
+
+def _free() -> str:
+    there = next(p for p in (results.root(), *results.root().parents) if p.exists())
+    return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
+
+
+def _error(console: Console, what: str, why: str, code: int) -> int:
+    console.print(Text(what, "bold red") + Text(f": {why}", ""), soft_wrap=True)
+    return code
+
+
+def status(points: Sequence[Point]) -> Table:
+    """One row per point: done, running, failed (with its error) or to do; the totals as caption."""
+    table = Table("state", "point", "run_key", "detail", box=None, header_style="bold")
+    failures = failures_of(points)
+    counts = dict.fromkeys(STATES, 0)
+    took = []
+    for point in points:
+        result, who = results.result_of(point.run_key), results.holder(point.run_key)
+        kind, message = failures.get(point.run_key, ("", ""))
+        if result.exists():
+            state, said = "done", ""
+            took.append(float(results.read(result / results.TAGS).get("seconds", 0)))
+        elif who:
+            state, said = "running", who
+        elif kind not in ("", *RETRIED):
+            state, said = "failed", f"{kind}: {message}"
+        else:
+            state, said = "to do", ""
+        counts[state] += 1
+        table.add_row(Text(state, STATES[state]), Text(point.label), point.run_key, Text(said))
+    total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    if took and (left := counts["to do"] + counts["running"]):
+        seconds = sum(took) / len(took) * left / max(1, counts["running"])
+        total += f"; about {progress.duration(seconds)} left"
+    table.caption, table.caption_justify = total, "left"
+    return table

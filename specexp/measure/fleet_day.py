@@ -1,0 +1,263 @@
+"""How many replicas a day of traffic needs, with and without speculation.
+
+The times of rounds and the acceptance are measured; everything else here is SIMULATED, by
+`serving.fleet`, for lack of a real fleet. A replica is a machine like the one that the cost table
+was measured on. Times are seconds inside, and milliseconds where they are shown or logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from tqdm.auto import tqdm
+
+from specexp.errors import UserError
+from specexp.measure import one_pairing
+from specexp.measure.under_load import QUANTILES
+from specexp.serving import arrivals, fleet
+from specexp.serving.arrivals import Arrivals, Lengths
+from specexp.serving.costs import Costs
+from specexp.serving.fleet import Limits, Pace, Served
+
+HOURS = 24
+
+
+@dataclass(frozen=True)
+class Day:
+    """The traffic of 24 hours: a number of requests, whose rate swings around its mean by the share
+    `swing` and is lowest at midnight, and the distribution of lengths. Raises UserError."""
+
+    requests: int
+    swing: float
+    lengths: Lengths
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.requests < 1:
+            raise UserError(f"requests_per_day is {self.requests}; a day has at least one")
+        arrivals.check_swing(self.swing)
+
+    @property
+    def mean(self) -> float:
+        """Mean rate, requests a second."""
+        return self.requests / (HOURS * 3600)
+
+    def rates(self) -> np.ndarray:
+        """Requests a second in the middle of each hour."""
+        middle = (np.arange(HOURS) + 0.5) / HOURS
+        return self.mean * (1 - self.swing * np.cos(2 * np.pi * middle))
+
+    def whole(self) -> Arrivals:
+        """All requests of the day."""
+        return arrivals.many_of_a_day(self.mean, self.requests, self.lengths, self.seed, self.swing)
+
+    def window(self, rate: float, count: int) -> Arrivals:
+        """`count` requests at a constant rate, a sample of an hour."""
+        return arrivals.many_bursty(rate, count, self.lengths, self.seed, 1.0)
+
+
+def lengths(prompt_tokens: int, output_tokens: int, spread: float = 0.6) -> Lengths:
+    """Lognormal lengths with these medians, clipped at four times the longer one. Raises
+    UserError."""
+    for name, tokens in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
+        if tokens < 1:
+            raise UserError(f"{name} is {tokens}; a request has at least one token of each")
+    return Lengths(prompt_tokens, output_tokens, spread, 4 * max(prompt_tokens, output_tokens))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all simulations share: the traffic, the pace of a replica under each policy, the cost
+    table (for prefill), the latency limits and the router."""
+
+    day: Day
+    paces: Mapping[str, Pace]
+    costs: Costs
+    limits: Limits
+    router: str
+
+    def simulate(self, name: str, asked: Arrivals, replicas: int, said: str = "") -> Served:
+        """Serve requests on so many replicas under a policy, with a progress bar named `said`."""
+        pace, read_s = self.paces[name], self.costs.prefill_s
+        with tqdm(total=len(asked), desc=said or name, unit="request", delay=1) as bar:
+
+            def watch(done: int) -> None:
+                bar.update(done - bar.n)
+
+            served = fleet.simulate(
+                asked, pace, read_s, replicas, self.router, self.day.seed, watch
+            )
+            watch(len(asked))
+        return served
+
+    def size(self, name: str, asked: Arrivals, near: int = 1) -> float:
+        """The fewest replicas that keep the limits, NaN if no number does. Raises UserError instead
+        for plain decoding: then there is nothing to compare with."""
+        pace, read_s = self.paces[name], self.costs.prefill_s
+        try:
+            return fleet.size(asked, pace, read_s, self.limits, self.router, self.day.seed, near)
+        except UserError:
+            if name == "plain":
+                raise
+            return float("nan")
+
+
+def setting(
+    costs: Costs,
+    accepted: pd.DataFrame,
+    names: Sequence[str],
+    day: Day,
+    rows: int,
+    ttft_ms: float,
+    tpot_steps: float,
+    router: str = "least",
+) -> Setting:
+    """A setting for these policies. accepted: rows of `bench.acceptance`; rows: streams of a
+    replica at most; tpot_steps: the limit of TPOT in plain steps of a single stream, which means
+    the same on every machine. Raises UserError."""
+    if "plain" not in names:
+        raise UserError("the other policies are compared with plain decoding: name plain, too")
+    costs = costs.sparing(one_pairing.made(accepted))
+    few = day.window(1.0, 20_000)
+    prompt, output = float(few.prompt.mean()), float(few.output.mean())
+    kept, context = one_pairing.pooled(accepted).conditional, prompt + output
+    paces = {n: fleet.pace(costs, n, kept, rows, context, prompt, output) for n in names}
+    limits = Limits(ttft_ms / 1e3, tpot_steps * costs.step_s(1, context))
+    return Setting(day, paces, costs, limits, router)
+
+
+def pace_table(setting: Setting) -> pd.DataFrame:
+    """One row a policy and number of streams: tokens/s of the replica, its draft length, and the
+    milliseconds a token of each stream."""
+    return pd.DataFrame(
+        {"policy": name, "streams": b, "tok_s": b * pace.tokens_s[b], "gamma": pace.gamma[b],
+         "token_ms": 1e3 / pace.tokens_s[b]}
+        for name, pace in setting.paces.items()
+        for b in range(1, pace.rows + 1)
+    )  # fmt: skip
+
+
+def hourly(setting: Setting, sample: int) -> pd.DataFrame:
+    """One row a policy and hour of the day: the rate of its requests, and the fewest replicas that
+    keep the limits for a sample of `sample` requests. Hours of equal rate are simulated once."""
+    rows: list[dict[str, Any]] = []
+    with _counting("sizing", HOURS * len(setting.paces)) as bar:
+        for name in setting.paces:
+            found: dict[float, float] = {}
+            near = 1
+            for hour, rate in enumerate(setting.day.rates().round(9).tolist()):
+                if rate not in found:
+                    asked = setting.day.window(rate, sample)
+                    found[rate] = setting.size(name, asked, near)
+                    near = near if np.isnan(found[rate]) else int(found[rate])
+                rows.append({"policy": name, "hour": hour, "rate": rate, "replicas": found[rate]})
+                bar.update()
+    return pd.DataFrame(rows)
+
+
+def saved(hours: pd.DataFrame, name: str) -> float:
+    """Share of plain decoding's replica-hours that a policy saves; negative if it needs more."""
+    total = hours.groupby("policy")["replicas"].sum(min_count=HOURS)
+    return float(1 - total[name] / total["plain"])
+
+
+def over_size(setting: Setting, hours: pd.DataFrame, sample: int, points: int = 9) -> pd.DataFrame:
+    """The busiest hour on fleets of several sizes. One row a policy and size: the quantiles of TTFT
+    and TPOT that are limited, in ms, and the share of requests within both limits."""
+    busiest = hours[hours["rate"] == hours["rate"].max()]
+    asked = setting.day.window(busiest["rate"].iloc[0], sample)
+    low, high = 0.6 * busiest["replicas"].min(), 1.5 * busiest["replicas"].max()
+    sizes = np.unique(np.geomspace(max(1, low), max(4, high), points).round().astype(int))
+    rows = []
+    with _counting("sizes", len(sizes) * len(setting.paces)) as bar:
+        for name in setting.paces:
+            for replicas in sizes.tolist():
+                served = setting.simulate(name, asked, replicas)
+                ttft_s, tpot_s = setting.limits.of(served)
+                rows.append({"policy": name, "replicas": replicas, "ttft_ms": 1e3 * ttft_s,
+                             "tpot_ms": 1e3 * tpot_s,
+                             "good": within(served, setting.limits).mean()})  # fmt: skip
+                bar.update()
+    return pd.DataFrame(rows)
+
+
+def within(served: Served, limits: Limits) -> np.ndarray:
+    """Whether each request is answered within both limits, bool [n]."""
+    return (served.ttft_s <= limits.ttft_s) & ~(served.tpot_s > limits.tpot_s)
+
+
+def whole_day(setting: Setting, replicas: int) -> pd.DataFrame:
+    """Every request of the day on one fleet, under every policy: one row of `served_metrics` a
+    policy."""
+    asked = setting.day.whole()
+    return pd.DataFrame(
+        {"policy": name}
+        | served_metrics(setting.simulate(name, asked, replicas, f"day, {name}"), setting.limits)
+        for name in setting.paces
+    )
+
+
+def served_metrics(served: Served, limits: Limits) -> dict[str, float]:
+    """The metrics of `load.served_metrics` for a simulated fleet; `load/occupancy`: mean streams of
+    a busy replica; `load/busy`: the share of time that replicas are busy."""
+    good, asked = within(served, limits), served.arrivals
+    found = {
+        "throughput/tok_s": asked.output.sum() / served.seconds,
+        "throughput/req_s": len(asked) / served.seconds,
+        "goodput/share": good.mean(),
+        "goodput/req_s": good.sum() / served.seconds,
+        "load/occupancy": served.stream_s.sum() / served.busy_s.sum(),
+        "load/busy": served.busy_s.mean() / served.seconds,
+    }
+    for name in ("ttft", "tpot", "e2e"):
+        values = getattr(served, f"{name}_s")
+        values = values[~np.isnan(values)]
+        for q in QUANTILES if len(values) else ():
+            found[f"latency/{name}_p{q}_ms"] = 1e3 * float(np.percentile(values, q))
+    return {key: float(value) for key, value in found.items()}
+
+
+def peak(hours: pd.DataFrame, name: str) -> int:
+    """Replicas that a policy needs in its busiest hour. Raises UserError if no number suffices."""
+    most = hours.loc[hours["policy"] == name, "replicas"].max(skipna=False)
+    if np.isnan(most):
+        raise UserError(f"{name} misses the limits with any number of replicas: raise tpot_steps")
+    return int(most)
+
+
+def metrics(
+    setting: Setting, hours: pd.DataFrame, days: pd.DataFrame, accepted: pd.DataFrame, policy: str
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of one policy, for MLflow; all but `acceptance` are SIMULATED."""
+    found, series = one_pairing.acceptance_metrics(accepted)
+    found |= {
+        "fleet/replicas": peak(hours, policy),
+        "fleet/replicas_plain": peak(hours, "plain"),
+        "fleet/saved": saved(hours, policy),
+        "fleet/replica_hours": hours.loc[hours["policy"] == policy, "replicas"].sum(),
+        "fleet/replica_hours_plain": hours.loc[hours["policy"] == "plain", "replicas"].sum(),
+        "fleet/requests": setting.day.requests,
+        "fleet/ttft_limit_ms": 1e3 * setting.limits.ttft_s,
+        "fleet/tpot_limit_ms": 1e3 * setting.limits.tpot_s,
+    }
+    found |= days.set_index("policy").loc[policy].to_dict()
+    by_hour = {name: part.set_index("hour")["replicas"] for name, part in hours.groupby("policy")}
+    return found, series | {
+        "fleet/replicas_at_hour": by_hour[policy].to_dict(),
+        "fleet/replicas_plain_at_hour": by_hour["plain"].to_dict(),
+        "fleet/tok_s_at_streams": {
+            b: b * setting.paces[policy].tokens_s[b]
+            for b in range(1, setting.paces[policy].rows + 1)
+        },
+    }
+
+
+@contextmanager
+def _counting(said: str, total: int) -> Iterator[tqdm]:
+    with tqdm(total=total, desc=said, unit="fleet", delay=1) as bar:
+        yield bar

@@ -1,0 +1,132 @@
+"""The suite `memory`: the peak memory of a run beside the need predicted from model configs.
+
+On a GPU the allocator reports the peak. On a CPU it is the largest total size of the tensors alive
+after any operation: what the program asked for, not what the process occupied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specexp.api import Rig
+from specexp.engine import Engine
+from specexp.models import memory
+from specexp.models.int8 import held
+from specexp.models.lm import LM
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors created while active: alive `now`, and at the `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and _address(x) not in given | self.known:
+                storage, at = x.untyped_storage(), _address(x)
+                self.known.add(at)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, at, storage.nbytes())
+        return made
+
+    def _gone(self, at: int, size: int) -> None:
+        self.known.discard(at)
+        self.now -= size
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+@contextmanager
+def peak(device: torch.device) -> Iterator[list[int]]:
+    """Yields a list, to which the peak is appended at the end: bytes above the start."""
+    found: list[int] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield found
+        found.append(torch.cuda.max_memory_allocated(device) - before)
+        return
+    with Alive() as alive:
+        yield found
+    found.append(alive.peak)
+
+
+def weights(modules: Sequence[Any]) -> int:
+    """Bytes of the storage behind these modules' parameters and buffers, each counted once."""
+    found = {}
+    for module in modules:
+        if isinstance(module, nn.Module):
+            for x in held([*module.parameters(), *module.buffers()]):
+                found[_address(x)] = x.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def predicted(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Need:
+    """The memory that a run of this engine needs. Weights, allocated caches and the drafter's state
+    are counted as they are; working memory is computed from configs."""
+    drafter, size = engine.drafter, engine.target.dtype.itemsize
+    caches = {id(lm.cache): lm for lm in reversed(engine.models)}.values()
+    held = sum(lm.kv_bytes_per_token * lm.cache.batch * lm.cache.size for lm in caches if lm.cache)
+    kept = sum(x.nbytes for x in drafter.state)
+    law = memory.law_bytes(engine.rule.name, engine.sampling.temperature)
+    return memory.Need(
+        weights([lm.module for lm in engine.models] + list(vars(drafter).values())),
+        held + kept,
+        memory.work_bytes(
+            [lm.config for lm in engine.models], size, batch, slots, prompt,
+            engine.policy.widest, law, len(drafter.taps),
+        ),
+    )  # fmt: skip
+
+
+def held_per_token(lm: LM) -> float:
+    """Bytes of keys and values that an allocated cache holds per slot."""
+    assert lm.cache is not None
+    return sum(x.nbytes for x in lm.cache._buffers()) / (lm.cache.batch * lm.cache.size)
+
+
+def peaks(
+    rig: Rig, texts: Sequence[str], batches: Sequence[int], max_new_tokens: int
+) -> dict[str, Any]:
+    """Predicted and measured peak per batch size, and the bytes of keys and values per token for
+    each model, as its config states and as its cache holds. Prompts repeat to fill a batch."""
+    ids, rows, models = rig.encode(texts), [], []
+    if rig.target.device.type == "cuda":  # the first matrix product allocates a lasting workspace
+        rig.apart().engine.generate(ids[:1], 2)
+    for batch in sorted(set(batches)):
+        engine = rig.apart().engine
+        engine.eos = ()
+        prompts = [ids[i % len(ids)] for i in range(batch)]
+        with peak(rig.target.device) as found:
+            engine.generate(prompts, max_new_tokens)
+        assert engine.target.cache is not None
+        slots = engine.target.cache.size
+        need = predicted(engine, batch, slots, max(map(len, prompts)))
+        measured = need.weights + found[0]
+        rows.append(
+            {"batch": batch, "slots": slots, "weights": need.weights, "cache": need.cache}
+            | {"work": need.work, "predicted": need.total, "measured": measured}
+            | {"ratio": measured / need.total}
+        )
+        models = [
+            {"model": lm.name, "stated": lm.kv_bytes_per_token, "held": held_per_token(lm)}
+            for lm in engine.models
+            if lm is engine.target or lm.cache is not engine.target.cache
+        ]
+    return {"drafter": rig.drafter, "new_tokens": max_new_tokens, "rows": rows, "models": models}

@@ -1,0 +1,223 @@
+"""The suite `peers`: other engines at the same work, on the same weights, in turns.
+
+Each side takes prompts as token lists and returns token lists. The whole call is timed, prefill
+included, and delivered tokens are counted. EOS is ignored on both sides, so that all generate the
+same number: specexp's engines have no `eos`, and while the suite runs the modules have a generation
+config without `eos_token_id`. transformers reads the draft length from the *draft model's*
+generation config: gamma, constant, with a confidence threshold of 0, so no draft ends early.
+
+Prompt lookup differs: among earlier occurrences of up to three tokens, transformers copies what
+follows the first one, specexp what follows the latest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from specexp import api
+from specexp.api import Rig
+from specexp.drafters.model import DraftModel
+from specexp.engine import Engine
+from specexp.measure import interleave, statistics
+from specexp.measure.exactness import compare
+from specexp.measure.interleave import Turn
+from specexp.measure.prompts import Prompt
+from specexp.models.int8 import split
+from specexp.sampling import Sampling
+
+MOST = 8  # largest batch size that is compared
+SUFFIX = 3  # most tokens that prompt lookup matches, on both sides
+Texts = list[list[int]]  # of a batch, row by row
+Writer = Callable[[Texts], Texts]  # prompts to new tokens
+
+# (work, their arm, our arm) of each comparison
+ALONE = (("plain", "plain", "plain"), ("draft", "draft", "draft"), ("lookup", "lookup", "lookup"),
+         ("vLLM plain", "vllm", "plain"))  # fmt: skip
+TOGETHER = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
+
+
+def peers(
+    rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """One row per comparison: tokens/s of the peer (or why it is missing) and of specexp, their
+    ratio, and how much of each output equals specexp's plain decoding (`equal`). The unit is a
+    prompt and repeat, or the whole batch and a repeat."""
+    new, gamma, device = max_new_tokens, rig.options["gamma"], rig.target.device
+    batch = max([b for b in batches if b <= MOST], default=min(batches))
+    ids = rig.encode([prompt.text for prompt in prompts])
+    crowd = [ids[i % len(ids)] for i in range(batch)]
+    engines = {
+        "plain": rig.engine.plain(),
+        "draft": rig.with_().engine,
+        "lookup": rig.with_(drafter=f"ngram:{SUFFIX}", rule="auto").engine,
+    }
+    for engine in engines.values():
+        engine.eos = ()
+    theirs, missing = others(rig, new)
+    arms = {("ours", name): ours(engine, new) for name, engine in engines.items()}
+    arms |= {("theirs", name): write for name, write in theirs.items()}
+    few = [arm for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")]
+    with same_settings([rig.target.module, *_draft_module(rig)], gamma, rig.engine.sampling):
+        each = [[row] for row in ids]
+        longest_first = sorted(each, key=lambda rows: -len(rows[0]))
+        alone = interleave.take(arms, each * repeats, device, "peers", warm=longest_first)
+        packed = interleave.take(
+            {arm: arms[arm] for arm in few},
+            [crowd] * max(repeats, statistics.FEWEST),
+            device,
+            f"peers, batch {batch}",
+        )
+    rows = [
+        {"work": work, "batch": size}
+        | compared(seen.get(("theirs", their)), seen["ours", our])
+        | {"missing": missing.get(their)}
+        | {"equal": equal(engines["plain"], asked, seen.get(("theirs", their)), new)}
+        | {"ours_equal": equal(engines["plain"], asked, seen["ours", our], new)}
+        for size, seen, asked, pairs in ((1, alone, ids, ALONE), (batch, packed, crowd, TOGETHER))
+        for work, their, our in pairs
+    ]
+    return {
+        "gamma": gamma, "drafter": rig.drafter, "prompts": len(ids), "repeats": repeats,
+        "new_tokens": new, "batch": batch, "rows": rows,
+    }  # fmt: skip
+
+
+def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, Any]:
+    """Delivered tokens/s of both sides over all turns, and the ratio of ours to theirs."""
+    found: dict[str, Any] = {"tok_s": float(_tokens(ours).sum() / sum(interleave.seconds(ours)))}
+    if not theirs:
+        return found | {"their_tok_s": None, "ratio": None}
+    ratio = statistics.speedup(
+        interleave.seconds(theirs), _tokens(theirs), interleave.seconds(ours), _tokens(ours)
+    )
+    their_tok_s = float(_tokens(theirs).sum() / sum(interleave.seconds(theirs)))
+    return found | {"their_tok_s": their_tok_s, "ratio": ratio._asdict()}
+
+
+def equal(
+    plain: Engine, ids: Texts, seen: Sequence[Turn] | None, max_new_tokens: int
+) -> dict[str, float] | None:
+    """How far an arm's first greedy outputs for `ids` equal those of `plain`: the share of tokens
+    before each row's first difference, and the rows that differ at a near tie or for any other
+    reason. None for sampled output, whose noise differs."""
+    if seen is None or plain.sampling.temperature > 0:
+        return None
+    texts = [row for turn in seen for row in turn.made][: len(ids)]
+    found = compare(plain, ids, texts, max_new_tokens, range(len(ids)))
+    share = found.tokens / (len(ids) * max_new_tokens)
+    return {"share": share, "ties": found.ties, "others": found.bugs}
+
+
+def _tokens(seen: Sequence[Turn]) -> np.ndarray:
+    return np.array([sum(map(len, turn.made)) for turn in seen])
+
+
+# --- the arms ------------------------------------------------------------------------------------
+
+
+def ours(engine: Engine, max_new_tokens: int) -> Writer:
+    return lambda texts: engine.generate(texts, max_new_tokens).tokens
+
+
+def others(rig: Rig, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, str]]:
+    """The peers available here, and why the others are not."""
+    module, new = rig.target.module, max_new_tokens
+    lookup = {"prompt_lookup_num_tokens": rig.options["gamma"], "max_matching_ngram_size": SUFFIX}
+    found = {"plain": transformers(module, new), "lookup": transformers(module, new, **lookup)}
+    missing = {}
+    if why := unassisted(rig):
+        missing["draft"] = why
+    else:
+        [draft] = _draft_module(rig)
+        found["draft"] = transformers(module, new, assistant_model=draft)
+    if importlib.util.find_spec("vllm") is None:
+        missing["vllm"] = "vLLM is not installed"
+    elif split(rig.options["target"])[1]:
+        missing["vllm"] = f"vLLM cannot load {rig.target.name}"
+    else:
+        found["vllm"] = vllm(rig, new)
+    return found, missing
+
+
+def unassisted(rig: Rig) -> str:
+    """Why transformers' assisted generation cannot run this pairing; "" if it can."""
+    drafter = rig.engine.drafter
+    if not isinstance(drafter, DraftModel):
+        return f"assisted generation needs a draft model, and {rig.drafter} is not one"
+    sizes = [lm.config.vocab_size for lm in (rig.target, drafter.lm)]
+    if sizes[0] != sizes[1]:
+        return (
+            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}, which "
+            "assisted generation mistakes for different tokenizers"
+        )
+    return ""
+
+
+def _draft_module(rig: Rig) -> list[Any]:
+    drafter = rig.engine.drafter
+    return [drafter.lm.module] if isinstance(drafter, DraftModel) else []
+
+
+def transformers(module: Any, max_new_tokens: int, **how: Any) -> Writer:
+    """`module.generate` with rows padded on the left; how: options besides `same_settings`."""
+
+    def write(texts: Texts) -> Texts:
+        width = max(map(len, texts))
+        ids = [[0] * (width - len(row)) + row for row in texts]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in texts]
+        made = module.generate(
+            input_ids=torch.tensor(ids, device=module.device),
+            attention_mask=torch.tensor(mask, device=module.device),
+            max_new_tokens=max_new_tokens, **how,
+        )  # fmt: skip
+        return [row[width:] for row in made.tolist()]
+
+    return write
+
+
+@contextmanager
+def same_settings(modules: Sequence[Any], gamma: int, sampling: Sampling) -> Iterator[None]:
+    """While active, the modules `generate` as specexp does: without EOS, greedily or from the same
+    law, and with a constant draft length of gamma."""
+    law: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        law = {"do_sample": True, "temperature": sampling.temperature,
+               "top_k": sampling.top_k, "top_p": sampling.top_p}  # fmt: skip
+    kept = [(module, module.generation_config) for module in modules]
+    try:
+        for module, config in kept:
+            module.generation_config = type(config)(
+                eos_token_id=None, pad_token_id=0, num_assistant_tokens=gamma,
+                num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0, **law,
+            )  # fmt: skip
+        yield
+    finally:
+        for module, config in reversed(kept):
+            module.generation_config = config
+
+
+def vllm(rig: Rig, max_new_tokens: int) -> Writer:
+    """vLLM's offline engine at its defaults, plain decoding; it loads a second copy of the
+    weights."""
+    package = importlib.import_module("vllm")
+    engine = package.LLM(
+        model=api.locate(rig.options["target"]), dtype=rig.options["dtype"],
+        max_model_len=min(rig.target.context, 4096), gpu_memory_utilization=0.4,
+    )  # fmt: skip
+    sampling = package.SamplingParams(
+        temperature=rig.engine.sampling.temperature, max_tokens=max_new_tokens, ignore_eos=True
+    )
+
+    def write(texts: Texts) -> Texts:
+        asked = [{"prompt_token_ids": row} for row in texts]
+        made = engine.generate(asked, sampling, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in made]
+
+    return write

@@ -1,0 +1,119 @@
+"""Regression check for `specexp bench`: compares the ratios of two runs, never their seconds.
+
+A ratio is worse if the two intervals are disjoint in the wrong direction, by more than MARGIN. Two
+runs of the same code on an idle machine hardly ever differ that much; on a shared machine memory
+and core speeds drift, so repeat the run before trusting a ratio that looks worse.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from specexp.errors import UserError
+from specexp.figures.hardware import WORK
+from specexp.measure.statistics import Interval
+
+MARGIN = 0.05
+ALIKE = ("target", "drafter", "gamma", "temperature", "dtype", "max_new_tokens", "prompts")
+SUITES = ("peers", "roofline", "round")  # the others have no ratio that should rise or fall
+
+
+class Change(NamedTuple):
+    """One ratio, then and now. `rises`: whether higher is better."""
+
+    what: str
+    then: Interval
+    now: Interval
+    rises: bool
+
+    @property
+    def worse(self) -> bool:
+        if self.rises:
+            return self.now.high < self.then.low * (1 - MARGIN)
+        return self.now.low > self.then.high * (1 + MARGIN)
+
+    @property
+    def better(self) -> bool:
+        return self._replace(then=self.now, now=self.then).worse
+
+
+def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[str, Any]:
+    """Load an earlier report. Raises UserError if the file is not one, or if it was measured with
+    other parameters or suites than those given."""
+    try:
+        report = dict(json.loads(path.read_text()))
+        then, there = dict(report["parameters"]), set(report["suites"])
+        _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
+    except OSError as e:
+        raise UserError(
+            f"cannot read {path}: {e.strerror}; write one with specexp bench --out"
+        ) from e
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise UserError(
+            f"{path} is not a report that this version reads; write one with specexp bench --out"
+        ) from e
+    differing = [
+        f"{name} {then.get(name)!r}, now {parameters[name]!r}"
+        for name in ALIKE
+        if then.get(name) != parameters[name]
+    ]
+    if differing:
+        raise UserError(
+            f"{path} was measured with {'; '.join(differing)}: use the same options for both"
+        )
+    if not there & {*suites} & {*SUITES}:
+        raise UserError(
+            f"{path} shares none of the suites {', '.join(SUITES)} with this run: nothing to "
+            "compare"
+        )
+    return report
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+    """Every ratio that both reports have."""
+    before = {what: found for what, found, _ in _ratios(then["suites"])}
+    return [
+        Change(what, before[what], found, rises)
+        for what, found, rises in _ratios(now["suites"])
+        if what in before
+    ]
+
+
+def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
+    """A unique name for each ratio, the ratio, and whether higher is better."""
+    alone: set[str] = set()
+    for row in suites.get("peers", {}).get("rows", ()):
+        what = f"peers: {WORK[row['work']]}, batch {row['batch']}"
+        what += ", together" if what in alone else ""  # --batches 1 gives two rows at batch 1
+        alone.add(what)
+        if row["ratio"]:
+            yield what, Interval(**row["ratio"]), True
+    for row in suites.get("roofline", {}).get("rows", ()):
+        what = f"pass: {row['model']}, {row['tokens']} tokens"
+        yield f"{what} / bare products", Interval(**row["over_bare"]), False
+        if row["tokens"] > 1:
+            yield f"{what} / one", Interval(**row["over_step"]), False
+    if found := suites.get("round"):
+        for side in ("plain", "fast"):
+            yield f"round: {side}, outside passes", Interval(**found[side]["overhead"]), False
+        yield "round: speedup", Interval(**found["speedup"]["measured"]), True
+
+
+def table(found: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
+    """One row per ratio; worse ones in red."""
+    title = "against an earlier run"
+    if then.get("about", {}).get("device") != now["about"]["device"]:
+        title += f" on another device ({then.get('about', {}).get('device')})"
+    made = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
+                 box=None, header_style="bold")  # fmt: skip
+    for change in found:
+        verdict = Text("better", "green") if change.better else Text()
+        verdict = Text("worse", "red") if change.worse else verdict
+        made.add_row(Text(change.what), str(change.then), str(change.now), verdict)
+    return made

@@ -1,0 +1,145 @@
+"""The suite `roofline`: is a pass limited by the hardware, or by what the toolkit adds to it?
+
+A pass over few tokens reads every weight once and computes little, so memory bandwidth bounds it.
+Two references are timed in the same turns: a copy of a buffer larger than any cache, and the bare
+matrix products of the same model by torch, back to back (a compiled pass may beat those).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specexp.api import Rig
+from specexp.fast import cuda_graphs
+from specexp.measure import interleave
+from specexp.models.int8 import held
+from specexp.models.lm import LM, free_memory
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+PASSES = 10  # turns per repeat: a single pass is short
+CONTEXT = 256  # cache slots that a pass reads, or the model's context if that is shorter
+COPIED = {"cpu": 2**28, "cuda": 2**30}  # bytes: several times a usual last-level cache
+
+
+def weight_bytes(module: nn.Module, tokens: int) -> int:
+    """Bytes of weights that a pass over `tokens` tokens reads.
+
+    A tensor shared by several modules counts once. An embedding not tied to the LM head counts only
+    the rows looked up. All experts of a mixture are counted.
+    """
+    looked_up: dict[int, Tensor] = {}
+    read: dict[int, Tensor] = {}
+    for part in module.modules():
+        for weight in held(part.parameters(recurse=False)):
+            (looked_up if isinstance(part, nn.Embedding) else read)[weight.data_ptr()] = weight
+    rows = [w[:tokens] for pointer, w in looked_up.items() if pointer not in read]
+    return sum(w.numel() * w.element_size() for w in (*read.values(), *rows))
+
+
+def pass_bytes(lm: LM, batch: int, tokens: int, context: int) -> int:
+    """Bytes that a pass over `tokens` tokens a row must read: the weights, and the keys and values
+    of `context` slots a row. The few tokens' keys and values that it writes are left out."""
+    return weight_bytes(lm.module, batch * tokens) + batch * context * lm.kv_bytes_per_token
+
+
+def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
+    """The bare matrix products of a pass over `tokens` tokens: every linear layer's weight
+    [out, in] applied to a random activation [tokens, in], in order, without biases."""
+    weights = matrices(module)
+    x = {
+        w.shape[1]: torch.randn(tokens, w.shape[1], device=w.device, dtype=w.dtype) for w in weights
+    }
+
+    @torch.inference_mode()
+    def multiply() -> None:
+        for w in weights:
+            nn.functional.linear(x[w.shape[1]], w)
+
+    run = cuda_graphs.capture(multiply, weights[0].device)
+    return lambda _: run()
+
+
+def matrices(module: nn.Module) -> list[Tensor]:
+    """The weights [out, in] of all linear layers, LM head included. GPT-2 stores them [in, out]."""
+    found: list[Any] = []
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            found.append(part.weight)
+        elif type(part).__name__ == "Conv1D":
+            found.append(part.weight.T)
+    return found
+
+
+def a_pass(
+    lm: LM, ids: list[int], batch: int, tokens: int, context: int, slack: int = 0
+) -> Callable[[Any], Any]:
+    """A repeatable pass over `tokens` tokens a row, at the end of a prompt that fills a buffer of
+    `context` slots except the last `slack` (at least `tokens`). It has a cache of its own. ids: any
+    tokens; they are repeated to fill the prompt."""
+    lm = LM(lm.module, lm.name, lm.vocab)
+    slack = max(slack, tokens)
+    length = max(1, context - slack)
+    text = [token % lm.vocab for token in islice(cycle(ids), length + tokens)]
+    seqs = Sequences.of([text[:length]] * batch, 0, slack=context - length, device=lm.device)
+    guesses = torch.tensor([text[length : length + tokens - 1]] * batch, device=lm.device)
+    draft = seqs.draft(Tree.chain(tokens - 1).nodes(lm.device), guesses.long())
+    lm.allocate(*seqs.tokens.shape)
+    lm.prefill(seqs, 0, length - 1)
+    run = cuda_graphs.capture(torch.inference_mode()(lambda: lm.verify(seqs, draft)), lm.device)
+    return lambda _: run()
+
+
+def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
+    """A copy between two large buffers, and the bytes that it moves: half read, half written. (A
+    processor that reads a cache line before overwriting it moves half as much again.)"""
+    size = min(COPIED[device.type], free_memory(device) // 8)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return lambda _: target.copy_(source), 2 * size
+
+
+def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
+    """One row per model (see `causal`) and pass, over 1 token and over gamma + 1."""
+    gamma, ids = rig.options["gamma"], [t for row in rig.encode(texts) for t in row]
+    copy, copied = copying(rig.target.device)
+    arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
+    for at, lm in enumerate(causal(rig)):
+        for tokens in (1, gamma + 1):
+            arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
+            arms[at, tokens, "bare"] = products(lm.module, tokens)
+    seen = interleave.take(arms, range(repeats * PASSES), rig.target.device, "roofline", lead=1)
+    copy_s = interleave.median_s(seen["copy"])
+    rows = []
+    for at, lm in enumerate(causal(rig)):
+        for tokens in (1, gamma + 1):
+            took, bare = seen[at, tokens], seen[at, tokens, "bare"]
+            read = pass_bytes(lm, 1, tokens, _context(lm))
+            rows.append(
+                {"model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read}
+                | {
+                    "ms": 1e3 * interleave.median_s(took),
+                    "bare_ms": 1e3 * interleave.median_s(bare),
+                }
+                | {"gb_s": 1e-9 * read / interleave.median_s(took)}
+                | {"of_copy": interleave.ratio(seen["copy"], took, read / copied)._asdict()}
+                | {"over_bare": interleave.ratio(took, bare)._asdict()}
+                | {"over_step": interleave.ratio(took, seen[at, 1])._asdict()}
+            )
+    about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
+    return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}
+
+
+def causal(rig: Rig) -> list[LM]:
+    """The target, and the drafter's models that read tokens alone. An EAGLE layer also reads the
+    target's hidden states; its cost is in the suite `round`."""
+    return [lm for lm in rig.engine.models if hasattr(lm.module, "base_model")]
+
+
+def _context(lm: LM) -> int:
+    return min(CONTEXT, lm.context)

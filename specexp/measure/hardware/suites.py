@@ -1,0 +1,390 @@
+"""The suites of `specexp bench`: is this machine limited by its hardware, or by the toolkit?
+
+Four suites time interleaved comparisons in one process: `peers` (other engines at the same work),
+`roofline` (a pass against memory bandwidth and its own matrix products), `round` (where a round's
+time goes) and `scale` (how the cost of a pass grows). `memory` times nothing: it compares peak
+memory with the prediction from configs. Every suite returns plain data that JSON can hold.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from specexp import api
+from specexp.api import Rig
+from specexp.commands import doctor
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.fast import cpu, cuda_graphs
+from specexp.measure import interleave, one_pairing, statistics
+from specexp.measure.hardware import peers
+from specexp.measure.hardware.peak_memory import peaks
+from specexp.measure.hardware.roofline import PASSES, a_pass, causal, roofline, weight_bytes
+from specexp.measure.prompts import Prompt
+from specexp.models.lm import DTYPES, LM, load
+from specexp.sequences import Sequences
+from specexp.serving.costs import Fit, fingerprint
+from specexp.trace import Acceptance, Trace
+from specexp.zoo import shelf
+
+NAMES = ("peers", "roofline", "round", "scale", "memory")
+PHASES = ("draft", "verify", "accept", "commit", "host")
+TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
+PROMPTS = 5  # how many prompts are used, evenly over categories
+PACKAGES = ("specexp", "torch", "transformers", "numpy", "vllm")
+
+
+def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The machine and software behind the figures: `costs.fingerprint`, versions, load average, and
+    a warning if the dtype is emulated."""
+    return fingerprint(device, dtype) | {
+        "where": doctor.described(device),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": {"python": platform.python_version()}
+        | {name: version for name in PACKAGES if (version := doctor.version(name))},
+        "graphs": cuda_graphs.on(device) is not None,
+        "warning": doctor.slow(dtype, device),
+    }
+
+
+def place(out: Path, options: dict[str, Any]) -> Path:
+    """The file to write: `out` itself, or, if that is a folder, a file in it named by device, dtype
+    and target."""
+    if out.suffix and not out.is_dir():
+        return out
+    device = torch.device(api.where(options["device"]))
+    machine = fingerprint(device, DTYPES[options["dtype"]])
+    words = "bench", machine["device"], machine["dtype"], Path(options["target"]).name
+    return out / ("_".join(re.sub(r"\W+", "-", word).strip("-") for word in words) + ".json")
+
+
+def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
+    """Raises UserError with every problem, one line each, before any weight is loaded."""
+    problems = [
+        f"suite {name!r} is unknown; there are {', '.join(NAMES)}"
+        for name in names
+        if name not in NAMES
+    ]
+    if options["gamma"] == 0:
+        problems.append("gamma is 0; to measure speculation it must be 1 or more")
+    batches = options.get("batches", [1])
+    # rows of the largest batch that generates: `memory` runs every batch, `peers` one
+    most = max(batches) if "memory" in names else max(peers.MOST, min(batches))
+    problems += api.check(options | {"batches": [min(b, most) for b in batches]}, texts)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def run(
+    name: str, rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
+    repeats: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One suite, as plain data."""
+    if name == "peers":
+        return peers.peers(rig, prompts, batches, max_new_tokens, repeats)
+    texts = [prompt.text for prompt in prompts]
+    if name == "roofline":
+        return roofline(rig, texts, repeats)
+    if name == "round":
+        return a_round(rig, texts, max_new_tokens, repeats)
+    if name == "memory":
+        return peaks(rig, texts, batches, max_new_tokens)
+    return scale(rig, texts, batches, repeats)
+
+
+# --- round ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[dict[str, float]]:
+    """Hook clocks into `engine` while active; yields seconds by phase, summed over its rounds.
+
+    The device is synchronised at every phase border, and the phases have no gaps between them.
+    draft: `propose`; verify: the target's pass; accept: law and rule; commit: from the verdict to
+    the report (observe, commit; on a chain there is nothing to move); host: everything between two
+    rounds, which is reading the report and Python's work on it. `passes`: the part of `draft`
+    inside the drafter's models, 0 where drafting is replayed; `rounds`: their number.
+
+    Rounds that are otherwise replayed whole are split: draft and verify are replayed, the rest is
+    launched one operation at a time.
+    """
+    spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
+    drafter, device = engine.drafter, engine.target.device
+    replays = engine.replays
+    replayed = replays is not None and "round" in replays.kinds
+    whole = replayed or (engine.graphs is not None and not drafter.on_host)
+    last, drafting = interleave.clock(device), False
+
+    def border(phase: str | None) -> None:
+        nonlocal last
+        now = interleave.clock(device)
+        if phase:
+            spent[phase] += now - last
+        last = now
+
+    def begin(call: Any, *args: Any) -> Any:
+        made = call(*args)
+        border(None)  # prefill is not part of a round
+        return made
+
+    def a_round(call: Any, *args: Any) -> Any:
+        made = call(*args)
+        border("commit")
+        spent["rounds"] += 1
+        return made
+
+    def propose(call: Any, *args: Any) -> Any:
+        nonlocal drafting
+        border("host")
+        drafting = True
+        made = engine.drafted(*args) if whole else call(*args)
+        border("draft")
+        drafting = False
+        return made
+
+    def verify(call: Any, *args: Any) -> Any:
+        made = engine.verified(*args) if whole else call(*args)
+        border("verify")
+        return made
+
+    def observe(call: Any, *args: Any) -> Any:
+        border("accept")
+        return call(*args)
+
+    def feed(call: Any, *args: Any, **more: Any) -> Any:
+        started = interleave.clock(device)
+        made = call(*args, **more)
+        if drafting:
+            spent["passes"] += interleave.clock(device) - started
+        return made
+
+    hooks: list[tuple[Any, str, Any]] = [
+        (engine, "begin", begin), (engine, "round", a_round), (engine, "_propose", propose),
+        (engine, "_verify", verify), (drafter, "observe", observe),
+    ]  # fmt: skip
+    if whole:
+        hooks += [(engine, "launch", lambda _, seqs, tree, *hold: engine.unrecorded(seqs, tree))]
+    else:
+        hooks += [(lm, "feed", feed) for lm in drafter.models]
+    with ExitStack() as borders:
+        if not whole:
+            engine.replays = None
+            borders.callback(setattr, engine, "replays", replays)
+        for owner, name, noted in hooks:
+            setattr(owner, name, partial(noted, getattr(owner, name)))  # hides the class's own
+            borders.callback(delattr, owner, name)
+        yield spent
+    border("host")
+
+
+def a_round(
+    rig: Rig, texts: Sequence[str], max_new_tokens: int, repeats: int
+) -> dict[str, Any]:  # fmt: skip
+    """Where a round's time goes, by phase, plain and speculative; the unit is a prompt and repeat.
+
+    The clean loop has no clocks except the one at the end of every round. The phases come from
+    generating the same outputs again, round by round in the same state, with a clock at every phase
+    border.
+    """
+    fast = rig.with_().engine
+    fast.eos = ()
+    plain = fast.plain()
+
+    def clean(engine: Engine, ids: list[int]) -> tuple[Trace, float]:
+        with passing(engine) as spent:
+            trace = engine.generate([ids], max_new_tokens).trace
+        return trace, spent()
+
+    def replay(engine: Engine, ids: list[int]) -> dict[str, float]:
+        with watched(engine) as spent:
+            engine.generate([ids], max_new_tokens)
+        return spent
+
+    arms: dict[Any, Callable[[list[int]], Any]] = {
+        ("plain", "clean"): lambda ids: clean(plain, ids),
+        ("fast", "clean"): lambda ids: clean(fast, ids),
+        ("plain", "replay"): lambda ids: replay(plain, ids),
+        ("fast", "replay"): lambda ids: replay(fast, ids),
+    }
+    items = rig.encode(texts) * repeats
+    seen = interleave.take(
+        arms, items, rig.target.device, "round", lead=1
+    )  # rounds get recorded then
+    made = {arm: [turn.made for turn in found] for arm, found in seen.items()}
+    sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
+    traces = {side: [trace for trace, _ in made[side, "clean"]] for side in ("plain", "fast")}
+    record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
+    record.check()
+    gamma = rig.options["gamma"]
+    passes = pd.DataFrame(
+        {
+            "gamma": [0, gamma], "rest_s": 0.0,
+            "draft_s": [0.0, sides["fast"]["draft_passes_ms"] / 1e3],
+            "verify_s": [sides[side]["phases"]["verify"]["ms"] / 1e3 for side in sides],
+        }
+    )[["gamma", "draft_s", "verify_s", "rest_s"]]  # fmt: skip
+    times = [[t.decode_s for t in of] for of in traces.values()]
+    tokens = [[t.emitted for t in of] for of in traces.values()]
+    measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1])
+    predicted = one_pairing.predicted(passes, record).set_index("gamma")["speedup"][gamma]
+    return {
+        "gamma": gamma, "drafter": rig.drafter, "texts": len(texts), "turns": len(items),
+        **sides,
+        "acceptance": {"rate": record.rate, "length": record.length,
+                       "conditional": list(record.conditional)},
+        "speedup": {"measured": measured._asdict(), "from_passes": float(predicted)},
+    }  # fmt: skip
+
+
+@contextmanager
+def passing(engine: Engine) -> Iterator[Callable[[], float]]:
+    """Yields a function that returns the seconds spent in passes since prefill, by the clock in
+    compiled passes. 0 where rounds are not replayed or a model is not compiled: the phases are used
+    instead."""
+    nets = [lm.net for lm in engine.models]
+    clocked = engine.replays is not None and all(isinstance(net, cpu.Native) for net in nets)
+    begin, begun = engine.begin, 0.0
+
+    def noted(seqs: Sequences) -> Sequences:
+        nonlocal begun
+        made = begin(seqs)
+        begun = cpu.passes_s()
+        return made
+
+    vars(engine)["begin"] = noted
+    try:
+        yield lambda: cpu.passes_s() - begun if clocked else 0.0
+    finally:
+        del vars(engine)["begin"]
+
+
+def _side(
+    clean_loops: Sequence[tuple[Trace, float]], replays: Sequence[dict[str, float]]
+) -> dict[str, Any]:  # fmt: skip
+    """The figures of one engine. clean_loops: traces with the seconds spent in passes (0 without a
+    clock); replays: the same rounds by phase."""
+    rounds = np.array([spent["rounds"] for spent in replays])
+    clean = np.array([trace.decode_s / len(trace.rounds) for trace, _ in clean_loops])
+    timed = np.array([spent / len(trace.rounds) for trace, spent in clean_loops])
+    each = {phase: np.array([s[phase] for s in replays]) / rounds for phase in (*PHASES, "passes")}
+    models = each["passes"].any()
+    passes = each["passes"] if models else each["draft"]  # without a model, all of drafting
+    total = np.sum([each[phase] for phase in PHASES], 0)
+    inside = timed if timed.any() else passes + each["verify"]
+    overhead = statistics.interval(lambda r, p: 1 - p.sum(-1) / r.sum(-1), clean, inside)
+    return {
+        "round_ms": 1e3 * float(clean.mean()),
+        "phases": {
+            phase: {"ms": 1e3 * float(each[phase].mean()),
+                    "share": statistics.share(each[phase], total)._asdict()}
+            for phase in PHASES
+        },
+        "draft_passes_ms": 1e3 * float(passes.mean()),
+        "sum_over_round": statistics.ratio(total, clean)._asdict(),
+        "overhead": overhead._asdict(),
+    }  # fmt: skip
+
+
+# --- scale ---------------------------------------------------------------------------------------
+
+
+def scale(
+    rig: Rig, texts: Sequence[str], batches: Sequence[int], repeats: int
+) -> dict[str, Any]:  # fmt: skip
+    """How the cost of a target pass grows along each axis, starting from one row, one token and a
+    short buffer; the LM head's product alone, over vocabulary size; and a one-token pass of other
+    models (see `_models`)."""
+    target, gamma = rig.target, rig.options["gamma"]
+    ids = [t for row in rig.encode(texts) for t in row]
+    contexts = [c for c in CONTEXTS if c <= target.context] or [target.context]
+    short = contexts[0]
+    tokens = [n for n in sorted({*TOKENS, gamma + 1}) if n <= short // 2]
+    axes: dict[str, list[tuple[int, int, int]]] = {
+        "batch": [(b, 1, short) for b in sorted({1, *batches})],
+        "tokens": [(1, n, short) for n in tokens],
+        "context": [(1, 1, c) for c in contexts],
+    }
+    places = dict.fromkeys(place for along in axes.values() for place in along)
+    arms: dict[Any, Callable[[Any], Any]] = {
+        place: a_pass(target, ids, *place, slack=min(max(TOKENS), short // 2)) for place in places
+    }
+    models = dict(enumerate(_models(rig)))
+    for at, lm in models.items():
+        arms["model", at] = a_pass(lm, ids, 1, 1, min(short, lm.context))
+    head = target.module.get_output_embeddings()
+    heads = _heads(head.weight)
+    arms |= {("vocabulary", V): multiply for V, multiply in heads.items()}
+    seen = interleave.take(arms, range(repeats * PASSES), target.device, "scale", lead=1)
+    rows = [
+        _row(axis, place[at], seen[place], seen[along[0]])
+        for at, (axis, along) in enumerate(axes.items())
+        for place in along
+    ]
+    rows += [_row("vocabulary", V, seen["vocabulary", V], seen["vocabulary", min(heads)])
+             for V in heads]  # fmt: skip
+    rows += [
+        _row("model", lm.name, seen["model", at], seen["model", 0])
+        | {"parameters": lm.parameters, "vocabulary": lm.vocab,
+           "bytes": weight_bytes(lm.module, 1)}
+        for at, lm in models.items()
+    ]  # fmt: skip
+    n, c, t = zip(
+        *((b * k, c, interleave.median_s(seen[b, k, c])) for b, k, c in places), strict=True
+    )
+    fit = Fit.of(n, c, t)
+    return {
+        "turns": repeats * PASSES, "context": short, "rows": rows,
+        "fit": {"floor_ms": 1e3 * fit.floor_s, "per_token_us": 1e6 * fit.token_s(short),
+                "per_slot_ns": 1e9 * fit.per_slot_s, "r2": fit.r2,
+                "knee": fit.knee(short) if fit.token_s(short) else None},
+    }  # fmt: skip
+
+
+def _row(axis: str, value: Any, took: Sequence[interleave.Turn], first: Any) -> dict[str, Any]:
+    ratio = interleave.ratio(took, first)._asdict()
+    return {
+        "axis": axis,
+        "value": value,
+        "ms": 1e3 * interleave.median_s(took),
+        "over_first": ratio,
+    }
+
+
+def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
+    """The LM head's product for one token, over a quarter, half and all of its vocabulary."""
+    V, E = weight.shape
+    x = torch.randn(1, E, device=weight.device, dtype=weight.dtype)
+    parts = {v: weight[:v] for v in sorted({max(1, V // 4), max(1, V // 2), V})}
+    return {
+        v: torch.inference_mode()(lambda _, w=part: nn.functional.linear(x, w))
+        for v, part in parts.items()
+    }
+
+
+def _models(rig: Rig) -> list[LM]:
+    """The target and the drafter's models; for a target from the zoo, all models of the zoo."""
+    found = causal(rig)
+    known = {model.name: model for model in shelf.models(shelf.SHELF)}
+    if rig.options["target"] in known:
+        names = {lm.name for lm in found}
+        dtype, device = rig.options["dtype"], str(rig.target.device)
+        found += [
+            load(model.path, model.name, dtype, device)
+            for model in known.values()
+            if model.role in ("target", "draft", "control") and model.name not in names
+        ]
+    return found

@@ -1,0 +1,82 @@
+"""Interleaved timing: `specexp bench` calls the arms that it compares in turns.
+
+The speed of a shared machine drifts. Arms called one after another, in reverse order every other
+turn, meet the same drift, so their ratios are reproducible where their seconds are not. The unit of
+every interval is the turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from specexp.measure import statistics
+from specexp.measure.statistics import Interval
+
+Arm = TypeVar("Arm")
+Item = TypeVar("Item")
+
+
+class Turn(NamedTuple):
+    """One call of an arm: its duration and its result."""
+
+    seconds: float
+    made: Any = None
+
+
+def clock(device: torch.device) -> float:
+    """A timestamp in seconds, taken after all work queued on the device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def take(
+    arms: Mapping[Arm, Callable[[Item], Any]],
+    items: Sequence[Item],
+    device: torch.device,
+    about: str,
+    lead: int = 0,
+    warm: Sequence[Item] = (),
+) -> dict[Arm, list[Turn]]:
+    """Time every arm on every item, arms in reverse order every other turn; one turn an item.
+
+    Uncounted warm-up turns come first, on `warm` (where rounds are recorded: items of every shape),
+    or else on the first item. Each arm is called `lead` more times just before every timed call, on
+    the same item. about: the label of the progress bar.
+    """
+    seen: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
+    first = warm or items[:1]
+    with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, unit="call") as bar:
+        for number, item in enumerate([*first, *items], 1 - len(first)):
+            for arm in list(arms)[:: -1 if number % 2 else 1]:
+                for _ in range(lead):
+                    arms[arm](item)
+                begin = clock(device)
+                made = arms[arm](item)
+                took = clock(device) - begin
+                if number > 0:
+                    seen[arm].append(Turn(took, made))
+                bar.update()
+    return seen
+
+
+def seconds(turns: Sequence[Turn]) -> list[float]:
+    return [turn.seconds for turn in turns]
+
+
+def median_s(turns: Sequence[Turn]) -> float:
+    return float(np.median(seconds(turns)))
+
+
+def ratio(above: Sequence[Turn], below: Sequence[Turn], factor: float = 1.0) -> Interval:
+    """`factor` times the median seconds of one arm over another's, turns paired. Medians, because
+    in a sum of millisecond passes one disturbed turn would outweigh all others."""
+    return statistics.interval(
+        lambda a, b: factor * np.median(a, -1) / np.median(b, -1), seconds(above), seconds(below)
+    )

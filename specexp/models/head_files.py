@@ -1,0 +1,242 @@
+"""The layouts in which heads are published: Medusa, EAGLE-1/2, EAGLE-3 and `speculators`.
+
+Reading turns a folder or hub id into one description (`Head`) with the tensor names of the
+published EAGLE-3 and Medusa files. Writing does the reverse, for EAGLE-3 in the layout of the
+`speculators` package, which vLLM serves. Weights are safetensors, or pickles that hold only tensors
+(`weights_only`). This file knows files and names; heads.py knows what the tensors do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specexp.errors import UserError, first_line
+from specexp.models import int8
+
+LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
+_MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
+_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight)$")  # derived from d2t, or the target's
+_WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Head:
+    """Heads on disk. kind: `medusa`, `eagle` or `eagle3`; config as in config.json; `shapes`: of
+    every tensor, by heads.py's names. Weights are read only by `tensors`."""
+
+    kind: str
+    source: str
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    file: Path
+    names: dict[str, str]
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self.file.suffix == ".safetensors":
+            with safe_open(self.file, "pt") as held:
+                return {name: held.get_tensor(theirs) for name, theirs in self.names.items()}
+        held = _unpickled(self.file)
+        return {name: held[theirs].clone() for name, theirs in self.names.items()}
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The NORMS that are on, by the config itself or its `eagle_config` (ModelOpt). One that
+        neither mentions is off, as in the `speculators` package."""
+        return tuple(n for n in NORMS if self.config.get(n, self._nested.get(n)))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's states that EAGLE-3 reads, numbered like transformers' `hidden_states`: 0
+        is the embeddings, t the output of layer t - 1 (layers count from 0). () if none are listed.
+
+        A list in the config itself, as in the `speculators` format, is numbered like that (vLLM
+        reads state t where layer t begins). For a list in `eagle_config` no file says how it is
+        numbered. SpecForge and ModelOpt train on the outputs of the layers listed, by default 1,
+        L/2 - 1 and L - 4, which are states 2, L/2 and L - 3; others list the states. If the lowest
+        number is 1 the list is taken for layers, as SGLang does for Llama and most targets. A wrong
+        guess costs only acceptance. So does state L, which vLLM takes before the target's last norm
+        and transformers after it. States are fused in the order of the layers, not of the list.
+        """
+        own, nested = self.config.get(_TAPS), self._nested.get(_TAPS)
+        listed = own or nested or []
+        if not isinstance(listed, list) or not all(type(t) is int for t in listed):
+            raise UserError(f"{self.source}: config.json has {listed} for {_TAPS}; give numbers")
+        layers = not own and min(listed, default=0) == 1
+        return tuple(sorted(t + layers for t in listed))
+
+    @property
+    def _nested(self) -> dict[str, Any]:
+        nested = self.config.get("eagle_config")
+        return nested if isinstance(nested, dict) else {}
+
+
+def read(source: str | Path) -> Head:
+    """Identify heads by config and tensor names alone. `source`: a folder or hub id.
+
+    Raises UserError if they are in none of the known layouts.
+    """
+    bare, how = int8.split(str(source))
+    if how:
+        raise UserError(f"{bare}: heads are read as they are; leave out {how}")
+    folder = _local(bare)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{source} has no config.json; point at a folder of {LAYOUTS}")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as e:
+        raise UserError(f"{source}: config.json is not JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{source}: config.json holds no settings")
+    file = _weights(folder, str(source))
+    shapes = _shapes(file)
+    names = {ours: name for name in shapes if (ours := _our_name(name))}
+    kind = _kind(names)
+    if kind is None:
+        raise UserError(
+            f"{source} holds tensors such as {', '.join(sorted(shapes)[:3])}: none of {LAYOUTS}"
+        )
+    inner = config.get("transformer_layer_config")
+    config = config | inner if isinstance(inner, dict) else config
+    found = {ours: shapes[name] for ours, name in names.items()}
+    return Head(kind, str(source), config, found, file, names)
+
+
+def _our_name(name: str) -> str | None:
+    if medusa := _MEDUSA.match(name):
+        return medusa[1]
+    return None if _NOT_OURS.match(name) else name
+
+
+def _kind(names: Mapping[str, str]) -> str | None:
+    """The kind, by tensor names. Renames the layer of a `speculators` head in `names`."""
+    if names and all(_MEDUSA.match(name) for name in names):
+        return "medusa"
+    if "fc.weight" not in names:
+        return None
+    if any(".hidden_norm." in name for name in names):
+        assert isinstance(names, dict)
+        for name in [n for n in names if n.startswith("layers.0.")]:
+            names[name.replace("layers.0.", "midlayer.")] = names.pop(name)
+        return "eagle3"
+    return "eagle" if any(name.startswith("layers.0.") for name in names) else None
+
+
+def _local(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        for pattern in _WEIGHTS:
+            folder = Path(snapshot_download(source, allow_patterns=["config.json", pattern]))
+            if any(folder.glob(pattern)):
+                break
+        return folder
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        raise UserError(f"cannot read the heads {source}: {first_line(e)}") from e
+
+
+def _weights(folder: Path, source: str) -> Path:
+    for pattern in _WEIGHTS:
+        found = sorted(folder.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            listed = ", ".join(f.name for f in found)
+            raise UserError(f"{source} has several weight files ({listed}); heads come in one")
+    raise UserError(f"{source} has no weights: looked for {', '.join(_WEIGHTS)}")
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as held:
+                return {name: tuple(held.get_slice(name).get_shape()) for name in held.keys()}  # noqa: SIM118
+        return {name: tuple(t.shape) for name, t in _unpickled(file).items()}
+    except (SafetensorError, OSError, RuntimeError) as e:
+        raise UserError(f"cannot read {file.name}: {first_line(e)}") from e
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    zipped = zipfile.is_zipfile(file)  # the format since torch 1.6; older files cannot be mapped
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as e:  # a hostile or broken pickle may raise anything
+        raise UserError(
+            f"{file.name} is a pickle that holds more than tensors, or is broken, and is not "
+            "loaded: convert it to safetensors"
+        ) from e
+    if not isinstance(held, dict) or not all(isinstance(t, Tensor) for t in held.values()):
+        raise UserError(f"{file.name} is not a dictionary of tensors")
+    return held
+
+
+def write(
+    folder: Path,
+    kind: str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: str,
+    architectures: Sequence[str] = (),
+) -> None:
+    """Write heads in their published layout; EAGLE-3 in that of `speculators`, for vLLM.
+
+    config: for EAGLE the layer's, as transformers writes it, with `draft_vocab_size`, `taps` and
+    `norms`; for Medusa `heads`, `layers`, `hidden_size` and `vocab_size`. `target`, and the
+    `architectures` of its config if known, are recorded as the verifier.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps", "norms")}
+    about: dict[str, Any]
+    if kind == "medusa":
+        about = {
+            "model_type": "medusa",
+            "medusa_num_heads": config["heads"],
+            "medusa_num_layers": config["layers"],
+            "hidden_size": config["hidden_size"],
+            "vocab_size": config["vocab_size"],
+            "base_model_name_or_path": target,
+        }
+    elif kind == "eagle":
+        about = layer | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in held}
+    else:
+        held = {n.replace("midlayer.", "layers.0."): t for n, t in held.items()}
+        ids = torch.arange(len(held["d2t"])) + held["d2t"].cpu()
+        t2d = torch.zeros(config["vocab_size"], dtype=torch.bool)
+        held["t2d"] = t2d.index_fill(0, ids, True)
+        proposal = {
+            "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }  # fmt: skip
+        about = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": target, "architectures": list(architectures)},
+            },
+            "transformer_layer_config": layer,
+            "draft_vocab_size": config["draft_vocab_size"],
+            _TAPS: list(config["taps"]),
+            **{name: name in config["norms"] for name in NORMS},
+        }
+    name = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
+    save_file(held, folder / name, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(about, indent=2, default=str) + "\n")

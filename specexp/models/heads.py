@@ -1,0 +1,376 @@
+"""The networks that draft from the target's hidden states: Medusa heads and the EAGLE layer.
+
+Tensor names are those of the published checkpoints. Embeddings, and the LM head of EAGLE-1, are
+borrowed from the target, so a head's `state_dict` holds only what was trained. Attention, MLP,
+norms and rotary positions are transformers' own. This file knows nothing about drafts (drafters/)
+or training (zoo/heads.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from specexp.errors import UserError, first_line
+from specexp.fast.fused import product
+from specexp.models import head_files
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(Wx + b), initialised to the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(product(x, self.linear.weight, self.linear.bias))
+
+
+class Medusa(nn.ModuleList):
+    """Head k guesses the token k + 1 places after the one the target's own head predicts.
+
+    (Cai et al. 2024, section 2.1.) hidden [..., E]: the state the target's LM head reads; returns
+    logits [heads, ..., V].
+    """
+
+    def __init__(self, heads: int, layers: int, width: int, vocab: int) -> None:
+        def head() -> nn.Sequential:
+            last = nn.Linear(width, vocab, bias=False)
+            return nn.Sequential(*(ResBlock(width) for _ in range(layers)), last)
+
+        super().__init__(head() for _ in range(heads))
+        self.blocks = layers
+
+    @property
+    def readouts(self) -> list[Tensor]:
+        """The output matrix [V, E] of each head."""
+        return [p for name, p in self.named_parameters() if "linear" not in name]
+
+    def guess(self, k: int, hidden: Tensor, vocab: int | None = None) -> Tensor:
+        """Logits [..., V] of head k alone, optionally of the first `vocab` tokens."""
+        head: Any = self[k]
+        x = head[:-1](hidden.reshape(-1, hidden.shape[-1]))
+        return product(x, head[-1].weight[:vocab], None).view(*hidden.shape[:-1], -1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.stack([self.guess(k, hidden) for k in range(len(self))])
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """kind: `eagle` (EAGLE-1 and 2: reads the target's last state, uses its LM head) or `eagle3`
+    (fuses the states `taps`, has an LM head of `draft_vocab` tokens).
+
+    `norms`: EAGLE-3's optional norms, by their names in the `speculators` format:
+    `norm_before_residual` (the residual starts from the normed feature), `norm_before_fc` (the
+    concatenated states are normed before they are fused), `fc_norm` (each state is normed by
+    itself) and `norm_output` (the next place inherits the normed feature).
+    """
+
+    kind: str
+    width: int
+    vocab: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    draft_vocab: int
+    taps: tuple[int, ...]
+    rope: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 10000.0))
+    eps: float = 1e-6
+    context: int = 2048
+    fc_bias: bool = False
+    norms: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        return self.kind == "eagle3"
+
+    def config(self) -> LlamaConfig:
+        """The config of the one layer, for transformers."""
+        config = LlamaConfig(
+            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=self.hidden,
+            num_hidden_layers=1, num_attention_heads=self.heads, head_dim=self.head_dim,
+            num_key_value_heads=self.kv_heads, max_position_embeddings=self.context,
+            rms_norm_eps=self.eps, rope_parameters=dict(self.rope),
+        )  # fmt: skip
+        config._attn_implementation = "sdpa"
+        return config
+
+
+class Layer(nn.Module):
+    """A Llama layer; for EAGLE-3, its attention reads embedding and feature concatenated."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        config = shape.config()
+        self.self_attn = LlamaAttention(config, 0)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(shape.width, shape.eps)
+        if shape.fused:
+            self.hidden_norm = LlamaRMSNorm(shape.width, shape.eps)
+            self.input_layernorm = LlamaRMSNorm(shape.width, shape.eps)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                narrow = getattr(self.self_attn, name)
+                wide = nn.Linear(2 * shape.width, narrow.out_features, bias=False)
+                setattr(self.self_attn, name, wide)
+
+    def forward(self, read: Tensor, residual: Tensor, **attention: Any) -> Tensor:
+        residual = residual + self.self_attn(read, **attention)[0]
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle(nn.Module):
+    """Autoregression on features: the feature of one place and the token of the next give the
+    feature of the next place, and that gives the logits of the token after it.
+
+    (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Called like a
+    transformers model. `features` [B, n, E]: the target's (see `fuse`) or its own. Returns
+    `hidden_states[-1]` [B, n, E], the features it made, and logits [B, n, V], or of the last
+    `logits_to_keep` places, which are -inf for tokens outside the draft vocabulary.
+    """
+
+    d2t: Tensor
+
+    def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
+        super().__init__()
+        self.shape, self.config = shape, shape.config()
+        self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved
+        self.rotary = LlamaRotaryEmbedding(self.config)
+        if shape.fused:
+            wide = len(shape.taps) * shape.width
+            if "norm_before_fc" in shape.norms:
+                self.input_norm = LlamaRMSNorm(wide, shape.eps)
+            if "fc_norm" in shape.norms:
+                each = (LlamaRMSNorm(shape.width, shape.eps) for _ in shape.taps)
+                self.fc_norm = nn.ModuleList(each)
+            self.fc = nn.Linear(wide, shape.width, bias=shape.fc_bias)
+            self.midlayer = Layer(shape)
+            self.norm = LlamaRMSNorm(shape.width, shape.eps)
+            self.lm_head = nn.Linear(shape.width, shape.draft_vocab, bias=False)
+            self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
+        else:
+            self.fc = nn.Linear(2 * shape.width, shape.width, bias=shape.fc_bias)
+            self.layers = nn.ModuleList([Layer(shape)])
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's states [..., taps*E] as features [..., E], which the first pass reads."""
+        if not self.shape.fused:
+            return features
+        if "norm_before_fc" in self.shape.norms:
+            features = self.input_norm(features)
+        if "fc_norm" in self.shape.norms:
+            states = features.split(self.shape.width, -1)
+            pairs = zip(self.fc_norm, states, strict=True)
+            features = torch.cat([norm(state) for norm, state in pairs], -1)
+        rows = features.reshape(-1, features.shape[-1])
+        return product(rows, self.fc.weight, self.fc.bias).view(*features.shape[:-1], -1)
+
+    def features(
+        self, tokens: Tensor, features: Tensor, position_ids: Tensor, **attention: Any
+    ) -> Tensor:
+        """One step of the layer; returns the features [B, n, E] of the next places."""
+        embedded = self.borrowed[0](tokens).to(features.dtype)
+        attention["position_embeddings"] = self.rotary(features, position_ids)
+        if self.shape.fused:
+            layer, norms = self.midlayer, self.shape.norms
+            normed = layer.hidden_norm(features)
+            read = torch.cat([layer.input_layernorm(embedded), normed], -1)
+            residual = normed if "norm_before_residual" in norms else features
+            made = layer(read, residual, **attention)
+            return self.norm(made) if "norm_output" in norms else made
+        mixed = self.fc(torch.cat([embedded, features], -1))
+        return self.layers[0](mixed, mixed, **attention)
+
+    def draft_logits(self, features: Tensor) -> Tensor:
+        """Logits [..., draft_vocab] of the tokens it can guess."""
+        if not self.shape.fused:
+            return self.borrowed[1](features)
+        return self.lm_head(features if "norm_output" in self.shape.norms else self.norm(features))
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[draft_vocab] the target's ids of the tokens it can guess; `d2t` holds id - index."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,
+        past_key_values: Any = None, logits_to_keep: int = 0, **_: Any,
+    ) -> SimpleNamespace:  # fmt: skip
+        made = self.features(
+            input_ids, features, position_ids,
+            attention_mask=attention_mask, past_key_values=past_key_values,
+        )  # fmt: skip
+        logits = self.draft_logits(made[:, -logits_to_keep:])
+        if self.shape.fused:
+            everywhere = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
+            logits = everywhere.index_copy(-1, self.draft_ids, logits)
+        return SimpleNamespace(logits=logits, hidden_states=(made,))
+
+
+def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
+    """Refuse heads of another kind, for another target, or with missing or unknown tensors.
+
+    config: the target's. Raises UserError with both numbers, or the names of the tensors.
+    """
+    said = f"{head.source} are {head.kind} heads"
+    if head.kind not in kinds:
+        raise UserError(f"{said}; this drafter takes {' or '.join(kinds)}: name its own method")
+    if head.kind != "medusa":
+        for name in NEEDED:
+            if not isinstance(head.config.get(name), int):
+                raise UserError(f"{said}; config.json gives no whole number for {name}")
+    for what, ours, theirs in _sizes(head, config):
+        if ours != theirs:
+            raise UserError(
+                f"{said} for {what} {theirs}, and {target} has {ours}: they were made for another "
+                "target"
+            )
+    if head.kind == "eagle" and head.norms:
+        raise UserError(f"{said} with {', '.join(head.norms)}, which only eagle3 heads have")
+    try:
+        with torch.device("meta"):
+            made = _build(head, config, None)
+    except UserError:
+        raise
+    except Exception as e:  # what transformers raises for such values in config.json
+        raise UserError(f"{said}; config.json describes no such layer: {first_line(e)}") from e
+    if isinstance(made, Eagle):
+        L = config.num_hidden_layers
+        if bad := [t for t in made.shape.taps if not 0 <= t <= L]:
+            raise UserError(f"{said} reading layer {bad[0]}, and {target} has {L} layers")
+    wanted = {n: tuple(t.shape) for n, t in made.state_dict().items()}
+    found = {n: s for n, s in head.shapes.items() if n != EMBED}
+    if wanted.get("d2t") == (config.vocab_size,):
+        found.setdefault("d2t", wanted["d2t"])  # optional for a full vocabulary
+    for what, names in (("lacks", wanted.keys() - found), ("has unknown", found.keys() - wanted)):
+        if names:
+            raise UserError(f"{said}; the file {what} {', '.join(sorted(names)[:5])}")
+    for name, size in wanted.items():
+        if found[name] != size:
+            raise UserError(f"{said}; {name} is {found[name]} where {size} is expected")
+
+
+EMBED = "embed_tokens.weight"
+NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
+
+
+def _sizes(head: head_files.Head, config: Any) -> Iterator[tuple[str, int, int]]:
+    """Sizes that must be equal: (name, the target's, the heads')."""
+    if head.kind == "medusa":
+        last = [s for n, s in head.shapes.items() if "linear" not in n and len(s) == 2]
+        if not last:
+            raise UserError(f"{head.source}: the file lacks the last matrix of every head")
+        yield "hidden size", config.hidden_size, last[0][1]
+        yield "vocabulary", config.vocab_size, last[0][0]
+        return
+    width = head.config.get("target_hidden_size") or head.config["hidden_size"]
+    yield "hidden size", config.hidden_size, width
+    yield "vocabulary", config.vocab_size, head.config["vocab_size"]
+
+
+def medusa_size(head: head_files.Head) -> tuple[int, int]:
+    """The number of heads, and of residual blocks in each."""
+    numbers = [tuple(map(int, name.split(".")[:2])) for name in head.shapes]
+    return 1 + max(h for h, _ in numbers), max(block for _, block in numbers)
+
+
+def _shape(head: head_files.Head, config: Any) -> EagleShape:
+    c = head.config
+    L, heads = config.num_hidden_layers, c["num_attention_heads"]
+    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+    rope.setdefault("rope_theta", c.get("rope_theta", 10000.0))
+    fused = head.kind == "eagle3"
+    return EagleShape(
+        kind=head.kind, width=c["hidden_size"], vocab=c["vocab_size"],
+        hidden=c["intermediate_size"], heads=heads,
+        kv_heads=c.get("num_key_value_heads") or heads,
+        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+        draft_vocab=(c.get("draft_vocab_size") or c["vocab_size"]) if fused else c["vocab_size"],
+        taps=(head.taps or default_taps(L)) if fused else (L,),
+        rope=tuple(rope.items()), eps=c.get("rms_norm_eps", 1e-6),
+        context=c.get("max_position_embeddings", 2048), fc_bias="fc.bias" in head.shapes,
+        norms=head.norms,
+    )  # fmt: skip
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The states EAGLE-3's own code reads: numbers 2, L/2 and L - 3."""
+    return tuple(sorted(max(1, t) for t in (2, layers // 2, layers - 3)))
+
+
+def _build(head: head_files.Head, config: Any, target: Any) -> Medusa | Eagle:
+    if head.kind == "medusa":
+        return Medusa(*medusa_size(head), config.hidden_size, config.vocab_size)
+    embed = target and target.get_input_embeddings()
+    return Eagle(_shape(head, config), embed, target and target.get_output_embeddings())
+
+
+def load(head: head_files.Head, target: Any) -> Medusa | Eagle:
+    """Heads with their weights, in the dtype and on the device of `target`, a transformers model.
+    Call `check` first. Raises UserError for weights that are not finite or a wrong d2t."""
+    made = _build(head, target.config.get_text_config(), target)
+    tensors = head.tensors()
+    own = tensors.pop(EMBED, None)
+    made.load_state_dict({n: t for n, t in made.state_dict().items() if n == "d2t"} | tensors)
+    if isinstance(made, Eagle) and made.shape.fused:
+        ids = made.draft_ids
+        if ids.min() < 0 or ids.max() >= made.shape.vocab or len(ids.unique()) < len(ids):
+            raise UserError(f"{head.source}: d2t names tokens outside the vocabulary, or one twice")
+    for name, tensor in made.state_dict().items():
+        if not torch.isfinite(tensor.float()).all():
+            raise UserError(f"{head.source}: {name} holds NaN or infinite weights")
+    made = made.to(target.device).eval().requires_grad_(False)
+    for weight in made.parameters():  # rotary frequencies are buffers and stay float32
+        weight.data = weight.data.to(target.dtype)
+    if isinstance(made, Eagle) and own is not None:
+        own = own.to(target.device, target.dtype)
+        if not torch.equal(own, made.borrowed[0].weight):
+            made.borrowed = (nn.Embedding.from_pretrained(own), made.borrowed[1])
+    return made
+
+
+def save(
+    folder: Path, made: Medusa | Eagle, target: str, architectures: Sequence[str] = ()
+) -> None:
+    """Write heads in the layout in which their kind is published (formats.py). `architectures`:
+    from the target's config."""
+    tensors = {name: tensor.cpu() for name, tensor in made.state_dict().items()}
+    if isinstance(made, Medusa):
+        vocab, width = made.readouts[0].shape
+        config = {
+            "heads": len(made), "layers": made.blocks, "hidden_size": width,
+            "vocab_size": vocab,
+        }  # fmt: skip
+        return head_files.write(folder, "medusa", config, tensors, target)
+    shape = made.shape
+    config = shape.config().to_diff_dict() | {
+        "vocab_size": shape.vocab, "draft_vocab_size": shape.draft_vocab, "taps": shape.taps,
+        "norms": shape.norms,
+    }  # fmt: skip
+    return head_files.write(folder, shape.kind, config, tensors, target, architectures)

@@ -1,0 +1,124 @@
+"""A bank without models: time advances by a cost table, guesses are accepted at random.
+
+The server, its policies and the requests are those of the real engine; only the passes are
+simulated. Every figure made with it is SIMULATED.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specexp.serving.costs import Costs
+from specexp.serving.engine_rows import window
+from specexp.serving.server import Request
+from specexp.trace import Step
+from specexp.tree import Tree
+
+
+@dataclass
+class _Row:
+    length: int
+    limit: int
+    conditional: Sequence[float]
+    made: float
+
+    def chance(self, guess: int) -> float:
+        """P(a guess that was made is accepted given that the one before it was)."""
+        if not self.conditional:
+            return 0.0
+        kept = self.conditional[min(guess, len(self.conditional) - 1)]
+        return kept if guess else kept / self.made
+
+
+class SimulatedBank:
+    """conditional(stream): P(guess i accepted given that guess i - 1 was), i = 1, 2, ..., of the
+    request with that stream, deeper guesses being like the last; made(stream): how often a round of
+    it has guesses, by default always. overhead_s: seconds of a step besides its passes."""
+
+    steady = True  # no round is slower for being captured
+
+    def __init__(
+        self,
+        costs: Costs,
+        conditional: Callable[[int], Sequence[float]],
+        rows: int,
+        slots: int,
+        room: int,
+        seed: int = 0,
+        overhead_s: float = 0.0,
+        made: Callable[[int], float] | None = None,
+    ) -> None:
+        self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
+        self.made = made or (lambda stream: 1.0)
+        self.rows, self.slots, self.room = rows, slots, room
+        self.context = self.drafter_context = 1 << 30
+        self.reads = costs.reads
+        self.random = random.Random(seed).random
+        self.time = 0.0
+        self.texts: dict[int, _Row] = {}
+
+    def clock(self) -> float:
+        return self.time
+
+    def wait(self, until: float) -> None:
+        self.time = max(self.time, until)
+
+    def enter(self, row: int, text: Sequence[int], stream: int) -> None:
+        chances = self.conditional(stream), self.made(stream)
+        self.texts[row] = _Row(len(text), len(text), *chances)
+
+    def read(self, row: int, start: int, stop: int) -> None:
+        self.time += self.costs.prefill_s(stop - start)
+
+    def begin(self, row: int, limit: int) -> None:
+        self.texts[row].limit = limit
+
+    def catch_up_row(self, row: int, start: int, stop: int) -> None:
+        self.time += self.costs.catch_up_s(stop - start)
+
+    def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
+        rows = sum(g > 0 for g in budget) if self.costs.packs else len(budget)
+        self.time += self.costs.catch_up_s(rows * missed)
+
+    def round(
+        self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
+    ) -> list[Step]:
+        context = window(longest + self.room, self.slots)
+        asked = [min(g, tree.depth) for g in budget]
+        guesses = [self._found(at, gamma) for at, gamma in enumerate(asked)]
+        paid = guesses if self.costs.packs else asked
+        self.time += self.costs.plan_s(paid, context) + self.overhead_s
+        steps = []
+        for at, gamma in enumerate(guesses):
+            text = self.texts.get(at)
+            if text is None or text.length >= text.limit:
+                continue
+            accepted = 0
+            while accepted < gamma and self.random() < text.chance(accepted):
+                accepted += 1
+            emitted = min(accepted + 1, text.limit - text.length)
+            text.length += emitted
+            steps.append(Step(at, gamma, accepted, emitted, done=text.length >= text.limit))
+        return steps
+
+    def _found(self, row: int, gamma: int) -> int:
+        """How many of `gamma` guesses a row has: all or none."""
+        text = self.texts.get(row)
+        missing = gamma > 0 and text and text.made < 1 and self.random() >= text.made
+        return 0 if missing else gamma
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.texts[target] = self.texts[source]
+
+    def leave(self, row: int, broken: bool = False) -> None:
+        self.texts.pop(row, None)
+
+    def text(self, row: int, start: int, stop: int) -> list[int]:
+        return []
+
+
+def requests(lengths: Sequence[tuple[float, int, int]]) -> list[Request]:
+    """Requests without text, from triples (at_s, prompt tokens, new tokens)."""
+    return [Request(range(p), n, at, stream=i) for i, (at, p, n) in enumerate(lengths)]

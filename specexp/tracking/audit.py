@@ -1,0 +1,185 @@
+"""Checks that the store is consistent with itself and with MLflow. Reads only.
+
+Points that another process has claimed are skipped. As others may change the store meanwhile, a
+violation is only reported if two consecutive looks find it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from specexp.tracking import results as store
+from specexp.tracking import runs as track
+
+ENDED = ("FINISHED", "FAILED", "KILLED")
+READABLE = "MLflow can be read"
+PAUSE_S = 0.3
+_REBUILD = ": run `specexp store rebuild`"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The invariant `said`, checked on `seen` things; `broken`: one line per violation."""
+
+    said: str
+    seen: int
+    broken: tuple[str, ...] = ()
+
+
+def problems() -> list[str]:
+    """Every violation; empty if the store is consistent."""
+    return [line for promise in check() for line in promise.broken]
+
+
+def check() -> list[Promise]:
+    """Every invariant, with the violations that two looks found."""
+    first = _look()
+    if not any(promise.broken for promise in first):
+        return first
+    time.sleep(PAUSE_S)
+    before = {p.said: p.broken for p in first if p.said != READABLE}
+    return [
+        replace(p, broken=tuple(line for line in p.broken if line in before.get(p.said, p.broken)))
+        for p in _look()
+    ]
+
+
+def _look() -> list[Promise]:
+    """Every invariant, with its violations at this moment."""
+    results = {p.name: p for p in _folders("results")}
+    failed = _folders("failed")
+    attempts = _folders("attempts")
+    busy = set(store.claims())
+    try:
+        unsound = track.backend().sound()
+        shown: dict[str, list[Any]] | None = _shown()
+        unreadable = tuple(f"{line}{_REBUILD}" for line in unsound)
+    except (track.Damaged, track.Away) as e:
+        shown, unreadable = None, (str(e),)
+    busy |= set(store.claims())
+    results = {key: p for key, p in results.items() if key not in busy}
+    failed = [p for p in failed if store.key_of(p) not in busy]
+    told = [p for p in failed if track.publishable(p)]
+    ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
+    found = [
+        Promise("results are intact", len(results), tuple(_torn(results))),
+        Promise("attempts belong to a running process", len(attempts), tuple(_left(ours))),
+        Promise(READABLE, 1, unreadable),
+    ]
+    if shown is not None:
+        runs = {k: each for k, each in shown.items() if k not in busy}
+        found += [
+            Promise("results are in MLflow once and equal", len(results),
+                    tuple(_unlike(results, runs))),
+            Promise("failed points are in MLflow as failures", len(told),
+                    tuple(_unshown(told, failed, results, runs))),
+            Promise("runs in MLflow have ended", sum(map(len, shown.values())),
+                    tuple(_running(runs))),
+        ]  # fmt: skip
+    return found
+
+
+def show(console: Console) -> bool:
+    """Print the invariants, their violations and who is at work; returns whether all hold."""
+    if not store.root().exists():
+        console.print(Text(f"no store at {store.root()} yet: nothing to check"), soft_wrap=True)
+        return True
+    found = check()
+    for promise in found:
+        state = Text("broken  ", "bold red") if promise.broken else Text("ok      ", "green")
+        console.print(state + Text(f"{promise.seen:6d}  {promise.said}", ""), soft_wrap=True)
+        for line in promise.broken:
+            console.print(Text(f"                {line}", ""), soft_wrap=True)
+    for key, who in store.claims().items():
+        console.print(Text(f"claimed         {key}: {who}", ""), soft_wrap=True)
+    console.print(Text(f"store {store.root()}, runs in {track.where()}"), soft_wrap=True)
+    return not any(promise.broken for promise in found)
+
+
+def _folders(name: str) -> list[Path]:
+    return [path for path in store.listed(name) if path.is_dir()]
+
+
+def _torn(results: Mapping[str, Path]) -> Iterator[str]:
+    for key, result in results.items():
+        if not track.publishable(result):
+            yield f"results/{key} changed since it was committed: run its grid again"
+
+
+def _left(attempts: list[Path]) -> Iterator[str]:
+    for attempt in attempts:
+        yield f"attempts/{attempt.name} was left by a process that died: run any grid"
+
+
+def _shown() -> dict[str, list[Any]]:
+    """run_key -> active runs in MLflow."""
+    found = defaultdict(list)
+    place = track.backend()
+    for experiment in place.experiments() if track.has_database() else []:
+        for run in filter(track.is_ours, place.runs(experiment.experiment_id)):
+            found[run.data.tags["run_key"]].append(run)
+    return dict(found)
+
+
+def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iterator[str]:
+    for key, result in results.items():
+        runs = [r for r in shown.get(key, []) if r.info.status == "FINISHED"]
+        if len(runs) != 1:
+            yield f"results/{key} is in MLflow {len(runs)} times, not once{_REBUILD}"
+            continue
+        [run] = runs
+        for what in _differences(run, store.read(result / store.RESULT)):
+            yield f"results/{key}: {what} differs in MLflow's run {run.info.run_id}"
+    for key, runs in shown.items():
+        for run in runs:
+            if track.own() and run.info.status == "FINISHED" and key not in results:
+                yield f"MLflow's run {run.info.run_id} is of results/{key}, which is missing"
+
+
+def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
+    if not record:
+        return
+    if not track.is_whole(run):
+        yield "the run, which was only published in part,"
+    if run.data.params != track.as_params(record):
+        yield "a parameter"
+    points = track.as_points(record)
+    latest = {name: value for name, _, value in sorted(points, key=lambda p: p[1])}
+    if run.data.metrics != latest:
+        yield "a metric"
+    for name in record["series"]:
+        kept = sorted((step, value) for n, step, value in points if n == name)
+        points_there = track.backend().history(run.info.run_id, name)
+        if sorted((m.step, m.value) for m in points_there) != kept:
+            yield name
+
+
+def _unshown(
+    told: list[Path], failed: list[Path], results: Mapping[str, Path],
+    shown: Mapping[str, list[Any]],
+) -> Iterator[str]:  # fmt: skip
+    names = {kept.name for kept in failed}
+    for key in sorted({store.key_of(kept) for kept in told}):
+        runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
+        if len(runs) > 1 or (not runs and key not in results):
+            yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"
+        for run in runs:
+            if run.data.tags.get("attempt") not in names:
+                yield f"MLflow's run {run.info.run_id} is of a failed attempt that is missing"
+
+
+def _running(shown: Mapping[str, list[Any]]) -> Iterator[str]:
+    for key, runs in shown.items():
+        for run in runs:
+            if run.info.status not in ENDED:
+                named = f"{run.info.run_id} {json.dumps(run.info.run_name)} ({key})"
+                yield f"MLflow's run {named} is {run.info.status}, and nobody runs it{_REBUILD}"

@@ -1,0 +1,118 @@
+"""Finished runs side by side as a table. Reads MLflow, runs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specexp.measure import prompts
+from specexp.tracking import results
+from specexp.tracking import runs as track
+
+HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
+NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
+
+
+def headline(result: Path) -> str:
+    """The headline figures of one result, on one line."""
+    metrics = json.loads((result / results.RESULT).read_text())["metrics"]
+    return "  ".join(f"{n.partition('/')[2]} {metrics[n]:.3g}" for n in HEADLINES if n in metrics)
+
+
+def show(console: Console, run_keys: Collection[str]) -> None:
+    """Print the finished runs of these points as tables, then where to find everything. Raises
+    Away."""
+    runs = track.runs()
+    if len(runs):
+        made = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
+        ours = made.isin(["", results.identity()])
+        runs = runs[ours & runs.get("tags.run_key", made).isin(run_keys)]
+        runs = runs.sort_values(["experiment", "name"])
+        for experiment, part in runs.groupby("experiment"):
+            console.print()
+            console.print(table(str(experiment), part))
+    console.print()
+    for what, where in {
+        "runs": track.where(),
+        "notebooks": results.root() / "results" / "*" / "notebook.html",
+        "compare": "make ui (or specexp ui), then open the link it prints",
+    }.items():
+        console.print(Text(f"{what:10s} {where}"), soft_wrap=True)
+
+
+def table(experiment: str, runs: pd.DataFrame) -> Table:
+    """The overview of one experiment for the terminal; if it has speedups, without categories, so
+    that it fits."""
+    view = overview(runs.drop(columns="experiment"))
+    if "speedup" in view:
+        view = view.drop(columns=[c for c in prompts.NAMES if c in view])
+    title = Text(experiment, "table.title")
+    out = Table(*view, title=title, title_justify="left", box=None, header_style="bold")
+    for row in view.itertuples(index=False):
+        out.add_row(*map(Text, row))
+    return out
+
+
+def overview(runs: pd.DataFrame) -> pd.DataFrame:
+    """One row per run: the parameters that differ between runs, then the logged figures. Figures of
+    the groups in a run's tag `simulated` are marked so."""
+    view = pd.DataFrame(index=runs.index)
+    if "experiment" in runs:
+        view["experiment"] = runs["experiment"]
+    for column in (c for c in runs if c.startswith("params.")):
+        if column in NAMED or (runs[column] != runs[column].iloc[0]).any():
+            view[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
+    view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
+    for category in prompts.NAMES:
+        view[category] = _metric(runs, f"category/{category}", "{:.0%}")
+    view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
+    view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
+    view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
+    view["largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")
+    view["regret"] = _metric(runs, "regret/worst", "{:.1%}")
+    view["TTFT p95"] = _metric(runs, "latency/ttft_p95_ms", "{:.0f} ms")
+    view["TPOT p95"] = _metric(runs, "latency/tpot_p95_ms", "{:.0f} ms")
+    view["replicas"] = _metric(runs, "fleet/replicas", "{:.0f}")
+    view["tok/s"] = _metric(runs, "throughput/tok_s", "{:.0f}")
+    view["bias"] = _metric(runs, "exact/total_variation", "{:.1%}")
+    exact = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG", "": ""})
+    lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
+    view["exact"] = exact.mask(lossy, "lossy")
+    return view[[c for c in view if view[c].astype(bool).any()]]
+
+
+def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
+    """One series of all runs that logged it: columns drafter, step, value, run_id."""
+    name = f"metrics.{series}"
+    having = runs[runs[name].notna()] if name in runs else runs.head(0)
+    rows = [
+        {"drafter": run["params.drafter"], "step": step, "value": value, "run_id": run["run_id"]}
+        for _, run in having.iterrows()
+        for step, value in sorted(track.curve(run["run_id"], series).items())
+    ]
+    return pd.DataFrame(rows, columns=["drafter", "step", "value", "run_id"])
+
+
+def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:
+    values = runs.get(f"metrics.{name}", pd.Series(float("nan"), index=runs.index))
+    simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
+    group = name.partition("/")[0]
+    said = [
+        "" if pd.isna(v) else form.format(v) + " simulated" * (group in groups.split(", "))
+        for v, groups in zip(values, simulated, strict=True)
+    ]
+    return pd.Series(said, runs.index, dtype=object)
+
+
+def _interval(runs: pd.DataFrame) -> pd.Series:
+    low, high = (_metric(runs, f"speedup/ci_{side}", "{:.2f}") for side in ("low", "high"))
+    return pd.Series(
+        [f" [{a}, {b}]" if a and b else "" for a, b in zip(low, high, strict=True)],
+        index=runs.index,
+    )

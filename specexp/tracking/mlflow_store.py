@@ -1,0 +1,372 @@
+"""An MLflow store at an address: a SQLite file, a PostgreSQL database or a server.
+
+Adds what MLflow lacks: creating a database atomically, telling a damaged one from a busy one, and
+artifacts that can be moved. A database names its artifacts relative to their folder (`artifacts/`
+beside a SQLite file), as MLflow's server does, so that it can be moved and served. This module
+knows nothing of results or grids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from specexp.errors import UserError
+from specexp.tracking import redact, results
+
+SCHEMES = ("sqlite", "postgresql", "http", "https")
+PROXIED = "mlflow-artifacts:/"
+_DAMAGE = {
+    "file is not a database": "is not a database",
+    "malformed": "is damaged",
+    "no such table": "is empty or gone",
+    "out-of-date database schema": "was written by another version of MLflow",
+    "Can't locate revision": "was written by another version of MLflow",
+}
+_AWAY = {
+    "Connection refused": "connection refused: is the server running?",
+    "timed out": "no answer in time",
+    "unable to open database file": "it cannot be opened: check permissions and open files",
+    "database is locked": "another program has locked it",
+    "attempt to write a readonly database": "it is read-only",
+    "NameResolutionError": "no such host",
+    "could not translate host name": "no such host",
+    "password authentication failed": "user or password is wrong",
+}
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+_TRIGGERS = {"prevent_secrets_aad_mutation"}
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+}  # fmt: skip
+
+
+class Away(UserError):
+    """MLflow cannot be reached or is busy now. Results are safe and can be published later."""
+
+    code = 1
+
+
+class Refused(Away):
+    """MLflow rejects the request as invalid, so that trying again is useless."""
+
+
+class Damaged(UserError):
+    """The database cannot be read."""
+
+    code = 4
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`uri`: its address for MLflow. `home`: the folder of `artifacts/`, which is not part of a
+    PostgreSQL address. `remedy`: added to errors about damage, says what to do."""
+
+    uri: str
+    home: Path
+    remedy: str = ""
+
+    @classmethod
+    def at(cls, address: str, home: Path, remedy: str = "") -> Backend:
+        """The store at an address. Raises UserError if it is invalid or needs a missing driver."""
+        scheme, _, driver = address.partition(":")[0].partition("+")
+        if scheme not in SCHEMES:
+            raise UserError(
+                f"{hidden(address)} is not the address of an MLflow store: give sqlite:///PATH, "
+                "postgresql://... or http://..."
+            )
+        if scheme == "sqlite":
+            path = Path(_database(address))
+            if not path.name:
+                raise UserError(f"{address} names no file: give sqlite:///PATH")
+            return cls.of(path.resolve(), remedy)
+        if scheme == "postgresql":  # the default driver of SQLAlchemy 2.0 and 2.1 differs
+            driver = driver or "psycopg2"
+            if not importlib.util.find_spec(driver):
+                raise UserError('PostgreSQL needs its driver: pip install "specexp[postgres]"')
+            address = f"postgresql+{driver}:{address.partition(':')[2]}"
+        return cls(address.rstrip("/"), home, remedy)
+
+    @classmethod
+    def of(cls, file: Path, remedy: str = "") -> Backend:
+        """The store in a SQLite file."""
+        return cls(_address(file), file.parent, remedy)
+
+    @property
+    def file(self) -> Path | None:
+        """The SQLite file, or None for other stores."""
+        return Path(_database(self.uri)) if self.uri[:6] == "sqlite" else None
+
+    @property
+    def served(self) -> bool:
+        """Whether the address is a server's."""
+        return self.uri.startswith("http")
+
+    @property
+    def artifacts(self) -> Path:
+        """The folder of a database's artifacts."""
+        return self.home / "artifacts"
+
+    def __str__(self) -> str:
+        return str(self.file or hidden(self.uri))
+
+    @property
+    def client(self) -> Any:
+        """An MLflow client, whose calls fail within seconds if a server cannot be reached."""
+        self._configure()
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.uri)
+
+    @contextlib.contextmanager
+    def reaching(self) -> Iterator[None]:
+        """Translate errors of MLflow into Away, Refused, Damaged, or OSError if a disk is full."""
+        from mlflow.exceptions import MlflowException
+        from requests import RequestException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            yield
+        except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error) as e:
+            said = str(e).replace(self.uri, str(self))
+            if "disk is full" in said or "No space left" in said:
+                raise OSError(errno.ENOSPC, "No space left on device", str(self)) from e
+            for words, what in _DAMAGE.items():
+                if self.file and words in said:
+                    raise self.damaged(what) from e
+            short = next((what for words, what in _AWAY.items() if words in said), None)
+            line = f"{self}: {short or redact.hide(said.strip().splitlines()[0][:200])}"
+            refused = not short and getattr(e, "error_code", "") in _REFUSALS
+            raise (Refused if refused else Away)(line) from e
+
+    def damaged(self, what: str) -> Damaged:
+        return Damaged(f"{self} {what}{self.remedy}")
+
+    # --- the database ----------------------------------------------------------------------------
+
+    def prepare(self, known: bool = False) -> None:
+        """Create the database if there is none, and check that it can be read. One process at a
+        time may do so. `known`: it had runs, so an empty one is damaged. Raises Away, Damaged."""
+        if self.served:
+            return
+        empty = self.empty()
+        with self.reaching():
+            if empty and known:
+                raise self.damaged("is empty or gone")
+            if empty and self.file:
+                self._create(self.file)
+            if not self.file:
+                self._connect()
+            self._create_tables(self.uri)
+
+    def empty(self) -> bool:
+        """Whether it is a SQLite file that is missing or has no tables. Raises Damaged if it is not
+        MLflow's, or Away."""
+        if not self.file or not self.file.exists():
+            return bool(self.file)
+        if not self.file.is_file():
+            raise self.damaged("is not a file")
+        if not self.file.stat().st_size:
+            return True
+        with self.reaching(), contextlib.closing(self._sqlite()) as db:
+            there = set(db.execute("SELECT type, name FROM sqlite_master"))
+        foreign = {n for kind, n in there if kind in ("trigger", "view")} - _TRIGGERS
+        if foreign or (there and ("table", "experiments") not in there):
+            raise self.damaged(f"is not MLflow's: it has {', '.join(foreign) or 'other tables'}")
+        return not there
+
+    def _sqlite(self) -> sqlite3.Connection:
+        db = sqlite3.connect(f"file:{quote(str(self.file))}?mode=rw", uri=True, timeout=5)
+        db.execute("PRAGMA trusted_schema=OFF")
+        return db
+
+    def sound(self) -> list[str]:
+        """What SQLite finds wrong with its file; empty for other stores. Raises as `empty`."""
+        if not self.file or self.empty():
+            return []
+        with self.reaching(), contextlib.closing(self._sqlite()) as db:
+            self._create_tables(self.uri)
+            found = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
+        return [line for line in found if line != "ok"]
+
+    def _create(self, file: Path) -> None:
+        """Create the file under another name, then rename it: a half-made one is never used."""
+        for half in file.parent.glob(f"{file.name}.new-*"):
+            half.unlink()
+        new = file.with_name(f"{file.name}.new-{uuid.uuid4().hex[:8]}")
+        self._create_tables(_address(new))
+        with contextlib.closing(sqlite3.connect(new)) as db:
+            db.execute("PRAGMA journal_mode=wal")
+        for old in ("-wal", "-shm"):  # left by a deleted file
+            file.with_name(file.name + old).unlink(missing_ok=True)
+        os.rename(new, file)
+
+    def _create_tables(self, uri: str) -> None:
+        """Create MLflow's tables if missing, check their version, and put the artifacts of the
+        Default experiment where the others' are."""
+        self._configure()
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        SqlAlchemyStore(uri, PROXIED).engine.dispose()
+
+    def _configure(self) -> None:
+        """Set the environment variables that MLflow reads at its first use."""
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+        if self.file:  # pooled connections would keep writing to a deleted file
+            os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
+        for noisy in ("alembic", "mlflow.store.db.utils"):
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)
+
+    def _connect(self) -> None:
+        """Fail after 10 s if the database cannot be reached: MLflow itself tries for minutes."""
+        import sqlalchemy
+
+        options = {"connect_timeout": 10}
+        sqlalchemy.create_engine(self.uri, connect_args=options).connect().close()
+
+    # --- what is in it ---------------------------------------------------------------------------
+
+    def experiments(self, deleted: bool = False) -> list[Any]:
+        from mlflow.entities import ViewType
+
+        with self.reaching():
+            view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
+            return list(_pages(self.client.search_experiments, view_type=view))
+
+    def runs(self, experiment: str, filter: str = "", deleted: bool = False) -> list[Any]:
+        """Runs of an experiment's id, newest first."""
+        from mlflow.entities import ViewType
+
+        with self.reaching():
+            view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
+            ask = self.client.search_runs
+            return list(_pages(ask, [experiment], filter, run_view_type=view, max_results=1000))
+
+    def history(self, run: str, metric: str) -> list[Any]:
+        """Every logged value of a run's metric, with step and timestamp."""
+        with self.reaching():
+            return list(self.client.get_metric_history(run, metric))
+
+    # --- artifacts -------------------------------------------------------------------------------
+
+    def location(self, experiment: str) -> str | None:
+        """The artifact location of a new experiment; None lets the server choose."""
+        if self.served:
+            return None
+        return PROXIED + (re.sub(r"[^A-Za-z0-9_-]+", "-", experiment).strip("-") or "experiment")
+
+    def put(self, run: Any, folder: Path) -> None:
+        """Copy every file of a folder to a run's artifacts. Raises as `reaching` does."""
+        place = self._place(run)
+        if place:
+            copy_files(folder, place)
+        else:
+            with self.reaching():  # one by one: MLflow's log_artifacts skips unreadable folders
+                for path in _files(folder):
+                    inside = path.parent.relative_to(folder).as_posix()
+                    into = None if inside == "." else inside
+                    self.client.log_artifact(run.info.run_id, str(path), into)
+
+    def fetch(self, run: Any, folder: Path) -> None:
+        """Copy a run's artifacts to an existing folder."""
+        place = self._place(run)
+        if place:
+            copy_files(place, folder)
+            return
+        with self.reaching():
+            if self.client.list_artifacts(run.info.run_id):
+                self.client.download_artifacts(run.info.run_id, "", str(folder))
+
+    def digests(self, run: Any) -> dict[str, str]:
+        """Path -> SHA-256 of a run's artifacts."""
+        place = self._place(run)
+        if place:
+            return digests(place)
+        with tempfile.TemporaryDirectory() as folder:
+            self.fetch(run, Path(folder))
+            return digests(Path(folder))
+
+    def _place(self, run: Any) -> Path | None:
+        """The folder of a run's artifacts; None if a server or another storage keeps them."""
+        uri = run.info.artifact_uri
+        if self.served or not uri.startswith(PROXIED):
+            return None
+        parts = PurePosixPath(unquote(urlsplit(uri).path)).parts
+        if ".." in parts:
+            raise self.damaged(f"names artifacts outside their folder: {uri}")
+        return self.artifacts.joinpath(*parts[1:])
+
+
+def _address(file: Path) -> str:
+    """The SQLAlchemy address of a SQLite file, whatever characters its path has."""
+    from sqlalchemy import URL
+
+    plain = f"sqlite:///{file}"
+    if _database(plain) == str(file):
+        return plain
+    # with the driver's name, or MLflow would make a folder of the escaped path
+    return URL.create("sqlite+pysqlite", database=str(file)).render_as_string()
+
+
+def _database(address: str) -> str:
+    """The path in a SQLite address, or ""."""
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return make_url(address).database or ""
+    except ArgumentError:
+        return ""
+
+
+def hidden(address: str) -> str:
+    """An address without driver, user and password, for messages."""
+    bare = re.sub(r"//.*@", "//", re.sub(r"^(postgresql)\+\w+", r"\1", address))
+    return re.sub(r"([?&](?:\w*password|passfile|user)=)[^&]*", r"\1...", bare)
+
+
+def copy_files(folder: Path, into: Path) -> None:
+    """Copy every regular file, replacing existing ones. Raises OSError if one cannot be copied."""
+    for path in _files(folder):
+        copy = into / path.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Path -> SHA-256 of every file of a folder."""
+    return {
+        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in _files(folder)
+    }
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a folder, or none if it does not exist, as for runs without artifacts."""
+    return results.files_in(folder) if folder.exists() else []
+
+
+def _pages(ask: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+    token = None
+    while True:
+        page = ask(*args, page_token=token, **options)
+        yield from page
+        token = page.token
+        if not token:
+            return

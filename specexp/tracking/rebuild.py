@@ -1,0 +1,90 @@
+"""Rebuilds MLflow's database from the store: committed results are the record, MLflow a view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+
+from specexp.tracking import results as store
+from specexp.tracking import runs
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """How many results and failures were published; the files of the old database; the folders that
+    were left out as damaged, or as refused by MLflow and why."""
+
+    results: int
+    failures: int
+    aside: tuple[Path, ...]
+    torn: tuple[Path, ...]
+    refused: Mapping[Path, str]
+
+
+def rebuild(console: Console) -> Rebuilt:
+    """Publish every result and failure again, oldest first, including those logged by hand. The
+    store's own database and artifacts are renamed first; a server keeps its runs and gets those
+    that it lacks. Raises StoreBusy while another process works on the store."""
+    with store.alone("setup", lambda said: console.print(Text(said))):
+        others = [who for key, who in store.claims().items() if key != "setup"]
+        if others:
+            raise store.StoreBusy(f"{others[0]} is using {store.root()}: stop it first")
+        folders = _committed()
+        for folder in folders:  # first, so that a runner publishes them even if we are killed
+            runs.marker(folder).unlink(missing_ok=True)
+        aside = _set_aside() if runs.own() else ()
+        runs.backend().prepare()
+        torn = [f for f in folders if not runs.publishable(f)]
+        whole = [f for f in folders if f not in torn]
+        refused: dict[Path, str] = {}
+        with Progress(console=console, transient=True) as progress:
+            for folder in progress.track(whole, description="publishing"):
+                with store.claim(store.key_of(folder)) as ours:
+                    if ours:
+                        try:
+                            runs.publish(folder)
+                        except runs.Refused as e:
+                            refused[folder] = str(e)
+    done = [f for f in whole if f not in refused]
+    results = sum(f.parent.name == "results" for f in done)
+    return Rebuilt(results, len(done) - results, aside, tuple(torn), refused)
+
+
+def show(made: Rebuilt, console: Console) -> None:
+    """Print what was done."""
+    lines = [f"published {made.results} results and {made.failures} failures to {runs.where()}"]
+    lines += [f"left out, as it is damaged: {path}" for path in made.torn]
+    lines += [
+        f"left out, as MLflow refused it: {path}: {why}" for path, why in made.refused.items()
+    ]
+    if made.aside:
+        names = ", ".join(path.name for path in made.aside)
+        lines += [f"the old files are now {names}: delete them once you have checked the new ones",
+                  "restart `specexp ui` or `specexp store serve` if one is running"]  # fmt: skip
+    console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _committed() -> list[Path]:
+    """Results and failures, oldest first."""
+    found = [
+        p for name in ("results", "failed") for p in store.root().glob(f"{name}/*/{store.TAGS}")
+    ]
+    return sorted((p.parent for p in found), key=store.ended_ms)
+
+
+def _set_aside() -> tuple[Path, ...]:
+    """Rename database, journals and artifacts to unused names."""
+    mark = f".damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    kept = []
+    for name, journal in (("mlflow.db", ""), ("mlflow.db", "-wal"), ("mlflow.db", "-shm"),
+                          ("artifacts", "")):  # fmt: skip
+        path = store.root() / f"{name}{journal}"
+        if path.exists():
+            kept.append(path.rename(store.root() / f"{name}{mark}{journal}"))
+    return tuple(kept)

@@ -1,0 +1,333 @@
+"""The store: a folder of attempts and results, with locks and an atomic commit.
+
+The store is `mlruns/` at the repository root, or SPECEXP_MLRUNS. `attempts/` holds work in
+progress, `results/` committed results, `failed/` and `replaced/` what was set aside, `claims/` the
+lock files, `grids/` the run keys of each grid. Locks are `flock` locks, which the kernel releases
+when their holder dies. This module knows nothing of MLflow or notebooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specexp.errors import UserError
+from specexp.tracking import redact
+from specexp.zoo import shelf
+
+ROOT = Path(__file__).resolve().parents[2]
+POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
+MANIFEST = "manifest.json"
+PATIENCE_S = 120.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+MACHINE_ERRORS = (*FULL, errno.EIO, errno.EMFILE, errno.ENFILE)  # as opposed to permissions
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # the file is lost or unreadable
+
+
+class StoreBusy(UserError):
+    """Another process held a lock for longer than PATIENCE_S."""
+
+    code = 3
+
+
+def root() -> Path:
+    return shelf.made("")
+
+
+def folder(name: str) -> Path:
+    """A folder of the store, created if missing. Raises UserError if it cannot be written to."""
+    path = root() / name
+    with _writing():
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def listed(name: str) -> list[Path]:
+    """The entries of a folder of the store, sorted; none if it does not exist."""
+    path = root() / name
+    return sorted(path.iterdir()) if path.is_dir() else []
+
+
+def identity() -> str:
+    """A random id that tells this store from others on the same server; created at first use."""
+    path = folder("") / "id"
+    if not path.exists():
+        new = path.with_name(f"id-{uuid.uuid4().hex[:12]}")
+        new.write_text(new.name.removeprefix("id-"))
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)  # atomic: the first process wins, and nobody reads half an id
+        new.unlink()
+    return path.read_text()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno in MACHINE_ERRORS:
+            raise
+        raise UserError(
+            f"cannot write to {root()}: {e.strerror}; set SPECEXP_MLRUNS to a writable folder"
+        ) from e
+
+
+# --- claims --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def claim(key: str) -> Iterator[bool]:
+    """Lock a key for the `with` block. Yields False if another process or thread holds it."""
+    path = folder("claims") / key
+    descriptor = _lock(path)
+    if descriptor is None:
+        yield False
+        return
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}: {_command()}".encode())
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    while True:
+        with _writing():
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except BlockingIOError:
+            if _held(descriptor):
+                os.close(descriptor)
+                return None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # `_held` of another process, or the holder's unlink, got in between
+
+
+def _held(descriptor: int) -> bool:
+    """Whether another process holds this lock. If none does, ours is shared until it is closed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def holder(key: str) -> str | None:
+    """The process that has claimed this key ("pid 7 on host: command"), or None."""
+    path = root() / "claims" / key
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(descriptor, 200).decode(errors="replace") if _held(descriptor) else None
+    finally:
+        os.close(descriptor)
+
+
+def claims() -> dict[str, str]:
+    """Every claimed key and its holder."""
+    return {path.name: who for path in listed("claims") if (who := holder(path.name))}
+
+
+def _command() -> str:
+    return redact.hide(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))[:150]
+
+
+@contextmanager
+def alone(what: str, waiting: Callable[[str], None] = lambda said: None) -> Iterator[None]:
+    """Hold the claim `what` for the `with` block, after waiting for it: `waiting` is called with a
+    message meanwhile. Raises StoreBusy after PATIENCE_S."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with claim(what) as ours:
+            if ours:
+                yield
+                return
+        who = holder(what) or "another process"
+        if time.monotonic() > deadline:
+            raise StoreBusy(f"{root()} is locked for {what} by {who}: wait for it, or stop it")
+        waiting(f"waiting for the store, locked for {what} by {who}")
+        time.sleep(0.1)
+
+
+# --- grids ----------------------------------------------------------------------------------------
+
+
+def remember(grid: str, keys: Set[str]) -> None:
+    """Add run keys to those of a grid's points."""
+    if new := keys - keys_of(grid):
+        with (folder("grids") / f"{grid}.txt").open("a") as file:
+            file.writelines(f"\n{key}" for key in sorted(new))
+
+
+def keys_of(grid: str) -> set[str]:
+    """The run keys of every point this grid ever had, whichever grid ran it."""
+    file = root() / "grids" / f"{grid}.txt"
+    return set(file.read_text().split()) if file.exists() else set()
+
+
+# --- attempts and results -----------------------------------------------------------------------
+
+
+def new_attempt(key: str) -> Path:
+    path = folder("attempts") / f"{key}-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    return path
+
+
+def key_of(path: Path) -> str:
+    """The run key of a result, or of a folder elsewhere in the store, named `<key>-<random>`."""
+    return path.name if path.parent.name == "results" else path.name.rpartition("-")[0]
+
+
+def attempts_of(key: str, where: str) -> list[Path]:
+    """The folders of a run key in `attempts/`, `failed/` or `replaced/`."""
+    there = folder(where)
+    return [there / name for name in os.listdir(there) if name.rpartition("-")[0] == key]
+
+
+def result_of(key: str) -> Path:
+    return root() / "results" / key
+
+
+def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
+    """Turn an attempt into a result: fsync every file, then rename the folder. Returns the result.
+
+    An existing result of this key is moved to `replaced/`.
+    """
+    known = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
+    (attempt / TAGS).write_text(json.dumps(known))
+    digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
+    (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
+    return _settle(attempt, folder("results") / key)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def ended_ms(folder: Path) -> int:
+    """When a result or failed attempt ended. Older ones do not record it: when tags.json was
+    written."""
+    said = read(folder / TAGS).get("ended")
+    return said if isinstance(said, int) else (folder / TAGS).stat().st_mtime_ns // 1_000_000
+
+
+def finish(attempt: Path) -> bool:
+    """Complete an interrupted `commit`. False if the attempt is not intact or a result exists."""
+    result = folder("results") / key_of(attempt)
+    if result.exists() or not intact(attempt):
+        return False
+    _settle(attempt, result)
+    return True
+
+
+def _settle(attempt: Path, result: Path) -> Path:
+    files = files_in(attempt)
+    folders = sorted({p.parent for p in files} | {attempt}, reverse=True)
+    for path in [*files, *folders]:
+        _fsync(path)
+    if result.exists():
+        set_aside(result, "replaced")
+    os.rename(attempt, result)
+    _fsync(result.parent)
+    return result
+
+
+def set_aside(path: Path, where: str) -> Path:
+    """Move an attempt or a result to another folder of the store; returns its new path."""
+    name = path.name if path.parent.name == "attempts" else f"{path.name}-{uuid.uuid4().hex[:8]}"
+    kept = folder(where) / name
+    os.rename(path, kept)
+    return kept
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Every regular file below a folder. Raises OSError if a subfolder cannot be listed."""
+
+    def refuse(e: OSError) -> None:
+        raise e
+
+    walk = os.walk(folder, onerror=refuse)
+    found = (Path(place, name) for place, _, names in walk for name in names)
+    return sorted(p for p in found if p.is_file() and not p.is_symlink())
+
+
+def only_files(attempt: Path) -> None:
+    """Remove everything but files and folders: a link could make copies read other files."""
+    for path in attempt.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            path.unlink()
+
+
+def intact(result: Path) -> bool:
+    """Whether this result is complete and unchanged since it was committed.
+
+    Raises OSError if that cannot be determined now (too many open files, no permission).
+    """
+
+    def as_committed() -> bool:
+        digests = load(result / MANIFEST)
+        if not {RESULT, TAGS} <= digests.keys():
+            return False
+        data = {name: (result / name).read_bytes() for name in digests}
+        mine = json.loads(data[TAGS])["run_key"] in (result.name, key_of(result))
+        return mine and all(digest(data[name]) == d for name, d in digests.items())
+
+    return sound(as_committed)
+
+
+def sound(check: Callable[[], bool]) -> bool:
+    """The result of `check`; False if a file it reads is torn or missing. Raises other OSErrors."""
+    try:
+        return check()
+    except (KeyError, TypeError, ValueError):
+        return False
+    except OSError as e:
+        if e.errno in DAMAGE:
+            return False
+        raise
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a JSON file of the store. Raises OSError, and ValueError or TypeError if it is torn."""
+    return dict(json.loads(path.read_text()))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a JSON file of the store; an empty dictionary if it is missing or torn."""
+    try:
+        return load(path)
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,409 @@
+"""Logs results from notebooks, publishes them to MLflow and reads them back.
+
+A notebook calls `parameters` and `log`. Under the runner, `log` only writes into the given attempt
+folder: a kernel never opens the store or MLflow. In a notebook run by hand it makes an attempt,
+commits and publishes it. Only committed results and kept failures are published, and publishing one
+twice changes nothing.
+
+Runs go to `mlflow.db` and `artifacts/` in the store, or to where MLFLOW_TRACKING_URI says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from specexp.errors import UserError
+from specexp.tracking import mlflow_view, results
+from specexp.tracking.mlflow_store import Away, Backend, Damaged, Refused
+
+__all__ = ["Away", "Damaged", "Refused"]
+REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
+_METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
+_STEP = re.compile(r"-?\d{1,18}")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
+_IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
+_LONGEST_NAME = 250  # MLflow rejects longer ones
+_LONGEST_PARAM = 6000  # MLflow truncates longer ones
+_VERSIONS = ("specexp", "torch", "transformers")
+
+
+# --- what notebooks call -------------------------------------------------------------------------
+
+
+def parameters(names: Mapping[str, Any]) -> dict[str, Any]:
+    """The notebook's parameters, given `globals()`: every public name that has a plain value."""
+    return {
+        name: value
+        for name, value in names.items()
+        if not name.startswith("_")
+        and name not in _IPYTHON
+        and (value is None or isinstance(value, int | float | str | bool | list))
+    }
+
+
+def log(
+    experiment: str,
+    params: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    series: Mapping[str, Sequence[float] | Mapping[int, float]] | None = None,
+    tags: Mapping[str, str] | None = None,
+    tables: Mapping[str, pd.DataFrame] | None = None,
+    figures: Mapping[str, Any] | None = None,
+) -> None:
+    """Record one run: metrics `group/name`, series by step (lists count from 1), tables, figures.
+
+    Under the runner the grid's experiment replaces this one. Raises UserError for a name or value
+    that MLflow would reject or change.
+    """
+    curves = {
+        name: dict(enumerate(values, 1)) if not isinstance(values, Mapping) else dict(values)
+        for name, values in (series or {}).items()
+    }
+    record = {
+        "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
+        "params": dict(params),
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
+        "tags": {**provenance(str(params.get("device", "auto"))), **(tags or {})},
+    }
+    problems = problems_of(record)
+    if problems:
+        raise UserError("; ".join(problems))
+    given = os.environ.get("SPECEXP_ATTEMPT")
+    if given:
+        _write(Path(given), record, tables or {}, figures or {})
+        return
+    key = f"byhand-{uuid.uuid4().hex[:10]}"
+    with results.claim(key):
+        attempt = results.new_attempt(key)
+        _write(attempt, record, tables or {}, figures or {})
+        name = f"{params.get('drafter', experiment)} by hand"
+        result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
+        try:
+            with results.alone("setup"):
+                initialise()
+            publish(result)
+        except Refused as e:
+            print(f"kept in {result}; MLflow refused it: {e}")
+            return
+        except Away as e:
+            retry = "publish it later with `specexp store rebuild`"
+            print(f"kept in {result}; not in MLflow yet, {retry}: {e}")
+            return
+    print(f"logged to {where()}; compare with: specexp ui")
+
+
+def _step(step: Any) -> str:
+    """A step as a string: 2.0 is "2"; others are unchanged, for `problems_of` to reject."""
+    return str(math.floor(step) if isinstance(step, Real) and step % 1 == 0 else step)
+
+
+def _write(
+    attempt: Path, record: dict[str, Any],
+    tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Any],
+) -> None:  # fmt: skip
+    if (attempt / results.RESULT).exists():
+        raise UserError("this notebook called track.log before: one run logs once")
+    for name, table in tables.items():
+        table.to_parquet(attempt / f"{_file_name(name)}.parquet")
+    for name, figure in figures.items():
+        (attempt / "figures").mkdir(exist_ok=True)
+        path = attempt / "figures" / f"{_file_name(name)}.png"
+        figure.savefig(path, dpi=110, bbox_inches="tight")
+    (attempt / results.RESULT).write_text(json.dumps(record, indent=1))
+
+
+def _file_name(name: str) -> str:
+    if not _FILE.fullmatch(name):
+        raise UserError(f"names of tables and figures have letters, digits, - and _, not {name!r}")
+    return name
+
+
+def problems_of(record: Mapping[str, Any]) -> list[str]:
+    """Why a record cannot be published: bad names or steps, values that are not finite."""
+    flat = dict(record["metrics"])
+    for name, curve in record["series"].items():
+        flat |= {f"{name} at {step}": value for step, value in curve.items()}
+    names = [*record["metrics"], *record["series"]]
+    return [
+        *(f"metric {n!r} is not named group/name" for n in names if not _METRIC.fullmatch(n)),
+        *(
+            f"the metric {n[:40]}... has {len(n)} characters, more than {_LONGEST_NAME}"
+            for n in names
+            if len(n) > _LONGEST_NAME
+        ),
+        *(
+            f"{n} has the step {step}, not a 64-bit integer"
+            for n, curve in record["series"].items()
+            for step in curve
+            if not _STEP.fullmatch(str(step))
+        ),
+        *(f"{n} is {v}, not a finite number" for n, v in flat.items() if not math.isfinite(v)),
+    ]
+
+
+def provenance(device: str = "auto") -> dict[str, str]:
+    """Tags that say what a run was made with: versions, device, threads, load, commit."""
+    import torch
+
+    from specexp.commands import doctor
+    from specexp.grids import identity
+
+    versions = {f"version.{name}": doctor.version(name) or "unknown" for name in _VERSIONS}
+    commit, dirty = os.environ.get("SPECEXP_GIT", "").split() or _git_state()
+    slower = identity.engine(device)
+    return {
+        **versions,
+        **({"engine": slower} if slower else {}),
+        "version.python": platform.python_version(),
+        "device": identity.device_class(device),
+        "threads": str(torch.get_num_threads()),
+        "load": f"{os.getloadavg()[0]:.2f}",
+        "git.commit": commit,
+        "git.dirty": dirty,
+    }
+
+
+def _git_state() -> list[str]:
+    """The commit, and "true" if tracked files differ from it, else "false"."""
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return [_git("rev-parse", "HEAD"), str(bool(changed)).lower()]
+
+
+def _git(*args: str) -> str:
+    asked = ["git", *args]
+    try:
+        done = subprocess.run(asked, cwd=results.ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # not installed
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# --- MLflow --------------------------------------------------------------------------------------
+
+
+def own() -> bool:
+    """Whether runs are tracked in the store's own database."""
+    return not os.environ.get("MLFLOW_TRACKING_URI")
+
+
+def backend() -> Backend:
+    """Where runs are tracked: MLFLOW_TRACKING_URI, or the store's own database."""
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    return Backend.at(given, results.root()) if given else database()
+
+
+def database() -> Backend:
+    """The store's own database."""
+    return Backend.of(results.root() / "mlflow.db", REMEDY)
+
+
+def where() -> str:
+    """Where runs are tracked, for messages: a path, or an address without its password."""
+    return str(backend())
+
+
+def client() -> Any:
+    return backend().client
+
+
+def initialise() -> None:
+    """Create the database if it is missing, else check that it can be read. One process at a time
+    may do so (`store.alone`). Raises Away, Damaged."""
+    backend().prepare(known=own() and had_runs())
+
+
+def had_runs() -> bool:
+    """Whether anything was ever published to the store's own database."""
+    return any(results.root().glob("results/*/published"))
+
+
+def experiment_id(name: str) -> str:
+    """The id of the experiment of this name, which is created or restored if necessary."""
+    from mlflow.exceptions import MlflowException
+
+    place, mlflow = backend(), client()
+    found = mlflow.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(mlflow.create_experiment(name, artifact_location=place.location(name)))
+        except MlflowException:  # another process has just created it
+            found = mlflow.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        mlflow.restore_experiment(found.experiment_id)
+    return str(found.experiment_id)
+
+
+def published(folder: Path) -> bool:
+    """Whether this folder was published to where runs are tracked now."""
+    return marker(folder).exists()
+
+
+def marker(folder: Path) -> Path:
+    """The file that marks a folder as published and holds the run's id."""
+    if own():
+        return folder / "published"
+    return folder / f"published-{results.digest(backend().uri.encode())[:8]}"
+
+
+def publishable(folder: Path) -> bool:
+    """Whether a result is intact and valid for MLflow, or enough of a failed attempt is left to be
+    published: those are not fsynced.
+
+    Raises OSError if that cannot be determined now.
+    """
+    if folder.parent.name == "results":
+        record = folder / results.RESULT
+        return results.intact(folder) and results.sound(
+            lambda: not problems_of(results.load(record))
+        )
+
+    def tells() -> bool:
+        tags, point = results.load(folder / results.TAGS), results.load(folder / results.POINT)
+        told = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
+        return told and {"experiment", "params"} <= point.keys()
+
+    return results.sound(tells)
+
+
+def publish(folder: Path) -> str:
+    """Publish a result or failed attempt to MLflow, unless it has been; returns the run's id.
+
+    The folder's tags.json holds the run's tags, with `run_key`, `attempt`, `status` and `ended`.
+    Raises Away, Refused, Damaged, or OSError if the disk is full or the folder cannot be read.
+    """
+    if not published(folder):
+        with backend().reaching():
+            run_id = _publish(folder)
+        marker(folder).write_text(run_id)
+    return marker(folder).read_text()
+
+
+def _publish(folder: Path) -> str:
+    """Create and fill the run, mark it as whole, then delete the runs that it replaces."""
+    place = backend()
+    tags = results.load(folder / results.TAGS) | {"store": results.identity()}
+    status, _ = tags.pop("status"), tags.pop("ended", None)
+    record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
+    experiment = experiment_id(record["experiment"])
+    wanted = f"tags.run_key = '{tags['run_key']}'"
+    same = [
+        r.info.run_id
+        for r in place.runs(experiment, wanted)
+        if is_whole(r)
+        and (
+            r.data.tags.get("attempt") == tags["attempt"]
+            or (status != "FINISHED" and _succeeded_since(r, folder))
+        )
+    ]
+    run_id = same[0] if same else _create_run(folder, experiment, status, tags, record)
+    for old in place.runs(experiment, wanted):
+        stays = is_whole(old) and old.info.status == "FINISHED" != status
+        if old.info.run_id != run_id and is_ours(old) and not stays:
+            place.client.delete_run(old.info.run_id)
+    return run_id
+
+
+def _succeeded_since(run: Any, folder: Path) -> bool:
+    """Whether this run finished after the failure in the folder, which is then not published."""
+    later = run.info.end_time > results.ended_ms(folder)
+    return later and is_ours(run) and run.info.status == "FINISHED"
+
+
+def _create_run(
+    folder: Path, experiment: str, status: str, tags: dict[str, str], record: Mapping[str, Any]
+) -> str:
+    from mlflow.entities import Metric, Param, RunTag
+
+    place, mlflow = backend(), client()
+    ended = results.ended_ms(folder)
+    begun = ended - int(float(tags.get("seconds", 0)) * 1000)
+    name = tags.pop("name", tags["run_key"])
+    run = mlflow.create_run(experiment, begun, record.get("tags", {}) | tags, name)
+    metrics = [Metric(n, v, ended, step) for n, step, v in as_points(record)]
+    params = [Param(n, v) for n, v in as_params(record).items()]
+    if metrics:
+        shown = mlflow_view.shared({*record["params"], *(m.key for m in metrics)})
+        mlflow.set_experiment_tag(experiment, mlflow_view.TAG, shown)
+    for at in range(0, max(len(metrics), 1), 1000):
+        mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
+    place.put(run, folder)
+    mlflow.set_terminated(run.info.run_id, status, ended)
+    mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
+    return str(run.info.run_id)
+
+
+def is_whole(run: Any) -> bool:
+    """Whether everything of this run was published."""
+    return bool(run.data.tags.get("published") == "1")
+
+
+def is_ours(run: Any) -> bool:
+    """Whether a run was published from this store: a server may hold those of many."""
+    tags = run.data.tags
+    return "run_key" in tags and tags.get("store", results.identity()) == results.identity()
+
+
+def as_params(record: Mapping[str, Any]) -> dict[str, str]:
+    """A record's parameters as MLflow stores them."""
+    written = {
+        n: json.dumps(v) if isinstance(v, list) else str(v) for n, v in record["params"].items()
+    }
+    return {n: v[:_LONGEST_PARAM] for n, v in written.items()}
+
+
+def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
+    """A record's metrics and series as MLflow stores them: (name, step, value)."""
+    points = [(n, 0, v) for n, v in record.get("metrics", {}).items()]
+    for n, curve in record.get("series", {}).items():
+        points += [(n, int(step), v) for step, v in curve.items()]
+    return points
+
+
+def has_database() -> bool:
+    """Whether there is a database to read: a store has none before its first run. Raises Damaged
+    if it has lost the one it had, or Away."""
+    if not backend().empty():
+        return True
+    if own() and had_runs():
+        raise backend().damaged("is empty or gone")
+    return False
+
+
+def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
+    """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. `grid`: only
+    runs of this grid's points, whichever grid ran them. Raises Away, Damaged."""
+    place, keys = backend(), results.keys_of(grid or "")
+    found = [
+        (e.name, run)
+        for e in (place.experiments() if has_database() else [])
+        if experiment in (None, e.name)
+        for run in place.runs(e.experiment_id, "attributes.status = 'FINISHED'")
+        if grid in (None, run.data.tags.get("grid")) or run.data.tags.get("run_key") in keys
+    ]
+    return pd.DataFrame(
+        {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}
+        | {f"params.{k}": v for k, v in run.data.params.items()}
+        | {f"metrics.{k}": v for k, v in run.data.metrics.items()}
+        | {f"tags.{k}": v for k, v in run.data.tags.items() if not k.startswith("mlflow.")}
+        for name, run in sorted(found, key=lambda pair: pair[1].info.start_time, reverse=True)
+    )
+
+
+def curve(run_id: str, name: str) -> dict[int, float]:
+    """A series of one run: step -> value."""
+    return {m.step: m.value for m in backend().history(run_id, name)}

@@ -1,0 +1,84 @@
+"""What `make gpu` runs starts on a machine that has torch and little else, from a bare copy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What such a machine may lack, this package's own installation among it.
+SITE = """
+import sys
+from importlib.machinery import PathFinder
+
+GONE = {"specexp", "mlflow", "mlflow-skinny", "papermill", "nbformat", "nbclient", "nbconvert",
+        "ipykernel", "jupyter_client", "jupyterlab", "ipywidgets", "hypothesis", "pytest_timeout"}
+
+class Bare:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        gone = name.split(".")[0] in GONE - {"specexp"}
+        return None if gone else PathFinder.find_spec(name, path, target)
+
+    @staticmethod
+    def find_distributions(*args, **kwargs):
+        for found in PathFinder.find_distributions(*args, **kwargs):
+            if (found.metadata["Name"] or "").replace("-", "_") not in GONE:
+                yield found
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+"""
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """bare("-m", "pytest", ...) -> (exit code, what it said), by a Python that lacks all that."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    more = {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "GIT_DIR": os.devnull,
+            "SPECEXP_MLRUNS": str(tmp_path / "mlruns")}  # fmt: skip
+
+    def run(*args: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, *args], cwd=ROOT, env=os.environ | more, capture_output=True,
+            text=True, timeout=300, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_tests_are_collected_and_those_left_out_are_named(bare):
+    some = ("-k", "test_gpu or test_fused_passes", "-p", "no:cacheprovider")
+    code, said = bare("-m", "pytest", "--collect-only", *some)
+    assert code == 0, said
+    assert "test_gpu.py::test_greedy_text_is_that_of_the_cpu" in said
+    assert "test_fused.py::test_fused_passes" in said
+    wants = {
+        "tree": "hypothesis",
+        "grid": "hypothesis",
+        "run": "nbformat",
+        "files": "a git checkout",
+    }
+    for file, missed in wants.items():
+        [line] = [x for x in said.splitlines() if x.startswith(f"left out, for want of {missed}: ")]
+        assert f"test_{file}.py" in line
+        assert "test_gpu.py" not in line
+
+
+def test_the_bench_runs(bare, tmp_path):
+    few = ("--gamma", "2", "--repeats", "1", "--max-new-tokens", "4", "--device", "cpu")
+    code, said = bare("-m", "specexp.commands.app", "bench", "round", *few, "--out", str(tmp_path))
+    assert code == 0, said
+    [file] = tmp_path.glob("bench_*_float32_target-10m.json")
+    assert f"kept in {file}" in said
+
+
+def test_doctor_names_what_is_missing(bare):
+    code, said = bare("-m", "specexp.commands.app", "doctor")
+    assert code == 1
+    for package in ("mlflow", "papermill"):
+        assert f"missing {package}: pip install {package}" in said
+    assert "missing torch" not in said

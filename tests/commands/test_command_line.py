@@ -1,0 +1,428 @@
+"""The command line as a user meets it: output, one-line errors, exit codes."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specexp import api, drafters
+from specexp.commands import app
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run("theory", "--alpha", ".8") -> (exit code, stdout, stderr)."""
+
+    def call(*args: str):
+        monkeypatch.setattr(sys, "argv", ["specexp", *args])
+        with pytest.raises(SystemExit) as stopped:
+            app.main()
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return call
+
+
+def test_help_reads_well_and_imports_nothing_heavy():
+    code = (
+        "import sys; from specexp.commands.app import app; app(['--help'], standalone_mode=False); "
+    )
+    check = "print(sorted({'torch', 'transformers', 'mlflow', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in ("generate", "theory", "models", "doctor", "ui", "grid", "zoo"):
+        assert command in done.stdout
+    assert done.stdout.strip().endswith("[]")
+
+
+def test_theory_prints_the_four_figures(run):
+    code, out, _ = run("theory", "--alpha", "0.75", "--gamma", "4", "--cost", "0", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == {"tokens_per_pass", "speedup", "operations", "best_gamma"}
+    assert found["tokens_per_pass"] == pytest.approx(3.05, abs=0.005)
+    _, out, _ = run("theory", "--alpha", "0.75", "--gamma", "4")
+    assert "tokens per target pass" in out
+    assert "3.05" in out
+
+
+def test_theory_refuses_impossible_numbers(run):
+    code, _, err = run("theory", "--alpha", "1.5", "--gamma", "4")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert "alpha" in err
+
+
+def test_generate_json_tells_tokens_rounds_acceptance_and_exactness(run, tiny_folders):
+    target, draft = tiny_folders
+    code, out, err = run(
+        "generate", "--target", target, "--drafter", "model", "--draft", draft, "--gamma", "3",
+        "--max-new-tokens", "12", "--prompt", "def mean(values):", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    made = json.loads(out)
+    assert set(made) == {"prompt", "tokens", "text", "rounds", "acceptance", "exact"}
+    assert len(made["tokens"]) == 12 == sum(r["emitted"] for r in made["rounds"])
+    record = made["acceptance"]
+    assert record["accepted"] == sum(r["accepted"] for r in made["rounds"])
+    assert record["rate"] == pytest.approx(record["accepted"] / record["drafted"])
+    assert record["length"] == pytest.approx(1 + sum(record["marginal"]))
+    assert made["exact"] == {"pass": True, "lossy": "", "tokens": 12, "ties": 0, "bugs": 0}
+
+
+@pytest.mark.parametrize("drafter", ["null", "ngram"])
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_generate_is_the_same_text_whatever_drafts(run, tiny_folders, drafter, temperature):
+    options = ("generate", "--target", tiny_folders[0], "--temperature", temperature, "--json")
+    tail = ("--rule", "match", "--max-new-tokens", "10", "--prompt", "a b a b a")
+    texts = {
+        json.loads(run(*options, "--drafter", d, *tail)[1])["text"] for d in ("null", drafter)
+    }  # fmt: skip
+    assert len(texts) == 1
+
+
+def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
+    _, out, _ = run(
+        "generate", "--target", tiny_folders[0], "--drafter", "ngram", "--rounds",
+        "--max-new-tokens", "16", "--prompt", "x y x y x y",
+    )  # fmt: skip
+    assert "16 tokens in" in out
+    assert "accepted/drafted" in out
+    assert "identical" in out
+    assert "accepted  corrected  bonus" in out
+
+
+def test_generate_tells_the_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
+    generate, paces = api.Rig.generate, iter([1.0, 0.01])
+
+    def timed(rig, *asked):
+        made = generate(rig, *asked)
+        pace = next(paces)
+        monkeypatch.setattr(type(made.trace), "tpot_s", pace)
+        return made
+
+    monkeypatch.setattr(api.Rig, "generate", timed)
+    options = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompt", "x y x")
+    out = run(*options, "--max-new-tokens", "6")[1]
+    assert "100 tokens/s" in out
+    assert out.count("x y x") == 1
+
+
+def test_generate_reads_a_prompts_file_one_json_object_a_line(run, tiny_folders, tmp_path):
+    file = tmp_path / "question.jsonl"
+    lines = [{"question_id": i, "category": "mine", "turns": [f"text {i}"]} for i in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    _, out, _ = run(
+        "generate", "--target", tiny_folders[0], "--drafter", "null", "--prompts", str(file),
+        "--limit", "2", "--max-new-tokens", "4", "--json",
+    )  # fmt: skip
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["text 0", "text 1"]
+
+
+BAD = {
+    "no prompt": ([], "--prompt"),
+    "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
+    "empty prompt": (["--prompt", "", "--drafter", "null"], "empty"),
+    "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "did you mean 'model'?"),
+    "like a method": (["--prompt", "a", "--drafter", "draft-model"], "draft model is model:NAME"),
+    "draft without model": (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "ngram:x"),
+    "unknown draft": (["--prompt", "a", "--draft", "siblin-3m"], "siblin-3m"),
+    "no sibling": (["--prompt", "a"], "name one"),
+    "gamma below 0": (["--prompt", "a", "--drafter", "null", "--gamma", "-1"], "gamma is -1"),
+    "gamma beyond": (["--prompt", "a", "--drafter", "ngram", "--gamma", "999"], "exceeds the 128"),
+    "temperature": (["--prompt", "a", "--drafter", "null", "--temperature", "-1"], "temperature"),
+    "top-p 0": (["--prompt", "a", "--drafter", "null", "--top-p", "0"], "(0, 1]"),
+    "top-p 2": (["--prompt", "a", "--drafter", "null", "--top-p", "2"], "(0, 1]"),
+    "top-k": (["--prompt", "a", "--drafter", "null", "--top-k", "-1"], "top_k"),
+    "rule": (["--prompt", "a", "--drafter", "null", "--rule", "tipical"], "match, reject"),
+    "dtype": (["--prompt", "a", "--drafter", "null", "--dtype", "int8"], "float32"),
+    "device": (["--prompt", "a", "--drafter", "null", "--device", "tpu"], "cuda"),
+    "tree": (["--prompt", "a", "--drafter", "null", "--tree", "3y2"], "such as 3x2x1"),
+    "tree too big": (["--prompt", "a", "--drafter", "null", "--tree", "99x99"], "at most 1024"),
+    "tree too wide": (["--prompt", "a", "--drafter", "ngram", "--tree", "999"], "wider than the"),
+    "tree too deep": (
+        ["--prompt", "a", "--drafter", "ngram", "--tree", "grown:3", "--gamma", "4"],
+        "cannot be 4 deep",
+    ),
+    "block on a tree": (
+        ["--prompt", "a", "--drafter", "early_exit", "--tree", "2x2", "--rule", "block"],
+        "works on chains",
+    ),
+    "block without q": (
+        ["--prompt", "a", "--drafter", "ngram", "--rule", "block", "--temperature", "1"],
+        "use rule match",
+    ),
+    "reject without q": (
+        ["--prompt", "a", "--drafter", "suffix", "--rule", "reject", "--temperature", "1"],
+        "use rule match",
+    ),
+    "lenience": (["--prompt", "a", "--drafter", "null", "--rule", "lenient:2"], "(0, 1]"),
+    "n-gram": (["--prompt", "a", "--drafter", "ngram:x"], "such as ngram:3"),
+    "argument": (["--prompt", "a", "--drafter", "null:3"], "takes no argument"),
+    "all layers": (["--prompt", "a", "--drafter", "early_exit:3"], "leave before the last"),
+    "more than the heads": (
+        ["--target", "target-10m", "--prompt", "a", "--drafter", "medusa", "--gamma", "4"],
+        "use gamma 3 or less",
+    ),
+    "no heads": (["--prompt", "a", "--drafter", "medusa"], "no medusa heads"),
+    "no such heads": (["--prompt", "a", "--drafter", "eagle:nowhere"], "nowhere"),
+    "planted": (["--prompt", "a", "--drafter", "planted:2"], "from 0 to 1"),
+    "crossed": (["--prompt", "a", "--drafter", "crossed"], "crossed:NAME"),
+    "recycle": (
+        ["--prompt", "a", "--drafter", "recycle:2", "--tree", "4"],
+        "use recycle:4",
+    ),
+    "lookahead": (
+        ["--prompt", "a", "--drafter", "lookahead:5", "--gamma", "2"],
+        "gamma 4 or more",
+    ),
+    "prompts file": (["--prompts", "missing.jsonl", "--drafter", "null"], "missing.jsonl"),
+    "empty": (["--prompt", "", "--drafter", "null"], "a prompt is empty"),
+    "too long": (["--prompt", "a b " * 200, "--drafter", "null"], "more than the 128-token"),
+    "no tokens": (["--prompt", "a", "--drafter", "null", "--max-new-tokens", "0"], "1 or more"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run, tiny_folders, case):
+    args, said = BAD[case]
+    code, out, err = run("generate", "--target", tiny_folders[0], *args)
+    assert code == 2
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err + out
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    ["early_exit:1", "suffix", "recycle", "lookahead", "planted:0.6,DRAFT", "model:DRAFT",
+     "crossed:DRAFT", "model:TARGET"],
+)  # fmt: skip
+def test_every_method_generates_what_the_target_would(run, tiny_folders, drafter):
+    target, draft = tiny_folders
+    named = drafter.replace("DRAFT", draft).replace("TARGET", target)
+    options = ("generate", "--target", target, "--prompt", "def mean(values):", "--json")
+    made, alone = (
+        json.loads(run(*options, "--max-new-tokens", "12", "--drafter", d)[1])
+        for d in (named, "null")
+    )
+    assert made["text"] == alone["text"]
+    assert made["exact"]["pass"] is True
+
+
+@pytest.mark.parametrize("drafter", ["model", "eagle", "medusa", "early_exit", "planted"])
+def test_what_ships_drafts_without_being_told_more(run, drafter):
+    options = ("generate", "--drafter", drafter, "--prompt", "def f(x):", "--json")
+    made = json.loads(run(*options, "--max-new-tokens", "8")[1])
+    assert made["exact"]["pass"] is True
+    assert made["exact"]["lossy"] == ""
+
+
+def test_a_folder_that_is_called_much_like_a_method_is_a_draft_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "draft-model").mkdir()
+    for name in ("draft-model", "./my-model", "models/ft", "me/my-model"):
+        assert api.split(name) == ("model", name)
+    assert api.split("eagl:me/heads") == ("eagl", "me/heads")
+
+
+def test_a_lossy_rule_does_not_pass_for_exact(run):
+    options = ("generate", "--rule", "typical", "--temperature", "1", "--prompt", "def f(x):")
+    made = json.loads(run(*options, "--max-new-tokens", "8", "--json")[1])
+    assert made["exact"]["pass"] is False
+    assert made["exact"]["lossy"] == "typical (lossy)"
+    assert made["exact"]["bugs"] == 0
+
+
+def test_a_drafter_is_one_file_and_no_edit_elsewhere(run, tiny_folders, tmp_path, monkeypatch):
+    """The example of the documentation, as a file of its own."""
+    page = Path(drafters.__file__).with_name("README.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(example.splitlines()) <= 45
+    (tmp_path / "echo.py").write_text(example)
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    options = ("generate", "--target", tiny_folders[0], "--prompt", "ab ab ab", "--json")
+    made = json.loads(run(*options, "--drafter", "echo:2", "--gamma", "3")[1])
+    alone = json.loads(run(*options, "--drafter", "null")[1])
+    assert made["tokens"] == alone["tokens"]
+    assert made["acceptance"]["drafted"] > 0
+    assert "Guess that the text repeats" in run("models")[1]
+    assert run(*options, "--drafter", "echo:0")[0] == 2
+
+
+def test_every_problem_is_told_at_once(run, tiny_folders):
+    args = ("--drafter", "null", "--gamma", "-1", "--top-p", "0", "--prompt", "a")
+    _, _, err = run("generate", "--target", tiny_folders[0], *args)
+    assert len(err.strip().splitlines()) == 2
+
+
+def test_unknown_target_names_the_ones_there_are(run):
+    code, _, err = run("generate", "--target", "target-10n", "--prompt", "a")
+    assert code == 2
+    assert "did you mean 'target-10m'" in err
+
+
+def test_models_lists_the_zoo_and_the_drafts_of_each_target(run):
+    _, out, _ = run("models", "--json")
+    found = {m["name"]: m for m in json.loads(out)}
+    assert found["target-10m"]["drafts"] == ["sibling-3m", "sibling-1m"]
+    assert {"name", "path", "parameters", "role", "drafts"} <= set(found["random-tiny"])
+    _, table, _ = run("models")
+    assert "sibling-3m" in table
+
+
+def test_doctor_finds_what_is_there_and_what_is_missing(run, monkeypatch):
+    code, out, _ = run("doctor")
+    assert code == 0
+    for word in ("python", "torch", "device", "free memory", "bfloat16", "zoo", "ready"):
+        assert word in out
+    from specexp.commands import doctor
+
+    monkeypatch.setattr(doctor, "missing", lambda: ["papermill: pip install papermill"])
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "pip install papermill" in out
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_called_missing(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "file"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    code, out, _ = run("doctor")
+    assert code == 1
+    assert "not writable" in out
+    assert "missing" not in out
+
+
+def test_paths_are_shown_to_the_letter(run, tiny_folders, tmp_path, monkeypatch):
+    folder = tmp_path / "[bold]a:cat:"
+    folder.mkdir()
+    monkeypatch.setattr("specexp.zoo.train.train_zoo", lambda *_, **__: [folder])
+    assert run("zoo", "train")[1].split() == ["wrote", str(folder)]
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(folder))
+    monkeypatch.setattr("specexp.commands.doctor.missing", lambda: ["x: pip install 'x[all]>=1'"])
+    said = run("doctor")[1].replace("\n", "")
+    assert "pip install 'x[all]>=1'" in said
+
+
+def test_training_is_told_which_device_there_is(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr("specexp.api.where", lambda device: f"for {device}")
+
+    def train(*_, device, **__):
+        asked.append(device)
+        return []
+
+    monkeypatch.setattr("specexp.zoo.train.train_zoo", train)
+    monkeypatch.setattr("specexp.commands.app._train_heads", lambda *args: asked.append(args[3]))
+    run("zoo", "train")
+    run("zoo", "train", "--heads", "medusa")
+    assert asked == ["for auto", "for auto"]
+
+
+@pytest.mark.parametrize("option", ["--target", "--text"])
+def test_what_only_heads_are_trained_with_is_not_ignored(run, option):
+    code, _, err = run("zoo", "train", option, "given")
+    assert code == 2
+    assert f"{option} belongs to --heads" in err
+
+
+def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "steps.csv")
+
+    monkeypatch.setattr("specexp.theory.predict", full)
+    code, _, err = run("theory", "--alpha", "0.5", "--gamma", "1")
+    assert (code, err.strip()) == (5, "disk full: No space left on device: steps.csv")
+
+
+def test_a_store_that_is_named_from_here_is_the_same_from_everywhere(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECEXP_MLRUNS", "mine")
+    assert run("theory", "--alpha", "0.5", "--gamma", "1")[0] == 0
+    assert os.environ["SPECEXP_MLRUNS"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_is_one_that_there_is(run, port):
+    code, _, err = run("ui", "--port", port)
+    assert code == 2
+    assert "--port" in err
+
+
+@pytest.fixture
+def questions(tmp_path):
+    file = tmp_path / "question.jsonl"
+    lines = [{"question_id": i, "category": "mine", "turns": [f"text {i}"]} for i in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return str(file)
+
+
+def test_serve_answers_the_same_requests_under_every_policy(run, tiny_folders, tmp_path, questions):
+    target, draft = tiny_folders
+    steps = tmp_path / "new" / "steps.csv"
+    code, out, err = run(
+        "serve", "--target", target, "--drafter", draft, "--prompts", questions, "--count", "5",
+        "--load", "poisson:50", "--policy", "plain", "--policy", "always:2", "--rows", "2",
+        "--max-new-tokens", "6", "--out", str(steps), "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    plain, always = json.loads(out)
+    assert (plain["policy"], always["policy"]) == ("plain", "always:2")
+    assert plain["load/speculated"] == 0
+    assert 0.5 < always["load/speculated"] < 1  # a text's first round is plain
+    for figures in (plain, always):
+        assert figures["throughput/req_s"] > 0
+        assert figures["latency/e2e_p50_ms"] >= figures["latency/ttft_p50_ms"] > 0
+    header, *rows = steps.read_text().splitlines()
+    emitted = header.split(",").index("emitted")
+    assert sum(int(row.split(",")[emitted]) for row in rows) == 2 * 5 * 6
+    assert steps.with_suffix(".png").stat().st_size > 0
+
+
+def test_serve_shows_a_table_and_why_requests_were_refused(run, tiny_folders, questions):
+    code, out, err = run(
+        "serve", "--target", tiny_folders[0], "--drafter", "ngram", "--prompts", questions,
+        "--load", "poisson:100000", "--policy", "never", "--rows", "1", "--queue", "1",
+        "--count", "6", "--max-new-tokens", "6",
+    )  # fmt: skip
+    assert code == 0, err
+    for said in ("TTFT p95, ms", "rows speculated", "6 requests", "the queue is full: 1"):
+        assert said in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--policy", "alwys:3"], "policy 'alwys:3' is unknown"),
+        (["--policy", "table:1=x"], "policy 'table:1=x' is not well formed"),
+        (["--load", "closed"], "load 'closed' is not well formed"),
+        (["--load", "poisson:-1"], "rate is -1.0"),
+        (["--load", "trace:nowhere.csv"], "cannot read the trace nowhere.csv"),
+        (["--rows", "0"], "rows is 0"),
+        (["--chunk", "0"], "chunk is 0"),
+        (["--queue", "-1"], "queue is -1"),
+        (["--count", "0"], "count is 0"),
+        (["--ttft-ms", "0"], "ttft_ms is 0"),
+        (["--out", "x.png"], "x.png would be overwritten"),
+        (["--out", "/proc/x/steps.csv"], "cannot write /proc/x/steps.csv"),
+        (
+            ["--target", "target-10m", "--drafter", "medusa", "--policy", "always:5"],
+            "policy 'always:5' drafts 5; this drafter does 0 to 3",
+        ),
+    ],
+)
+def test_serve_says_what_is_wrong_before_any_model_is_loaded(
+    run, tiny_folders, questions, options, says
+):
+    target, draft = tiny_folders
+    models = ("--target", target, "--drafter", draft, "--prompts", questions)
+    code, _, err = run("serve", *models, *options)
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1

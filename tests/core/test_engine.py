@@ -1,0 +1,459 @@
+"""The whole round on tiny real models, against decoding without any cache at all."""
+
+import copy
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CONTEXT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny import (
+    DRAFTERS,
+    FAMILIES,
+    NEW,
+    PROMPTS,
+    RULES,
+    SHAPES,
+    TREES,
+    Alphabet,
+    NoHostReads,
+    V,
+    draft_module,
+    engine,
+    expected,
+    module,
+    slowly,
+)  # fmt: skip
+
+from specexp.drafters.crossed import Crossed, TokenMap
+from specexp.drafters.early_exit import lower
+from specexp.drafters.model import DraftModel
+from specexp.drafters.null import Null
+from specexp.engine import Engine
+from specexp.errors import NonFiniteLogits, UserError
+from specexp.fast import cpu
+from specexp.models.lm import LM
+from specexp.policy import Fixed, Plan
+from specexp.rules import Reject
+from specexp.sampling import Sampling
+from specexp.sequences import Sequences, Verdict
+from specexp.tree import Tree
+
+
+@pytest.mark.parametrize(("rule", "tree"), SHAPES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_greedy_text_is_the_cache_free_text(kind, tree, rule):
+    made = engine(kind, tree, rule).generate(PROMPTS, NEW)
+    assert made.tokens == expected("llama")
+    for record in made.trace.by_row:
+        record.check()
+
+
+@pytest.mark.parametrize("tree", ["chain", "branching"])
+@pytest.mark.parametrize("kind", ["ngram", "self"])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
+def test_greedy_text_is_the_cache_free_text_in_every_family(family, kind, tree):
+    assert engine(kind, tree, family=family).generate(PROMPTS, NEW).tokens == expected(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_early_exit_is_the_first_layers_of_every_family(family):
+    net, ids = module(family), torch.tensor([PROMPTS[1]])
+    cut = copy.deepcopy(net)
+    [layers] = [part for part in cut.modules() if isinstance(part, torch.nn.ModuleList)]
+    del layers[1:]
+    cut.config.num_hidden_layers = 1
+    with torch.no_grad():
+        found, wanted, whole = (
+            made(ids, use_cache=False).logits for made in (lower(net, 1), cut, net)
+        )
+    assert torch.equal(found, wanted)
+    assert not torch.allclose(found, whole)
+    assert engine("early_exit", "branching", family=family).generate(
+        PROMPTS, NEW
+    ).tokens == expected(family)
+
+
+def test_a_model_without_a_list_of_layers_has_no_early_exit():
+    net = copy.deepcopy(module("opt"))
+    net.config.num_hidden_layers = 7
+    with pytest.raises(UserError, match="cannot leave OPTForCausalLM: it has no list of its 7"):
+        lower(net, 1)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_sampled_text_under_match_is_the_plain_sample_whatever_drafts(kind, tree):
+    made = engine(kind, tree, "match", temperature=0.9, seed=5)
+    assert made.generate(PROMPTS, NEW).tokens == made.plain().generate(PROMPTS, NEW).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gamma", range(1, 9))
+def test_a_draft_that_is_the_target_is_always_accepted_whole(gamma, rule, temperature):
+    made = engine("self", Tree.chain(gamma), rule, temperature=temperature)
+    for step in made.generate(PROMPTS, 24).trace.steps():
+        assert step.accepted == step.drafted == gamma
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_row_of_a_batch_is_the_row_alone(kind, temperature):
+    made = engine(kind, "branching", "reject", temperature=temperature)
+    together = made.generate(PROMPTS, NEW).tokens
+    for row, prompt in enumerate(PROMPTS):
+        assert made.generate([prompt], NEW, streams=[row]).tokens == [together[row]]
+    order = [3, 0, 4, 2, 1]
+    shuffled = made.generate([PROMPTS[i] for i in order], NEW, streams=order).tokens
+    assert shuffled == [together[i] for i in order]
+
+
+@pytest.mark.parametrize("pattern", [(0, 0, 0, 3), (3, 0, 3, 1, 0, 0), (1, 0, 4, 0, 2)], ids=str)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_drafter_that_was_not_asked_for_a_while_loses_nothing(kind, pattern):
+    """What it guesses after rounds without guesses is what it would guess of the same text."""
+    made = engine(kind, "chain", "match", temperature=0.9)
+    made.policy = Alternating(pattern)
+    found = made.generate(PROMPTS, NEW)
+    assert found.tokens == made.plain().generate(PROMPTS, NEW).tokens
+    if kind in ("recycle", "lookahead"):
+        return  # they remember what was said, not the text
+    texts = [list(p) for p in PROMPTS]
+    told = [0] * len(PROMPTS)
+    for round_ in found.trace.rounds:
+        for step in round_.steps:
+            if step.guesses and round_.nodes > 1 and len(PROMPTS[step.row]) > 1:
+                fresh = engine(kind, "chain", "match", temperature=0.9)
+                seqs = Sequences.of([texts[step.row]], 8, slack=6, streams=[step.row])
+                if kind != "planted":
+                    fresh.begin(seqs)
+                    with torch.inference_mode():
+                        draft = fresh.drafter.propose(seqs, Tree.chain(round_.depth), fresh.rng)
+                    assert draft.tokens[0, 1:].tolist() == list(step.guesses)
+            new = found.tokens[step.row][told[step.row] :][: step.emitted]
+            texts[step.row] += new
+            told[step.row] += step.emitted
+
+
+class Alternating:
+    """Chains of these lengths in turn."""
+
+    def __init__(self, pattern):
+        self.pattern, self.round = pattern, -1
+        self.widest = max(pattern) + 1
+
+    def choose(self, load):
+        self.round += 1
+        return Plan(Tree.chain(self.pattern[self.round % len(self.pattern)]))
+
+    def learn(self, load, plan, steps, seconds): ...
+
+
+class Wordy(Alphabet):
+    """Spells all but one letter in eight pieces."""
+
+    def get_vocab(self):
+        return {"A": 5}
+
+    def __call__(self, text, **_):
+        return SimpleNamespace(input_ids=[i for c in text for i in ([5] if c == "A" else range(8))])
+
+
+@pytest.mark.parametrize("new", [4, 30])
+def test_a_text_that_the_draft_spells_at_length_is_written_to_its_end(new):
+    law = Sampling()
+    crossed = Crossed(LM(draft_module(), "draft"), TokenMap(Alphabet(0), Wordy(5), V), law)
+    made = Engine(LM(module(), "target"), crossed, Fixed(Tree.chain(1)), law)
+    assert made.generate([[5]], new).tokens == [slowly(module(), [5], new)]
+
+
+def test_the_seed_and_the_stream_name_the_sample():
+    def sample(seed: int, streams: list[int]) -> list[list[int]]:
+        return engine(temperature=1.0, seed=seed).generate([PROMPTS[1]] * 2, 12, streams).tokens
+
+    assert sample(0, [0, 1]) == sample(0, [0, 1])
+    assert sample(0, [0, 0])[0] == sample(0, [0, 0])[1]
+    assert sample(0, [0, 1])[0] != sample(0, [0, 1])[1]
+    assert sample(0, [0, 1]) != sample(1, [0, 1])
+
+
+@pytest.mark.parametrize("kind", ["null", "self", "model", "ngram"])
+@pytest.mark.parametrize("at", range(8))
+def test_the_text_ends_at_the_first_end_of_text(kind, at):
+    """Whatever the place of the EOS in a draft: inside an accepted run, as correction, as bonus."""
+    plain = expected("llama")[1]
+    eos = plain[at]
+    cut = plain[: plain.index(eos) + 1]
+    made = engine(kind, "chain", eos=(eos, 999)).generate([PROMPTS[1], PROMPTS[1] + plain[:1]], NEW)
+    assert made.tokens[0] == cut
+    record = made.trace.by_row[0]
+    record.check()
+    assert record.emitted == len(cut)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rows_that_are_done_have_no_part_in_later_passes(kind, monkeypatch):
+    """Texts end one after another; whoever has ended is fed no token any more."""
+    made = engine(kind, "chain")
+    made.eos = tuple({text[3 * i] for i, text in enumerate(expected("llama"))})
+    verify, seen = made._verify, []
+
+    def spy(seqs, draft):
+        seen.append((seqs.live.tolist(), (draft.tokens >= 0).any(1).tolist()))
+        return verify(seqs, draft)
+
+    monkeypatch.setattr(made, "_verify", spy)
+    texts = made.generate(PROMPTS, NEW).tokens
+    assert len({len(text) for text in texts}) > 1
+    assert kind == "self" or any(not all(live) for live, _ in seen)  # its texts are too short
+    assert all(live == fed for live, fed in seen)
+
+
+def test_an_end_of_text_in_the_prompt_does_not_stop_the_row():
+    eos = 7
+    plain = expected("llama")[2]
+    cut = plain[: plain.index(eos) + 1] if eos in plain else plain
+    assert engine(eos=(eos,)).generate([[7, 7, 7]], NEW).tokens == [cut]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_length_limit_is_exact_even_when_the_draft_is_longer(tree, count):
+    made = engine("self", tree).generate(PROMPTS, count)
+    assert made.tokens == [row[:count] for row in expected("llama")]
+
+
+def test_rows_already_done_stay_as_they_are_and_are_not_counted():
+    made = engine("model", "branching")
+    eos = expected("llama")[0][2]
+    made.eos = (eos,)
+    trace = made.generate(PROMPTS, NEW).trace
+    alive = [len(trace.steps(row)) for row in range(len(PROMPTS))]
+    assert min(alive) < max(alive)
+    for row in range(len(PROMPTS)):
+        rounds = [any(s.row == row for s in r.steps) for r in trace.rounds]
+        assert rounds == sorted(rounds, reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["model", "self"])
+@pytest.mark.parametrize("tree", ["chain", "branching", "irregular"])
+def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
+    made = engine(kind, tree)
+    shape = TREES[tree]
+    seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
+    made.begin(seqs)
+    while seqs.live.any():
+        made.round(seqs, shape)
+        for lm, upto in ((made.target, 1), (made.drafter.lm, 2)):
+            fresh = LM(lm.module)
+            with torch.inference_mode():
+                fresh.allocate(*seqs.tokens.shape)
+                fresh.prefill(seqs, 0, int(seqs.length.max()) - 1)
+            for layer, again in zip(lm.cache.layers, fresh.cache.layers, strict=True):
+                for row, length in enumerate(seqs.length.tolist()):
+                    held = slice(0, length - upto)
+                    for a, b in ((layer.keys, again.keys), (layer.values, again.values)):
+                        same = torch.allclose(a[row, :, held], b[row, :, held], atol=1e-10, rtol=0)
+                        assert same, (row, length)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32 - 1))
+def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
+    """Random drafts, some right, and garbage written over every slot that may not be read."""
+    rng = random.Random(seed)
+    plain = expected("llama", 40)
+
+    class Scripted(Null):
+        context = CONTEXT
+
+        def propose(self, seqs, tree, _):
+            guesses = []
+            for row, length in enumerate(seqs.length.tolist()):
+                at = length - len(PROMPTS[row])
+                right = [plain[row][min(at + d - 1, 39)] for d in tree.depths[1:]]
+                guesses.append([t if rng.random() < 0.8 else rng.randrange(V) for t in right])
+            return seqs.draft(tree.nodes("cpu"), torch.tensor(guesses, dtype=torch.int64))
+
+    made = engine()
+    made.drafter = Scripted()
+    tree = rng.choice(list(TREES.values()))
+    seqs = Sequences.of(PROMPTS, NEW, slack=tree.room)
+    made.begin(seqs)
+    with torch.inference_mode():
+        while seqs.live.any():
+            stale = torch.arange(seqs.tokens.shape[1]) >= seqs.length[:, None] - 1
+            for layer in made.target.cache.layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer.masked_fill_(stale[:, None, :, None], 1e4)
+            made.round(seqs, tree)
+    for row, prompt in enumerate(PROMPTS):
+        assert seqs.tokens[row, len(prompt) : seqs.length[row]].tolist() == plain[row][:NEW]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["self", "ngram"])
+def test_a_text_may_fill_the_context_to_the_last_token(family, kind):
+    prompt = PROMPTS[1]
+    made = engine(kind, "chain", family=family).generate([prompt], CONTEXT - len(prompt))
+    assert made.tokens == [slowly(module(family), prompt, CONTEXT - len(prompt))]
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers():
+    with pytest.raises(UserError, match=f"120 tokens and 20 new ones exceed the {CONTEXT}.* by 12"):
+        engine().generate([[1] * 120], 20)
+
+
+def test_a_draft_with_a_shorter_context_drafts_less_and_changes_nothing():
+    made = engine("self")
+    made.drafter.context = 16
+    found = made.generate(PROMPTS, NEW)
+    assert found.tokens == expected("llama")
+    drafted = [max(s.drafted for s in r.steps) for r in found.trace.rounds]
+    assert drafted[0] == 4
+    assert drafted[-1] == 0
+    assert drafted == sorted(drafted, reverse=True)
+
+
+def test_a_batch_drafts_while_its_longest_row_has_room():
+    made = engine("model")
+    made.drafter.context = 24
+    lengths = [len(prompt) for prompt in PROMPTS]
+    for made_round in made.generate(PROMPTS, NEW).trace.rounds:
+        assert made_round.depth == max(0, min(4, 24 - max(lengths)))
+        for step in made_round.steps:
+            lengths[step.row] += step.emitted
+    assert max(lengths) > 24
+
+
+@pytest.mark.parametrize("prompts", [[], [[1], []]])
+def test_an_empty_prompt_is_refused(prompts):
+    with pytest.raises(UserError, match=r"empty|no prompts"):
+        engine().generate(prompts, 4)
+
+
+@pytest.mark.parametrize("streams", [[], [0], [0, 1, 2]])
+def test_there_is_a_stream_for_every_prompt(streams):
+    with pytest.raises(UserError, match=f"{len(streams)} streams for 2 prompts"):
+        engine(temperature=0.9).generate([[1, 2], [3]], 4, streams=streams)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("culprit", ["target", "draft"])
+def test_logits_that_are_no_numbers_stop_the_run_and_name_the_model(culprit, value):
+    law = Sampling()
+    target = LM(copy.deepcopy(module()), "target")
+    draft = LM(copy.deepcopy(draft_module()), "draft")
+    broken = target if culprit == "target" else draft
+    broken.module.model.embed_tokens.weight[31] = value
+    made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law)
+    with pytest.raises(NonFiniteLogits, match=rf"{culprit} .* row 1"):
+        made.generate([[1, 2], [3, 31]], 4)
+    assert made.generate([[1, 2, 3]], 1).tokens[0] != []
+
+
+class Graded(DraftModel):
+    """Says of every draft, even of the root alone, that it is of grade 1."""
+
+    grades = 2
+
+    def propose(self, seqs, tree, rng):
+        return replace(super().propose(seqs, tree, rng), grade=torch.ones_like(seqs.length))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_grade_is_never_taken_for_a_model_that_broke(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(cpu, "by", lambda *read: None)
+    made = engine("model", "chain")
+    made.drafter.__class__ = Graded
+    made.policy = Alternating((0, 3))
+    steps = made.generate(PROMPTS, NEW).trace.steps()
+    assert {(bool(step.guesses), step.grade) for step in steps} == {(False, 0), (True, 1)}
+    assert not any(step.broken for step in steps)
+
+
+def test_padded_vocabularies_never_emit_padding():
+    law = Sampling(2.0)
+    target = LM(module(), "target", vocab=20)
+    draft = LM(draft_module(), "draft", vocab=20)
+    made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law, Reject())
+    tokens = made.generate([[1, 2], [3]], 60).tokens
+    assert max(map(max, tokens)) < 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_other_dtypes_run_and_count_correctly(kind, dtype):
+    made = engine(kind, "chain", dtype=dtype)
+    found = made.generate(PROMPTS, NEW)
+    assert [len(t) for t in found.tokens] == [NEW] * len(PROMPTS)
+    found.trace.acceptance.check()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("rule", "tree"), SHAPES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperature):
+    made = engine(kind, tree, rule, temperature=temperature)
+    shape = TREES[tree]
+    seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
+    made.begin(seqs)
+    made.round(seqs, shape)
+    with NoHostReads():
+        made.round(seqs, shape)
+
+
+def test_nor_where_many_tokens_end_a_text(monkeypatch):
+    monkeypatch.setattr(cpu, "by", lambda *read: None)
+    seqs = Sequences.of([[5, 6]], 8, slack=5, eos=range(3, 32))
+    new = torch.tensor([[1, 2, 9, 1, 1]])
+    verdict = Verdict(torch.arange(5)[None], torch.tensor([4]), new)
+    with NoHostReads():
+        counts = seqs.commit(verdict)
+    assert counts.tolist() == [[4, 3, 0]]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.max().item(), lambda x: int(x[1]), lambda x: bool(x[1]), lambda x: [7, 8][x[1]],
+        lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x.unique(), lambda x: x == x[[0, 2]],
+        lambda x: x.masked_select(x > 0), lambda x: torch.equal(x, x), lambda x: torch.tensor(3),
+        lambda x: x.index_put((x > 0,), x[0]), lambda x: torch.isin(x, x),
+    ],
+)  # fmt: skip
+def test_the_guard_itself_notices_what_reaches_the_host(read, inference):
+    with torch.inference_mode(inference):
+        x = torch.arange(3) - 1 + 1
+        with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
+            read(x)
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_the_guard_notices_whole_tensors_where_rounds_run(read):
+    with torch.inference_mode():
+        x = torch.arange(3) + 1
+        with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
+            read(x)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_transformers_own_generation_agrees(kind, prompt):
+    """N23: plain, assisted and prompt-lookup generation of transformers, batch 1, greedy."""
+    net = module()
+    ids = torch.tensor([prompt])
+    common = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    extra = (
+        {"assistant_model": draft_module()} if kind == "model" else {"prompt_lookup_num_tokens": 3}
+    )
+    plain = net.generate(ids, attention_mask=torch.ones_like(ids), **common)
+    theirs = net.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
+    ours = engine(kind, "chain").generate([prompt], NEW).tokens[0]
+    assert ours == plain[0, len(prompt) :].tolist() == theirs[0, len(prompt) :].tolist()

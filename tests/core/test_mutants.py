@@ -1,0 +1,546 @@
+"""Planted bugs. Each is a small change of the real source, and a named check must reject it.
+
+A check that the unchanged code passes and every mutant fails is one that can fail. Four of the
+bugs are invisible where laws do not depend on context, which is how such code is mostly tested.
+"""
+
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+import torch
+from support.oracle import explore, gap, surprise, warp
+from support.toys import texts, toy_engine
+
+from specexp import growth, rules
+from specexp import tree as trees
+from specexp.drafters.model import DraftModel
+from specexp.engine import Engine
+from specexp.fast import cpu
+from specexp.models.cache import SlotCache
+from specexp.models.lm import LM
+from specexp.policy import Fixed
+from specexp.rules import Block, Match, Reject, Typical
+from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Sampling, mix
+from specexp.sequences import Draft, Sequences
+from specexp.trace import Acceptance
+from specexp.tree import Nodes, Tree
+
+ROUNDING = 1e-12
+CHAIN, TWINS, BRANCHING = Tree.chain(2), Tree.branching(2), Tree((-1, 0, 0, 2))
+
+
+# The checks -------------------------------------------------------------------------------------
+
+
+def law_on_chains(blind: bool = False) -> None:
+    for p, q in (("dense", "dense"), ("zeros", "zeros")):
+        engine = toy_engine(Reject(), "drawn", p=p, q=q, blind=blind)
+        assert gap(engine, texts(3, 8), 3, [CHAIN]) <= ROUNDING
+
+
+def law_on_trees() -> None:
+    for V, p, q in ((2, "dense", "dense"), (3, "zeros", "zeros"), (3, "dense", "onehot")):
+        assert gap(toy_engine(Reject(), "drawn", V, p, q), texts(V, 4), 3, [BRANCHING]) <= ROUNDING
+    assert gap(toy_engine(Reject(), "drawn"), texts(3, 4), 2, [TWINS]) <= ROUNDING
+
+
+def law_of_chosen_guesses() -> None:
+    for drafter in ("scripted", "chosen"):
+        assert gap(toy_engine(Reject(), drafter), texts(3, 6), 3, [TWINS]) <= ROUNDING
+
+
+def law_of_match() -> None:
+    for drafter in ("drawn", "scripted"):
+        engine = toy_engine(Match(), drafter, p="zeros", q="zeros")
+        assert gap(engine, texts(3, 4), 3, [BRANCHING]) <= ROUNDING
+
+
+def law_with_eos() -> None:
+    assert gap(toy_engine(Reject(), "drawn", eos=(0,)), texts(3, 6), 3, [CHAIN]) <= ROUNDING
+
+
+def law_of_batches() -> None:
+    engine = toy_engine(Reject(), "drawn", V=2, eos=(1,))
+    assert gap(engine, texts(2, 4, rows=2), 3, [CHAIN]) <= ROUNDING
+
+
+def law_when_shaped() -> None:
+    for shape in (Sampling(0.5), Sampling(1.0, top_k=2), Sampling(0.5, top_k=3, top_p=0.6)):
+        engine = toy_engine(Reject(), "drawn", V=4, p="tied", sampling=shape)
+        assert gap(engine, texts(4, 6), 2, [CHAIN]) <= ROUNDING
+
+
+def law_when_sampled() -> None:
+    for shape in (CHAIN, TWINS):
+        engine = toy_engine(Reject(), "drawn")
+        engine.policy = Fixed(shape)
+        assert surprise(engine, texts(3, 3)[2], 3, 30_000) > 1e-6
+
+
+def law_of_block() -> None:
+    for drafter, p, q in (("drawn", "dense", "dense"), ("drawn", "zeros", "zeros"),
+                          ("scripted", "dense", "dense")):  # fmt: skip
+        assert gap(toy_engine(Block(), drafter, 3, p, q), texts(3, 8), 3, [CHAIN]) <= ROUNDING
+
+
+def law_of_block_when_sampled() -> None:
+    engine = toy_engine(Block(), "drawn", V=2)
+    engine.policy = Fixed(Tree.chain(3))
+    assert surprise(engine, texts(2, 3)[2], 5, 60_000) > 1e-6
+
+
+def gain_of_block() -> None:
+    """At least what Reject keeps, in every context, and more in some (exactly)."""
+    cases = texts(3, 8)
+    more = []
+    for gamma in (2, 3):
+        means = []
+        for rule in (Reject(), Block()):
+            found = explore(toy_engine(rule, "drawn"), cases, 1, [Tree.chain(gamma)]).accepted
+            means.append([sum(n * found[c, 0, n] for n in range(gamma + 1)) for c in range(8)])
+        more += [b - a for a, b in zip(*means, strict=True)]
+    assert min(more) >= -ROUNDING
+    assert max(more) > 0.01
+
+
+def bias_of_lossy_rules() -> None:
+    """What a lossy rule says it emits is what it emits, of drawn guesses and of chosen ones."""
+    for rule in (Typical(), Reject(0.6)):
+        for drafter in ("drawn", "chosen"):
+            engine = toy_engine(rule, drafter, V=4)
+            cases = texts(4, 6)
+            found = explore(engine, cases, 1, [Tree.chain(1)]).law
+            for law, (prompt,) in zip(found, cases, strict=True):
+                p, q = (torch.tensor(lm.module.after(prompt)).double() for lm in engine.models)
+                p, q = p / p.sum(), q / q.sum()
+                if drafter == "chosen":
+                    q = torch.zeros(4).double().index_fill(0, q.argmax(), 1.0)
+                said = rule.emitted(p, q).tolist()
+                assert said == pytest.approx([law.get(((t,),), 0.0) for t in range(4)], abs=1e-12)
+
+
+def typical_by_hand() -> None:
+    p = torch.tensor([0.5, 0.25, 0.2, 0.05])
+    for law, kept in ((p, [1, 1, 1, 0]), (torch.tensor([0.9, 0.06, 0.03, 0.01]), [1, 0, 0, 0])):
+        assert Typical(0.09)._typical(law).long().tolist() == kept
+    assert Typical(0.25)._typical(torch.full((64,), 1 / 64)).all(), "an open law keeps all"
+
+
+def speed() -> None:
+    """What losslessness cannot see: a draft that is the target is accepted whole every round."""
+    greedy = toy_engine(Match(), "chosen", twin=True, sampling=Sampling(0.0))
+    sampled = toy_engine(Reject(), "drawn", V=2, twin=True)
+    for engine, shape in ((sampled, CHAIN), (greedy, CHAIN), (greedy, Tree.branching(2, 1, 1))):
+        found = explore(engine, texts(2, 6), 6, [shape]).accepted
+        assert {n for (_, _, n), w in found.items() if w > ROUNDING} == {shape.depth}
+        assert max(r for _, r, _ in found) == -(-6 // (shape.depth + 1)) - 1
+
+
+def overlap() -> None:
+    """Nor can it see that a guess is kept less often than min(p, q) allows."""
+    engine = toy_engine(Reject(), "drawn")
+    cases = texts(3, 6)
+    found = explore(engine, cases, 1, [Tree.chain(1)]).accepted
+    for c, (prompt,) in enumerate(cases):
+        p, q = (lm.module.after(prompt) for lm in engine.models)
+        pairs = zip(p, q, strict=True)
+        alpha = sum(min(Fraction(a, sum(p)), Fraction(b, sum(q))) for a, b in pairs)
+        assert found[c, 0, 1] == pytest.approx(float(alpha), abs=ROUNDING)
+
+
+def counts() -> None:
+    """Of plain decoding every pass of a living row emits one token; the record adds up."""
+    [case] = texts(3, 1, rows=6)
+    for drafter, shape in (("null", Tree.chain(0)), ("drawn", CHAIN)):
+        engine = toy_engine(Match(), drafter, eos=(0,))
+        engine.policy = Fixed(shape)
+        made = engine.generate(case, 9)
+        made.trace.acceptance.check()
+        assert made.trace.acceptance.emitted == sum(map(len, made.tokens))
+        assert all(len(row) <= 9 and 0 not in row[:-1] for row in made.tokens)
+        if drafter == "null":
+            assert made.trace.acceptance.passes == made.trace.acceptance.emitted
+
+
+def shape() -> None:
+    """`Sampling.law` against rational numbers."""
+    weights = [9, 1, 5, 5, 3, 2, 9, 8]
+    shapes = [Sampling(0.0), Sampling(0.5), Sampling(1.0, 3), Sampling(1.0, 0, 0.6)]
+    for s in (*shapes, Sampling(0.5, 4, 0.7), Sampling(1.0, 3, 0.6)):
+        found = s.law(torch.tensor(weights, dtype=torch.float64).log()).tolist()
+        assert found == pytest.approx([float(x) for x in warp(weights, s)], abs=ROUNDING)
+
+
+def precision() -> None:
+    """Over 152,064 tokens, laws are within 1e-5 of float64 and races within rounding."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(152_064)).bfloat16()
+    for s in (Sampling(1.0), Sampling(0.7, top_p=0.9)):
+        assert (s.law(logits).double() - s.law(logits.double())).abs().sum() / 2 <= 1e-5
+    keys, lanes = torch.arange(8), torch.arange(152_064)
+    u = Noise(0).uniform(keys, TOKEN, lanes)
+    won = Noise(0).race(torch.ones(8, 152_064), keys, TOKEN).double()
+    assert (won * -torch.log1p(-u.double().clamp(max=1 - 2**-24)) - 1).abs().max() < 1e-6
+    early = u[u < 1e-3]
+    assert len(early.unique()) == len(early), "two tokens arrive at once, the lower one wins"
+
+
+class Edge(Noise):
+    """The extreme uniforms there are: never, almost never, at once."""
+
+    def uniform(self, keys, purpose, lanes):
+        return torch.tensor([1.0, 1 - 2**-24, 2.0**-64])[:, None].expand(3, len(lanes))
+
+
+def edges() -> None:
+    keys = torch.zeros(3, dtype=torch.int64)
+    assert Edge(0).bernoulli(torch.ones(3), keys, 0).all()
+    assert not Edge(0).bernoulli(torch.zeros(3), keys, 0).any()
+    for mass in (1.0, 1e-30):
+        w = torch.tensor([[0.0, 0.0, mass, 0.0]]).expand(3, 4)  # not compiled
+        assert Edge(0).categorical(w, keys, TOKEN).tolist() == [2, 2, 2]
+        assert Edge(0).draw(w, 2, keys)[:, 0].tolist() == [2, 2, 2]
+    for extreme in (0, -1, (1 << 63) - 1, -(1 << 63)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("specexp.sampling.mix", lambda x, bits=extreme: torch.full_like(x, bits))
+            u = Noise(0).uniform(keys, TOKEN, torch.arange(2))
+        assert ((u > 0) & (u <= 1)).all()
+
+
+def addresses() -> None:
+    seqs = Sequences.of([[1, 2, 3], [1, 2, 3], [1, 2]], 4, slack=3, streams=[0, 1, 0])
+    at = seqs.keys(torch.tensor([[0, 1, 1]]))
+    assert at[0, 1] == at[0, 2], "siblings share the noise of their position"
+    assert at[0, 0] != at[0, 1], "positions differ"
+    assert at[0, 0] != at[1, 0], "rows differ"
+    assert at[0, 0] == at[2, 1], "a position's noise does not depend on where the round began"
+    keys, lanes = mix(torch.arange(50_000)), torch.arange(2)
+    streams = [Noise(0).uniform(keys, purpose, lanes) for purpose in (TOKEN, ACCEPT, RESIDUAL)]
+    streams.append(Noise(1).uniform(keys, TOKEN, lanes))
+    coin = Noise(0).bernoulli(torch.full((50_000,), 0.5), keys, 1)[:, None]
+    table = torch.corrcoef(torch.cat([*streams[:1], *streams[2:], coin], 1).T).fill_diagonal_(0)
+    assert table.abs().max() < 0.03, "purposes, lanes and seeds are independent"
+    first, second = Noise(0).draw(torch.ones(50_000, 3), 2, keys).T
+    assert (first != second).all(), "drawn without replacement"
+
+
+CHECKS = {
+    f.__name__: f
+    for f in (shape, precision, edges, addresses, law_on_chains, law_on_trees,
+              law_of_chosen_guesses, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
+              law_when_sampled, law_of_block, law_of_block_when_sampled, gain_of_block,
+              bias_of_lossy_rules, typical_by_hand, speed, overlap, counts)
+}  # fmt: skip
+
+
+# The bugs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`edits`, old to new, of the source of `owner.name`; the check `killer` must fail."""
+
+    bug: str
+    owner: object
+    name: str
+    edits: dict[str, str]
+    killer: str
+
+    def plant(self, monkeypatch) -> None:
+        """Wherever the package has bound the function, its mutant takes its place; nothing that is
+        compiled does."""
+        monkeypatch.setattr(cpu, "by", lambda *read: None)
+        healthy = getattr(self.owner, self.name)
+        source = textwrap.dedent(inspect.getsource(healthy))
+        for old, new in self.edits.items():
+            assert source.count(old) == 1, f"{self.bug}: {old!r} is not there just once"
+            source = source.replace(old, new)
+        code = compile(f"from __future__ import annotations\n{source}", f"<{self.bug}>", "exec")
+        made: dict[str, object] = {}
+        exec(code, inspect.unwrap(healthy).__globals__, made)
+        monkeypatch.setattr(self.owner, self.name, made[self.name])
+        if not inspect.isclass(self.owner):
+            for name, module in list(sys.modules.items()):
+                if name.startswith("specexp.") and vars(module).get(self.name) is healthy:
+                    monkeypatch.setattr(module, self.name, made[self.name])
+
+
+FULL = "(n == nodes.deepest)[:, None]"
+COIN = "rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)"
+DRAWN = "rng.draw(laws[-1], width, "
+REST = "(left - self.lenience * drawn).clamp(min=0)"
+RETURN = "bonus = rng.categorical(owed"
+OWED = "owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]"
+GAINED = "torch.minimum(verdict.n, before_end) + 1"
+ROOM = "(self.limit - self.length).clamp(min=0)"
+reject = (Reject, "__call__")
+match = (Match, "__call__")
+block = (Block, "__call__")
+grow = (growth, "grow")
+round_ = (Engine, "round")
+commit = (Sequences, "commit")
+verify = (LM, "verify")
+law = (Sampling, "law")
+
+
+def last(new: str) -> dict[str, str]:
+    """Reject draws its last token from another law."""
+    return {RETURN: f"owed = {new}\n    {RETURN}"}
+
+
+MUTANTS = [
+    # What is proposed
+    Mutant("guesses drawn from another q", *grow,
+           {DRAWN: "rng.draw(sampling.law(logits / 2), width, "},
+           "law_on_chains"),
+    Mutant("likeliest guess under a soft q", *grow,
+           {f"{DRAWN}seqs.keys(nodes.depth[:, here]))": "ranked(logits, width)"},
+           "law_on_chains"),
+    Mutant("q reported at another temperature", *grow,
+           {"laws.append(sampling.law(logits))": "laws.append(Sampling(1.0).law(logits))",
+            DRAWN: "rng.draw(sampling.law(logits), width, "},
+           "law_when_shaped"),
+    # What the target says of it
+    Mutant("temperature on q only", Engine, "law",
+           {"self.sampling.law(seen.logits)": "Sampling(1.0).law(seen.logits)"},
+           "law_when_shaped"),
+    Mutant("stale prefix", trees, "tree_mask", {"return (place < 0)": "return (place < -1)"},
+           "law_on_trees"),
+    Mutant("blind to the token before", trees, "line_mask",
+           {"<= slots[:, :, None]": "!= slots[:, :, None] - 1"}, "law_on_chains"),
+    Mutant("sees what comes after it", trees, "line_mask",
+           {"<= slots[:, :, None]": "<= slots[:, -1:, None]"}, "law_on_chains"),
+    Mutant("first row verifies all", Engine, "law",
+           {"(seen.logits)": "(seen.logits[:, :1].expand_as(seen.logits))"}, "law_on_chains"),
+    Mutant("rows laid out as the first", *verify,
+           {"seqs.places(nodes.depth)":
+            "seqs.window(0, 1).places(nodes.depth).expand(len(draft.tokens), -1)"},
+           "law_on_chains"),
+    Mutant("a node's slot taken for its position", *verify,
+           {"slots, positions, visible": "slots, slots, visible"}, "law_on_trees"),
+    Mutant("nodes see their siblings", trees, "tree_mask",
+           {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"},
+           "law_on_trees"),
+    # What is kept
+    Mutant("threshold for a coin", *reject, {COIN: "(ratio[..., 0] > 0.5)"}, "law_on_chains"),
+    Mutant("accept if a sample agrees, then the residual", *reject,
+           {COIN: "(rng.categorical(left, draft.keys, TOKEN) == x[..., 0])"}, "law_on_chains"),
+    Mutant("ratio ten percent too large", *reject,
+           {"ratio[..., 0].clamp": "(1.1 * ratio[..., 0]).clamp"}, "law_on_chains"),
+    Mutant("typical acceptance", *reject, {COIN: "(p.gather(-1, x)[..., 0] > 0.3)"},
+           "law_on_chains"),
+    Mutant("accepts what the target never says", *reject,
+           {"ratio[..., 0].clamp(max=1)": "ratio[..., 0].clamp(0.05, 1)"}, "law_on_chains"),
+    Mutant("a guess of zero probability taken as drawn", rules, "_drawn",
+           {"torch.where(q.gather(-1, x) > 0, q, certain)": "q"}, "law_on_trees"),
+    Mutant("no guess taken for token 0", *reject, {"open_ & (x >= 0)": "open_"},
+           "law_of_chosen_guesses"),
+    Mutant("siblings drawn from one q", *reject,
+           {"normalised(drawn.scatter(-1, x, 0.0), drawn)": "drawn"}, "law_on_trees"),
+    Mutant("second sibling held against p", *reject, {"ratio = left.gather": "ratio = p.gather"},
+           "law_on_trees"),
+    Mutant("siblings tried after one was taken", *reject, {"open_ = open_ & ~took": "pass"},
+           "law_on_trees"),
+    Mutant("siblings share a coin", *reject, {"draft.keys, rank)": "draft.keys, 0)"},
+           "law_when_sampled"),
+    Mutant("match: compared with a node's own sample", *match,
+           {"draft.tokens == wanted": "draft.tokens == sample"}, "law_of_match"),
+    Mutant("accepted after a refusal", Nodes, "accepted", {".cumprod(1)": ""}, "law_on_chains"),
+    Mutant("accepted without its ancestors", Nodes, "accepted",
+           {"((ok | root)[:, None, :] | ~self.ancestors).all(-1)":
+            "(ok | root).expand(len(ok), -1)"}, "law_of_match"),
+    Mutant("guesses kept only where samples agree", *reject,
+           {"nodes, tokens = draft.nodes, draft.tokens": "return Match()(draft, p, rng)"},
+           "overlap"),
+    # A chain judged as a whole
+    Mutant("block: passes with P_i", *block, {"S / (S + 1 - P)": "P"}, "law_of_block"),
+    Mutant("block: passes with its own ratio", *block,
+           {"S / (S + 1 - P)": "odds.roll(1, 1).clamp(max=1)"}, "law_of_block"),
+    Mutant("block: passes with S_i", *block, {"S / (S + 1 - P)": "S"}, "law_of_block"),
+    Mutant("block: P_i not cut at one", *block,
+           {"(owed[-1] * odds[:, i]).clamp(max=1)": "owed[-1] * odds[:, i]",
+            "chance[:, 1:]": "chance[:, 1:].clamp(0, 1)"}, "law_of_block"),
+    Mutant("block: residual of p, not of P_i p", *block,
+           {"(P[..., None] * p - drawn)": "(p - drawn)"}, "law_of_block"),
+    Mutant("block: bonus from p", *block,
+           {"normalised(uncovered.gather(1, last), p.gather(1, last))": "p.gather(1, last)"},
+           "law_of_block"),
+    Mutant("block: stops at the first that fails", *block,
+           {"(passes * place).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
+    Mutant("block: the last guess judged like the others", *block,
+           {"torch.where(made[..., None], _drawn(draft.q, p, x), 0.0)":
+            "torch.where(made[..., None], _drawn(draft.q, p, x), draft.q[:, :1] if draft.q is not "
+            "None else 0.0)"}, "law_of_block"),
+    Mutant("block: no guess taken for token 0", *block,
+           {"(following >= 0).cumprod(1)": "(place0 >= 0).cumprod(1)",
+            "x = following.clamp(min=0)[..., None]":
+            "x = following.clamp(min=0)[..., None]\n    place0 = torch.zeros_like(following)\n"
+            "    place0[:, -1] = -1"}, "law_of_block"),
+    Mutant("block: only as good as the rule it replaces", *block,
+           {"tokens = draft.tokens": "return Reject()(draft, p, rng)"}, "gain_of_block"),
+    Mutant("a rule that looks ahead sees the same noise again", Sequences, "keys",
+           {"mix(root) if self.by_round else root": "root"}, "law_of_block_when_sampled"),
+    # Lossy on purpose, and by how much
+    Mutant("lenient in the ratio only", *reject,
+           {"(left - self.lenience * drawn)": "(left - drawn)"}, "bias_of_lossy_rules"),
+    Mutant("lenience upside down", *reject,
+           {"/ (self.lenience * drawn.gather(-1, x))": "* self.lenience / drawn.gather(-1, x)"},
+           "bias_of_lossy_rules"),
+    Mutant("typical: entropy of the wrong sign", Typical, "_typical",
+           {"torch.exp(-entropy)": "torch.exp(entropy)"}, "typical_by_hand"),
+    Mutant("typical: judged by the law after the guess", Typical, "__call__",
+           {"typical = self._typical(p).gather(1, parents[..., None].expand(-1, -1, p.shape[-1]))":
+            "typical = self._typical(p)"}, "bias_of_lossy_rules"),
+    # What follows
+    Mutant("residual is p", *reject, {"normalised(uncovered, left)": "left"}, "law_on_chains"),
+    Mutant("residual is the absolute difference", *reject, {REST: "(left - drawn).abs()"},
+           "law_on_chains"),
+    Mutant("residual without the guess only", *reject, {REST: "left.scatter(-1, x, 0.0)"},
+           "law_on_chains"),
+    Mutant("residual of the first row", *reject, last(f"torch.where({FULL}, owed, left[:, 0])"),
+           "law_on_chains"),
+    Mutant("residual of the next row", *reject,
+           {OWED: OWED.replace("stop[", "(stop + 1).clamp(max=p.shape[1] - 1)[")},
+           "law_on_chains"),
+    Mutant("residual on the guess's noise", *reject, {", RESIDUAL)": ", TOKEN)"},
+           "law_when_sampled"),
+    Mutant("bonus from q", *reject, last(f"torch.where({FULL}, draft.q[:, -2], owed)"),
+           "law_on_chains"),
+    Mutant("bonus of the first row", *reject, last(f"torch.where({FULL}, p[:, 0], owed)"),
+           "law_on_chains"),
+    Mutant("likeliest bonus", *reject,
+           last(f"torch.where({FULL}, (owed == owed.amax(1, keepdim=True)).double(), owed)"),
+           "law_on_chains"),
+    Mutant("match: bonus of the root", *match,
+           {"sample.gather(1, path))": "draft.judged(path, n, sample[:, 0]).new)"},
+           "law_of_match"),
+    Mutant("batch rolled back to its shortest row and redrawn", *reject,
+           {"path, n = nodes.accepted(ok)":
+            "path, n = nodes.accepted(ok)\n"
+            "    short = n.view(-1, 2).amin(1).repeat_interleave(2)\n"
+            "    left = torch.where((n > short)[:, None, None], p, left)\n"
+            "    n = short"}, "law_of_batches"),
+    # What is written
+    Mutant("correction dropped after an accepted guess", *commit,
+           {GAINED: "torch.minimum(verdict.n - ((verdict.n > 0) & (verdict.n < "
+                    "verdict.new.shape[1] - 1)).long(), before_end) + 1"}, "law_on_chains"),
+    Mutant("one accepted token skipped", Draft, "judged", {"path.roll(-1, 1)": "path.roll(-2, 1)"},
+           "law_on_chains"),
+    Mutant("bonus thrown away", *commit,
+           {GAINED: "torch.minimum((verdict.n - 1).clamp(min=0), before_end) + 1"}, "speed"),
+    Mutant("goes on past an end of text", *commit,
+           {"torch.where(ends, at, at.numel()).amin(1)":
+            "torch.full_like(verdict.n, at.numel())"}, "law_with_eos"),
+    Mutant("an end of text does not end the row", *commit,
+           {"emitted > before_end": "torch.zeros_like(self.live)"},
+           "law_with_eos"),
+    Mutant("an end of text that is not delivered", *commit,
+           {GAINED: "torch.minimum(verdict.n + 1, before_end)"}, "law_with_eos"),
+    Mutant("one token past the limit", *commit,
+           {ROOM: "(self.limit - self.length + 1).clamp(min=0)"}, "law_on_chains"),
+    Mutant("done rows go on", *commit, {ROOM: "(self.limit - self.length).clamp(min=1)"},
+           "law_of_batches"),
+    # What is remembered
+    Mutant("cache off by one", *verify,
+           {"slots = positions = seqs.places(nodes.depth)":
+            "positions = seqs.places(nodes.depth)\n    slots = 1 + positions"},
+           "law_on_chains"),
+    Mutant("prefill of one token too few", Engine, "begin",
+           {"known = int(seqs.length.max()) - 1": "known = max(0, int(seqs.length.max()) - 2)"},
+           "law_on_chains"),
+    Mutant("accepted path left where it was", *round_, {"if not tree.is_chain:": "if False:"},
+           "law_on_trees"),
+    Mutant("accepted path moved from one node before", SlotCache, "keep",
+           {"places(verdict.path)": "places((verdict.path - 1).clamp(min=0))"}, "law_on_trees"),
+    Mutant("accepted path moved without its last node", SlotCache, "keep",
+           {"<= verdict.n": "< verdict.n"}, "law_on_trees"),
+    Mutant("draft's accepted path left where it was", DraftModel, "observe",
+           {"if not tree.is_chain:": "if False:"}, "speed"),
+    Mutant("only the root is fed again", DraftModel, "propose",
+           {"self.lm.follow(seqs, 2)": "self.lm.follow(seqs, 1)"}, "speed"),
+    # From logits to a law
+    Mutant("top-p keeps one token too few", *law,
+           {"ranked.cumsum(-1) - ranked >= self.top_p": "ranked.cumsum(-1) > self.top_p"},
+           "shape"),
+    Mutant("top-k drops ties", *law, {"logits < least": "logits <= least"}, "shape"),
+    Mutant("top-k after top-p", *law,
+           {"if 0 < self.top_k < logits.shape[-1]:": "if False:",
+            "    return p\n":
+            "    p = p * (p >= p.topk(self.top_k or p.shape[-1]).values[..., -1:])\n"
+            "    return p / p.sum(-1, keepdim=True)\n"}, "shape"),
+    Mutant("temperature upside down", *law, {"/ self.temperature": "* self.temperature"}, "shape"),
+    Mutant("greedy ties go to the highest token", *law,
+           {"likeliest(logits)[..., None]":
+            "logits.shape[-1] - 1 - likeliest(logits.flip(-1))[..., None]"}, "shape"),
+    Mutant("minus infinity made a large number", *law,
+           {"logits = logits.to(torch.promote_types(logits.dtype, torch.float32))":
+            "logits = logits.nan_to_num(neginf=-4.0)"}, "law_on_chains"),
+    Mutant("the law in the model's own dtype", *law,
+           {"torch.promote_types(logits.dtype, torch.float32)": "logits.dtype"}, "precision"),
+    # From a law to a token
+    Mutant("an impossible guess kept by a uniform of nothing", Noise, "bernoulli",
+           {"u <= p": "u - 2.0**-64 <= p"}, "edges"),
+    Mutant("a certain guess lost to a uniform of one", Noise, "bernoulli", {"u <= p": "u < p"},
+           "edges"),
+    Mutant("uniforms that can be nothing", Noise, "uniform", {"bits.float() + 0.5": "bits.float()"},
+           "edges"),
+    Mutant("a certain token lost to an endless race", Noise, "race", {".clamp(max=1 - 2**-24)": ""},
+           "edges"),
+    Mutant("a sum of probabilities that stops short of one", Noise, "categorical",
+           {"likeliest(self.race(w, keys, purpose))":
+            "(w.cumsum(-1) < self.uniform(keys, purpose, torch.arange(1))).sum(-1)"}, "edges"),
+    Mutant("uniforms of 24 bits", Noise, "uniform",
+           {"& 0x7FFFFFFFFFFFFFFF": "& 0x7FFFFF8000000000"}, "precision"),
+    Mutant("early arrivals rounded", Noise, "race",
+           {"-torch.log1p(-u)": "-torch.log(1 - u)"}, "precision"),
+    Mutant("rows share their noise", Sequences, "keys",
+           {"mix(self.stream)": "mix(0 * self.stream)"}, "addresses"),
+    Mutant("noise by node, not by position", Sequences, "keys",
+           {"+ self.length[:, None]": "+ 0 * self.length[:, None]"}, "addresses"),
+    Mutant("purposes share their noise", Noise, "salt", {"* 8 + purpose": "* 8"}, "addresses"),
+    Mutant("seeds share their noise", Noise, "salt", {"self.seed * 8": "8"}, "addresses"),
+    Mutant("lanes share their noise", Noise, "uniform", {"lanes * _GOLDEN": "lanes * 0"},
+           "addresses"),
+    Mutant("coins on the guess's noise", Noise, "bernoulli", {"ACCEPT": "TOKEN"}, "addresses"),
+    Mutant("siblings drawn with replacement", Noise, "draw",
+           {"ranked(self.race(w, keys, TOKEN), k)":
+            "torch.stack([self.categorical(w, keys + i, TOKEN) for i in range(k)], -1)"},
+           "addresses"),
+    # What is reported
+    Mutant("done rows counted", Engine, "steps", {"if emitted:": "if True:"}, "counts"),
+    Mutant("bonus not counted", Acceptance, "of", {"s.accepted + 1": "s.accepted"}, "counts"),
+    Mutant("emitted before the cut", *commit,
+           {"[verdict.n, emitted,": "[verdict.n, verdict.n + 1,"}, "counts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_code_as_it_is_passes(check):
+    CHECKS[check]()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.bug)
+def test_a_planted_bug_is_caught(mutant, monkeypatch):
+    mutant.plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        CHECKS[mutant.killer]()
+
+
+def test_every_check_catches_something_and_every_bug_is_another():
+    assert {m.killer for m in MUTANTS} == set(CHECKS)
+    assert len({m.bug for m in MUTANTS}) == len(MUTANTS) >= 25
+
+
+@pytest.mark.parametrize(
+    "bug",
+    ["stale prefix", "first row verifies all", "residual of the first row",
+     "bonus of the first row"],
+)  # fmt: skip
+def test_laws_that_ignore_context_would_not_have_shown_it(bug, monkeypatch):
+    [mutant] = [m for m in MUTANTS if m.bug == bug]
+    mutant.plant(monkeypatch)
+    law_on_chains(blind=True)

@@ -1,0 +1,232 @@
+"""The drafters that need no training: what they must guess, written out slowly."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.oracle import distance, plain, written
+from support.tiny import PROMPTS, V, engine
+from support.toys import texts, toy_engine
+
+from specexp.drafters.lookahead import Lookahead
+from specexp.drafters.recycle import Recycle
+from specexp.drafters.suffix import Suffix
+from specexp.policy import Fixed
+from specexp.rules import Match, Reject
+from specexp.sampling import Sampling
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+TREES = [Tree.chain(4), Tree.branching(2, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4)), Tree.chain(0)]
+RNG = Sampling().rng(0)
+
+
+def of_vocabulary(V: int):
+    return SimpleNamespace(vocab=V, device=torch.device("cpu"))
+
+
+def made_by(kind: str, V: int):
+    target = of_vocabulary(V)
+    if kind == "suffix":
+        return Suffix(V, 4)
+    return Recycle(target, 3) if kind == "recycle" else Lookahead(target, 3, 4)
+
+
+def begun(drafter, seqs):
+    drafter.allocate(*seqs.tokens.shape)
+    drafter.prefill(seqs, None)
+    return drafter
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [(Match(), Tree.chain(2)), (Match(), Tree.branching(2)), (Reject(), Tree.chain(2))],
+    ids=["match chain", "match twins", "reject chain"],
+)
+@pytest.mark.parametrize("kind", ["suffix", "recycle", "lookahead"])
+def test_a_drafter_with_a_memory_keeps_the_law(kind, rule, shape):
+    """`generate` itself, world by world: what it remembers may depend on all that is past."""
+    engine = toy_engine(rule, "null", V=2)
+    engine.drafter, engine.policy = made_by(kind, 2), Fixed(shape)
+    case = texts(2, 3)[2]
+    assert distance(written(engine, case, 2), plain(engine, case, 2)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["suffix", "recycle", "lookahead"])
+def test_a_second_text_begins_with_an_empty_memory(kind):
+    made = engine(kind, "branching")
+    first = made.generate(PROMPTS, 12)
+    made.generate([[3, 1, 3, 1, 3]], 12)
+    again = made.generate(PROMPTS, 12)
+    assert [r.steps for r in first.trace.rounds] == [r.steps for r in again.trace.rounds]
+
+
+def remembered(kind: str, dtype: torch.dtype, depth: int, budget: int | None, rounds: int = 4):
+    """What is known after some rounds whose rows all have that budget."""
+    made = engine(kind, "empty", "match", dtype=dtype)
+    seqs = made.begin(Sequences.of(PROMPTS, 18, slack=5))
+    B = len(PROMPTS)
+    seqs = replace(seqs, budget=None if budget is None else torch.full((B,), budget))
+    for _ in range(rounds):
+        made.round(seqs, Tree.chain(depth))
+    table = made.drafter.table if kind == "recycle" else made.drafter.pool
+    lines = [] if kind == "recycle" else made.drafter.lines.tolist()
+    return table.read(slice(0, B), torch.arange(V).expand(B, -1)).tolist(), lines
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["recycle", "lookahead"])
+def test_of_guesses_beyond_a_budget_nothing_is_remembered(kind, dtype):
+    for budget in range(4):
+        found = remembered(kind, dtype, 4, budget)
+        assert found == remembered(kind, dtype, budget, None)
+    assert remembered(kind, dtype, 4, -1) == remembered(kind, dtype, 4, None, rounds=0)
+
+
+# suffix -------------------------------------------------------------------------------------------
+
+
+def voted(
+    text: list[int], tree: Tree, longest: int, least: float, stretch: float
+) -> tuple[list[int], int]:
+    """The guesses for nodes 1.., by lists and counters, and how many tokens agree."""
+
+    def agreed(end: int) -> int:
+        n = 0
+        while n < longest and n <= end and text[end - n] == text[len(text) - 1 - n]:
+            n += 1
+        return n
+
+    lengths = {end: agreed(end) for end in range(len(text) - 1)}
+    most = max(lengths.values(), default=0)
+    states = {0: (list(text), [e for e, n in lengths.items() if n == most > 0], 1.0)}
+    guesses = []
+    for parent in range(len(tree)):
+        said, ends, trust = states[parent]
+        depth = tree.depths[parent] + 1
+        votes = Counter(said[e + depth] for e in ends)
+        latest = {said[e + depth]: e for e in sorted(ends)}
+        ranked = sorted(votes, key=lambda t: (-votes[t], -latest[t]))
+        for rank in range(tree.parents.count(parent)):
+            token = ranked[rank] if rank < len(ranked) else None
+            sure = trust * votes[token] / len(ends) if token is not None else 0.0
+            if token is None or sure < least - 1e-6 or depth > stretch * most:
+                guesses.append(-1)
+                states[len(guesses)] = ([*said, 0], [], 0.0)
+            else:
+                guesses.append(token)
+                agree = [e for e in ends if said[e + depth] == token]
+                states[len(guesses)] = ([*said, token], agree, sure)
+    return guesses, most
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=3),
+    st.sampled_from(TREES),
+    st.integers(1, 6),
+)
+def test_suffix_guesses_what_a_count_over_the_text_gives(rows, tree, longest):
+    drafter = Suffix(5, longest)
+    seqs = Sequences.of(rows, 8, slack=tree.room)
+    draft = drafter.propose(seqs, tree, RNG)
+    for row, text in enumerate(rows):
+        guesses, agreed = voted(text, tree, longest, drafter.least, drafter.stretch)
+        assert draft.tokens[row, 1:].tolist() == guesses
+        assert draft.grade is None or int(draft.grade[row]) == min(agreed, drafter.grades - 1)
+    assert (draft.grade is None) == (len(tree) == 1)
+
+
+def test_suffix_follows_the_majority_and_stays_silent_where_nothing_agrees():
+    told = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 5, 1, 2]
+    seqs = Sequences.of([told, [5, 6, 7, 8]], 8, slack=4)
+    found = Suffix(10).propose(seqs, Tree.chain(3), RNG).tokens[:, 1:].tolist()
+    assert found == [[3, 7, 5], [-1, -1, -1]]
+
+
+# recycle ------------------------------------------------------------------------------------------
+
+
+def test_recycle_offers_the_targets_last_candidates_breadth_first():
+    made = engine("recycle", Tree.branching(2, 2))
+    tree = Tree.branching(2, 2)
+    seqs = Sequences.of(PROMPTS[:1], 20, slack=8)
+    made.begin(seqs)
+    table: dict[int, list[int]] = {}
+    with torch.inference_mode():
+        for _ in range(8):
+            draft = made.drafter.propose(seqs, tree, made.rng)
+            tokens = draft.tokens[0].tolist()
+            for child in range(1, len(tree)):
+                parent = tree.parents[child]
+                rank = [i for i, p in enumerate(tree.parents) if p == parent].index(child)
+                assert tokens[child] == table.get(tokens[parent], [-1] * 4)[rank]
+            seen = made.target.verify(seqs, draft)
+            for node, token in enumerate(tokens):
+                if token >= 0:
+                    table[token] = seen.logits[0, node].topk(4).indices.tolist()
+            verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
+            made.target.keep(seqs, verdict)
+            made.drafter.observe(seqs, tree, verdict, seen)
+            seqs.commit(verdict)
+
+
+def test_recycle_begins_with_what_followed_in_the_prompts():
+    seqs = Sequences.of([[1, 2, 3, 1, 4, 1], [7, 8]], 4, slack=4)
+    drafter = begun(Recycle(of_vocabulary(10), 2), seqs)
+    found = drafter.table.read(slice(0, 2), torch.arange(10).expand(2, -1))[..., 0]
+    assert found.tolist() == [[-1, 4, 3, 1, 1, *[-1] * 5], [*[-1] * 7, 8, -1, -1]]
+    assert drafter.propose(seqs, Tree.chain(2), RNG).tokens.tolist() == [[1, 4, 1], [8, -1, -1]]
+
+
+# lookahead ----------------------------------------------------------------------------------------
+
+
+def test_lookahead_solves_a_line_that_the_target_would_write():
+    """Jacobi: a guess that stands right behind right guesses is right in the next round."""
+    made = engine("lookahead", Tree.chain(4))
+    seqs = Sequences.of([PROMPTS[1]], 24, slack=5)
+    made.begin(seqs)
+    made.drafter._learn = lambda *learned: None
+    with torch.inference_mode():
+        made.drafter.pool.clear(slice(0, 1))
+        draft = made.drafter.propose(seqs, Tree.chain(4), made.rng)
+        seen = made.target.verify(seqs, draft)
+        said = seen.logits[0].argmax(-1).tolist()
+        verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
+        made.drafter.observe(seqs, Tree.chain(4), verdict, seen)
+        seqs.commit(verdict)
+        n = int(verdict.n[0])
+        line = (said[n + 1 :] + [said[-1]] * 4)[:4]
+        assert made.drafter.propose(seqs, Tree.chain(4), made.rng).tokens[0, 1:].tolist() == line
+
+
+@pytest.mark.parametrize("shape", [Tree.chain(7), Tree.branching(2, 2, 1, 1, 1)])
+def test_lookahead_drafts_deeper_than_its_line(shape):
+    made = engine("lookahead", Tree.chain(2))
+    made.policy = Fixed(shape)
+    for line in (2, 4):
+        made.drafter = Lookahead(made.target, 3, line)
+        assert made.generate(PROMPTS, 24).tokens == engine("null").generate(PROMPTS, 24).tokens
+
+
+def test_lookahead_remembers_ngrams_latest_first():
+    seqs = Sequences.of([[1, 2, 3, 1, 4, 5, 1, 2, 3, 1]], 8, slack=8)
+    drafter = begun(Lookahead(of_vocabulary(10), 3, 4), seqs)
+
+    def pool() -> list[list[int]]:
+        return drafter._grams(seqs, torch.tensor([[1]]))[0].tolist()
+
+    assert pool()[0] == [2, 3]
+    drafter._learn(seqs, torch.tensor([[1, 1]]), torch.tensor([[[6, 7], [8, 9]]]))
+    assert pool()[:3] == [[8, 9], [2, 3], [-1, -1]]
+    drafter._learn(seqs, torch.tensor([[1]]), torch.tensor([[[2, 3]]]))
+    assert pool()[:2] == [[8, 9], [2, 3]], "what is known is not put in twice"
+    chain = drafter.propose(seqs, Tree.chain(4), RNG).tokens.tolist()
+    assert chain[0][:3] == [1, 8, 9]
+    tree = drafter.propose(seqs, Tree((-1, 0, 0, 1, 2)), RNG).tokens.tolist()
+    assert tree == [[1, 8, 2, 9, 3]]

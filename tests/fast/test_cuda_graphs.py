@@ -1,0 +1,563 @@
+"""What is recorded and replayed does what was run: on a CPU by a tape, on a GPU by CUDA graphs."""
+
+import copy
+import gc
+import itertools
+import logging
+import weakref
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from conftest import on_every_device
+from support.tape import Tape, operations, taped, untaped
+from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, module
+
+from specexp.drafters import Drafter
+from specexp.drafters.model import DraftModel
+from specexp.drafters.recycle import Recycle
+from specexp.engine import Engine
+from specexp.errors import NonFiniteLogits
+from specexp.fast import cuda_graphs
+from specexp.fast.cuda_graphs import MOST, Cuda, Graphs, Refused
+from specexp.measure.exactness import certify, compare
+from specexp.models.lm import LM
+from specexp.policy import Fixed, Plan
+from specexp.rules import Match
+from specexp.sampling import Sampling
+from specexp.sequences import Sequences
+from specexp.serving.engine_rows import EngineBank, bucket
+from specexp.serving.policies import InTurn
+from specexp.serving.server import Closed, Request, Server, serve
+from specexp.tree import Tree
+
+FEW = ["chain", "branching", "grown"]
+LAWS = [("reject", 0.0), ("match", 0.9), ("reject", 0.9), ("block", 0.9)]
+USUAL = [("chain", "block", 0.9), ("branching", "match", 0.9), ("grown", "reject", 0.0)]
+CASES = [
+    pytest.param(tree, *law, marks=() if (tree, *law) in USUAL else pytest.mark.slow)
+    for tree in FEW
+    for law in LAWS
+    if law[0] != "block" or tree == "chain"
+]
+MIXED = [
+    kind
+    if kind in ("model", "eagle3", "crossed", "lookahead")
+    else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in DRAFTERS
+]
+LONG = 40
+
+
+class Turns:
+    """Chains of these lengths in turn."""
+
+    def __init__(self, *gammas):
+        self.gammas, self.round = gammas, -1
+        self.widest = max(gammas) + 1
+
+    def choose(self, load):
+        self.round += 1
+        return Plan(Tree.chain(self.gammas[self.round % len(self.gammas)]))
+
+    def learn(self, load, plan, steps, seconds): ...
+
+
+def told(found):
+    """All that a generation says: texts, and every guess of every round."""
+    return found.tokens, [r.steps for r in found.trace.rounds]
+
+
+@on_every_device
+@pytest.mark.parametrize(("tree", "rule", "temperature"), CASES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_replayed_rounds_are_the_rounds(kind, tree, rule, temperature, device):
+    """Guess for guess, to the last bit, in batches one after the other in the same memory."""
+    asked = {"temperature": temperature, "dtype": torch.float32, "device": device}
+    one, other = (make(engine(kind, tree, rule, **asked)) for make in (taped, untaped))
+    for prompts in (PROMPTS, PROMPTS[2:4]):
+        assert told(one.generate(prompts, LONG)) == told(other.generate(prompts, LONG))
+    assert set(one.graphs.recorder.recorded) == {"round"}
+    assert one.graphs.recorder.replays > 5
+    assert not other.graphs.recorder.recorded
+
+
+@pytest.mark.parametrize("tree", ["chain", pytest.param("grown", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_replayed_text_is_the_text_without_graphs(kind, tree):
+    one, other = (engine(kind, tree, "match", temperature=0.9) for _ in range(2))
+    assert told(taped(one).generate(PROMPTS, NEW)) == told(other.generate(PROMPTS, NEW))
+
+
+@on_every_device
+@pytest.mark.parametrize("kind", MIXED)
+def test_rounds_of_several_trees_are_a_graph_each(kind, device):
+    one, other = (engine(kind, dtype=torch.float32, device=device) for _ in range(2))
+    for made in (taped(one), untaped(other)):
+        made.policy = Turns(3, 1, 0, 2)
+    assert told(one.generate(PROMPTS, 60)) == told(other.generate(PROMPTS, 60))
+    assert len(one.graphs.recorder.recorded) >= (1 if kind == "null" else 4)
+
+
+# while the host reads
+
+
+@pytest.fixture
+def watched():
+    """An engine that notes when rounds are begun and when they are read."""
+
+    def make(*args, **kwargs):
+        made, seen = taped(engine(*args, **kwargs)), []
+        launch = made.launch
+
+        def noted(seqs, tree, hold):
+            if tree.depth:
+                assert int(seqs.length.max()) + tree.depth <= made.drafter.context
+            seen.append(("begun", tree.depth))
+            wait = launch(seqs, tree, hold)
+            return lambda: (seen.append(("read", tree.depth)), wait())[1]
+
+        made.launch = noted
+        return made, seen
+
+    return make
+
+
+def test_a_round_is_under_way_while_the_one_before_is_read(watched):
+    made, seen = watched("model", dtype=torch.float32)
+    rounds = made.generate(PROMPTS, LONG).trace.rounds
+    begun = [i for i, (what, _) in enumerate(seen) if what == "begun"]
+    read = [i for i, (what, _) in enumerate(seen) if what == "read"]
+    assert len(read) == len(rounds) > 8
+    assert all(begun[n + 1] < read[n] for n in range(len(rounds) - 6))
+    assert len(begun) <= len(read) + 1
+
+
+def test_no_round_is_begun_that_nobody_can_need(watched):
+    made, seen = watched("model", "chain", dtype=torch.float32)
+    made.generate(PROMPTS, 5)
+    assert seen[:2] == [("begun", 4), ("read", 4)]
+    made, seen = watched("model", "chain", dtype=torch.float32)
+    made.drafter.on_host = True  # one at a time
+    made.generate(PROMPTS, LONG)
+    assert [what for what, _ in seen] == ["begun", "read"] * (len(seen) // 2)
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3", "null"])
+def test_ends_and_contexts_hold_while_rounds_are_under_way(watched, kind):
+    eos = (3, 9, 17)
+    made, _ = watched(kind, eos=eos)
+    made.policy = Turns(3, 1, 0, 2)
+    other = engine(kind, eos=eos)
+    assert made.generate(PROMPTS, LONG).tokens == other.generate(PROMPTS, LONG).tokens
+    for rig in (made, other):
+        rig.drafter.context = 20
+    assert made.generate(PROMPTS, LONG).tokens == other.generate(PROMPTS, LONG).tokens
+
+
+def test_a_round_that_is_read_late_is_not_read_out_of_the_next(monkeypatch):
+    one, other = (taped(engine("model", dtype=torch.float32)) for _ in range(2))
+    late = told(one.generate(PROMPTS, LONG))
+    monkeypatch.setattr(Engine, "ahead", 0)
+    assert told(other.generate(PROMPTS, LONG)) == late
+
+
+# what a graph must not do
+
+
+def places(made: Engine, seqs: Sequences) -> list[int]:
+    """Where everything lies that lasts from round to round."""
+    kept = [seqs.tokens, seqs.length, seqs.limit, seqs.stream, *made.drafter.state]
+    for lm in made.models:
+        kept += [lm.fault, *lm.cache._buffers()]
+    return [x.data_ptr() for x in kept]
+
+
+@pytest.mark.parametrize("tree", FEW)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_what_lasts_stays_where_it_is_and_shapes_do_not_depend_on_what_it_holds(kind, tree):
+    made = engine(kind, tree, temperature=0.9, dtype=torch.float32)
+    seqs = made.begin(Sequences.of(PROMPTS, NEW, slack=TREES[tree].room))
+    made.round(seqs, TREES[tree])
+    before, seen = places(made, seqs), []
+    for _ in range(3):
+        with operations() as noted:
+            made.round(seqs, TREES[tree])
+        assert places(made, seqs) == before
+        seen.append(noted.shapes)
+    assert seen[0] == seen[1] == seen[2]
+
+
+class Elsewhere(Recycle):
+    """Keeps what it learns in another tensor every round."""
+
+    def observe(self, seqs, tree, verdict, seen):
+        self.table.notes = self.table.notes.clone()
+        super().observe(seqs, tree, verdict, seen)
+
+
+class Counts(Drafter):
+    """Guesses the number of the round, which it keeps on the host."""
+
+    name, number = "counts", 0
+
+    def propose(self, seqs, tree, rng):
+        self.number += 1
+        guesses = torch.full_like(seqs.tokens[:, 1 : len(tree)], self.number % 32)
+        return seqs.draft(tree.nodes(seqs.tokens.device), guesses)
+
+
+class CountsAndSaysSo(Counts):
+    @property
+    def shaped_by(self):
+        return (self.number,)
+
+
+@pytest.mark.parametrize("spoilt", [Elsewhere, Counts, CountsAndSaysSo])
+def test_a_drafter_that_breaks_the_contract_is_noticed(spoilt):
+    """The text is exact even so; the guesses are others."""
+    found = []
+    for make in (taped, untaped):
+        made = make(engine("null", "chain", "match", temperature=0.9))
+        made.drafter = Recycle(made.target, 4) if spoilt is Elsewhere else spoilt()
+        made.drafter.__class__ = spoilt
+        found.append(told(made.generate(PROMPTS, 60)))
+    (texts, guesses), (wanted, others) = found
+    assert texts == wanted
+    assert (guesses == others) == (spoilt is CountsAndSaysSo)
+
+
+class Host(DraftModel):
+    """Reads a value on the host, and says so, or does not."""
+
+    def propose(self, seqs, tree, rng):
+        assert int(seqs.length.max()) > 0
+        return super().propose(seqs, tree, rng)
+
+
+def hosted(device: str, says: bool) -> Engine:
+    law = Sampling()
+    target = LM(module("llama", torch.float32, device), "target")
+    guess = Host(LM(copy.deepcopy(draft_module(torch.float32)).to(device), "draft"), law)
+    guess.on_host = says
+    return Engine(target, guess, Fixed(Tree.branching(2, 2)), law, Match())
+
+
+@on_every_device
+def test_of_a_drafter_on_the_host_the_target_is_recorded_alone(device):
+    one, other = taped(hosted(device, says=True)), untaped(hosted(device, says=True))
+    assert told(one.generate(PROMPTS, LONG)) == told(other.generate(PROMPTS, LONG))
+    assert set(one.graphs.recorder.recorded) == {"verify"}
+    assert one.graphs.recorder.replays > 5
+
+
+@on_every_device
+def test_what_cannot_be_recorded_is_run_and_one_line_says_why(device, caplog):
+    one, other = taped(hosted(device, says=False)), untaped(hosted(device, says=False))
+    with caplog.at_level(logging.WARNING, "specexp"):
+        found = [one.generate(PROMPTS, LONG) for _ in range(2)]
+    assert [told(x) for x in found] == [told(other.generate(PROMPTS, LONG)) for _ in range(2)]
+    assert not one.graphs.recorder.recorded
+    [line] = [r.getMessage() for r in caplog.records if "CUDA graph" in r.getMessage()]
+    assert line.startswith("CUDA graphs are off for this engine, which makes it slower: ")
+    assert "\n" not in line
+
+
+@on_every_device
+def test_where_one_could_not_be_recorded_another_is(device):
+    """Graphs of a kind share memory, and a recording that failed had begun to use it."""
+    refused = taped(hosted(device, says=False))
+    refused.generate(PROMPTS, LONG)
+    assert refused.graphs.refused
+    asked = {"dtype": torch.float32, "device": device}
+    one, other = taped(engine("model", **asked)), untaped(engine("model", **asked))
+    assert told(one.generate(PROMPTS, LONG)) == told(other.generate(PROMPTS, LONG))
+    assert set(one.graphs.recorder.recorded) == {"round"}
+    assert one.graphs.recorder.replays > 5
+
+
+@torch.inference_mode()
+def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int]]]:
+    """What is guessed when draft and verify are recorded apart and the rest is not."""
+    seqs = made.begin(Sequences.of(PROMPTS, 60, slack=10))
+    guessed = []
+    for i in range(rounds):
+        tree = trees[i % len(trees)]
+        draft = made.drafted(seqs, tree)
+        guessed.append(draft.tokens.tolist())
+        seen = made.verified(seqs, draft)
+        verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
+        if not tree.is_chain:
+            made.target.keep(seqs, verdict)
+        made.drafter.observe(seqs, tree, verdict, seen)
+        seqs.commit(verdict)
+    return guessed
+
+
+@pytest.mark.parametrize(
+    "kind", ["model", "medusa", "eagle3", "crossed", "recycle", "lookahead", "planted"]
+)
+def test_a_drafter_finds_what_it_left_for_itself_in_a_draft_recorded_apart(kind):
+    trees = [Tree.branching(2, 2, 1), Tree.branching(3, 1, 1), Tree.chain(4)]
+    one, other = (make(engine(kind, rule="match")) for make in (taped, untaped))
+    assert in_parts(one, trees, 24) == in_parts(other, trees, 24)
+    assert {"draft", "verify"} <= set(one.graphs.recorder.recorded)
+
+
+def test_an_engine_goes_with_its_graphs_as_soon_as_nobody_wants_it():
+    made = taped(engine("model"))
+    made.generate(PROMPTS, LONG)
+    assert made.graphs.kept
+    gone = weakref.ref(made), weakref.ref(made.graphs)
+    gc.disable()
+    try:
+        del made
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+# memory that stays
+
+
+def test_engines_that_share_a_target_settle_in_one_memory():
+    one = taped(engine("model", "chain"))
+    other = taped(one.plain())
+    batches = [PROMPTS, PROMPTS[:1], [[3] * 70], PROMPTS[1:4]]
+    wanted = [engine("null", "empty").generate(prompts, NEW).tokens for prompts in batches]
+    seen = []
+    for _ in range(3):
+        for prompts, texts in zip(batches, wanted, strict=True):
+            for made in (one, other):
+                assert made.generate(prompts, NEW).tokens == texts
+        seen.append([len(made.graphs.recorder.recorded) for made in (one, other)])
+    assert seen[1] == seen[2]
+    assert one.target.cache.batch == len(PROMPTS)
+    assert one.target.cache.size >= 70 + NEW
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", ["model", "early_exit"])
+def test_a_cache_has_gone_when_room_for_a_larger_one_is_counted(kind, recorded, monkeypatch):
+    made, there = engine(kind, "chain"), []
+    made = taped(made) if recorded else made
+    assert (made.recordings is not None) == recorded
+    made.generate(PROMPTS[:1], NEW)
+    held = [x for lm in made.models for x in (lm.cache, *lm.cache._buffers())]
+    old = [weakref.ref(x) for x in held]
+    del held
+
+    def free_memory(device):
+        there.extend(ref() is not None for ref in old)
+        return 2**40
+
+    monkeypatch.setattr("specexp.models.lm.free_memory", free_memory)
+    gc.disable()
+    try:
+        made.generate(PROMPTS, NEW)
+        assert there
+        assert not any(there)
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_replayed_in_memory_that_is_gone():
+    made = taped(engine("null", "empty"))
+    seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
+    for _ in range(Cuda.warm + 3):
+        made.report(seqs, TREES["empty"])
+    assert made.graphs.recorder.replays == 2
+    made.plain().allocate(len(PROMPTS), 99)  # the target is theirs, too
+    made.report(seqs, TREES["empty"])
+    assert made.graphs.recorder.replays == 2
+
+
+def test_when_all_does_not_fit_together_what_is_asked_for_is_enough(monkeypatch):
+    made = taped(engine("model", "chain"))
+    made.generate(PROMPTS, NEW)
+    monkeypatch.setattr("specexp.models.lm.free_memory", lambda device: 128 * 2**10)
+    assert len(made.generate([[3] * 90], 9).tokens[0]) == 9
+    assert made.target.cache.batch == 1
+
+
+def test_texts_end_where_the_engine_says_that_they_do():
+    made = taped(engine("model", "chain"))
+    whole = made.generate(PROMPTS, LONG).tokens
+    made.eos = (whole[0][4],)
+    assert made.generate(PROMPTS, LONG).tokens[0] == whole[0][: whole[0].index(made.eos[0]) + 1]
+
+
+def test_a_drafter_that_comes_later_finds_room():
+    made = taped(engine("null", "chain", "match"))
+    wanted = made.generate(PROMPTS, LONG).tokens
+    for kind in ("model", "recycle"):
+        made.drafter = engine(kind).drafter
+        assert made.generate(PROMPTS, LONG).tokens == wanted
+
+
+def test_rules_and_laws_that_change_are_other_graphs():
+    made = taped(engine("model", "chain", "reject", temperature=0.9))
+    made.generate(PROMPTS, LONG)
+    assert certify(made, PROMPTS, LONG).bugs == 0  # a copy of it, with another rule
+    recorded = len(made.graphs.recorder.recorded)
+    made.generate(PROMPTS, LONG)
+    assert len(made.graphs.recorder.recorded) <= recorded + 1
+
+
+@pytest.mark.parametrize("culprit", ["target", "draft"])
+def test_nothing_that_is_no_number_stays_in_the_seats(culprit):
+    law = Sampling()
+    target = LM(copy.deepcopy(module("llama", torch.float64)), "target")
+    draft = LM(copy.deepcopy(draft_module(torch.float64)), "draft")
+    broken = target if culprit == "target" else draft
+    weight = broken.module.model.embed_tokens.weight
+    kept = weight[31].clone()
+    made = taped(Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law))
+    wanted = made.generate(PROMPTS[:4], LONG).tokens
+    with torch.no_grad():
+        weight[31] = torch.nan
+    with pytest.raises(NonFiniteLogits):
+        made.generate([[31, 31, 31], [31]], 9)
+    with torch.no_grad():
+        weight[31] = kept
+    assert made.generate(PROMPTS[:4], LONG).tokens == wanted
+
+
+# rows that come and go
+
+
+@on_every_device
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("kind", MIXED)
+def test_served_texts_are_the_texts(kind, ragged, device):
+    """Rounds cover free rows, too; texts join, leave and move; rows draft alike or by budgets."""
+    asked = {"temperature": 0.9, "dtype": torch.float32}
+    made = taped(engine(kind, "chain", "match", device=device, **asked))
+    bank = EngineBank(made, rows=6, slots=64, room=5)
+    requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
+    server = Server(bank, InTurn(3) if ragged else Turns(3, 0, 2), chunk=8)
+    answers = serve(server, Closed(requests, 5))
+    texts = [a.tokens for a in sorted(answers, key=lambda a: a.request.stream)]
+    plain = engine("null", "empty", **asked)
+    assert compare(plain, PROMPTS * 2, texts, NEW, range(10)).bugs == 0
+    assert made.graphs.recorder.replays > 0
+
+
+def test_rounds_cover_known_sizes_where_rows_are_free():
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 30)] == [
+        1, 2, 4, 4, 8, 8, 8, 16, 16, 24, 32,
+    ]  # fmt: skip
+    made = engine("model", "chain")
+    bank = EngineBank(made, rows=7, slots=64, room=5)
+
+    def covered(*budget: int) -> tuple[int, list[int] | None]:
+        rows = bank._rows(budget, 9, max(budget))
+        return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()
+
+    assert covered(0, 0, 0) == (3, None)
+    assert covered(0, 0, -1) == (3, [0, 0, -1])
+    assert covered(2, 2, 2) == (3, [2, 2, 2])
+    assert covered(2, 2, -1) == (3, [2, 2, -1])
+    assert covered(2, 0, -1) == (3, [2, 0, -1])
+    taped(made)
+    assert [covered(*[2] * n)[0] for n in (1, 3, 4, 5, 7)] == [1, 4, 4, 7, 7]
+    assert covered(2, 0, 1, 3, -1) == (7, [2, 0, 1, 3, -1, -1, -1])
+    assert covered(0, 0, -1) == (4, None)
+
+
+# functions by themselves
+
+
+def test_the_first_calls_are_real_and_the_one_used_least_lately_goes():
+    kept, called = Graphs(Tape()), []
+    total = torch.zeros(3)
+
+    def add(x):
+        called.append(1)
+        return total.add_(x).clone()
+
+    for i in range(1, 9):
+        made = kept.run("add", 0, add, torch.full((3,), float(i)))
+        assert made.tolist() == [i * (i + 1) / 2] * 3
+    assert len(called) == Cuda.warm + 1
+    for key in range(1, MOST + 1):
+        kept.run("add", key, add, torch.zeros(3))
+    for _ in range(2):
+        kept.run("add", 0, add, torch.zeros(3))
+    assert len(kept.kept) == MOST
+
+
+def test_on_a_cpu_functions_stay_what_they_are():
+    cpu = torch.device("cpu")
+
+    def fn():
+        return 1
+
+    assert cuda_graphs.on(cpu) is None
+    assert cuda_graphs.capture(fn, cpu) is fn
+    assert engine().graphs is None
+
+
+def test_graphs_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("SPECEXP_GRAPHS", "off")
+    assert cuda_graphs.on(torch.device("cuda")) is None
+
+
+def test_a_graph_shares_memory_only_with_a_graph_that_is_alive(monkeypatch):
+    """torch refuses to capture into a pool whose graphs are gone while a tensor is still in it."""
+
+    class Graph:
+        replay = pool = lambda self: self.memory
+
+    @contextmanager
+    def capturing(graph, pool, stream):
+        graph.memory = pool
+        yield
+
+    fakes = {
+        "CUDAGraph": Graph, "graph": capturing, "graph_pool_handle": itertools.count().__next__,
+        "current_stream": lambda: None,
+    }  # fmt: skip
+    fakes |= dict.fromkeys(("Stream", "stream", "device"), lambda _: nullcontext())
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    cuda = Cuda(torch.device("cuda"))
+
+    def record(kind, fn=int):
+        return cuda.record(fn, kind)[0]
+
+    first = record("round")
+    again, other, alone = record("round"), record("draft"), record(None)
+    assert first() == again()
+    assert len({first(), other(), alone(), record(None)()}) == 4
+    gone = first()
+    del first, again
+    after = record("round")
+    assert after() != gone
+    with pytest.raises(Refused):
+        record("round", lambda: torch.tensor(1).view(2))
+    assert record("round")() != after()
+
+
+@pytest.mark.cuda
+def test_graphs_are_captured_again_after_all_are_dropped_and_a_result_is_kept():
+    recorder, kept = Cuda(torch.device("cuda")), []
+    for _ in range(2):
+        x = torch.zeros(4, device="cuda")
+        again, made = recorder.record(lambda x=x: x + 1, "round")
+        kept.append(made)
+        del again
+    assert [made.tolist() for made in kept] == [[1.0] * 4] * 2
+
+
+@pytest.mark.cuda
+def test_captured_is_replayed_on_a_gpu():
+    x, called = torch.zeros(4, device="cuda"), []
+
+    def fn():
+        called.append(1)
+        return x.add_(1).sum()
+
+    run = cuda_graphs.capture(fn, x.device)
+    assert [float(run()) for _ in range(9)] == [4.0 * i for i in range(1, 10)]
+    assert len(called) == Cuda.warm + 1

@@ -1,0 +1,218 @@
+"""A pass with less work gives what transformers gives, from the same weights, held once."""
+
+import copy
+import logging
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from conftest import on_every_device, tiny_llama
+from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine, expected, module
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from specexp.fast import fused
+from specexp.fast.fused import Fused
+from specexp.models.lm import LM, Unfused
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+SHAPE = {
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+        "original_max_position_embeddings": 32}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+        "long_factor": [9.0] * 4, "short_factor": [1.0, 1.1, 1.2, 1.3]}  # fmt: skip
+NETS = {
+    "llama": lambda: tiny_llama(0),
+    "tied": lambda: tiny_llama(0, tie_word_embeddings=True),
+    "a head each": lambda: tiny_llama(0, num_key_value_heads=4),
+    "one key": lambda: tiny_llama(0, num_key_value_heads=1, head_dim=16),
+    "biased": lambda: tiny_llama(0, attention_bias=True, mlp_bias=True),
+    "yarn": lambda: tiny_llama(0, rope_parameters=YARN),
+    "dynamic": lambda: tiny_llama(0, rope_parameters=DYNAMIC),
+    "longrope": lambda: tiny_llama(0, rope_parameters=LONG),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
+}
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))
+
+
+@pytest.fixture(autouse=True)
+def _as_they_are(monkeypatch):
+    """In transformers norms are rounded to float32 whatever the model is: in float64 that is all
+    the difference there is. What is compiled has its own tests."""
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)
+    monkeypatch.setattr(fused, "_KNOWN", WeakKeyDictionary())
+
+
+def made(name: str, dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    net = NETS[name]().to(dtype).eval()
+    for parameter in net.parameters():  # biases and norms begin as zeros and ones
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return net
+
+
+def unfused(net) -> LM:
+    lm = LM(net, "as it is")
+    lm.net = Unfused(net)
+    return lm
+
+
+def passed(lm: LM, taps: tuple[int, ...]):
+    """States of the prompts, and what verifying a tree of guesses sees, over a ragged batch."""
+    seqs = Sequences.of(PROMPTS, 4, slack=len(TREE), device=lm.device)
+    guesses = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
+    lm.allocate(*seqs.tokens.shape)
+    states = lm.prefill(seqs, 0, int(seqs.length.max()) - 1, taps)
+    draft = seqs.draft(TREE.nodes(lm.device), guesses.to(lm.device))
+    return states, lm.verify(seqs, draft, taps)
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NETS)
+def test_fused_passes_are_those_of_transformers(name, dtype, device):
+    net = made(name, dtype).to(device)
+    taps = (0, 1, net.config.num_hidden_layers)
+    lm, plain = LM(net), unfused(net)
+    assert isinstance(lm.net, Fused)
+    (states, seen), (wanted_states, wanted) = passed(lm, taps), passed(plain, taps)
+    pairs = ((states, wanted_states), (seen.hidden, wanted.hidden), (seen.logits, wanted.logits))
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype == dtype
+        assert ours.shape == theirs.shape
+        off = (ours - theirs).float().norm() / theirs.float().norm()
+        assert off <= fused.ROUNDING[dtype]
+    assert passed(lm, ())[0] is None
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_fused_text_is_the_text_of_transformers_whatever_drafts(kind, tree):
+    greedy = engine(kind, tree, "match")
+    assert isinstance(greedy.target.net, Fused)
+    assert greedy.generate(PROMPTS, NEW).tokens == expected("llama")
+    drawn = engine(kind, tree, "match", temperature=0.9, seed=5)
+    plain = drawn.plain()
+    plain.target = unfused(plain.target.module)
+    assert drawn.generate(PROMPTS, NEW).tokens == plain.generate(PROMPTS, NEW).tokens
+
+
+def test_logits_of_the_last_places_are_those_of_all_of_them():
+    for lm in (LM(made("llama")), unfused(made("llama"))):
+        seqs = Sequences.of(PROMPTS, 4, slack=1)
+        lm.allocate(*seqs.tokens.shape)
+        slots = torch.arange(4).expand(len(PROMPTS), 4)
+        visible = torch.arange(seqs.tokens.shape[1]) <= slots[:, :, None]
+        asked = (seqs, seqs.tokens[:, :4], slots, slots, visible)
+        whole = lm.feed(*asked).logits
+        for last in (1, 3):
+            assert torch.allclose(lm.feed(*asked, last=last).logits, whole[:, -last:], atol=1e-12)
+
+
+def storages(net) -> int:
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in net.parameters()}
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "biased", "qwen3"])
+def test_the_module_stays_what_it_was_and_nothing_is_held_twice(name):
+    net, ids = made(name), torch.tensor([PROMPTS[0]])
+    weights = {k: v.clone() for k, v in net.state_dict().items()}
+    with torch.no_grad():
+        before, held = net(ids).logits, storages(net)
+        LM(net)
+        assert torch.equal(net(ids).logits, before)
+    assert storages(net) == held
+    assert all(torch.equal(v, weights[k]) for k, v in net.state_dict().items())
+
+
+def test_a_joined_module_is_saved_and_loaded_whole(tmp_path):
+    net = made("llama", torch.float32)
+    LM(net)
+    net.save_pretrained(tmp_path)
+    again = type(net).from_pretrained(tmp_path)
+    assert all(torch.equal(v, net.state_dict()[k]) for k, v in again.state_dict().items())
+
+
+def test_weights_that_change_in_place_change_the_passes():
+    net = made("llama")
+    lm = LM(net)
+    before = passed(lm, ())[1].logits
+    with torch.no_grad():
+        net.model.layers[1].self_attn.k_proj.weight *= 1.5
+    after = passed(lm, ())[1].logits
+    assert not torch.allclose(after, before)
+    assert torch.allclose(after, passed(unfused(net), ())[1].logits, atol=1e-5)
+
+
+def test_lower_layers_of_a_joined_module_share_its_weights():
+    from specexp.drafters.early_exit import lower
+
+    net = made("llama")
+    whole, cut = LM(net), LM(lower(net, 1))
+    assert isinstance(cut.net, Fused)
+    assert cut.net.layers[0].qkv.data_ptr() == whole.net.layers[0].qkv.data_ptr()
+    assert cut.net.layers[0].up.data_ptr() == whole.net.layers[0].up.data_ptr()
+
+
+def test_a_module_is_tried_once():
+    net = made("llama")
+    assert LM(net).net is LM(net).net
+
+
+def gelu(net):
+    net.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def scaled(net):
+    net.model.layers[0].self_attn.o_proj.register_forward_hook(lambda m, i, out: 1.1 * out)
+
+
+def broken(net):
+    net.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+
+
+def renamed(net):
+    mlp = net.model.layers[0].mlp
+    mlp.widen = mlp.up_proj
+    del mlp.up_proj
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.widen(x))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (gelu, "differ by"), (scaled, "differ by"), (broken, "differ by nan"),
+        (renamed, "up_proj"),
+    ],
+)  # fmt: skip
+def test_a_network_that_disagrees_with_its_module_is_run_by_transformers(spoil, said, caplog):
+    net = made("llama")
+    spoil(net)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert isinstance(LM(net, "mine").net, Unfused)
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line.startswith("mine is run by transformers, unfused: ")
+    assert said in line
+
+
+@pytest.mark.parametrize("family", ["gemma", "gpt2", "neox"])
+def test_other_families_are_run_by_transformers(family, caplog):
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert isinstance(LM(copy.deepcopy(module(family)), "mine").net, Unfused)
+    assert "is none of LlamaForCausalLM" in caplog.text

@@ -1,0 +1,174 @@
+"""An EAGLE layer with less work makes the features and logits of the layer as it is."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from conftest import on_every_device
+from support.norms import DEFAULTS, with_norms
+from support.tiny import PROMPTS, heads
+
+from specexp.fast import fused, fused_eagle
+from specexp.fast.cpu import Native
+from specexp.fast.fused import Fused
+from specexp.models import head_files
+from specexp.models.heads import Eagle, save
+from specexp.models.lm import LM
+from specexp.sequences import Sequences
+from specexp.tree import Tree, tree_mask
+
+KINDS = {
+    "eagle": lambda: heads("eagle", torch.float32),
+    "eagle3": lambda: with_norms(),
+    **{norm: lambda norm=norm: with_norms(norm) for norm in (*DEFAULTS, "fc_norm")},
+}
+TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))
+NEAR = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 0.03}  # of their size
+
+
+def made(kind: str, dtype: torch.dtype, device: str = "cpu") -> Eagle:
+    """A layer none of whose norms is of ones, over an embedding and a head of its own."""
+    eagle = copy.deepcopy(KINDS[kind]())
+    torch.manual_seed(1)
+    for name, weight in eagle.named_parameters():
+        if "norm" in name:
+            weight.data += torch.rand_like(weight) / 2
+    eagle.borrowed = tuple(part.to(device, dtype) for part in eagle.borrowed)
+    eagle = eagle.to(device)
+    for weight in eagle.parameters():
+        weight.data = weight.data.to(dtype)
+    return eagle
+
+
+def passed(eagle: Eagle, net) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features and logits of a line of places and of a tree after it, over a ragged batch."""
+    lm = LM(eagle, net=net)
+    seqs = Sequences.of(PROMPTS, 4, slack=len(TREE), device=lm.device)
+    B, S = seqs.tokens.shape
+    lm.allocate(B, S)
+    noise = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 32, (B, 9 + len(TREE)), generator=noise).to(lm.device)
+    features = torch.randn(B, 9 + len(TREE), 32, generator=noise).to(lm.device, lm.dtype)
+    at = torch.arange(9, device=lm.device).expand(B, -1)
+    line = lm.feed(seqs, tokens[:, :9], at, at, None, (0,), features=features[:, :9])
+    draft = seqs.draft(TREE.nodes(lm.device), tokens[:, 10:])
+    root, nodes = seqs.length[:, None] - 1, draft.nodes
+    slots = root + torch.arange(len(TREE), device=lm.device)
+    visible = tree_mask(root, S, nodes.ancestors)
+    tree = lm.feed(
+        seqs, draft.tokens, slots, root + nodes.depth, visible, (0,), last=5,
+        features=features[:, 9:],
+    )  # fmt: skip
+    ids = eagle.draft_ids if eagle.shape.fused else slice(None)
+    logits = torch.cat([line.logits, tree.logits], 1)[..., ids]
+    return torch.cat([line.hidden, tree.hidden], 1), logits
+
+
+def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
+    """By how much they differ from those of the layer as it is in float64, of their size."""
+    eagle = made(kind, dtype, device)
+    ours = passed(eagle, fused_eagle.of(eagle, "it"))
+    exact = made(kind, dtype, device).to(torch.float64)
+    for weight in (*exact.parameters(), *(part.weight for part in exact.borrowed)):
+        weight.data = weight.data.to(torch.float64)
+    pairs = zip(ours, passed(exact, None), strict=True)
+    apart = [(a.double() - b).norm() / b.norm() for a, b in pairs]
+    return float(torch.stack(apart).max())  # NaN if either is
+
+
+def tells_apart(eagle: Eagle) -> bool:
+    """Whether tokens that the head does not know are impossible, and nothing is said of none."""
+    lm = LM(eagle, net=fused_eagle.of(eagle, "it"))
+    lm.allocate(2, 4)
+    tokens = torch.tensor([[5, -1, 7], [-1, 3, -1]])
+    at = torch.arange(3).expand(2, -1)
+    dirt = [torch.full((64,), float("nan")) for _ in range(64)]  # rooms are not empty
+    del dirt
+    features = torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32)
+    seqs = Sequences.of([[1], [1]], 1, slack=2)
+    seen = lm.feed(seqs, tokens, at, at, None, (0,), features=features)
+    known = torch.zeros(eagle.shape.vocab, dtype=torch.bool).index_fill(0, eagle.draft_ids, True)
+    part = tokens >= 0
+    told = seen.logits[part]
+    nothing = seen.logits[~part].any() or seen.hidden[~part].any()
+    return bool(
+        told[:, known].isfinite().all() and (told[:, ~known] == -torch.inf).all() and not nothing
+    )
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """No pass is compiled."""
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)  # norms of transformers are float32's
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):
+    assert isinstance(fused_eagle.of(made(kind, dtype, device), "it").net, Fused)
+    other_sums = device == "cuda" and dtype == torch.float32
+    assert off(kind, dtype, device) < (1e-5 if other_sums else NEAR[dtype])
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_do_compiled_ones(kind, dtype):
+    assert isinstance(fused_eagle.of(made(kind, dtype), "it").net, Native)
+    assert off(kind, dtype) < NEAR[dtype]
+
+
+@pytest.mark.compiler
+def test_tokens_that_the_head_does_not_know_are_impossible():
+    assert tells_apart(made("eagle3", torch.float32))
+
+
+def test_a_token_alone_whose_logits_nobody_wants():
+    eagle = made("eagle3", torch.float32)
+    lm = LM(eagle, net=fused_eagle.of(eagle, "it"))
+    lm.allocate(1, 4)
+    seqs, at = Sequences.of([[1]], 1, slack=2), torch.zeros(1, 1, dtype=torch.int64)
+    asked = seqs, at + 3, at, at, None, (0,)
+    features = torch.linspace(-1, 1, 32)[None, None]
+    wanted = lm.feed(*asked, features=features).hidden
+    logits, states = lm._run(*asked, 0, features=features)
+    assert logits is None
+    assert torch.equal(states, wanted)
+
+
+def test_the_layer_stays_what_it_was_and_can_be_saved(tmp_path):
+    eagle = made("eagle3", torch.float32)
+    weights = {name: tensor.clone() for name, tensor in eagle.state_dict().items()}
+    assert fused_eagle.of(eagle, "it")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in eagle.state_dict().items())
+    save(tmp_path, eagle, "target")
+    held = head_files.read(tmp_path).tensors()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in held.items())
+
+
+def biased(eagle):
+    eagle.borrowed = eagle.borrowed[0], torch.nn.Linear(32, 32)
+
+
+def odd(eagle):
+    eagle.layers[0].mlp.act_fn = torch.nn.GELU()
+
+
+def broken(eagle):
+    eagle.fc.weight.data[0, 0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"), [(biased, "has a bias"), (odd, "differ by"), (broken, "differ by nan")]
+)
+def test_a_layer_of_another_kind_is_run_as_it_is(spoil, said, caplog):
+    eagle = made("eagle", torch.float32)
+    spoil(eagle)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert fused_eagle.of(eagle, "mine") is None
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line.startswith("mine is run as it is: ")
+    assert said in line

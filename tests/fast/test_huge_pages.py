@@ -1,0 +1,63 @@
+"""Weights in large pages: where they lie changes, and nothing else."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specexp.fast import fused, huge_pages
+
+SHAPE = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 4096,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True,
+}  # fmt: skip
+
+
+def model(**shape) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | shape)).eval()
+
+
+def storages(module: nn.Module) -> set[int]:
+    return {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@torch.inference_mode()
+def test_a_model_says_what_it_said(tied):
+    moved = model(tie_word_embeddings=tied)
+    still, tokens = copy.deepcopy(moved), torch.arange(20)[None] * 7 % 4096
+    huge_pages.settle(moved)
+    assert len(storages(moved)) == 1 < len(storages(still))
+    for a, b in zip(moved.parameters(), still.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert (moved.lm_head.weight is moved.model.embed_tokens.weight) is tied
+    assert torch.equal(moved(input_ids=tokens).logits, still(input_ids=tokens).logits)
+
+
+def test_matrices_that_are_read_together_need_not_be_joined_any_more():
+    module = model()
+    huge_pages.settle(module)
+    before = storages(module)
+    attn = module.model.layers[0].self_attn
+    whole, bias = fused.joined([attn.q_proj, attn.k_proj, attn.v_proj])
+    assert whole.data_ptr() == attn.q_proj.weight.data_ptr()
+    assert bias.data_ptr() == attn.q_proj.bias.data_ptr()
+    assert storages(module) <= before | {bias.untyped_storage().data_ptr()}
+
+
+def test_what_would_not_fill_a_page_stays_where_it_is():
+    module = model(vocab_size=64)
+    before = storages(module)
+    huge_pages.settle(module)
+    assert storages(module) == before
+
+
+def test_a_system_without_large_pages_is_served_all_the_same(monkeypatch):
+    module = model()
+    before = storages(module)
+    monkeypatch.delattr(huge_pages.mmap, "MADV_HUGEPAGE")
+    huge_pages.settle(module)
+    assert storages(module) == before

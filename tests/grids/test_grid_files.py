@@ -1,0 +1,1197 @@
+"""Grid files: which points they mean, and how bad ones are rejected before anything runs."""
+
+import json
+import re
+import textwrap
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import TRIVIAL, tiny_llama
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from specexp import api
+from specexp.errors import UserError
+from specexp.fast import cpu
+from specexp.grids import identity, notebooks, yaml_lines
+from specexp.grids import points as grid
+from specexp.models import lm
+from specexp.tracking import runs
+
+ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
+GRIDS = sorted((grid.ROOT / "notebooks" / "grids").glob("*.yaml"))
+PARAMETERS = """\
+x: int = 1  # a number
+how: str = "well"  # how the run ends
+rate: float = 1.0  # a rate
+seed: int = 0  # of nothing
+names: list = ["a"]  # some names
+rates: list = [0.0, 0.5]  # some rates
+flag: bool = False  # a flag
+maybe: str | None = None  # or nothing
+"""
+
+
+def write(path: Path, *cells: str | dict, parameters: str | None = PARAMETERS, **metadata) -> Path:
+    """A notebook with a parameters cell and code cells, as JupyterLab saves it."""
+    tagged = [] if parameters is None else [{"source": parameters, "tags": ["parameters"]}]
+    made = []
+    for cell in [*tagged, *cells]:
+        cell = cell if isinstance(cell, dict) else {"source": cell}
+        source = cell["source"].splitlines(keepends=True)
+        kind = cell.get("cell_type", "code")
+        made.append(
+            {"cell_type": kind, "source": source, "metadata": {"tags": cell.get("tags", [])}}
+            | ({"outputs": [], "execution_count": None} if kind == "code" else {})
+        )
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "cells": made} | metadata))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder for grids, beside a notebook whose cells read every parameter."""
+    (tmp_path / "grids").mkdir()
+    write(tmp_path / "reader.ipynb", "print(x, how, rate, seed, names, rates, flag, maybe)")
+    return tmp_path / "grids"
+
+
+@pytest.fixture
+def load(folder):
+    def call(text: str | bytes | dict, **options) -> list[grid.Point]:
+        file = folder / "g.yaml"
+        if isinstance(text, dict):
+            text = yaml.safe_dump(text)
+        file.write_bytes(text if isinstance(text, bytes) else textwrap.dedent(text).encode())
+        return grid.load([file], **options)
+
+    return call
+
+
+def refusal(load, text, **options) -> list[str]:
+    """The lines of the error without the file name: `3: what is wrong`."""
+    with pytest.raises(UserError) as refused:
+        load(text, **options)
+    return [re.sub(r"^.*g\.yaml:(?=\d+: )", "", line) for line in str(refused.value).split("\n")]
+
+
+GOOD = {"notebook": "../reader.ipynb", "experiment": "trivial", "grid": {"x": [1, 2]}}
+HEAD = "notebook: ../reader.ipynb\n"
+FUZZ = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+# --- what runs -----------------------------------------------------------------------------------
+
+
+def test_the_product_of_axes_with_fixed_seeds_include_and_exclude(load):
+    points = load(
+        {
+            **GOOD,
+            "fixed": {"rate": 2},
+            "grid": {"x": [1, 2], "how": ["well", "raises"]},
+            "seeds": [0, 1],
+            "exclude": [{"x": 2, "how": "raises"}],
+            "include": [{"x": 9}],
+        }
+    )
+    assert len(points) == 2 * 2 * 2 - 2 + 1
+    assert {p.params["x"] for p in points} == {1, 2, 9}
+    assert all(p.params["rate"] == 2.0 and isinstance(p.params["rate"], float) for p in points)
+    assert points[-1].params == {
+        "x": 9, "how": "well", "rate": 2.0, "seed": 0, "names": ["a"], "rates": [0.0, 0.5],
+        "flag": False, "maybe": None,
+    }  # fmt: skip
+    assert "x=9" in points[-1].label
+
+
+def test_exclude_knows_the_defaults_too(load):
+    text = HEAD + "grid: {x: [1, 2]}\nexclude: [{x: 1, how: well}]"
+    assert [p.params["x"] for p in load(text)] == [2]
+
+
+def test_includes_alone_run_alone(load):
+    assert [p.params["x"] for p in load(HEAD + "include: [{x: 5}, {x: 6}]")] == [5, 6]
+
+
+def test_whole_numbers_in_a_list_of_floats_are_those_floats(load):
+    [one] = load(HEAD + "fixed: {rates: [0, 1]}")
+    [two] = load(HEAD + "fixed: {rates: [0.0, 1.0]}")
+    assert one.params["rates"] == [0.0, 1.0]
+    assert all(isinstance(rate, float) for rate in one.params["rates"])
+    assert one.run_key == two.run_key
+
+
+def test_the_same_point_of_two_files_runs_once(folder):
+    files = [folder / "a.yaml", folder / "b.yaml"]
+    for file in files:
+        file.write_text(yaml.safe_dump(GOOD))
+    assert len(grid.load(files)) == 2
+
+
+def test_shipped_grids_are_valid():
+    assert len(GRIDS) >= 6
+    assert len(grid.load(GRIDS)) > 20
+
+
+def test_what_is_loaded_changes_slowest_also_across_files(folder):
+    write(
+        folder / "n.ipynb",
+        "print(drafter, target, x)",
+        parameters='x: int = 0\ntarget: str = "target-10m"\ndrafter: str = "ngram"\n',
+    )
+    axes = {"x": [1, 2], "drafter": ["ngram", "suffix"], "target": ["target-10m", "target-exit-1m"]}
+    for name in "ab":
+        part = axes if name == "a" else {"x": [3], "drafter": ["suffix", "ngram"]}
+        spec = {"notebook": "n.ipynb", "grid": part}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    points = grid.load([folder / "a.yaml", folder / "b.yaml"])
+    assert [(p.params["target"], p.params["drafter"], p.params["x"]) for p in points] == [
+        (target, drafter, x)
+        for target in axes["target"]
+        for drafter in axes["drafter"]
+        for x in ([1, 2, 3] if target == "target-10m" else [1, 2])
+    ]
+    plain = HEAD + "grid: {x: [3, 1, 2], how: [b, a]}"
+    (folder / "g.yaml").write_text(plain)
+    assert [(p.params["x"], p.params["how"]) for p in grid.load([folder / "g.yaml"])] == [
+        (x, how) for x in (3, 1, 2) for how in "ba"
+    ]
+
+
+# --- identity ------------------------------------------------------------------------------------
+
+
+def test_every_parameter_is_resolved_and_names_the_point(load):
+    one, two = load(GOOD)
+    assert set(one.params) == set(notebooks.parameters_of(one.notebook))
+    assert one.run_key != two.run_key
+    assert [p.run_key for p in load(GOOD)] == [one.run_key, two.run_key]
+
+
+def test_the_key_changes_with_a_default_spelt_out_only_if_its_value_does(load):
+    spelt = {**GOOD, "fixed": {"how": "well", "rate": 1}}
+    assert [p.run_key for p in load(spelt)] == [p.run_key for p in load(GOOD)]
+    other = {**GOOD, "fixed": {"how": "raises"}}
+    assert {p.run_key for p in load(other)}.isdisjoint({p.run_key for p in load(GOOD)})
+
+
+def test_the_key_is_the_digest_of_the_identity_and_changes_with_the_code(load, monkeypatch):
+    before = load(GOOD)[0]
+    assert before.run_key == identity.digest(before.identity)
+    assert set(before.identity) == {"params", "notebook", "code"}
+    monkeypatch.setattr(identity, "code_digest", lambda: "other code")
+    after = load(GOOD)[0]
+    assert changed(before, after) == {"code"}
+    assert before.run_key != after.run_key
+
+
+@pytest.mark.parametrize("name", ["lab/new.py", "native/new.cpp", "native/new.h"])
+def test_the_code_is_python_and_what_is_compiled(tmp_path, monkeypatch, name):
+    for folder in ("lab", "native", "native/__pycache__"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(identity, "PACKAGE", tmp_path)
+    of = identity.code_digest
+    before = of()
+    (tmp_path / "native/__pycache__/new.so").write_text("1")
+    assert of() == before
+    (tmp_path / name).write_text("1")
+    assert of() != before
+
+
+def test_the_code_is_not_what_editors_leave_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "PACKAGE", tmp_path)
+    before = identity.code_digest()
+    (tmp_path / ".#run.py").symlink_to("somebody@here.1:2")
+    (tmp_path / "run.py").symlink_to("gone.py")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "run-checkpoint.py").write_text("1")
+    assert identity.code_digest() == before
+
+
+def changed(one: grid.Point, two: grid.Point) -> set[str]:
+    names = one.identity.keys() | two.identity.keys()
+    return {name for name in names if one.identity.get(name) != two.identity.get(name)}
+
+
+def test_opening_saving_and_running_a_notebook_keeps_the_key_and_editing_code_does_not(
+    load, folder
+):
+    before = load(GOOD)[0]
+    file = folder.parent / "reader.ipynb"
+    saved = json.loads(file.read_text())
+    for cell in saved["cells"]:
+        cell |= {"execution_count": 7, "id": "abc", "source": "".join(cell["source"])}
+        cell["metadata"]["scrolled"] = True
+        cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["1\n"]}]
+    saved["cells"].insert(0, {"cell_type": "markdown", "source": ["# New words"], "metadata": {}})
+    saved["metadata"] = {"kernelspec": {"name": "python3"}}
+    file.write_text(json.dumps(saved, indent=2))
+    assert load(GOOD)[0].run_key == before.run_key
+    saved["cells"][-1]["source"] += "\nprint(1)"
+    file.write_text(json.dumps(saved))
+    assert changed(before, load(GOOD)[0]) == {"notebook"}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Pretend that nothing is switched off and that there is a compiler."""
+    monkeypatch.setattr(cpu, "compiler", lambda: "c++")
+    for name in identity.SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_key_changes_with_a_model_its_data_and_the_device(
+    folder, tiny_folders, compiled, monkeypatch
+):
+    target, draft = tiny_folders
+    questions = folder / "q.jsonl"
+    questions.write_text('{"question_id": 1, "category": "c", "turns": ["mean"]}')
+    fixed = {"target": target, "rivals": [draft], "drafter": "ngram", "prompts": str(questions)}
+    spec = {"notebook": str(ACCEPTANCE), "fixed": fixed | {"max_new_tokens": 4}}
+    (folder / "g.yaml").write_text(yaml.safe_dump(spec))
+
+    def point() -> grid.Point:
+        return grid.load([folder / "g.yaml"])[0]
+
+    before = point()
+    assert set(before.identity) == {"params", "notebook", "code", "models", "data", "device"}
+    assert before.identity["device"] == "cpu"
+    assert changed(before, point()) == set()
+    weights = Path(draft) / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert changed(before, point()) == {"models"}
+    weights.write_bytes(whole)
+    assert point().run_key == before.run_key
+    with questions.open("a") as file:
+        file.write('\n{"question_id": 2, "category": "c", "turns": ["sum"]}')
+    assert changed(before, point()) == {"data"}
+    monkeypatch.setattr(identity, "device_class", lambda device: "Some GPU")
+    assert changed(before, point()) == {"data", "device"}
+
+
+@pytest.mark.parametrize("name", identity.SWITCHES)
+def test_what_is_not_compiled_is_another_point_than_what_is(folder, compiled, monkeypatch, name):
+    file = folder / "g.yaml"
+    file.write_text(f"notebook: {ACCEPTANCE}\nfixed: {{drafter: ngram, device: cpu}}\n")
+    [usual] = grid.load([file])
+    assert "engine" not in runs.provenance()
+    monkeypatch.setenv(name, "off")
+    [off] = grid.load([file])
+    assert changed(usual, off) == {"engine"}
+    monkeypatch.setattr(cpu, "compiler", lambda: None)
+    assert identity.engine("cpu") == f"{name} off, no compiler"
+    monkeypatch.delenv(name)
+    [none] = grid.load([file])
+    assert changed(usual, none) == {"engine"}
+
+
+def test_a_gpu_is_known_by_its_name(monkeypatch):
+    monkeypatch.setattr(identity.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(identity.torch.cuda, "get_device_name", lambda device: f"GPU at {device}")
+    assert identity.device_class("auto") == "GPU at cuda"
+    assert identity.device_class("cuda:1") == "GPU at cuda:1"
+    assert identity.device_class("cpu") == "cpu"
+
+
+def test_the_ends_of_a_large_file_and_its_size_are_hashed(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "WHOLE", 100)
+    monkeypatch.setattr(identity, "ENDS", 10)
+
+    def digest(data: bytes) -> str:
+        (tmp_path / "w").write_bytes(data)
+        identity._file_digest.cache_clear()
+        return identity.file_digest(tmp_path / "w")
+
+    header = (30).to_bytes(8, "little")
+    whole = header + bytes(500)
+    plain = digest(whole)
+    assert digest(whole + b"\0") != plain
+    for at, same in ((9, False), (37, False), (200, True), (499, False), (507, False)):
+        assert (digest(whole[:at] + b"x" + whole[at + 1 :]) == plain) is same
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])
+def test_a_changed_byte_of_weights_changes_the_key_whatever_their_format(tmp_path, name):
+    (tmp_path / name).write_bytes(b"01")
+    before = identity.model_digest(str(tmp_path))
+    (tmp_path / name).write_bytes(b"02")
+    assert identity.model_digest(str(tmp_path)) != before
+
+
+def test_a_hub_id_stands_for_its_revision_in_the_cache(tmp_path, monkeypatch):
+    assert identity.model_digest("nobody/nothing") == "nobody/nothing"
+    cached = tmp_path / "snapshots" / "abc123" / "config.json"
+    monkeypatch.setattr(identity, "try_to_load_from_cache", lambda name, file: str(cached))
+    assert identity.model_digest("some/model") == "abc123"
+
+
+# --- how many, and which -------------------------------------------------------------------------
+
+
+MANY_POINTS = HEAD + f"grid:\n  x: {list(range(101))}\nseeds: {list(range(10))}"
+
+
+def test_many_points_are_asked_about(load):
+    asked = []
+    points = load(MANY_POINTS, ask=lambda n: not asked.append(n))
+    assert asked == [len(points)] == [1010]
+    for ask in (None, lambda n: False):
+        [said] = refusal(load, MANY_POINTS, ask=ask)
+        for word in ("1,010 points", "x 101 x seed 10", "--yes"):
+            assert word in said
+
+
+def test_what_is_excluded_or_not_wanted_is_not_counted(load):
+    excluded = MANY_POINTS + "\nexclude: [{x: 100}]"
+    assert len(load(excluded)) == 1000
+    assert len(load(MANY_POINTS, only=["seed=0,1"])) == 202
+
+
+def test_a_grid_beyond_all_bounds_is_refused_before_it_is_made(load):
+    axes = "".join(f"  {name}: {list(range(300))}\n" for name in ("x", "seed", "rate"))
+    [said] = refusal(load, HEAD + "grid:\n" + axes, ask=lambda n: True)
+    assert said.startswith("2: 27,000,000 points")
+    assert len(load(HEAD + "grid:\n" + axes, only=["x=7", "seed=1,2", "rate=0"])) == 2
+
+
+CHOSEN = {
+    "x=2": 2,
+    "x=1,2": 4,
+    "how=well": 2,
+    'how="well"': 2,
+    "how='a,b'": 0,
+    "how=a,b": 2,
+    "rate=1": 4,
+    "rate=1.0e+0": 4,
+    "names=a": 4,
+    "names=[a]": 4,
+    "flag=false": 4,
+    "maybe=null": 4,
+    "how=well|x=2": 1,
+}
+
+
+@pytest.mark.parametrize("asked", CHOSEN)
+def test_only_some_points(load, asked):
+    axes = {"x": [1, 2], "how": ["well", "a,b"]}
+    points = load(GOOD | {"grid": axes}, only=asked.split("|")) if CHOSEN[asked] else []
+    assert len(points) == CHOSEN[asked]
+    if not points:
+        [said] = refusal(load, GOOD | {"grid": {"x": [1]}}, only=[asked])
+        assert "no point has how a,b" in said
+
+
+def test_only_reaches_includes_and_leaves_out_notebooks_without_the_parameter(folder):
+    write(folder / "other.ipynb", "print(y)", parameters="y: int = 1")
+    (folder / "a.yaml").write_text(HEAD + "grid: {x: [1]}\ninclude: [{x: 5}, {x: 6}]")
+    (folder / "b.yaml").write_text("notebook: other.ipynb\ngrid: {y: [1, 2]}")
+    files = [folder / "a.yaml", folder / "b.yaml"]
+    assert len(grid.load(files)) == 5
+    assert [p.params["x"] for p in grid.load(files, only=["x=1,6"])] == [1, 6]
+    assert [p.params["y"] for p in grid.load(files, only=["y=2"])] == [2]
+
+
+WRONG_ONLY = {
+    "x": "write NAME=VALUE",
+    "=3": "write NAME=VALUE",
+    "x=": "write NAME=VALUE",
+    "hwo=well": "did you mean 'how'?",
+    "zzz=1": "choose from x, how",
+    "x=3": "no point has x 3; choose from 1, 2",
+    "x=two": "no point has x two",
+    "x=1.5": "no point has x 1.5",
+    "how=wel": "did you mean 'well'?",
+    "x=012": "no point has x 012",
+    "names=b": "no point has names b; choose from ['a']",
+    "how=\x1b[31m": "no point has how '\\x1b[31m'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_ONLY)
+def test_only_what_is_not_there_is_refused(load, text):
+    [said] = refusal(load, GOOD, only=[text])
+    assert WRONG_ONLY[text] in said
+    assert said.isprintable()
+
+
+def test_what_only_chose_is_blamed_on_its_own_line(load, monkeypatch):
+    monkeypatch.setattr(
+        api, "problems_of", lambda params, *_: ["x is 9"] if params["x"] == 9 else []
+    )
+    text = HEAD + "grid:\n  x: [1,\n   9]\n  how: [a, b]\ninclude:\n- {x: 2}\n- {x: 9, how: c}"
+    assert refusal(load, text, only=["x=9", "how=a"]) == ["4: x is 9"]
+    assert refusal(load, text, only=["how=c"]) == ["8: x is 9"]
+
+
+def test_only_texts_that_exclude_each_other_are_refused(load):
+    [said] = refusal(load, GOOD, only=["x=1", "x=2"])
+    assert "no point" in said
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+BIG = 99999999999999999999
+BAD = {
+    # YAML itself
+    "syntax": ("notebook: a\ngrid: [", 2, "is not YAML"),
+    "open quote": (HEAD + "fixed: {how: 'a}\n\n", 2, "unexpected end"),
+    "open bracket": (HEAD + "grid: {x: [1,\n2], how", 2, "is not YAML"),
+    "dangling": (HEAD + "grid:\n   x: [1]\n  how: [a]", 4, "starts on line"),
+    "tab": ("notebook:\n\t- a", 2, "tab"),
+    "tab in a mapping": (HEAD + "grid:\n\tx: [1]", 3, "tab"),
+    "empty": ("", 1, "is empty"),
+    "only comments": ("# nothing\n# here\n", 1, "is empty"),
+    "list at top": ("- a\n- b", 1, "is not a mapping"),
+    "text at top": ("hello", 1, "is not a mapping"),
+    "number at top": ("3", 1, "is not a mapping"),
+    "duplicate key": (HEAD + "grid: {x: [1]}\ngrid: {x: [2]}", 3, "twice, first on line 2"),
+    "duplicate parameter": (HEAD + "grid:\n  x: [1]\n  x: [2]", 4, "twice, first on line 3"),
+    "duplicate deep down": (HEAD + "include:\n- x: 5\n  x: 6", 4, "twice, first on line 3"),
+    "crlf": (HEAD + "grid:\r\n  x: [1]\r\n  x: [2]\r\n", 4, "twice"),
+    "bom": (b"\xef\xbb\xbf" + HEAD.encode() + b"gird: 1", 2, "did you mean 'grid'"),
+    "python tag": (HEAD + "fixed: !!python/object/apply:dict {}", 2, "tag"),
+    "custom tag": (HEAD + "fixed: !thing {}", 2, "tag"),
+    "not utf-8": (HEAD.encode() + b"experiment: \xe9t\xe9", 2, "UTF-8"),
+    "utf-16": ("notebook: a".encode("utf-16"), 1, "UTF-8"),
+    "control byte": (HEAD + "grid: {x: [1]} # \x07", 2, "U+0007"),
+    "line separator": (HEAD + "fixed: {how: 'a\u2028b'}", 2, "U+2028"),
+    "nul": (HEAD + "\0", 2, "U+0000"),
+    "anchor": (HEAD + "fixed: &a {x: 1}", 2, "anchors and aliases"),
+    "aliases": (HEAD + "fixed:\n  how: *a", 3, "anchors and aliases"),
+    "merge key": (HEAD + "fixed: {<<: {x: 1}}", 2, "merge keys"),
+    "two documents": (HEAD + "---\n" + HEAD, 2, "document"),
+    "number as key": (HEAD + "1: 2", 2, "'1' is not a string"),
+    "yes as key": (HEAD + "fixed:\n  on: 1", 3, "YAML reads it as true or false"),
+    "null as key": (HEAD + "fixed:\n  ~: 1", 3, "is not a string"),
+    "list as key": (HEAD + "? [a]\n: 1", 2, "is not a string"),
+    "deep": (HEAD + "fixed: " + "[" * 5000, 2, "nested too deep"),
+    "directive": ("%YAML 9.9\n---\n" + HEAD, 1, "is not YAML"),
+    # keys
+    "unknown key": (HEAD + "gird: {x: [1]}", 2, "did you mean 'grid'"),
+    "far key": (HEAD + "\n\nzzz: 1", 4, "the keys are notebook"),
+    "no notebook": ("grid: {x: [1]}", 1, "notebook must name"),
+    "notebook a number": ("notebook: 3", 1, "notebook must name"),
+    "notebook null": ("notebook: null", 1, "notebook must name"),
+    "notebook blank": ("notebook: ' '", 1, "notebook must name"),
+    "notebook missing": ("experiment: a\nnotebook: nothing.ipynb", 2, "does not exist"),
+    "notebook near": ("notebook: ../10_aceptance.ipynb", 1, "did you mean '10_acceptance.ipynb'"),
+    "notebook near the grid": ("notebook: ../raeder.ipynb", 1, "did you mean 'reader.ipynb'"),
+    "notebook no notebook": ("notebook: README.md", 1, "is not an .ipynb file"),
+    "notebook a folder": ("notebook: notebooks", 1, "does not exist"),
+    "notebook with nul": ('notebook: "a\\0.ipynb"', 1, "does not exist"),
+    "notebook long": (f"notebook: {'a' * 5000}.ipynb", 1, "does not exist"),
+    "experiment up": (HEAD + "experiment: ..\ngrid: {x: [1]}", 2, "experiment"),
+    "experiment with slash": (HEAD + "experiment: ../up\ngrid: {x: [1]}", 2, "experiment"),
+    "experiment a list": (HEAD + "experiment: [a]\ngrid: {x: [1]}", 2, "experiment"),
+    "experiment long": (HEAD + f"experiment: {'a' * 100}", 2, "experiment"),
+    "experiment secret": (HEAD + f"experiment: hf_{'a' * 30}", 2, "experiment"),
+    "fixed a list": (HEAD + "fixed: [1]", 2, "fixed must be a mapping"),
+    "grid a list": (HEAD + "grid: [1]", 2, "grid must be a mapping"),
+    "grid empty": (HEAD + "experiment: a\ngrid:", 3, "grid is empty"),
+    "grid an empty mapping": (HEAD + "grid: {}", 2, "grid is empty"),
+    "axis not a list": (HEAD + "grid: {x: 1}", 2, "grid.x must be a list"),
+    "axis empty": (HEAD + "grid:\n  how: [a]\n  x: []", 4, "grid.x must be a list of at least"),
+    "axis null": (HEAD + "grid: {x: null}", 2, "grid.x must be a list"),
+    "axis twice": (HEAD + "grid:\n  x:\n  - 1\n  - 2\n  - 1", 6, "1 appears twice, first on"),
+    "axis twice as float": (HEAD + "grid:\n  rate: [1,\n  1.0]", 4, "twice, first on line 3"),
+    "axis twice as list": (HEAD + "grid: {rates: [[1], [1.0]]}", 2, "twice"),
+    "include a mapping": (HEAD + "include: {x: 1}", 2, "include must be a list"),
+    "include empty entry": (HEAD + "include:\n- {x: 1}\n- {}", 4, "include must be a list"),
+    "exclude a list of texts": (HEAD + "grid: {x: [1]}\nexclude:\n- a", 4, "must be a list"),
+    "exclude nothing": (HEAD + "fixed: {x: 1}\ninclude: [{x: 2}]\nexclude: [{x: 1}]", 4, "neither"),
+    "seeds a number": (HEAD + "seeds: 3", 2, "seeds must be a list"),
+    "seeds empty": (HEAD + "seeds: []", 2, "seeds must be a list"),
+    "seeds null": (HEAD + "seeds:", 2, "seeds must be a list"),
+    "seeds negative": (HEAD + "seeds:\n- 0\n- -1", 4, "not -1"),
+    "seeds booleans": (HEAD + "seeds: [true]", 2, "not True"),
+    "seeds texts": (HEAD + "seeds: [a]", 2, "not 'a'"),
+    "seeds huge": (HEAD + f"seeds: [{BIG}]", 2, "too large"),
+    "seeds twice": (HEAD + "seeds:\n- 1\n- 1", 4, "twice, first on line 3"),
+    "seeds and an axis": (HEAD + "grid: {seed: [1]}\nseeds: [1]", 3, "has an axis seed already"),
+    "timeout 0": (HEAD + "timeout_s: 0", 2, "timeout_s"),
+    "timeout text": (HEAD + "timeout_s: long", 2, "timeout_s"),
+    "timeout true": (HEAD + "timeout_s: yes", 2, "timeout_s"),
+    "timeout infinite": (HEAD + "timeout_s: .inf", 2, "timeout_s"),
+    "timeout huge": (HEAD + "timeout_s: 1.0e+300", 2, "timeout_s"),
+    # parameters
+    "unknown parameter": (HEAD + "grid:\n  x: [1]\n  hwo: [well]", 4, "did you mean 'how'"),
+    "unknown fixed": (HEAD + "fixed:\n  x: 1\n  zzz: 1", 4, "choose from x, how"),
+    "unknown include": (HEAD + "include:\n- x: 1\n  zzz: 1", 4, "include.zzz"),
+    "unknown exclude": (HEAD + "grid: {x: [1]}\nexclude: [{zzz: 1}]", 3, "exclude.zzz"),
+    "code as name": (HEAD + 'fixed: {"x=0\\nimport os": 1}', 2, "not a parameter name"),
+    "keyword as name": (HEAD + "fixed: {class: 1}", 2, "not a parameter name"),
+    "dunder as name": (HEAD + "fixed: {__builtins__: 1}", 2, "not a parameter name"),
+    "homoglyph": (HEAD + "fixed: {ѕeed: 1}", 2, "not a parameter name"),
+    "empty name": (HEAD + "fixed: {'': 1}", 2, "not a parameter name"),
+    "secret name": (HEAD + "fixed: {api_key: abc}", 2, "secret"),
+    "secret value": (HEAD + f"fixed: {{how: hf_{'a' * 30}}}", 2, "secret"),
+    "secret in a list": (HEAD + f"fixed: {{names: [a, AKIA{'A' * 16}]}}", 2, "secret"),
+    "private key": (HEAD + "fixed: {how: '-----BEGIN RSA PRIVATE KEY-----'}", 2, "secret"),
+    "int for text": (HEAD + "fixed: {how: 3}", 2, "quotes"),
+    "yes for text": (HEAD + "grid:\n  how:\n  - a\n  - yes", 5, "true and false"),
+    "off for text": (HEAD + "fixed: {how: off}", 2, "true and false"),
+    "text for int": (HEAD + "fixed: {x: two}", 2, "needs int"),
+    "float for int": (HEAD + "fixed: {x: 1.5}", 2, "needs int"),
+    "bool for int": (HEAD + "fixed: {x: true}", 2, "needs int"),
+    "null for int": (HEAD + "fixed: {x: null}", 2, "needs int, not null"),
+    "empty for int": (HEAD + "fixed:\n  x:", 3, "needs int, not null"),
+    "text for bool": (HEAD + "fixed: {flag: 'yes'}", 2, "needs bool"),
+    "1e-3": (HEAD + "fixed: {rate: 1e-3}", 2, "write 0.001"),
+    "1e-9": (HEAD + "fixed: {rate: 1e-9}", 2, "write 1.0e-09"),
+    "0o17": (HEAD + "fixed: {x: 0o17}", 2, "write 15"),
+    "octal": (HEAD + "grid:\n  x: [1,\n    012]", 4, "reads 012 as 10 (base 8)"),
+    "sexagesimal": (HEAD + "fixed: {x: 1:30}", 2, "reads 1:30 as 90 (base 60)"),
+    "no number": (HEAD + "fixed: {how: 0x_}", 2, "YAML takes 0x_ for a number"),
+    "date": (HEAD + "fixed: {how: 2024-01-01}", 2, "2024-01-01 as a date"),
+    "no date": (HEAD + "fixed: {how: 2024-13-45}", 2, "2024-13-45 as a date"),
+    "nan": (HEAD + "fixed: {rate: .nan}", 2, "finite"),
+    "infinity": (HEAD + "grid: {rate: [1.0, -.inf]}", 2, "finite"),
+    "huge int": (HEAD + f"fixed: {{x: {BIG}}}", 2, "too large"),
+    "endless int": (HEAD + f"fixed: {{x: {'9' * 5000}}}", 2, "too large"),
+    "list for int": (HEAD + "fixed: {x: [1]}", 2, "needs int"),
+    "mapping for int": (HEAD + "fixed: {x: {a: 1}}", 2, "needs int"),
+    "list on an axis": (HEAD + "grid: {x: [[1, 2]]}", 2, "needs int"),
+    "text for list": (HEAD + "fixed: {names: a}", 2, "write ['a']"),
+    "number in a list of texts": (HEAD + "fixed: {names: [a, 3]}", 2, "needs a list of str"),
+    "text in a list of floats": (HEAD + "fixed: {rates: [1e-3]}", 2, "write 0.001"),
+    "mapping in list": (HEAD + "fixed: {names: [{a: 1}]}", 2, "only numbers and strings"),
+    "list in list": (HEAD + "grid: {names: [[[a]]]}", 2, "only numbers and strings"),
+    "nan in list": (HEAD + "fixed: {rates: [.nan]}", 2, "finite"),
+    "control character": (HEAD + 'fixed: {how: "a\\x07b"}', 2, "control"),
+    "long text": (HEAD + f"fixed: {{how: {'a' * 70_000}}}", 2, "70000 characters"),
+    "fixed and axis": (HEAD + "fixed: {x: 1}\ngrid:\n  x: [2]", 4, "(line 2) and in `grid`"),
+    "seed twice": (HEAD + "grid: {seed: [1]}\nfixed: {seed: 2}", 2, "both in `fixed`"),
+    "seeds and fixed": (HEAD + "seeds: [1]\nfixed: {seed: 2}", 2, "(line 3) and in `seeds`"),
+    # points
+    "excludes all": (HEAD + "grid: {x: [1]}\nexclude: [{x: 1}]", 3, "removes every point"),
+    "excludes nothing": (HEAD + "grid: {x: [1]}\nexclude:\n- {x: 1, how: a}\n", 4, "well"),
+    "excludes no value": (HEAD + "grid: {x: [1, 2]}\nexclude: [{x: 5}]", 3, "values are 1, 2"),
+    "repeats a grid point": (HEAD + "grid:\n  x: [1, 2]\ninclude:\n- x: 2", 5, "grid (line 2)"),
+    "repeats the default": (HEAD + "seeds: [0]\ninclude: [{how: well}]", 3, "repeats a point"),
+    "repeats an include": (HEAD + "include:\n- x: 2\n- {x: 2, how: well}", 4, "of line 3"),
+    "repeats as float": (HEAD + "include:\n- rate: 2\n- rate: 2.0", 4, "of line 3"),
+    "too many": (HEAD + f"grid: {{x: {list(range(101))}, seed: {list(range(10))}}}", 0, "--yes"),
+}
+
+
+def test_there_are_more_than_a_hundred_bad_files():
+    assert len(BAD) >= 100
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_refused_in_one_line_that_says_where_and_why(load, case):
+    text, line, words = BAD[case]
+    said = refusal(load, text)
+    assert len(said) == 1, said
+    assert said[0].startswith(f"{line}: " if line else "1,010 points")
+    assert words in said[0]
+    assert said[0].isprintable()
+    assert len(said[0]) < 400
+
+
+def test_a_date_for_a_number_is_told_as_both(load):
+    assert [s[:2] for s in refusal(load, HEAD + "fixed: {x: 2024-01-01}")] == ["2:", "2:"]
+
+
+def test_a_file_too_large_is_not_read(load):
+    [said] = refusal(load, b"# " + b"x" * 1_100_000)
+    assert "larger than 1000 kB" in said
+
+
+def test_all_problems_of_all_files_are_told_at_once_and_in_order(folder):
+    bad = {
+        "a.yaml": HEAD + "zzz: 1\nfixed:\n  rate: .nan\n  hwo: 1\n  x: two\nseeds: [1, 1]",
+        "b.yaml": HEAD + "grid:\n  x: []\n  x: 012\n",
+        "c.yaml": "notebook: nothing.ipynb\ntimeout_s: 0\nexclude: 3",
+        "d.yaml": f"notebook: {ACCEPTANCE}\ngrid:\n  gamma: [1, -2]\n  drafter: [ngram, mrgan]",
+        "e.yaml": "notebook: [",
+        "f.yaml": HEAD + "grid: {x: [1, 2]}",
+    }
+    for name, text in bad.items():
+        (folder / name).write_text(text)
+    with pytest.raises(UserError) as refused:
+        grid.load([folder / name for name in bad])
+    said = [line.removeprefix(f"{folder}/") for line in str(refused.value).splitlines()]
+    assert [line.split(" ")[0] for line in said] == [
+        "a.yaml:2:", "a.yaml:4:", "a.yaml:5:", "a.yaml:6:", "a.yaml:7:",
+        "b.yaml:3:", "b.yaml:4:", "b.yaml:4:", "c.yaml:1:", "c.yaml:2:", "c.yaml:3:",
+        "d.yaml:3:", "d.yaml:4:", "e.yaml:1:",
+    ]  # fmt: skip
+
+
+def test_no_more_is_told_than_can_be_read(load):
+    said = refusal(load, HEAD + "".join(f"k{i}: 1\n" for i in range(1300)))
+    assert len(said) == 201
+    assert said[-1] == "and 1,100 more problems"
+
+
+def test_a_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "folder.yaml").mkdir()
+    for name, why in {
+        "nowhere.yaml": r"nowhere\.yaml: cannot be read: No such file",
+        "folder.yaml": r"folder\.yaml: cannot be read: it is not a file",
+        "a\0b": "cannot be read",
+    }.items():
+        with pytest.raises(UserError, match=why):
+            grid.load([tmp_path / name])
+
+
+# --- notebooks -----------------------------------------------------------------------------------
+
+
+CELLS = {
+    "no assignment": ("x = 1", "line 1: write `name: type = value`"),
+    "an import": ("x: int = 1\nimport os", "line 2: write `name: type = value`"),
+    "no value": ("x: int", "line 1: give x a value"),
+    "unknown type": ("x: dict = {}", "line 1: give x a value and one of the types int"),
+    "no literal": ("x: int = 1\ny: int = x + 1", "line 2: the value of y is not a literal"),
+    "a call": ("x: list = list()", "line 1: the value of x is not a literal"),
+    "a sum": ("x: str = 'a' + 'b'", "line 1: the value of x is not a literal"),
+    "a set of lists": ("x: list = {[1]}", "line 1: the value of x is not a literal"),
+    "syntax": ("x: int = 1\ny: int = (", "line 2: '(' was never closed"),
+    "a magic": ("%matplotlib inline", "line 1: "),
+    "wrong default": ("x: int = 'a'", "line 1: x needs int, not str 'a'"),
+    "null default": ("x: int = None", "line 1: x needs int, not null"),
+    "infinite default": ("x: float = 1e999", "line 1: x is inf; only finite"),
+    "secret default": (f"x: str = 'hf_{'a' * 30}'", "line 1: x looks like a secret"),
+    "twice": ("x: int = 1\nx: int = 2", "line 2: x is defined twice"),
+    "underscore": ("_x: int = 1", "line 1: _x cannot be the name"),
+    "attribute": ("x.y: int = 1", "line 1: write `name"),
+}
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_a_bad_parameters_cell_is_one_clear_line(load, folder, case):
+    source, words = CELLS[case]
+    write(folder.parent / "reader.ipynb", "print(x)", parameters=source)
+    [said] = refusal(load, "experiment: a\nnotebook: ../reader.ipynb\ngrid: {x: [1]}")
+    assert said.startswith("2: reader.ipynb, parameters cell, ")
+    assert words in said
+
+
+def test_everything_wrong_with_a_parameters_cell_is_told(load, folder):
+    write(folder.parent / "reader.ipynb", parameters="x = 1\ny: int\nz: int = 'a'\nw: int = 1")
+    assert len(refusal(load, HEAD)) == 3
+
+
+def test_a_notebook_without_a_parameters_cell_says_how_to_tag_one(load, folder):
+    untagged = write(folder.parent / "reader.ipynb", "x: int = 1", parameters=None)
+    [said] = refusal(load, HEAD)
+    assert "has no code cells tagged `parameters`" in said
+    assert "Property Inspector" in said
+    for kind, count in (("code", "has 2 code cells"), ("markdown", "has no code cells")):
+        cell = {"source": "y: int = 1", "tags": ["parameters"], "cell_type": kind}
+        write(untagged, *([cell] * 2), parameters=None)
+        [said] = refusal(load, HEAD)
+        assert count in said
+
+
+@pytest.mark.parametrize("metadata", [None, {"specexp": None}, {"specexp": 3}, {"specexp": {}}])
+def test_a_notebook_measures_time_unless_it_says_that_it_does_not(folder, metadata):
+    file = write(folder.parent / "reader.ipynb", "print(x)", metadata=metadata)
+    assert notebooks.read(file).timed
+    file = write(file, "print(x)", metadata={"specexp": {"timed": False}})
+    assert not notebooks.read(file).timed
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "3", "null", "{}", '{"nbformat": 4}', '{"nbformat": 4, "cells": 3}',
+        '{"nbformat": 4, "cells": [3]}', '{"nbformat": 4, "cells": [{"cell_type": "code"}]}',
+        '{"nbformat": 4, "cells": [{"cell_type": "code", "source": 3}]}',
+        '{"nbformat": 4, "cells": [{"cell_type": "code", "source": "", "metadata": 3}]}',
+        '{"nbformat": 3, "worksheets": []}', "[" * 100_000, b"\xff\xff", b"\0" * 10,
+    ],
+)  # fmt: skip
+def test_what_is_no_notebook_is_refused(load, folder, content):
+    content = content if isinstance(content, bytes) else content.encode()
+    (folder.parent / "reader.ipynb").write_bytes(content)
+    [said] = refusal(load, HEAD)
+    assert said.startswith("1: reader.ipynb is ")
+
+
+def test_a_notebook_too_large_is_not_read(load, monkeypatch):
+    monkeypatch.setattr(notebooks, "LARGEST", 100)
+    [said] = refusal(load, HEAD)
+    assert "clear its outputs" in said
+
+
+def test_seeds_need_a_parameter_seed(load, folder):
+    write(folder.parent / "reader.ipynb", "print(x)", parameters="x: int = 1")
+    [said] = refusal(load, HEAD + "seeds: [1, 2]")
+    assert said.startswith("2: seeds: reader.ipynb has no parameter `seed: int`")
+
+
+READING = {
+    "print(seed)": True,
+    "y = seed + 1": True,
+    "print(f'{seed}')": True,
+    "seed += 1": True,
+    "print(params['seed'])": True,
+    "print(params.get('seed'))": True,
+    "frame.query('number == @seed')": True,
+    "run(**params)": True,
+    "eval('se' + 'ed')": True,
+    "%time f(seed)": True,
+    "%%bash\necho $seed": True,
+    "%%time\nprint(seed)": True,
+    "!echo {seed}": True,
+    "%run -i script.py": True,
+    "this is no Python: seed": True,
+    "seed?": True,
+    "def f(): return seed": True,
+    "": False,
+    "seed = 3": False,
+    "# seed": False,
+    "print('the seed is')": False,
+    "track.log('a', params, {})": False,
+    "logged = {**params, 'x': 99}": False,
+    "%matplotlib inline\nprint(1)": False,
+    "print(seeds)": False,
+}
+
+
+@pytest.mark.parametrize("cell", READING)
+def test_an_axis_that_no_cell_reads_is_refused(load, folder, cell):
+    first = "from specexp.tracking import runs\nparams = runs.parameters(globals())"
+    write(folder.parent / "reader.ipynb", first, cell)
+    if READING[cell]:
+        assert len(load(HEAD + "seeds: [1, 2]")) == 2
+    else:
+        [said] = refusal(load, HEAD + "seeds: [1, 2]")
+        assert said.startswith("2: seed is read by no cell of reader.ipynb")
+
+
+def test_an_include_of_a_parameter_that_no_cell_reads_is_refused(load, folder):
+    write(folder.parent / "reader.ipynb", "print(x)")
+    said = refusal(load, HEAD + "grid: {x: [1]}\ninclude:\n- x: 2\n  how: a")
+    assert [s.split(" is read")[0] for s in said] == ["5: how"]
+
+
+def test_relative_files_are_those_beside_the_notebook_where_kernels_run(load, folder, monkeypatch):
+    write(
+        folder.parent / "asks.ipynb", "print(prompts)", parameters='prompts: str = "all"  # which'
+    )
+    question = '{"question_id": 1, "category": "code", "turns": ["def f():"]}\n'
+    (folder.parent / "mine.jsonl").write_text(question)
+    spec = {"notebook": "../asks.ipynb", "grid": {"prompts": ["mine.jsonl"]}}
+    [point] = load(spec)
+    assert "data" in point.identity
+    (folder / "here.jsonl").write_text(question)
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match=r"here\.jsonl"):
+        load(spec | {"grid": {"prompts": ["here.jsonl"]}})
+
+
+def test_notebooks_of_two_folders_each_have_the_relative_files_beside_them(tmp_path):
+    files, question = [], '{"question_id": 1, "category": "code", "turns": ["%s"]}\n'
+    for name in ("one", "two"):
+        (tmp_path / name / "grids").mkdir(parents=True)
+        (tmp_path / name / "mine.jsonl").write_text(question % name)
+        asked = 'prompts: str = "mine.jsonl"  # which'
+        write(tmp_path / name / "asks.ipynb", "print(prompts)", parameters=asked)
+        files.append(tmp_path / name / "grids" / "g.yaml")
+        files[-1].write_text("notebook: ../asks.ipynb\n")
+    [one], [two] = (grid.load([file]) for file in files)
+    assert changed(one, two) == {"data"}
+    assert [p.run_key for p in grid.load(files)] == [one.run_key, two.run_key]
+    (tmp_path / "two" / "mine.jsonl").unlink()
+    with pytest.raises(UserError, match=r"two/grids/g\.yaml:.*mine\.jsonl"):
+        grid.load(files)
+
+
+def test_a_notebook_elsewhere_is_not_run(tmp_path):
+    """Neither through a path nor a symbolic link: a notebook is code."""
+    inside, outside = tmp_path / "project" / "grids", tmp_path / "elsewhere"
+    inside.mkdir(parents=True)
+    outside.mkdir()
+    far = write(outside / "far.ipynb", "print(x)")
+    (inside / "link.ipynb").symlink_to(far)
+    near = write(inside.parent / "near.ipynb", "print(x)")
+    (inside / "near.ipynb").symlink_to(near)
+    file = inside / "g.yaml"
+    for name in (str(far), "../../elsewhere/far.ipynb", "link.ipynb"):
+        file.write_text(yaml.safe_dump({"notebook": name}))
+        with pytest.raises(UserError, match=r"g\.yaml:1: .* is outside"):
+            grid.load([file])
+    for name in (
+        "near.ipynb",
+        "../near.ipynb",
+        str(near),
+        str(TRIVIAL),
+        "tests/support/trivial.ipynb",
+    ):
+        file.write_text(yaml.safe_dump({"notebook": name}))
+        assert len(grid.load([file])) == 1
+
+
+# --- what build.check says -----------------------------------------------------------------------
+
+
+MEANING = {
+    "an axis value": ("grid:\n  gamma: [2,\n    -1]", {4: "gamma is -1"}),
+    "a fixed value": ("fixed:\n  limit: 5\n  rule: rejct", {4: "did you mean 'reject'?"}),
+    "a drafter": ("grid:\n  drafter:\n  - ngram\n  - nrgam\n  gamma: [1, 2]", {5: "nrgam"}),
+    "in a list": ("grid: {gamma: [2]}\nfixed:\n  temperatures: [0.0, -1.0]", {4: "temperature"}),
+    "an include": ("grid:\n  gamma: [2]\ninclude:\n- gamma: 4\n- gamma: -3", {6: "gamma is -3"}),
+    "two lines, one mistake": (
+        "grid:\n  gamma: [2, -1]\ninclude:\n- gamma: -1\n  limit: 7",
+        {3: "gamma is -1", 5: "gamma is -1"},
+    ),
+    "two mistakes": ("grid:\n  gamma: [-1]\n  limit: [0]", {3: "gamma is -1", 4: "limit is 0"}),
+    "too long": ("fixed:\n  max_new_tokens: 64\ngrid:\n  gamma: [3, 99999999]", {5: "99999999"}),
+    "beyond the context": ("grid:\n  limit: [1]\n  max_new_tokens: [8, 99999]", {4: "context"}),
+    "target": ("fixed: {rivals: []}\ngrid:\n  target:\n  - target-10n\n  seed: [1]", {5: "10n"}),
+    "a pairing": (
+        "fixed:\n  rivals: []\n  rule: reject\ngrid:\n  drafter: [sibling-3m, ngram]",
+        {4: "chosen, not drawn"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEANING)
+def test_what_makes_no_sense_is_told_on_the_line_of_the_value_to_blame(load, case):
+    text, expected = MEANING[case]
+    said = refusal(load, f"notebook: {ACCEPTANCE}\n{text}")
+    assert {int(line.split(":")[0]) for line in said} == set(expected), said
+    for line, words in expected.items():
+        assert any(s.startswith(f"{line}: ") and words in s for s in said)
+
+
+def test_what_no_value_is_to_blame_for_is_told_once_on_the_line_of_the_grid(load, monkeypatch):
+    monkeypatch.setattr(api, "problems_of", lambda *_: ["the world is flat"])
+    assert refusal(load, HEAD + "experiment: a\ngrid: {x: [1, 2]}") == ["3: the world is flat"]
+    assert refusal(load, "experiment: a\n" + HEAD) == ["2: the world is flat"]
+
+
+def test_a_model_that_only_the_identity_reads_is_missed_before_anything_runs(load, folder):
+    parameters = 'draft: str = "sibling-3m"\nx: int = 0'
+    write(folder.parent / "reader.ipynb", "print(draft, x)", parameters=parameters)
+    [said] = refusal(load, HEAD + "grid:\n  draft: [sibling-1m,\n    sibling-2m]\n  x: [1, 2]")
+    assert said.startswith("4: no zoo model is called 'sibling-2m'; did you mean")
+
+
+def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
+    monkeypatch.setattr(api.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(api.torch.cuda, "device_count", lambda: 2)
+    assert api.check({"device": "cuda:1"}) == []
+    assert api.check({"device": "cuda:2"}) == [
+        "device 'cuda:2' does not exist; GPUs here: 2, from cuda:0"
+    ]
+
+
+def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
+    base = {"target": "target-10m", "drafter": "medusa", "gamma": 1}
+    said = "policy 'always:5' drafts 5; this drafter does 0 to 3"
+    assert api.check(base | {"policies": ["always:3", "plain", "goodput"]}) == []
+    assert api.check(base | {"policies": ["always:3", "always:5"]}) == [said]
+    assert api.check(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"gammas": []}, "gammas is empty; give at least one"),
+        ({"streams": []}, "streams is empty; give at least one"),
+        ({"router": "leest"},
+         "router 'leest' is unknown; use one of least, round_robin, two_choices"),
+        ({"swing": 1.5}, "swing is 1.5; it is a share of the mean rate, from 0 to 1"),
+        ({"policy": "bandit", "requests_per_day": 9},
+         "bandit learns by trying, which a fluid model cannot: use goodput"),
+        ({"target": "./nowhere"}, "there is no folder ./nowhere"),
+        ({"target": "models/of/mine"}, "there is no folder models/of/mine"),
+    ],
+)  # fmt: skip
+def test_what_would_fail_late_is_missed_at_once(params, said):
+    assert api.check(params) == [said]
+
+
+@pytest.mark.parametrize("method", ["", "model:", "crossed:", "planted:0.5,"])
+def test_a_draft_whose_head_is_too_short_for_its_tokenizer_is_missed(
+    tiny_folders, tmp_path, method
+):
+    tokenizer = lm.read_tokenizer(tiny_folders[0])
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(0, 1, vocab=len(tokenizer) - 3).save_pretrained(tmp_path)
+    [said] = api.check({"target": tiny_folders[0], "drafter": f"{method}{tmp_path}"}, [])
+    assert said.startswith(f"{tmp_path} has {len(tokenizer) - 3} logits for a tokenizer of")
+
+
+def test_a_draft_of_another_tokenizer_is_named_as_it_was_asked_for(tiny_folders):
+    [said] = api.check({"target": "target-10m", "drafter": tiny_folders[1]})
+    assert said.endswith(f"translate with drafter crossed:{tiny_folders[1]}")
+    assert api.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
+
+
+def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
+    monkeypatch.setattr(lm, "load", None)
+    for wrong, said in (
+        ({"drafter": "ngram", "rule": "block", "temperature": 1.0}, "use rule match"),
+        ({"drafter": "early_exit:99"}, "leave before the last"),
+        ({"tree": "9999"}, "at most 1024"),
+        ({"drafter": "nowhere"}, "nowhere"),
+    ):
+        with pytest.raises(UserError, match=said):
+            api.build(**wrong)
+
+
+def test_all_that_is_wrong_with_a_notebook_is_said_in_its_first_cell_of_work():
+    with pytest.raises(UserError, match=r"limit is 0; .*\ngammas is empty"):
+        api.insist({"limit": 0, "gammas": []})
+    for number in (10, 20, 30, 40, 50, 60):
+        [file] = (grid.ROOT / "notebooks").glob(f"{number}_*.ipynb")
+        cells = json.loads(file.read_text())["cells"]
+        [built] = [cell["source"] for cell in cells if "build.build(" in "".join(cell["source"])]
+        assert built[0] == "build.insist(params)\n"
+
+
+def test_rivals_are_checked_at_the_temperature_at_which_they_are_drawn():
+    base = {"target": "target-10m", "drafter": "sibling-3m", "rivals": ["ngram"], "rule": "reject"}
+    assert api.check(base | {"temperatures": [0.0, 1.0]}) == []
+    [said] = api.check(base | {"temperature": 1.0})
+    assert "chosen, not drawn" in said
+    [said] = api.check(base | {"temperatures": [0.0, 1.0], "drafter": "suffix"})
+    assert "suffix" in said
+
+
+def test_prompts_that_are_too_long_are_one_line():
+    [said] = api.check({"target": "target-10m", "max_new_tokens": 10**6})
+    assert said.endswith("more prompts are too long)")
+
+
+def test_the_usual_draft_length_is_one_that_the_drafter_can():
+    assert api.check({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]}) == []
+    assert api.build(drafter="medusa").engine.policy.tree.depth == 3
+
+
+def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
+    def broken(params, texts, once):
+        if params["x"] == 1:
+            return []
+        raise ZeroDivisionError("by\nnothing") if params["x"] == 3 else ValueError("no")
+
+    monkeypatch.setattr(api, "problems_of", broken)
+    assert refusal(load, HEAD + "grid:\n  x: [2,\n   3]") == [
+        "3: cannot be checked: ValueError: no",
+        "4: cannot be checked: ZeroDivisionError: by nothing",
+    ]
+
+
+def test_every_value_and_every_combination_is_checked_and_none_twice(load, monkeypatch):
+    asked = []
+    monkeypatch.setattr(api, "problems_of", lambda params, *_: asked.append(dict(params)) or [])
+    points = load(HEAD + "grid: {x: [1, 2, 3], how: [a, b]}\nseeds: [0, 1, 2, 3]")
+    assert len(points) == 24
+    assert {(p["x"], p["how"]) for p in asked} == {(x, how) for x in (1, 2, 3) for how in "ab"}
+    assert {p["seed"] for p in asked} == {0, 1, 2, 3}
+    assert len(asked) == 6 + 3
+
+
+def test_what_is_checked_alone_is_the_same_whatever_the_others_are():
+    """Points are left out of the checks in reliance on `build.ALONE`."""
+    base = {n: p.default for n, p in notebooks.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
+    wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
+    assert set(wrong) <= api.ALONE
+    for name, value in wrong.items():
+        [said] = api.check(base | {name: value})
+        for other in ({"gamma": 1}, {"drafter": "ngram"}, {"temperatures": [0.5]}):
+            assert api.check(base | other | {name: value}) == [said]
+
+
+# --- hostile texts -------------------------------------------------------------------------------
+
+
+HOSTILE = [
+    "x=0\nimport os", "'; import os #", '"; import os #', "{x}", "{x.__class__}", "{{", "%s",
+    "$(ls)", "`ls`", "../../etc/passwd", "~", "~/x", "C:\\x", "\\", "\\\\", "a\\nb", "\n",
+    "\t", "a\n\nb\n",
+    " ", "  a  ", "", "null", "~ ", "true", "no", "on", "012", "1:30", "1e-3", "0x1f", "2024-01-01",
+    "- a", "# a", "a # b", "a: b", "[a", "{a", "&a", "*a", "!a", "|", ">", "%a", "@a", "`a", "'",
+    '"', "''", '""', "'''", '"""', "None", "nan", "inf", "-", "--", "---", "...", "<<",
+    "=", "?", ":", "é", "日本語", "𝒙", "\U0001f600", "\u200b", "\u202e", "\u2028", "\ufeff",
+    "\u00a0", "ﬁ", "İ", "CON", "a" * 65_536, "a" * 300, "%2e%2e%2f", "a.", ".", "..", "/", "//",
+    "\\u0000", "<script>", "[bold]x[/bold]", "[/]", ":smile:", "\\N{BULLET}", "b'x'",
+    "f'{1}'", "lambda: 0", "x;y", "x&y", "\ud7ff", "\ue000", "\U0010ffff",
+    "ascii", "0", "-0", "1_000", "１",
+]  # fmt: skip
+
+
+def test_two_hundred_hostile_texts_reach_the_plan_as_they_are(load):
+    texts = list(
+        dict.fromkeys([*HOSTILE, *(f"{a}{b}" for a in HOSTILE[:8] for b in HOSTILE[8:24])])
+    )
+    assert len(texts) >= 200
+    texts = [text for text in texts if len(text) < 5000] + ["a" * 65_536]
+    for style in (None, '"'):
+        spec = yaml.dump({**GOOD, "grid": {"how": texts}}, default_style=style)
+        points = load(spec)
+        assert [p.params["how"] for p in points] == texts
+        assert len({p.run_key for p in points}) == len(texts)
+    assert all(p.label.isprintable() and len(p.label) < 100 for p in points)
+    keys = [p.run_key for p in points]
+    assert all(re.fullmatch("[0-9a-f]{16}", key) for key in keys)
+
+
+@settings(max_examples=200, **FUZZ)
+@given(text=st.text(max_size=60), name=st.text(max_size=12))
+@example(text="\ud800", name="x\n")
+def test_any_text_round_trips_or_is_refused_and_no_name_becomes_code(load, text, name):
+    spec = {"notebook": "../reader.ipynb", "fixed": {"how": text}}
+    written = json.dumps(spec, ensure_ascii=False)  # JSON is YAML
+    try:
+        [point] = load(written.encode("utf-8", "surrogatepass"))
+    except UserError:
+        point = None
+    if point is None:
+        assert notebooks.unfit(text) or yaml_lines.HIDDEN.search(text)
+    else:
+        assert point.params["how"] == text
+    if name not in notebooks.parameters_of(TRIVIAL):
+        said = refusal(load, json.dumps({"notebook": "../reader.ipynb", "fixed": {name: 1}}))
+        assert all(line.isprintable() for line in said)
+
+
+NAMES = [
+    "x=0", "x\n", "x;y", " x", "x ", "x.y", "x[0]", "x()", "import", "None", "lambda", "__x__", "_",
+    "ｘ", "х", "x\u200b", "1x", "x-y", "x:y", "x\\", "$x", "{x}", "../x", "x\n\n",
+    "True", "async", "x,y", "x y", "\u202ex", "x#", '"x"',
+]  # fmt: skip
+
+
+def test_thirty_hostile_names_are_refused_and_nothing_runs(load, tmp_path):
+    canary = tmp_path / "ran"
+    code = f"x=0\nopen({str(canary)!r}, 'w')\ny"
+    for name in [code, *NAMES]:
+        [said] = refusal(load, json.dumps({"notebook": "../reader.ipynb", "fixed": {name: 1}}))
+        assert "is not a parameter name" in said
+    assert len(NAMES) >= 30
+    assert not canary.exists()
+
+
+BOMBS = {
+    "laughs": "a: &a [x,x]\n" + "".join(
+        f"{b}: &{b} [*{a},*{a},*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    ),
+    "itself": "a: &a [*a]",
+    "quadratic": "a: &a " + "x" * 10_000 + "\nb: [" + ",".join(["*a"] * 10_000) + "]",
+    "deep lists": "[" * 900_000,
+    "deep mappings": "{a: " * 200_000,
+    "deep blocks": "- " * 400_000,
+    "deep keys": "? " * 400_000,
+    "huge int": "a: " + "9" * 900_000,
+    "huge hex": "a: 0x" + "f" * 900_000,
+    "sexagesimal": "a: 1" + ":59" * 300_000,
+    "huge float": "a: " + "9" * 900_000 + ".0",
+    "long key": "x" * 900_000 + ": 1",
+    "many keys": "".join(f"k{i}: 1\n" for i in range(60_000)),
+    "many values": HEAD + "grid: {x: [" + ",".join(map(str, range(120_000))) + "]}",
+    "many comments": "#\n" * 490_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_bomb_is_refused_without_being_unpacked(load, case):
+    tracemalloc.start()
+    said = refusal(load, BOMBS[case])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 200_000_000
+    assert all(len(line) < 500 for line in said)
+
+
+# --- any mutation --------------------------------------------------------------------------------
+
+
+SEEDS = [
+    yaml.safe_dump({**GOOD, "fixed": {"rate": 0.5}, "seeds": [1]}),
+    yaml.safe_dump({**GOOD, "include": [{"x": 7, "how": "a"}], "exclude": [{"x": 2}]}),
+]
+SHIPPED = [file.read_text().replace("../", f"{ACCEPTANCE.parent}/") for file in GRIDS]
+PIECES = [
+    "", "\n", "  ", "- ", ": ", "\t", "{", "}", "[", "]", "'", '"', "&a ", "*a", "!!set ",
+    "<<: ", "~", "yes", "-1", "0", "012", "1:30", "1e-3", ".nan", ".inf", "99999999999999999999",
+    "2024-01-01", "1.5", "true", "null", "[]", "{}", "[[1]]", "a: 1", "\r\n", "\ufeff", "\0",
+    "grid:", "seeds: [1, 2]", "seeds:", "include: [{x: 1}]", "exclude: [{x: 1}]", "fixed: {x: 1}",
+    "x", "gamma: [-1]", "ngram:0", "medusa:x", "model:", "grown:99999", "3x9999999999x9",
+    "\u202e", "é", "../reader.ipynb",
+]  # fmt: skip
+
+
+@st.composite
+def mutated(draw, texts):
+    """A valid grid with parts removed, repeated, moved or replaced by odd text."""
+    text = draw(st.sampled_from(texts))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(text)))
+        end = draw(st.integers(at, min(len(text), at + 12)))
+        piece = st.sampled_from(PIECES) | st.text(max_size=4) | st.just(text[at:end] * 2)
+        text = text[:at] + draw(piece) + text[end:]
+    return text
+
+
+def holds(load, text: str) -> None:
+    """The text loads as points with fitting values, or fails with the lines of its problems."""
+    said, points = "", []
+    try:
+        points = load(text.encode("utf-8", "surrogatepass"), ask=lambda n: False)
+    except UserError as refused:
+        said = str(refused)
+    assert bool(points) != bool(said)
+    for line in said.split("\n") if said else ():
+        assert line.isprintable()
+        assert re.search(r"g\.yaml(:\d+)?: |are more than", line), line
+    for point in points:
+        known = notebooks.parameters_of(point.notebook)
+        assert list(point.params) == list(known)
+        assert not any(p.problem(point.params[n]) for n, p in known.items())
+    assert len({p.run_key for p in points}) == len(points)
+
+
+@pytest.mark.parametrize("text", SEEDS + SHIPPED[:2])
+def test_what_is_mutated_is_valid(load, text):
+    assert len(load(text)) >= 2
+
+
+@settings(max_examples=300, **FUZZ)
+@given(text=mutated(SEEDS))
+def test_any_mutation_loads_or_names_its_problem(load, text):
+    holds(load, text)
+
+
+@settings(max_examples=60, **FUZZ)
+@given(text=mutated(SHIPPED))
+def test_any_mutation_of_a_shipped_grid_loads_or_names_its_problem(load, text):
+    holds(load, text)
+
+
+@pytest.mark.slow
+@settings(max_examples=8_000, **FUZZ)
+@given(text=mutated(SEEDS))
+def test_any_of_many_mutations_loads_or_names_its_problem(load, text):
+    holds(load, text)
+
+
+@pytest.mark.slow
+@settings(max_examples=2_000, **FUZZ)
+@given(text=mutated(SHIPPED))
+def test_any_of_many_mutations_of_a_shipped_grid_loads_or_names_its_problem(load, text):
+    holds(load, text)
+
+
+def test_the_lines_of_yaml_are_those_of_the_file(tmp_path):
+    (tmp_path / "g.yaml").write_text("a: 1\n\n# no\nb:\n- x\n-   {c: 2,\n  d: [3,\n 4]}\n")
+    document = yaml_lines.read(tmp_path / "g.yaml")
+    assert document.value == {"a": 1, "b": ["x", {"c": 2, "d": [3, 4]}]}
+    expected = {("a",): 1, ("b",): 4, ("b", 0): 5, ("b", 1): 6, ("b", 1, "c"): 6, ("b", 1, "d"): 7,
+                ("b", 1, "d", 1): 8, ("b", 1, "d", 9): 7, ("nowhere", 3): 1}  # fmt: skip
+    assert {path: document.line(*path) for path in expected} == expected
+
+
+def test_yaml_itself_agrees_on_every_shipped_grid():
+    for file in GRIDS:
+        assert yaml_lines.read(file).value == yaml.safe_load(file.read_text())

@@ -1,0 +1,545 @@
+"""Kernels: they start from the same state, are isolated, and leave no process behind."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+import papermill
+import psutil
+import pytest
+import torch
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+from specexp.grids import kernels
+
+MODULES = ("numpy", "torch", "matplotlib.pyplot", "specexp.api")
+ROOT = Path(__file__).resolve().parents[2]
+CPU = {"device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def forking():
+    """Two threads, as a control where each point is to have one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "2")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with kernels.Kernels(MODULES) as k:
+            yield k
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with kernels.Kernels(MODULES, forked=False) as k:
+        yield k
+
+
+@pytest.fixture
+def slot(forking):
+    with forking.slot() as s:
+        yield s
+
+
+@pytest.fixture(params=["forked", "plain"])
+def either(request):
+    """A slot of forked or plain kernels, which behave alike."""
+    k = request.getfixturevalue({"forked": "forking", "plain": "plain"}[request.param])
+    with k.slot() as s:
+        yield s
+
+
+@pytest.fixture
+def go(tmp_path):
+    """Run cells in a slot; returns what each printed. `during` gets the slot while they run."""
+
+    def call(slot, *cells, seed=0, warm=None, env=None, cwd=tmp_path, during=None, **options):
+        notebook = nbformat.v4.new_notebook(
+            cells=[nbformat.v4.new_code_cell(textwrap.dedent(c)) for c in cells]
+        )
+        env = {**os.environ, **(env or {})}
+        log = tmp_path / "log"
+        with slot.kernel(env=env, cwd=cwd, log=log, seed=seed, warm=warm) as km:
+            try:
+                done = papermill.execute_notebook(
+                    notebook, None, km=km, kernel_name="python3", progress_bar=False, **options
+                )
+            finally:
+                if during:
+                    during(slot)
+        return [output(cell) for cell in done.cells]
+
+    return call
+
+
+def output(cell) -> str:
+    parts = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell.outputs]
+    return "".join(parts).strip()
+
+
+def gone(pids, within: float = 20.0) -> bool:
+    deadline = time.monotonic() + within
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# --- what a kernel starts from -------------------------------------------------------------------
+
+
+def test_what_notebooks_import_is_found_in_their_cells(tmp_path):
+    cells = [
+        "import torch, os.path as p\nfrom specexp import api, errors as t",
+        "%matplotlib inline\n!ls\nimport numpy as np; x = 1",
+        "this is no python",
+        "def f():\n    import scipy",
+        "from . import here\nfrom json import *\nfrom os import sep",
+    ]
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    nb.cells.append(nbformat.v4.new_markdown_cell("import this"))
+    nbformat.write(nb, tmp_path / "a.ipynb")
+    assert kernels.modules_of([tmp_path / "a.ipynb"] * 2) == (
+        "torch", "os.path", "specexp", "specexp.api", "specexp.errors", "numpy",
+        "json", "os", "os.sep",
+    )  # fmt: skip
+
+
+def test_a_forked_kernel_has_everything_imported(go, forking, slot):
+    names = "specexp.api", "matplotlib.pyplot", "nowhere.to.be.found"
+    look = (
+        f"import sys; print([n in sys.modules for n in {names}], 'matplotlib_inline' in sys.path)"
+    )
+    assert go(slot, look) == ["[True, True, False] False"]
+    assert forking.how == "forked kernels"
+
+
+def test_the_kernel_has_the_environment_and_folder_it_is_given(go, either, monkeypatch):
+    monkeypatch.setenv("OF_THE_RUNNER", "1")
+    (here := Path(either.kernels.folder) / "here").mkdir(exist_ok=True)
+    (here / "beside.py").write_text("x = 'beside the notebook'")
+    look = """
+        import beside, os, sys
+        print(os.environ["GIVEN"], os.environ.get("OF_THE_RUNNER"), os.getcwd(), beside.x)
+        print(oct(os.umask(0)), os.read(0, 1) == b"", os.getsid(0) == os.getpid())
+    """
+    env = {"GIVEN": "given", "OF_THE_RUNNER": "2"}
+    [said] = go(either, look, env=env, cwd=here)
+    assert said.split("\n") == [f"given 2 {here} beside the notebook", "0o77 True True"]
+    assert os.environ["OF_THE_RUNNER"] == "1"
+
+
+def test_a_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_path, monkeypatch):
+    (spec := tmp_path / "kernels" / "python3").mkdir(parents=True)
+    said = {"argv": ["false"], "display_name": "other", "language": "R", "env": {"OTHER": "1"}}
+    (spec / "kernel.json").write_text(json.dumps(said))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    assert KernelSpecManager().get_kernel_spec("python3").argv == ["false"]  # the control
+    look = "import os, sys; print(sys.executable, sys.prefix, 'OTHER' in os.environ)"
+    assert go(either, look) == [f"{sys.executable} {sys.prefix} False"]
+
+
+def test_one_point_sees_nothing_of_another(go, slot):
+    spoil = """
+        import builtins, json, os, random, sys, torch
+        json.spoilt = builtins.spoilt = True
+        torch.zeros, os.environ["SPOILT"] = None, "yes"
+        os.chdir("/"); sys.path.append("/spoilt"); os.umask(0)
+        torch.set_num_threads(3); torch.set_default_dtype(torch.float64)
+        x = 1
+    """
+    look = """
+        import builtins, json, os, sys, torch
+        print(hasattr(json, "spoilt"), hasattr(builtins, "spoilt"), "x" in globals())
+        print(torch.zeros(1).dtype, torch.get_num_threads(), os.environ.get("SPOILT"), os.getcwd())
+        print("/spoilt" in sys.path)
+    """
+    before = go(slot, look)
+    pid = slot.slot
+    go(slot, spoil)
+    assert go(slot, look) == before
+    assert before[0].startswith("False False False\ntorch.float32 1 None")
+    assert slot.slot == pid  # it was one and the same slot
+
+
+def test_generators_start_from_the_seed_of_the_point(go, slot):
+    draw = """
+        import random, numpy, torch
+        print(random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed())
+    """
+    first, again, other = (go(slot, draw, seed=seed)[0].split() for seed in (1, 1, 2**40))
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_figures_displays_and_progress_bars_come_out(go, either, tmp_path):
+    seen = []
+    cells = (
+        "import matplotlib.pyplot as plt\nplt.plot([1, 2]);",
+        "%matplotlib inline\nplt.plot([1, 2]);",
+        "from tqdm.notebook import tqdm\nfor _ in tqdm(range(3)): pass",
+        "1 + 1", "print(_ + Out[4] + len(In))", "!echo shell",
+    )  # fmt: skip
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    with either.kernel(dict(os.environ, MPLBACKEND="agg"), tmp_path, tmp_path / "log", 0) as km:
+        done = papermill.execute_notebook(
+            notebook, None, km=km, kernel_name="python3", progress_bar=False
+        )
+    seen = [{kind for o in c.outputs for kind in o.get("data", {})} for c in done.cells]
+    assert "image/png" in seen[0]
+    assert "image/png" in seen[1]
+    assert "application/vnd.jupyter.widget-view+json" in seen[2]
+    assert output(done.cells[4]) == "10"
+    assert output(done.cells[5]) == "shell"
+    assert either.ended == ""
+
+
+# --- models --------------------------------------------------------------------------------------
+
+LOOK = """
+    from specexp import api
+    from specexp.models import lm
+    before = len(lm._LOADED)
+    rig = api.build({!r}, {!r}, device="cpu")
+    weights = next(rig.target.module.parameters()).data
+    print(before, weights.sum().item())
+"""
+
+
+def test_models_are_loaded_once_a_slot_and_no_point_can_change_them(go, forking, tiny_folders):
+    target, draft = tiny_folders
+    warm = {"target": target, "drafter": draft, "device": "cpu"}
+    look = LOOK.format(target, draft)
+    with forking.slot() as slot:
+        [cold] = go(slot, look, warm=CPU | {"target": "no such model"})
+        cold_slot = slot.slot
+        first = go(slot, look, "weights.zero_(); print(weights.sum().item())", warm=warm)
+        assert slot.slot != cold_slot  # other models: another slot
+        warm_slot = slot.slot
+        assert go(slot, look, warm=warm) == first[:1]
+        assert slot.slot == warm_slot
+        go(slot, look, warm=None)
+        assert slot.slot == warm_slot
+    assert cold.split()[0] == "0"
+    assert first[0].split() == ["2", cold.split()[1]]
+    assert float(first[1]) == 0.0 != float(cold.split()[1])
+
+
+def test_a_child_of_loaded_models_computes_in_several_threads(go, slot):
+    count = """
+        import os, torch
+        def threads(): return len(os.listdir("/proc/self/task"))
+        before = threads()
+        x = torch.rand(400, 400)
+        assert torch.isfinite(x @ x).all() and (x + x).sum() > 0
+        print(torch.get_num_threads(), threads() - before)
+    """
+    warm = {"target": "target-10m", "drafter": "ngram", "device": "cpu"}
+    look = LOOK.format("target-10m", "ngram")
+    said = go(slot, count, look, env={"OMP_NUM_THREADS": "2"}, warm=warm, execution_timeout=60)
+    assert said[0] == "2 1"
+    assert said[1].startswith("1 ")
+    assert go(slot, count, warm=warm) == ["1 0"]
+
+
+def test_a_point_on_a_gpu_is_not_forked(go, slot, monkeypatch):
+    look = "import sys; print('torch' in sys.modules)"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert go(slot, look) == go(slot, look, warm={"device": "cuda"}) == ["False"]
+    assert go(slot, look, warm={"device": "cpu", "target": "no such model"}) == ["True"]
+
+
+# --- how it ends ---------------------------------------------------------------------------------
+
+CHILDREN = """
+    import os, subprocess, sys, time
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    pids = [os.getpid(), subprocess.Popen(sleep).pid]
+    pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
+    orphan = "import os, sys; os.setsid(); print(os.spawnv(os.P_NOWAIT, sys.argv[1], sys.argv[1:]))"
+    run = subprocess.run([sys.executable, "-c", orphan, *sleep], stdout=open("orphan", "w"))
+    pids.append(int(open("orphan").read()))
+    open("writing", "w").write(" ".join(map(str, pids)))
+    os.rename("writing", "pids")
+"""
+ENDS = {
+    "pass": "",
+    "1 / 0": "",
+    "os._exit(3)": "exited with status 3",
+    "os.kill(os.getpid(), 9)": "was killed by SIGKILL",
+    "import ctypes; ctypes.string_at(0)": "was killed by SIGSEGV",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_outlives_a_point_and_how_it_ended_is_told(go, either, tmp_path, end):
+    def during(slot):
+        assert all(alive(p) for p in pids()[1:])  # the control: only the end ends them
+
+    def pids():
+        return [int(p) for p in (tmp_path / "pids").read_text().split()]
+
+    try:
+        go(either, CHILDREN, end, during=during)
+    except DeadKernelError:
+        assert ENDS[end]
+    except papermill.PapermillExecutionError:
+        assert end == "1 / 0"
+    else:
+        assert end == "pass"
+    assert not any(alive(pid) for pid in pids())
+    assert either.ended == ENDS[end]
+    assert go(either, "print(1)") == ["1"]
+
+
+def test_a_hanging_point_is_killed_from_another_thread(go, either, tmp_path):
+    killed = []
+
+    def kill():
+        while not (tmp_path / "pids").exists():
+            time.sleep(0.05)
+        killed.append(either.kill())
+
+    (watchdog := threading.Thread(target=kill)).start()
+    with pytest.raises(DeadKernelError):
+        go(either, CHILDREN, "import signal; signal.signal(2, signal.SIG_IGN); time.sleep(600)")
+    watchdog.join()
+    assert not any(alive(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+    assert either.ended == ""
+    either.kill()  # nothing runs: nothing happens
+    assert go(either, "print(1)") == ["1"]
+
+
+def test_a_cell_that_takes_too_long_is_cut_off(go, slot):
+    with pytest.raises(CellTimeoutError):
+        go(slot, "import time; time.sleep(600)", execution_timeout=1)
+    assert gone([slot.pid])
+    assert slot.ended == ""
+
+
+def test_a_kernel_that_cannot_start_says_why_in_its_log(go, either, tmp_path):
+    with pytest.raises(DeadKernelError):
+        go(either, "print(1)", cwd=tmp_path / "nowhere")
+    assert "nowhere" in (tmp_path / "log").read_text()
+    assert either.ended == "exited with status 1"
+    assert go(either, "print(1)") == ["1"]
+
+
+def test_a_slot_that_is_killed_takes_its_kernel_and_no_other_point(go, forking, tmp_path):
+    with forking.slot() as slot, forking.slot() as other:
+        assert go(other, "print(1)") == ["1"]
+        with pytest.raises(DeadKernelError):
+            go(slot, CHILDREN, "os.kill(os.getppid(), 9); time.sleep(600)")
+        assert slot.ended == "was killed with its parent process"
+        assert go(slot, "print(1)") == ["1"]
+        assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+        os.kill(slot.slot, signal.SIGKILL)  # while it is idle
+        assert gone([slot.slot])
+        assert go(slot, "print(1)") == ["1"]
+        before = other.slot
+        assert go(other, "print(1)") == ["1"]
+        assert other.slot == before
+    assert forking.how == "forked kernels"
+
+
+def test_slots_run_points_at_once_in_threads(go, forking):
+    def work(name: str) -> list[str]:
+        cell = f"import time; time.sleep(0.1); print({name!r})"
+        with forking.slot() as slot:
+            return [go(slot, cell)[0] for _ in range(3)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, "ab")) == [["a"] * 3, ["b"] * 3]
+
+
+def test_points_leave_no_descriptor_and_no_thread_in_the_runner(go, slot):
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        folder = slot.kernels.folder
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir(folder))
+
+    go(slot, "print(1)")
+    before = held()
+    for _ in range(3):
+        go(slot, "print(1)")
+    assert held() == before
+
+
+def test_only_the_user_can_speak_to_a_kernel(slot, tmp_path):
+    with slot.kernel(dict(os.environ), tmp_path, tmp_path / "log", 0) as km:
+        folder = Path(km.connection_file).parent
+        assert folder.stat().st_mode & 0o77 == folder.parent.stat().st_mode & 0o77 == 0
+        assert not psutil.Process(slot.pid).net_connections("inet")
+    assert not folder.exists()
+
+
+# --- who ends with whom --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def helpers(tmp_path, monkeypatch):
+    """A folder of modules for a zygote to import."""
+    (folder := tmp_path / "helpers").mkdir()
+    (folder / "hangs.py").write_text(
+        f"import time; open({str(tmp_path / 'importing')!r}, 'w').close(); time.sleep(600)"
+    )
+    (folder / "stuck.py").write_text(
+        "import ctypes, subprocess; child = subprocess.Popen(['sleep', '600'])\n"
+        f"with open({str(tmp_path / 'deadlocked')!r}, 'w') as file: file.write(str(child.pid))\n"
+        "lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, bytes(64)\n"
+        "lock(mutex), lock(mutex)"
+    )
+    (folder / "threads.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), name='sleeper', daemon=True).start()"
+    )
+    (folder / "slow.py").write_text(
+        "import sys, time, types\n"
+        "def warm(params): open(params['target'], 'w').close(); time.sleep(600)\n"
+        "sys.modules['specexp.api'] = types.SimpleNamespace(warm=warm)"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
+
+
+def test_imports_that_start_threads_are_not_forked(go, helpers):
+    with kernels.Kernels(["threads"]) as k, k.slot() as slot:
+        assert go(slot, "import sys; print('threads' in sys.modules)") == ["False"]
+        assert k.how.startswith("plain kernels (")
+        assert "an import started sleeper" in k.how
+
+
+def test_a_zygote_that_dies_is_replaced_once(go):
+    with kernels.Kernels() as k, k.slot() as slot:
+        assert go(slot, "print(1)") == ["1"]
+        for how in ("forked kernels", "plain kernels (the zygote was killed by SIGKILL)"):
+            k.zygote.kill()
+            assert go(slot, "print(1)") == ["1"]  # the slot lives on
+            slot.close()
+            assert go(slot, "print(1)") == ["1"]
+            assert k.how == how
+        k.zygote.kill()
+        slot.close()
+        for _ in range(2):
+            with pytest.raises(kernels.NoZygote, match="the zygote was killed by SIGKILL"):
+                go(slot, "print(1)")
+
+
+def test_what_lies_where_the_runner_was_started_is_not_imported(go, tmp_path, monkeypatch):
+    (tmp_path / "specexp").mkdir()
+    (tmp_path / "random.py").write_text("raise RuntimeError")
+    (home := tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with kernels.Kernels() as k, k.slot() as slot:
+        assert go(slot, "print(1)", cwd=home) == ["1"]
+        assert k.how == "forked kernels"
+
+
+@pytest.mark.parametrize("stuck", ["importing", "loading"])
+def test_what_hangs_before_the_kernel_starts_is_killed_too(go, helpers, tmp_path, stuck):
+    module = {"importing": "hangs", "loading": "slow"}[stuck]
+    mark = tmp_path / "mark"
+    with kernels.Kernels([module]) as k, k.slot() as slot:
+
+        def kill():
+            while not (stuck == "importing" or mark.exists()):
+                time.sleep(0.05)
+            time.sleep(0.2)
+            slot.kill()
+
+        (watchdog := threading.Thread(target=kill)).start()
+        with pytest.raises(DeadKernelError):
+            go(slot, "print(1)", warm=CPU | {"target": str(mark)})
+        watchdog.join()
+        assert slot.ended == ""
+        if stuck == "loading":
+            assert go(slot, "print(1)") == ["1"]
+        zygote = k.zygote.pid
+    assert gone([zygote])
+
+
+RUNNER = """
+import os, sys
+from pathlib import Path
+import nbclient, nbformat
+from specexp.grids import kernels
+
+folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
+warm = {"target": str(folder / "loading"), "device": "cpu"} if state == "loading" else None
+with kernels.Kernels(modules.split(), state != "plain") as k, k.slot() as slot:
+    print(k.zygote.pid, k.folder, flush=True)
+    with slot.kernel(dict(os.environ), folder, folder / "log", 0, warm) as km:
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
+        nbclient.NotebookClient(notebook, km=km).execute()
+"""
+STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck", "loading": "slow"}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
+    """Nor do processes that hang before its first kernel."""
+    cell = textwrap.dedent(CHILDREN) + "time.sleep(600)"
+    runner = subprocess.Popen(
+        [sys.executable, "-c", RUNNER, str(tmp_path), STATES[state], state, cell],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    zygote, folder = runner.stdout.readline().split()
+    mark = tmp_path / (state if state in ("importing", "deadlocked", "loading") else "pids")
+    deadline = time.monotonic() + 60
+    while not mark.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(runner.pid).children(recursive=True)
+    pids = {process.pid for process in below} | {int(pid) for pid in mark.read_text().split()}
+    assert int(zygote) in pids
+    assert all(map(alive, pids))
+    runner.kill()
+    runner.wait()
+    assert gone(pids)
+    deadline = time.monotonic() + 20
+    while Path(folder).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("length", [74, 75, 150])
+def test_a_folder_for_temporary_files_may_have_a_long_name(go, tmp_path, monkeypatch, length):
+    home = Path(tempfile.mkdtemp(dir="/tmp"))
+    long = home / ("x" * (length - len(str(home)) - 1))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with kernels.Kernels(forked=False) as k, k.slot() as slot:
+        assert k.folder.is_relative_to(long) == (length == 74)
+        assert go(slot, "print(1)") == ["1"]
+    long.rmdir()
+    home.rmdir()
+
+
+def test_forking_is_for_linux(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        assert kernels.Kernels().how == "plain kernels (no safe fork on darwin)"
+    assert kernels.Kernels(forked=False).how == "plain kernels (as requested)"

@@ -1,0 +1,300 @@
+"""Points on Ray: each runs once, whatever dies, and its files stay in its folder."""
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from conftest import TRIVIAL
+from test_runner import alive, go, statuses, until
+
+from specexp import api
+from specexp.errors import UserError
+from specexp.grids import identity
+from specexp.grids import points as grid
+from specexp.grids.execute import Failure
+from specexp.grids.machines import local
+from specexp.grids.machines import ray as cluster
+from specexp.grids.machines import worker as remote
+from specexp.grids.machines.ray import OnRay
+from specexp.grids.machines.worker import Outcome, Task, packed, unpack
+from specexp.tracking import runs
+
+NODE = socket.gethostname()
+ray = pytest.mark.ray
+
+
+@pytest.fixture(autouse=True)
+def no_semantics(monkeypatch):
+    monkeypatch.setattr(api, "check", lambda params: [])
+
+
+@pytest.fixture(scope="session")
+def address():
+    """A cluster with two CPUs, which this process has joined."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error",
+                 log_to_driver=False)  # fmt: skip
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()
+
+
+def working(label: str) -> psutil.Process:
+    """The process of the worker that runs the point of this label."""
+    named = [(" ".join(p.info["cmdline"] or ()), p) for p in psutil.process_iter(["cmdline"])]
+    [worker] = [p for name, p in named if name.strip() == f"ray::{label}"]
+    return worker
+
+
+def overheard(place: OnRay, file: Path) -> OnRay:
+    """The same place, which also writes its points' progress to the file."""
+    run_point = place._run_point
+
+    def heard(point, seat, watch):
+        def write(said):
+            with file.open("a") as told:
+                told.write(f"{point.label} {said}\n")
+            watch(said)
+
+        return run_point(point, seat, write)
+
+    file.touch()
+    place._run_point = heard
+    return place
+
+
+@ray
+@pytest.mark.slow
+def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
+    todo = points(how=["well", "raises"])
+    code, said = go(todo, place=OnRay(todo, together=True), together=True)
+    assert code == 1
+    assert (
+        "2 of 2 points to run, on Ray (machines: 1, CPUs: 2, GPUs: 0), room for 2 at once" in said
+    )
+    wanted = {p.run_key: "FINISHED" if p.params["how"] == "well" else "FAILED" for p in todo}
+    assert statuses() == wanted
+    frame = runs.runs()
+    assert set(frame["tags.where"]) == {NODE}
+    for key, status in wanted.items():
+        if status == "FINISHED":
+            names = {p.name for p in (store / "results" / key).iterdir()}
+            assert {"result.json", "notebook.ipynb", "notebook.html", "log.txt"} <= names
+        else:
+            [kept] = (store / "failed").glob(f"{key}-*")
+            error = (kept / "error.txt").read_text()
+            assert error.startswith(f"error: on {NODE}: ZeroDivisionError")
+            assert "PapermillExecutionError" in error
+            assert (kept / "notebook.html").exists()
+    code, said = go(todo, place=OnRay(todo))
+    assert "0 of 2 points to run" in said
+
+
+@ray
+@pytest.mark.slow
+def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
+    store, points, address, tmp_path
+):
+    todo = points(how=["slow"])
+    heard: list[str] = []
+    done: list[tuple[int, str]] = []
+    place = overheard(OnRay(todo, say=heard.append), tmp_path / "told")
+    runner = threading.Thread(target=lambda: done.append(go(todo, place=place)))
+    runner.start()
+    until(lambda: f"slow on {NODE}, cell 4 of 5" in (tmp_path / "told").read_text(), 120)
+    worker = working(todo[0].label)
+    below = worker.children(recursive=True)
+    worker.kill()
+    runner.join(120)
+    assert [code for code, _ in done] == [0]
+    assert statuses() == {todo[0].run_key: "FINISHED"}
+    assert not list((store / "failed").glob("*"))
+    [line] = heard
+    assert "lost (try 1 of 4)" in line
+    until(lambda: not any(alive(p) for p in below))
+
+
+@ray
+@pytest.mark.slow
+def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, address, tmp_path):
+    """The runner joins from outside, so that its code is sent to the workers."""
+    todo = points(how=["well", "hangs"])
+    code = (
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parents[n]) for n in (0, 1)]}; "
+        "from pathlib import Path; from test_ray import OnRay, api, grid, overheard; "
+        "from specexp.grids import runner; "
+        "api.check = lambda params: []; "
+        f"points = grid.load([{str(tmp_path / 'trivial.yaml')!r}]); "
+        f"place = overheard(OnRay(points, {address!r}), Path({str(tmp_path / 'told')!r})); "
+        "sys.exit(runner.run(points, place=place))"
+    )
+    runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    told = tmp_path / "told"
+    until(lambda: told.exists() and f"hangs on {NODE}, cell 4 of 5" in told.read_text(), 120)
+    worker = working(todo[1].label)
+    assert "_ray_pkg" in worker.cwd()
+    below = worker.children(recursive=True)
+    runner.send_signal(signal.SIGINT)
+    runner.send_signal(signal.SIGINT)
+    assert runner.wait(60) == 130
+    assert statuses() == {todo[0].run_key: "FINISHED", todo[1].run_key: "KILLED"}
+    [commit] = runs.runs()["tags.git.commit"]
+    assert commit == runs.provenance()["git.commit"]
+    until(lambda: not any(alive(p) for p in [worker, *below]))
+
+
+def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
+    native, graphs = identity.SWITCHES
+    monkeypatch.setenv(native, "off")
+    monkeypatch.delenv(graphs, raising=False)
+    [point] = points(x=[1])
+    told = remote.Tasks([point], True, False).of(point).environment
+    assert (told[native], told[graphs]) == ("off", "")
+
+
+def test_a_machine_lost_again_and_again_is_a_loss(points):
+    asked: list[grid.Point] = []
+
+    def run_point(point, number, watch):
+        asked.append(point)
+        raise remote.WorkerLost("power cut")
+
+    heard: list[str] = []
+    seat = remote.Seat(SimpleNamespace(run_point=run_point, say=heard.append), 0)
+    [point] = points(x=[1])
+    with pytest.raises(Failure, match=r"lost \(try 4 of 4\): power cut") as found:
+        seat.execute(point, Path("nowhere"), lambda said: None)
+    assert found.value.kind == "lost"
+    assert len(asked) == 4
+    assert len(heard) == 3
+
+
+@ray
+def test_what_ray_is_asked_for(points):
+    """Timed points get one of the largest machines, others a CPU, both a GPU if they need one."""
+    [point] = points(x=[1])
+
+    def place(nodes, **options):
+        made = OnRay([point], **options)
+        made._nodes, made._gpus = nodes, any(gpus for _, gpus in nodes)
+        return made
+
+    cpus = [(4.0, 0.0), (16.0, 0.0), (16.0, 0.0)]
+    alone, together = place(cpus), place(cpus, together=True)
+    assert alone.demand(point) == {"num_cpus": 16, "num_gpus": 0}
+    assert alone.at_once(None, timed=True) == 2
+    assert alone.at_once(7, timed=True) == 7
+    assert together.demand(point) == {"num_cpus": 1, "num_gpus": 0}
+    assert together.at_once(None, timed=False) == 36
+    mixed = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
+    for device, gpus in (("cpu", 0), ("auto", 1), ("cuda", 1), ("cuda:0", 1)):
+        point.params["device"] = device
+        assert place(mixed).demand(point) == {"num_cpus": 16 if gpus else 64, "num_gpus": gpus}
+        assert place(mixed).at_once(None, timed=True) == 1
+        assert place(mixed, together=True).at_once(None, timed=False) == (8 if gpus else 88)
+
+
+@ray
+def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
+    todo = points(x=[1])
+    for name in ("rey", "host", "ray://host", "http://host:1", "host:port"):
+        with pytest.raises(UserError, match="cannot run points on"):
+            local.of(name, todo)
+    with socket.socket() as taken:  # bound but not listening, so that nobody else listens there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for name in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+            with pytest.raises(UserError, match="refused"), local.of(name, todo):
+                pass
+    todo[0].params["device"] = "cuda:1"
+    with pytest.raises(UserError, match="one GPU"):
+        OnRay(todo)
+    todo[0].params["device"] = "cuda"
+    monkeypatch.setattr(cluster.store, "ROOT", tmp_path)
+    with pytest.raises(UserError, match="is outside"):
+        OnRay(todo)
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install"):
+        local.of("ray", todo)
+
+
+def test_a_worker_with_other_code_refuses(points, tmp_path):
+    [point] = points(x=[1])
+    answer = remote.run(Task(point, TRIVIAL, [], False, "another digest", {}))
+    assert answer == Outcome(NODE, b"", answer.failure)
+    kind, message, _ = answer.failure
+    assert kind == "error"
+    assert "differs from the runner" in message
+    seat = remote.Seat(SimpleNamespace(run_point=lambda *asked: answer), 0)
+    with pytest.raises(Failure, match=f"on {NODE}: this machine imported code"):
+        seat.execute(point, tmp_path, lambda said: None)
+
+
+def test_a_folder_survives_its_way(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "figures").mkdir(parents=True)
+    here.mkdir()
+    written = {"a": b"", "figures/b.png": os.urandom(1000), "c": b"x" * 5000}
+    for name, content in written.items():
+        (there / name).write_bytes(content)
+    data, failure = packed(there, None)
+    assert failure is None
+    unpack(data, here)
+    assert {str(p.relative_to(here)): p.read_bytes() for p in here.rglob("*") if p.is_file()} == (
+        written
+    )
+    data, failure = packed(there, None, most=2000)
+    assert failure is not None
+    assert failure[0] == "invalid-result"
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    unpack(data, fresh)
+    assert {p.name for p in fresh.rglob("*") if p.is_file()} == {"a", "b.png"}
+    assert packed(there, ("oom", "before", ""), most=2000)[1] == ("oom", "before", "")
+
+
+HOSTILE = {
+    "up": tarfile.TarInfo("../escaped"),
+    "down and up": tarfile.TarInfo("figures/../../escaped"),
+    "symlink": tarfile.TarInfo("escaped"),
+    "hard link": tarfile.TarInfo("escaped"),
+    "fifo": tarfile.TarInfo("escaped"),
+    "device": tarfile.TarInfo("escaped"),
+    "folder": tarfile.TarInfo("../escaped"),
+}
+for _name, _type in {
+    "symlink": tarfile.SYMTYPE, "hard link": tarfile.LNKTYPE, "fifo": tarfile.FIFOTYPE,
+    "device": tarfile.CHRTYPE, "folder": tarfile.DIRTYPE,
+}.items():  # fmt: skip
+    HOSTILE[_name].type = _type
+    HOSTILE[_name].linkname = "/etc/passwd"
+
+
+@pytest.mark.parametrize("name", [*HOSTILE, "absolute", "long", "torn"])
+def test_nothing_leaves_its_folder(tmp_path, name):
+    folder = tmp_path / "attempt"
+    folder.mkdir()
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as tar:
+        member = HOSTILE.get(name) or tarfile.TarInfo(str(tmp_path / "escaped"))
+        if name in ("long", "torn"):
+            member = tarfile.TarInfo("long")
+            member.size = 3000
+        tar.addfile(member, io.BytesIO(b"x" * member.size))
+    data = made.getvalue()[: 1024 if name == "torn" else None]
+    with pytest.raises(Failure) as found:
+        unpack(data, folder, most=2000)
+    assert found.value.kind == "invalid-result"
+    assert list(tmp_path.rglob("*")) == [folder]

@@ -1,0 +1,773 @@
+"""The runner: success is verified, failures are kept, and a killed run resumes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import yaml
+from conftest import TRIVIAL
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE
+from rich.console import Console
+
+from specexp.grids import identity
+from specexp.grids import points as grid
+from specexp.grids import runner as run
+from specexp.grids.execute import Failure
+from specexp.grids.machines import local
+from specexp.tracking import audit, rebuild, runs
+from specexp.tracking.results import claim, holder, intact
+
+
+def go(points: list[grid.Point], **options) -> tuple[int, str]:
+    console = Console(record=True, width=200, force_terminal=False)
+    code = run.run(points, console, **options)
+    return code, console.export_text()
+
+
+def all_runs() -> list:
+    mlflow = runs.client()
+    return list(mlflow.search_runs([e.experiment_id for e in mlflow.search_experiments()]))
+
+
+def statuses() -> dict[str, str]:
+    """run_key -> status of its run in MLflow; asserts that each key has only one."""
+    found = all_runs()
+    assert len({r.data.tags["run_key"] for r in found}) == len(found)
+    return {r.data.tags["run_key"]: r.info.status for r in found}
+
+
+def start(tmp_path) -> subprocess.Popen:
+    """Start a runner process on the grid that `points` wrote."""
+    code = (
+        "import sys; from pathlib import Path; from specexp.grids import points, runner; "
+        f"sys.exit(runner.run(points.load([Path({str(tmp_path / 'trivial.yaml')!r})])))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+
+
+def until(true, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_grid_is_run_committed_published_and_not_run_again(store, points):
+    todo = points(x=[1, 2])
+    code, said = go(todo)
+    assert code == 0
+    assert "done" in said
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+    for point in todo:
+        result = store / "results" / point.run_key
+        assert intact(result)
+        names = {p.name for p in result.iterdir()}
+        assert {"result.json", "notebook.ipynb", "notebook.html", "manifest.json"} <= names
+    frame = runs.runs(experiment="grid of trifles")
+    assert sorted(frame["metrics.acceptance/rate"]) == [0.1, 0.2]
+    assert set(frame["params.how"]) == {"well"}
+    assert set(frame["tags.grid"]) == {"trivial"}
+    assert frame["tags.version.torch"].notna().all()
+    assert runs.curve(frame["run_id"].iloc[0], "acceptance/at_position") == {1: 0.5, 2: 0.25}
+    before = {p: p.stat().st_mtime_ns for p in (store / "results").rglob("*") if p.is_file()}
+    code, said = go(todo)
+    assert code == 0
+    assert "0 of 2 points to run" in said
+    after = {p: p.stat().st_mtime_ns for p in (store / "results").rglob("*") if p.is_file()}
+    assert after == before
+    assert len(statuses()) == 2
+
+
+KINDS = {
+    "raises": ("error", "ZeroDivisionError: division by zero"),
+    "exits": ("invalid-result", "raised SystemExit"),
+    "dies": ("kernel-died", "exited with status 0"),
+    "killed": ("kernel-died", "killed by SIGKILL"),
+    "nothing": ("invalid-result", "track.log"),
+    "nan": ("error", "not a finite number"),
+    "other": ("invalid-result", "parameters that differ from its own: x"),
+    "twice": ("error", "one run logs once"),
+}
+
+
+def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, points):
+    todo = points(how=[*KINDS, "well"])
+    assert go(todo)[0] == 1
+    found = statuses()
+    mlflow = runs.client()
+    ids = [e.experiment_id for e in mlflow.search_experiments()]
+    tags = {r.data.tags["run_key"]: r.data.tags for r in mlflow.search_runs(ids)}
+    for point in todo:
+        how = point.params["how"]
+        if how == "well":
+            assert found[point.run_key] == "FINISHED"
+            continue
+        kind, reason = KINDS[how]
+        assert found[point.run_key] == "FAILED"
+        assert tags[point.run_key]["error.kind"] == kind
+        assert reason in tags[point.run_key]["error"]
+        [kept] = (store / "failed").glob(f"{point.run_key}-*")
+        assert {"error.txt", "notebook.ipynb", "notebook.html"} <= {p.name for p in kept.iterdir()}
+        assert not (store / "results" / point.run_key).exists()
+    kept = [p.read_text() for p in (store / "failed").glob("*/notebook.ipynb")]
+    assert any("ZeroDivisionError" in notebook for notebook in kept)
+    assert not list((store / "attempts").iterdir())
+    table = Console(record=True, width=200)
+    table.print(run.status(todo))
+    text = table.export_text()
+    assert text.count("failed  ") >= len(KINDS)
+    assert f"1 done, {len(KINDS)} failed" in text
+
+
+def test_a_run_names_its_notebook_by_where_it_is(points):
+    [inside] = points(x=[1])
+    outside = replace(inside, notebook=Path("/elsewhere/own.ipynb"))
+    named = [run.tags_of(point)["mlflow.source.name"] for point in (inside, outside)]
+    assert named == ["tests/support/trivial.ipynb", "own.ipynb"]
+
+
+def test_the_status_of_a_store_that_does_not_exist_makes_none(points, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
+    assert run.status(points(x=[1, 2])).caption == "2 to do"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_failure_of_an_earlier_run_is_told_as_one(store, points, monkeypatch):
+    def fail(*_):
+        raise Failure("error", "planted")
+
+    monkeypatch.setattr(local, "execute", fail)
+    todo = points(x=[1])
+    assert "s  trivial x=1  error: planted" in go(todo)[1]
+    assert "  trivial x=1  in an earlier run: error: planted" in go(todo)[1]
+    assert " s  trivial" not in go(todo)[1]
+
+
+def test_a_notebook_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, tmp_path):
+    own, file = tmp_path / "own.ipynb", tmp_path / "grids" / "own.yaml"
+    file.parent.mkdir()
+    own.write_text(TRIVIAL.read_text())
+    file.write_text("notebook: ../own.ipynb\n")
+    [before] = grid.load([file])
+    own.write_text(TRIVIAL.read_text().replace("import os", "import os, sys"))
+    code, said = go([before])
+    assert (code, list(store.glob("results/*"))) == (1, [])
+    assert "edited while the grid ran: run the grid again" in said
+    [after] = grid.load([file])
+    assert go([after])[0] == 0
+    assert intact(store / "results" / after.run_key)
+
+
+def test_code_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, points, monkeypatch):
+    [before] = points(x=[1])
+    with monkeypatch.context() as edited:
+        edited.setattr(identity, "code_digest", lambda: "other code")
+        code, said = go([before])
+        assert (code, list(store.glob("results/*"))) == (1, [])
+        assert "specexp itself was edited while the grid ran: run the grid again" in said
+        [after] = points(x=[1])
+        assert after.run_key != before.run_key
+
+
+def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypatch):
+    own, file = tmp_path / "elsewhere" / "own.ipynb", tmp_path / "own.yaml"
+    own.parent.mkdir()
+    asks = f"import os; assert os.environ['SPECEXP_MLRUNS'] == '{store}'"
+    own.write_text(TRIVIAL.read_text().replace("import os", asks))
+    file.write_text("notebook: elsewhere/own.ipynb\n")
+    monkeypatch.setenv("SPECEXP_MLRUNS", f"{own.parent}/../mlruns")
+    code, said = go(grid.load([file]))
+    assert code == 0, said
+
+
+@pytest.mark.parametrize(
+    "name", ["a[bold]b:cat:", "a?b=c", "a%41b", "a{x}b{}", "a b#c&d", "ü@b:c[d]"]
+)
+def test_a_store_may_be_called_anything(tmp_path, monkeypatch, name):
+    home, file = tmp_path / name, tmp_path / name / "own.yaml"
+    home.mkdir()
+    shutil.copy(TRIVIAL, home / "own.ipynb")
+    file.write_text("notebook: own.ipynb\n")
+    store = home / "mlruns"
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
+    code, said = go(grid.load([file]))
+    assert code == 0, said
+    assert f"runs       {store}/mlflow.db\n" in said
+    assert (store / "mlflow.db").is_file()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [name]
+    assert audit.problems() == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", runs.backend().uri)
+    assert runs.backend().file == store / "mlflow.db"
+    assert len(runs.runs()) == 1
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    console = Console(record=True, width=300)
+    assert audit.show(console)
+    rebuild.show(rebuild.rebuild(console), console)
+    assert console.export_text().count(f"{store}/mlflow.db") == 2
+
+
+def test_what_stops_a_grid_is_told_to_the_letter(store, points, monkeypatch):
+    def damaged() -> None:
+        raise runs.Damaged("a [red]door[/] at [/x] :cat:")
+
+    monkeypatch.setattr(runs, "initialise", damaged)
+    code, said = go(points(x=[1]))
+    assert (code, said) == (4, "damaged: a [red]door[/] at [/x] :cat:\n")
+
+
+def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path):
+    [point] = points(x=[2])
+    go([point])
+    grids = tmp_path / "grids"
+    grids.mkdir()
+    shutil.copy(store / "results" / point.run_key / "notebook.ipynb", tmp_path / "own.ipynb")
+    (grids / "own.yaml").write_text("notebook: ../own.ipynb\ngrid: {x: [3]}\n")
+    [again] = grid.load([grids / "own.yaml"])
+    assert again.surroundings["notebook"] == point.surroundings["notebook"]
+    assert go([again])[0] == 0
+
+
+def test_where_no_kernel_can_be_forked_every_point_says_why_and_runs_again_unasked(
+    store, points, monkeypatch
+):
+    todo = points(x=[1, 2])
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", shutil.which("false"))
+        code, said = go(todo)
+    assert code == 1
+    assert said.count("lost: the zygote exited with status 1") == 2
+    assert go(todo)[0] == 0
+
+
+def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, points):
+    begin, before = time.monotonic(), set(psutil.Process().children(recursive=True))
+    code, _ = go(points(timeout_s=4, how=["hangs"]))
+    assert code == 1
+    assert time.monotonic() - begin < 120  # left alone it would hang for ten minutes
+    assert list(runs.runs().columns) == []
+    [kept] = (store / "failed").iterdir()
+    assert "took longer than 4 s" in (kept / "error.txt").read_text()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_runner_killed_in_the_middle_loses_nothing(store, points, tmp_path, monkeypatch):
+    todo = points(how=["well", "slow"])
+    first, second = (store / "results" / p.run_key for p in todo)
+    with monkeypatch.context() as never:
+        never.setenv("SLOW_S", "600")
+        child = start(tmp_path)
+    until(lambda: list((store / "attempts").glob(f"{todo[1].run_key}-*/log.txt")), 120)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert first.exists()
+    assert not second.exists()
+    before = (first / "manifest.json").stat().st_mtime_ns
+    code, _ = go(todo)
+    assert code == 0
+    assert (first / "manifest.json").stat().st_mtime_ns == before
+    found = statuses()
+    assert found[todo[0].run_key] == found[todo[1].run_key] == "FINISHED"
+    assert "RUNNING" not in found.values()
+    frame = runs.runs()
+    assert sorted(frame["tags.run_key"]) == sorted(p.run_key for p in todo)
+
+
+def test_a_committed_but_unpublished_result_is_published_once(store, points):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    result = store / "results" / todo[0].run_key
+    (result / "published").unlink()
+    assert go(todo)[0] == 0
+    assert len(statuses()) == 1
+    mlflow = runs.client()
+    [old] = mlflow.search_runs([runs.experiment_id("grid of trifles")])
+    mlflow.set_tag(old.info.run_id, "published", "0")
+    (result / "published").unlink()
+    assert go(todo)[0] == 0
+    [new] = mlflow.search_runs([runs.experiment_id("grid of trifles")])
+    assert new.info.run_id != old.info.run_id
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "swapped"])
+def test_a_damaged_result_is_set_aside_and_done_again(store, points, damage):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    result = store / "results" / todo[0].run_key
+    if damage == "cut":
+        text = (result / "notebook.ipynb").read_bytes()
+        (result / "notebook.ipynb").write_bytes(text[: len(text) // 2])
+    elif damage == "gone":
+        (result / "result.json").unlink()
+    else:
+        (result / "result.json").write_text("{}")
+    assert go(todo)[0] == 0
+    assert intact(result)
+    assert list((store / "replaced").glob(f"{todo[0].run_key}-*"))
+
+
+def test_a_point_claimed_by_another_runner_is_waited_for_and_not_run(store, points):
+    todo = points(x=[1, 2])
+    with claim(todo[0].run_key) as ours:
+        assert ours
+        runner = threading.Thread(target=lambda: said.append(go(todo)))
+        said: list[tuple[int, str]] = []
+        runner.start()
+        until(lambda: (store / "results" / todo[1].run_key).exists())
+        time.sleep(1)
+        assert runner.is_alive()
+        assert not list((store / "attempts").glob(f"{todo[0].run_key}-*"))
+    runner.join(60)
+    [(code, text)] = said
+    assert code == 0
+    assert f"pid {os.getpid()}" in text
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_two_runners_share_a_grid_and_no_point_is_done_twice(store, points, tmp_path):
+    todo = points(x=list(range(8)))
+    runners = [start(tmp_path) for _ in range(2)]
+    assert [r.wait(120) for r in runners] == [0, 0]
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+    assert len(list((store / "results").iterdir())) == 8
+    assert not list((store / "failed").iterdir())
+
+
+def test_a_grid_has_the_points_that_another_made_first(store, tmp_path):
+    def file(name: str, *xs: int) -> Path:
+        path = tmp_path / f"{name}.yaml"
+        spec = {"notebook": str(TRIVIAL), "experiment": "shared", "grid": {"x": list(xs)}}
+        path.write_text(yaml.safe_dump(spec))
+        return path
+
+    def shown(name: str) -> list[str]:
+        return sorted(runs.runs(grid=name)["params.x"])
+
+    assert go(grid.load([file("one", 1, 2)]))[0] == 0
+    assert go(grid.load([file("two", 2, 3), file("three", 3, 4)]))[0] == 0
+    assert [shown(name) for name in ("one", "two", "three")] == [["1", "2"], ["2", "3"], ["3", "4"]]
+    assert go(grid.load([file("two", 4)]))[0] == 0
+    assert shown("two") == ["2", "3", "4"]
+    rebuild.rebuild(Console(quiet=True))
+    assert shown("two") == ["2", "3", "4"]
+
+
+def test_a_killed_holder_leaves_no_claim_behind(store):
+    code = (
+        "import time; from specexp.tracking.results import claim\n"
+        "with claim('k') as ours: print(ours, flush=True); time.sleep(60)"
+    )
+    held = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert held.stdout.readline().strip() == "True"
+    with claim("k") as ours:
+        assert not ours
+    assert str(held.pid) in holder("k")
+    held.kill()
+    held.wait()
+    assert holder("k") is None
+    with claim("k") as ours:
+        assert ours
+    assert not (store / "claims" / "k").exists()
+
+
+def test_to_ask_who_is_at_work_takes_the_key_from_nobody(store):
+    done = threading.Event()
+
+    def ask():
+        while not done.is_set():
+            holder("k")
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    found = []
+    for _ in range(200):
+        with claim("k") as ours:
+            found.append(ours)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert all(found)
+
+
+def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
+    store, points, monkeypatch
+):
+    done, taken = [], []
+
+    def executed(point, *rest):
+        done.append(point)
+        raise Failure("error", "planted")
+
+    def through(point, together=False):
+        work = run.Work([point], run.live.Board(Console(quiet=True), 1), queue=[point])
+        monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, seat)))
+        work.run_queue(local.Here([point]), 1, together)
+
+    monkeypatch.setattr(local, "execute", executed)
+    timed, other, third = points(x=[1, 2, 3])
+    seat = local._LocalSeat(None, 0)
+    with local.Here([]).alone() as ours:
+        assert ours
+        through(timed)
+        assert (taken, done) == ([False], [])
+        through(other, together=True)
+        through(replace(third, timed=False))
+        assert len(done) == 2
+    through(timed)
+    assert taken == [False, True, True, True]
+    assert done[-1] == timed
+
+
+def test_what_is_left_is_reckoned_by_how_many_run_at_once(store, points, monkeypatch):
+    todo = points(x=[1, 2, 3])
+    todo = [replace(p, timed=p.params["x"] == 3) for p in todo]
+    seen, work = [], run.Work(todo, run.live.Board(Console(quiet=True), 3))
+    monkeypatch.setattr(
+        work, "_serve", lambda queue, *_: seen.append((len(queue), work.board.jobs))
+    )
+    work.queue.extend(todo)
+    work.run_queue(local.Here(todo), 2, together=False)
+    assert seen == [(2, 2), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("device", "hides"), [("cuda:1", False), ("cuda", True), ("auto", True), (None, True)]
+)
+def test_a_seat_shows_its_own_gpu_but_to_a_point_that_names_one(monkeypatch, device, hides):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    given = []
+    monkeypatch.setattr(local, "execute", lambda *args: given.append(args[-1]))
+    point = SimpleNamespace(params={} if device is None else {"device": device})
+    local._LocalSeat(None, 1).execute(point, None, None)
+    assert given == [{"CUDA_VISIBLE_DEVICES": "1"} if hides else {}]
+
+
+def test_claims_exclude_one_another_whoever_comes_and_goes(store):
+    inside, most = [], []
+
+    def work():
+        for _ in range(300):
+            with claim("k") as ours:
+                if ours:
+                    inside.append(1)
+                    time.sleep(1e-4)
+                    most.append(len(inside))
+                    inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_cleanly_and_a_second_one_too(store, points, tmp_path, number, expected):
+    todo = points(how=["well", "hangs"])
+    runner = start(tmp_path)
+    hanging = todo[1].run_key
+    until(lambda: list((store / "attempts").glob(f"{hanging}-*/log.txt")))
+    time.sleep(1)
+    below = psutil.Process(runner.pid).children(recursive=True)
+    runner.send_signal(number)
+    time.sleep(0.2)
+    runner.send_signal(number)
+    assert runner.wait(20) == expected
+    assert statuses() == {todo[0].run_key: "FINISHED", hanging: "KILLED"}
+    assert not list((store / "attempts").iterdir())
+    until(lambda: not any(alive(p) for p in below))
+
+
+def test_failed_points_are_run_again_only_when_asked(store, points, tmp_path):
+    todo = points(how=["raises", "well"])
+    assert go(todo)[0] == 1
+    code, said = go(todo)
+    assert code == 1
+    assert "0 of 2 points to run" in said
+    assert "--retry-failed" in said
+    assert len(list((store / "failed").iterdir())) == 1
+    code, said = go(todo, retry_failed=True)
+    assert "1 of 2 points to run" in said
+    assert len(list((store / "failed").iterdir())) == 2
+    assert statuses() == {todo[0].run_key: "FAILED", todo[1].run_key: "FINISHED"}
+
+
+def test_force_does_it_all_again_and_keeps_one_run_a_point(store, points):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    first = (store / "results" / todo[0].run_key / "published").read_text()
+    assert go(todo, force=True)[0] == 0
+    second = (store / "results" / todo[0].run_key / "published").read_text()
+    assert second != first
+    assert statuses() == {todo[0].run_key: "FINISHED"}
+    [replaced] = (store / "replaced").iterdir()
+    assert intact(replaced)
+
+
+def test_a_forced_result_is_shown_though_the_clock_was_put_back(store, points):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    [old] = all_runs()
+    runs.client().set_terminated(old.info.run_id, end_time=old.info.end_time + 3_600_000)
+    assert go(todo, force=True)[0] == 0
+    [new] = all_runs()
+    assert new.info.run_id != old.info.run_id
+
+
+def test_a_forced_run_that_fails_leaves_the_result_as_it_was(store, points, monkeypatch):
+    todo = points(x=[1])
+    assert go(todo)[0] == 0
+    [before] = all_runs()
+
+    def fails(*args):
+        raise Failure("error", "planted")
+
+    monkeypatch.setattr(local, "execute", fails)
+    assert go(todo, force=True)[0] == 1
+    assert intact(store / "results" / todo[0].run_key)
+    after = {r.info.status: r.info.run_id for r in all_runs()}
+    assert set(after) == {"FAILED", "FINISHED"}
+    assert after["FINISHED"] == before.info.run_id
+
+
+def test_points_that_time_nothing_run_side_by_side_and_the_others_alone(store, points, monkeypatch):
+    free = [replace(p, timed=False) for p in points(x=[1, 2, 3, 4])]
+    timed = points(x=[5, 6])
+    met = threading.Barrier(3)
+    running, most = [], {True: 0, False: 0}
+
+    def counted(point, attempt, *rest):
+        running.append(point)
+        most[point.timed] = max(most[point.timed], len(running))
+        if point.params["x"] in meet:
+            met.wait(60)
+        running.remove(point)
+        raise Failure("error", "planted")
+
+    monkeypatch.setattr(local, "execute", counted)
+    meet = {1, 2, 3}
+    assert go([*free, *timed], jobs=3)[0] == 1
+    assert most == {True: 1, False: 3}
+    meet = {1, 5, 6}
+    together = [*timed, free[0]]
+    assert go(together, jobs=3, together=True, retry_failed=True)[0] == 1
+    assert most[True] > 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "named", "seen"),
+    [
+        (0, None, [None] * 3),
+        (1, "5", [None] * 3),
+        (2, None, ["0", "1", "0"]),
+        (2, "4,7", ["4", "7", "4"]),
+        (2, "GPU-1b2c,GPU-9f", ["GPU-1b2c", "GPU-9f", "GPU-1b2c"]),
+    ],
+)
+def test_each_seat_sees_a_gpu_of_its_own(points, monkeypatch, gpus, named, seen):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    given = []
+    monkeypatch.setattr(local, "execute", lambda *args: given.append(args[-1]))
+    (point,) = points(x=[1])
+    with local.Here([point], forked=False) as here:
+        for number in range(3):
+            with here.seat(number) as seat:
+                seat.execute(point, Path(), print)
+    assert [of_seat.get("CUDA_VISIBLE_DEVICES") for of_seat in given] == seen
+
+
+def test_parallel_points_are_each_done_once(store, points):
+    todo = points(x=list(range(6)))
+    assert go(todo, jobs=3, together=True)[0] == 0
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_a_notebook_that_times_says_so_or_its_figures_are_refused(store, points):
+    code, said = go([replace(p, timed=False) for p in points(x=[1])])
+    assert code == 1
+    assert "it logs speedup/measured" in said
+
+
+class Outage:
+    """MLflow cannot be reached in the first `times` calls."""
+
+    def __init__(self, times):
+        self.left, self.publish = times, runs._publish
+
+    def __call__(self, folder):
+        if self.left:
+            self.left -= 1
+            raise MlflowException("database is locked")
+        return self.publish(folder)
+
+
+def test_mlflow_away_for_a_while_is_waited_for(store, points, monkeypatch):
+    monkeypatch.setattr(runs, "_publish", Outage(2))
+    todo = points(x=[1])
+    code, said = go(todo)
+    assert code == 0
+    assert "waiting for MLflow" in said
+    assert statuses() == {todo[0].run_key: "FINISHED"}
+
+
+def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(runs, "_publish", Outage(1000))
+    todo = points(x=[1, 2])
+    code, said = go(todo)
+    assert code == 1
+    assert "run the same command again" in said
+    assert all(intact(store / "results" / p.run_key) for p in todo)
+    assert statuses() == {}
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
+    code, said = go(todo)
+    assert code == 0
+    assert "0 of 2 points to run" in said
+    assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_a_point_that_succeeded_later_is_kept_not_failed_while_mlflow_is_away(
+    store, points, monkeypatch
+):
+    [point] = points(x=[1])
+    with monkeypatch.context() as planted:
+
+        def fails(*args):
+            raise Failure("error", "planted")
+
+        planted.setattr(local, "execute", fails)
+        assert go([point])[0] == 1
+    with monkeypatch.context() as away:
+        away.setattr(run, "PATIENCE_S", 0.0)
+        away.setattr(runs, "_publish", Outage(1000))
+        assert "kept" in go([point], retry_failed=True)[1]
+        code, said = go([point])
+    assert code == 1
+    assert "the result is safe, but MLflow cannot be reached" in said
+    assert "planted" not in said
+    assert go([point])[0] == 0
+
+
+def refusing(monkeypatch, key, why, code):
+    """MLflow refuses the run of that key; others are published."""
+    publish = runs._publish
+
+    def refuses(folder):
+        if folder.name == key:
+            raise MlflowException(why, code)
+        return publish(folder)
+
+    monkeypatch.setattr(runs, "_publish", refuses)
+    return publish
+
+
+def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, monkeypatch):
+    todo = points(x=[1, 2])
+    publish = refusing(monkeypatch, todo[0].run_key, "x is\nbeyond", INVALID_PARAMETER_VALUE)
+    begin = time.monotonic()
+    code, said = go(todo)
+    assert code == 1
+    assert time.monotonic() - begin < run.PATIENCE_S / 2
+    refused = store / "results" / todo[0].run_key
+    assert f"MLflow refused {refused}: {store}/mlflow.db: x is" in said
+    assert "the result is safe, but MLflow refused it" in said
+    assert "run the same command again" not in said
+    assert statuses() == {todo[1].run_key: "FINISHED"}
+    monkeypatch.setattr(runs, "_publish", publish)
+    assert go(todo)[0] == 0
+
+
+def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypatch):
+    todo = points(x=[1, 2])
+    assert go(todo)[0] == 0
+    refusing(monkeypatch, todo[0].run_key, "x is beyond", BAD_REQUEST)
+    console = Console(record=True, width=300)
+    made = rebuild.rebuild(console)
+    rebuild.show(made, console)
+    assert (made.results, made.torn) == (1, ())
+    said = console.export_text()
+    assert f"left out, as MLflow refused it: {store}/results/{todo[0].run_key}: " in said
+    assert "x is beyond" in said
+
+
+def test_a_full_disk_says_so_commits_nothing_and_stops(store, points, monkeypatch):
+    asked = []
+
+    def full(point, *rest):
+        asked.append(point)
+        raise Failure("disk", "No space left on device: notebook.ipynb")
+
+    monkeypatch.setattr(local, "execute", full)
+    todo = points(x=[1, 2])
+    code, said = go(todo)
+    assert code == 5
+    assert len(asked) == 1
+    assert "notebook.ipynb" in said
+    assert "run the same command again" in said
+    assert not (store / "results").exists()
+    assert not list((store / "attempts").iterdir())
+    monkeypatch.undo()
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
+    assert go(todo)[0] == 0
+
+
+def test_too_little_room_is_refused_before_anything_runs(store, points, monkeypatch):
+    monkeypatch.setattr(run, "ROOM_PER_POINT", 10**18)
+    monkeypatch.setattr(local, "execute", None)
+    code, said = go(points(x=[1]))
+    assert code == 5
+    assert "1 points may need" in said
+
+
+def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
+    """MLflow would copy the file that a link points to."""
+    outside = tmp_path / "outside"
+    outside.write_text("not yours")
+    real = local.execute
+
+    def linked(point, attempt, *rest):
+        (attempt / "link").symlink_to(outside)
+        os.mkfifo(attempt / "pipe")
+        real(point, attempt, *rest)
+
+    monkeypatch.setattr(local, "execute", linked)
+    assert go(points(x=[1]))[0] == 0
+    assert not list(store.rglob("link"))
+    assert not list(store.rglob("pipe"))
+    assert outside.read_text() == "not yours"
+
+
+def test_papermills_own_word_is_not_believed(store, points, tmp_path):
+    """The control: papermill alone reports success for a notebook that ended early."""
+    import papermill
+
+    out = tmp_path / "out.ipynb"
+    papermill.execute_notebook(
+        str(TRIVIAL), str(out), {"how": "exits"}, progress_bar=False, kernel_name="python3"
+    )
+    assert json.loads(out.read_text())["cells"][-1]["execution_count"] is None
+    assert go(points(how=["exits"]))[0] == 1

@@ -1,0 +1,154 @@
+"""The check in every run must itself be able to fail, and must not cry wolf."""
+
+import copy
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from specexp.drafters.model import DraftModel
+from specexp.drafters.ngram import NGram
+from specexp.engine import Engine
+from specexp.measure import exactness as lab
+from specexp.measure.exactness import Reference, certify, compare, near_winners
+from specexp.models.int8 import quantise
+from specexp.models.lm import LM
+from specexp.policy import Fixed
+from specexp.rules import Match, Reject
+from specexp.sampling import Sampling
+from specexp.tree import Tree
+
+PROMPTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 1, 2, 3, 7, 8]]
+
+
+def engine(temperature=0.0, dtype=torch.float32, drafter="model", **sampling) -> Engine:
+    law = Sampling(temperature, **sampling)
+    target = LM(tiny_llama(0).to(dtype), "target")
+    draft = DraftModel(LM(tiny_llama(1, layers=1).to(dtype), "draft"), law)
+    chosen = draft if drafter == "model" else NGram()
+    return Engine(target, chosen, Fixed(Tree.chain(4)), law, Reject(), seed=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_the_engine_passes(dtype, temperature, drafter):
+    found = certify(engine(temperature, dtype, drafter), PROMPTS, 24)
+    assert found.bugs == 0
+    assert found.metrics["exact/pass"] == 1
+    if dtype != torch.bfloat16:
+        assert found.ties == 0
+        assert found.tokens == 24 * 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_check_of_another_rule_than_that_of_the_run_says_so(temperature):
+    said = str(certify(engine(temperature), PROMPTS, 4))
+    assert ("Match in place of reject" in said) == (temperature > 0)
+
+
+def test_top_k_and_top_p_pass():
+    assert certify(engine(0.9, top_k=7, top_p=0.8), PROMPTS, 24).bugs == 0
+
+
+class AcceptAll(Match):
+    """The planted bug: every guess is kept, whatever the target says."""
+
+    def __call__(self, draft, p, rng):
+        path, n = draft.nodes.accepted(torch.ones_like(draft.tokens, dtype=torch.bool))
+        last = p.gather(1, n[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+        return draft.judged(path, n, last.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_rule_that_keeps_everything_is_a_bug(monkeypatch, temperature):
+    broken = engine(temperature)
+    if temperature:
+        monkeypatch.setattr("specexp.measure.exactness.Match", AcceptAll)
+    else:
+        broken.rule = AcceptAll()  # greedy output is made by the engine's own rule
+    found = certify(broken, PROMPTS, 24)
+    assert found.bugs == 3
+    assert found.metrics["exact/pass"] == 0
+    assert "bugs" in str(found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_cache_that_is_off_by_one_is_a_bug(monkeypatch, temperature):
+    verify = LM.verify
+
+    def shifted(self, seqs, draft, taps=()):
+        if draft.tokens.shape[1] == 1:
+            return verify(self, seqs, draft, taps)
+        moved = copy.copy(seqs)
+        moved.length = seqs.length + 1
+        return verify(self, moved, draft, taps)
+
+    monkeypatch.setattr(LM, "verify", shifted)
+    assert certify(engine(temperature), PROMPTS, 24).bugs > 0
+
+
+def test_a_row_that_stops_early_is_a_bug(monkeypatch):
+    whole = Engine.generate
+
+    def cut(self, prompts, max_new_tokens, streams=None):
+        made = whole(self, prompts, max_new_tokens, streams)
+        if len(self.policy.tree) > 1:
+            made.tokens[1] = made.tokens[1][:-1]
+        return made
+
+    monkeypatch.setattr(Engine, "generate", cut)
+    found = certify(engine(), PROMPTS, 12)
+    assert [d.kind for d in found.divergences] == ["bug"]
+    assert found.divergences[0].row == 1
+
+
+def test_a_near_tie_is_a_tie_and_a_clear_lead_is_not():
+    made = engine()
+    head = made.target.module.lm_head.weight
+    text, reference = PROMPTS[0], Reference(made.target)
+    logits = made.target.module(torch.tensor([text])).logits[0, -1]
+    best = int(logits.argmax())
+    other = (best + 1) % 32
+    assert near_winners(made, text, 0, reference) == {best}
+    head.data[other] = head.data[best] * (1 + 1e-6)
+    assert near_winners(made, text, 0, reference) == {best, other}
+    head.data[other] = head.data[best] * 0.9
+    assert near_winners(made, text, 0, reference) == {best}
+
+
+@pytest.mark.parametrize("free", [1 << 40, 0])
+def test_the_float32_copy_is_made_once_for_all_differences(monkeypatch, free):
+    made = engine(dtype=torch.bfloat16)
+    plain = made.plain().generate(PROMPTS, 8).tokens
+    odd = [[*row[:3], (row[3] + 1) % 32, *row[4:]] for row in plain]
+    copied, deepcopy = [], copy.deepcopy
+    monkeypatch.setattr(lab, "free_memory", lambda device: free)
+    monkeypatch.setattr(lab.copy, "deepcopy", lambda *a: copied.append(deepcopy(*a)) or copied[-1])
+    assert compare(made, PROMPTS, plain, 8, range(3)).divergences == []
+    assert copied == []
+    assert len(compare(made, PROMPTS, odd, 8, range(3)).divergences) == 3
+    [module] = [m for m in copied if isinstance(m, torch.nn.Module)]
+    weights, before = module.state_dict(), made.target.module.state_dict()
+    assert all(w.dtype == torch.float32 for w in weights.values())
+    assert all(torch.equal(w, before[name].float()) for name, w in weights.items())
+    assert made.target.module.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_tied_weights_stay_tied_in_the_float32_copy():
+    target = LM(tiny_llama(0, tie_word_embeddings=True).to(torch.bfloat16), "target")
+    whole = copy.deepcopy(target.module).float()
+    reference = Reference(target)
+    wanted = whole(torch.tensor([PROMPTS[0]])).logits[0, -1, :32]
+    assert torch.equal(reference.logits(PROMPTS[0]), wanted)
+    made = reference._module
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+
+
+@pytest.mark.torchao
+def test_differences_under_quantised_weights_in_bfloat16_are_judged():
+    module = tiny_llama(0).to(torch.bfloat16).eval()
+    quantise(module, "cpu")
+    logits = Reference(LM(module, "target")).logits(PROMPTS[0])
+    assert logits.dtype == torch.float32
+    assert torch.isfinite(logits).all()

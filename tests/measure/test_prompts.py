@@ -1,0 +1,210 @@
+"""A question file loads as it is written or is refused by line; the shipped ones load."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexp.errors import UserError
+from specexp.measure.prompts import NAMES, SHIPPED, Prompt, load
+
+
+def line(question_id: object = 1, category: object = "code", turns: object = ("x = 1",)) -> str:
+    return json.dumps({"question_id": question_id, "category": category, "turns": turns}) + "\n"
+
+
+def write(folder: Path, content: str | bytes) -> Path:
+    path = folder / "question.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def refusal(folder: Path, content: str | bytes) -> str:
+    with pytest.raises(UserError) as refused:
+        load(write(folder, content))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_set_has_sixteen_different_prompts_of_its_category(name: str) -> None:
+    prompts = load(name)
+    assert len(prompts) == len({prompt.text for prompt in prompts}) == 16
+    assert {prompt.category for prompt in prompts} == {name}
+    for prompt in prompts:
+        assert len(prompt.turns) == 1
+        assert 100 <= len(prompt.text) <= 1000
+        assert not prompt.text.endswith(" "), "a trailing blank breaks the next token"
+    assert max(len(p.text) for p in prompts) > 1.5 * min(len(p.text) for p in prompts), "ragged"
+
+
+def test_all_is_the_shipped_sets_with_every_id_once() -> None:
+    prompts = load("all")
+    rows = zip(*map(load, NAMES), strict=True)
+    assert prompts == [prompt for row in rows for prompt in row]
+    assert len({prompt.question_id for prompt in prompts}) == len(prompts)
+    assert sorted(path.stem for path in SHIPPED.iterdir()) == sorted(NAMES)
+
+
+def test_editing_prompts_end_where_the_repetition_begins() -> None:
+    for prompt in load("editing"):
+        passage, asked = prompt.text.split("\n\n")[0], prompt.text.rsplit("\n\n", 1)[1]
+        begun = asked.split("\n", 1)[1]
+        heading = asked.split("\n", 1)[0]
+        if heading not in ("CSV:", "JSON lines:"):
+            assert passage.split("\n", 1)[1].startswith(begun.rstrip("\n"))
+
+
+def test_a_file_of_the_benchmarks_loads_unchanged(tmp_path: Path) -> None:
+    questions = [
+        {
+            "question_id": 81,
+            "category": "writing",
+            "turns": ["Write a post.\n", "Shorten it."],
+            "reference": ["", "..."],
+        },
+        {"question_id": "q-82", "category": "math", "turns": ["Näher: 1\u20282"], "score": 1.5},
+    ]
+    path = write(tmp_path, "".join(json.dumps(q, ensure_ascii=False) + "\n" for q in questions))
+    prompts = load(path)
+    assert prompts == [
+        Prompt(81, "writing", ("Write a post.\n", "Shorten it.")),
+        Prompt("q-82", "math", ("Näher: 1\u20282",)),
+    ]
+    assert prompts[0].text == "Write a post.\n"
+    assert load(str(path)) == prompts
+
+
+def test_bom_carriage_returns_and_blank_lines_are_tolerated(tmp_path: Path) -> None:
+    plain = load(write(tmp_path, line(1) + line(2)))
+    assert load(write(tmp_path, "\ufeff" + line(1) + "\n  \n" + line(2).strip())) == plain
+    assert load(write(tmp_path, (line(1) + line(2)).replace("\n", "\r\n"))) == plain
+
+
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("9" * 5_000, "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"question_id": 1, "turns": ["x"]}', "no 'category'"),
+        ("{}", "no 'question_id', 'category', 'turns'"),
+        (line(1.5), "question_id"),
+        (line(True), "question_id"),
+        (line(None), "question_id"),
+        (line(2, category=""), "category"),
+        (line(2, category=7), "category"),
+        (line(2, turns=[]), "turns"),
+        (line(2, turns="text"), "turns"),
+        (line(2, turns=[1]), "turns"),
+        (line(2, turns=["ok", None]), "turns"),
+        (line(2, turns=[" \n"]), "empty prompt"),
+        (line(2, turns=["\ud83d"]), "surrogate"),
+        (line("a"), "'a' is also on line 1"),
+        (b"\xff\xfe{\x00", "not UTF-8 at byte 1"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, broken: str | bytes, word: str) -> None:
+    raw = broken if isinstance(broken, bytes) else broken.encode()
+    message = refusal(tmp_path, line("a").encode() + raw)
+    assert "question.jsonl: line 2: " in message
+    assert word in message
+    assert len(message) < 300 + len(str(tmp_path))
+
+
+def test_all_broken_lines_are_in_one_message_five_of_them_named(tmp_path: Path) -> None:
+    message = refusal(tmp_path, line(1) + "{\n" * 8)
+    assert [f"line {n}:" in message for n in range(1, 10)] == [False] + [True] * 5 + [False] * 3
+    assert message.endswith("; and 3 more")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\n \r\n\n"])
+def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    assert "is empty" in refusal(tmp_path, content)
+
+
+@pytest.mark.parametrize(
+    ("asked", "word"),
+    [
+        ("cod", "'code'"),
+        ("editting", "'editing'"),
+        ("zzzz", "shipped are code, prose"),
+        ("no/such/folder/zzzz", "shipped are code, prose"),
+    ],
+)
+def test_a_missing_file_comes_with_the_nearest_name(asked: str, word: str) -> None:
+    with pytest.raises(UserError, match=f"no prompts at {asked}.*{word}"):
+        load(asked)
+
+
+def test_the_nearest_name_may_be_a_neighbour(tmp_path: Path) -> None:
+    write(tmp_path, line())
+    with pytest.raises(UserError, match=r"did you mean 'question.jsonl'"):
+        load(tmp_path / "questions.jsonl")
+
+
+@pytest.mark.parametrize("path", [".", "a\0b", "x" * 5000])
+def test_what_is_no_file_is_refused(path: str) -> None:
+    with pytest.raises(UserError, match="cannot read prompts"):
+        load(path)
+
+
+def test_categories_keep_theirs_and_an_unknown_one_is_refused() -> None:
+    chosen = load("all", categories=["messy", "code"])
+    both = zip(load("code"), load("messy"), strict=True)
+    assert chosen == [prompt for pair in both for prompt in pair]
+    with pytest.raises(UserError, match=r"'coding'; there are 'code', 'prose'"):
+        load("all", categories=["coding"])
+
+
+@pytest.mark.parametrize("limit", [1, 4, 5, 7, 23, 80, 200])
+def test_limit_takes_evenly_from_the_front_of_each_category(limit: int) -> None:
+    chosen = load("all", limit=limit)
+    taken = {name: [p for p in chosen if p.category == name] for name in NAMES}
+    assert len(chosen) == min(limit, 80)
+    assert max(map(len, taken.values())) - min(map(len, taken.values())) <= 1
+    for name, prompts in taken.items():
+        assert prompts == load(name)[: len(prompts)]
+    assert [p.category for p in chosen] == [NAMES[i % 5] for i in range(len(chosen))]
+
+
+def test_limit_with_a_small_category_goes_on_with_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path, line(1, "a") + "".join(line(n, "b") for n in range(2, 9)))
+    assert [p.question_id for p in load(path, limit=4)] == [1, 2, 3, 4]
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(UserError, match="limit"):
+        load("all", limit=0)
+
+
+GOOD = "".join(line(n, category, [f"turn {n} ü"]) for n, category in enumerate("aabbc")).encode()
+
+
+@settings(max_examples=400)
+@given(
+    edits=st.lists(
+        st.tuples(st.integers(0, len(GOOD)), st.integers(0, 8), st.binary(max_size=6)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_mutation_loads_or_is_refused_by_line(
+    tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int, bytes]]
+) -> None:
+    content = GOOD
+    for start, removed, added in edits:
+        content = content[:start] + added + content[start + removed :]
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    try:
+        prompts = load(write(tmp_path_factory.getbasetemp(), content))
+    except UserError as error:
+        named = [n for n in range(1, len(lines) + 1) if f"line {n}: " in str(error)]
+        assert named
+        assert all(lines[n - 1].strip() for n in named)
+    else:
+        assert len(prompts) == sum(1 for text in lines if text.strip())
+        assert all(prompt.text.strip() and prompt.text.encode() for prompt in prompts)

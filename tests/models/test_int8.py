@@ -1,0 +1,316 @@
+"""8-bit weights: what is quantised and what is not, held apart from the plain, and exact."""
+
+import copy
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_tokenizer
+from support.tape import taped
+from support.tiny import NoHostReads, gpt2, slowly
+from torch import nn
+
+from specexp import api
+from specexp.errors import UserError
+from specexp.fast.fused import Fused
+from specexp.grids import identity
+from specexp.measure import one_pairing
+from specexp.measure.exactness import certify
+from specexp.measure.hardware import peak_memory, roofline
+from specexp.measure.prompts import Prompt
+from specexp.models import head_files, int8, lm
+from specexp.models.lm import Unfused
+from specexp.sequences import Sequences
+from specexp.serving import costs
+from specexp.tree import Tree
+from specexp.zoo.heads import train_heads
+
+pytestmark = pytest.mark.torchao
+TEXTS = ["def mean(values):", "zz", "return sum(values) / len(values)"]
+NEW = 24
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def small(folder: str) -> str:
+    return f"{folder}+int8"
+
+
+def check(target: str, drafter: str, **more) -> list[str]:
+    texts = [Prompt(0, "mine", (TEXTS[0],))]
+    return api.check({"target": target, "drafter": drafter, "max_new_tokens": 8} | more, texts)
+
+
+def quantised_layers(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, part in module.named_modules()
+        if any(hasattr(p, "__tensor_flatten__") for p in part.parameters(recurse=False))
+    ]
+
+
+# names
+
+
+def test_a_name_is_a_model_and_how_its_weights_are_kept(tmp_path, monkeypatch):
+    assert int8.split("sibling-3m+int8") == ("sibling-3m", "+int8")
+    assert int8.split("org/name+int8") == ("org/name", "+int8")
+    for name in ("sibling-3m", "org/name", "c++", "+int8", "a+int-8"):
+        assert int8.split(name) == (name, "")
+    monkeypatch.chdir(tmp_path)
+    Path("odd+int8").mkdir()
+    assert int8.split("odd+int8") == ("odd+int8", "")
+    assert int8.split("odd+int8+int8") == ("odd+int8", "+int8")
+
+
+def test_a_folder_that_is_called_so_is_loaded_as_it_is(tiny_folders, tmp_path):
+    odd = shutil.copytree(tiny_folders[1], tmp_path / "draft+int8")
+    rig = api.build(tiny_folders[0], str(odd), gamma=2)
+    assert rig.engine.drafter.name == "draft+int8"
+    assert not quantised_layers(rig.engine.drafter.lm.module)
+    rig = api.build(tiny_folders[0], small(str(odd)), gamma=2)
+    assert quantised_layers(rig.engine.drafter.lm.module)
+
+
+@pytest.mark.parametrize("place", ["target", "drafter"])
+def test_other_ways_to_quantise_are_refused_in_one_line(tiny_folders, place):
+    names = dict(zip(("target", "drafter"), tiny_folders, strict=True))
+    names[place] += "+int4"
+    [line] = check(**names)
+    assert line.endswith(f"as {names[place][:-5]}+int8, and +int4 is unknown")
+
+
+def test_without_torchao_the_mend_is_named(tiny_folders, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "torchao" else found(n, *a)
+    )
+    [line] = check(tiny_folders[0], small(tiny_folders[1]))
+    assert line.endswith('+int8 needs torchao: pip install "specexp[quant]"')
+    assert check(*tiny_folders) == []
+
+
+def test_float64_is_refused_before_and_at_loading(tiny_folders):
+    [line] = check(tiny_folders[0], small(tiny_folders[1]), dtype="float64")
+    assert "float64 cannot be +int8" in line
+    with pytest.raises(UserError, match="float64 cannot be"):
+        lm.load(small(tiny_folders[1]), "mine", "float64", "cpu")
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"has no nn\.Linear to quantise"):
+        lm.read_config(small(str(tmp_path)))
+
+
+def test_a_model_that_is_quantised_already_is_refused():
+    config = tiny_llama(0).config
+    config.quantization_config = {"bits": 4}
+    with pytest.raises(UserError, match=r"quantised as it is: leave out \+int8"):
+        int8.check(config, "mine")
+
+
+def test_heads_are_read_and_trained_plain(tiny_folders):
+    with pytest.raises(UserError, match=r"heads are read as they are; leave out \+int8"):
+        head_files.read(small(tiny_folders[0]))
+    with pytest.raises(UserError, match=r"leave out \+int8"):
+        train_heads("medusa", small(tiny_folders[0]), quick=True)
+
+
+# what is quantised
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_linear_layers_are_and_the_head_and_the_embedding_are_not(tmp_path, tied, dtype):
+    tiny_llama(0, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    plain, made = (lm.load(name, "mine", dtype, "cpu") for name in (tmp_path, small(tmp_path)))
+    names = [n for n, m in made.module.named_modules() if isinstance(m, nn.Linear)]
+    assert quantised_layers(made.module) == [n for n in names if n != "lm_head"]
+    assert quantised_layers(plain.module) == []
+    shared = made.module.lm_head.weight is made.module.model.embed_tokens.weight
+    assert shared == tied
+    assert torch.equal(made.module.lm_head.weight, plain.module.lm_head.weight)
+    assert (made.dtype, made.parameters) == (plain.dtype, plain.parameters)
+    assert isinstance(made.net, Fused)
+
+
+def test_each_row_is_off_by_half_a_step_of_its_own_scale_at_most(tiny_folders):
+    plain, made = (
+        lm.load(n, "x", "float32", "cpu") for n in (tiny_folders[0], small(tiny_folders[0]))
+    )
+    for name, part in made.module.named_modules():
+        if name in quantised_layers(made.module):
+            was = plain.module.get_submodule(name).weight
+            step = was.abs().amax(1, keepdim=True) / 127.5
+            off = (part.weight.dequantize() - was).abs()
+            assert (off <= 0.51 * step).all()
+            assert off.max() > 0
+
+
+def test_logits_are_those_of_the_rounded_weights(tiny_folders):
+    made = lm.load(small(tiny_folders[0]), "x", "float32", "cpu").module
+    plain = copy.deepcopy(lm.load(tiny_folders[0], "x", "float32", "cpu").module)
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    with torch.inference_mode():
+        assert not torch.allclose(made(ids).logits, plain(ids).logits, atol=1e-3)
+        for name in quantised_layers(made):
+            rounded = made.get_submodule(name).weight.dequantize()
+            plain.get_submodule(name).weight = nn.Parameter(rounded, requires_grad=False)
+        assert torch.allclose(made(ids).logits, plain(ids).logits, atol=1e-5)
+
+
+def test_passes_with_less_work_are_the_modules_own_on_joined_weights_held_once(tiny_folders):
+    made = lm.load(small(tiny_folders[0]), "mine", "float32", "cpu")
+    attention = made.module.model.layers[1].self_attn
+    places = [
+        p.weight.qdata.untyped_storage().data_ptr() for p in (attention.q_proj, attention.v_proj)
+    ]
+    assert places[0] == places[1] == made.net.layers[1].qkv.qdata.untyped_storage().data_ptr()
+    seqs = Sequences.of([[3, 1, 2], [5]], 4, slack=3)
+    logits = []
+    for net in (made.net, Unfused(made.module)):
+        made.net = net
+        made.allocate(*seqs.tokens.shape)
+        made.prefill(seqs, 0, 2)
+        draft = seqs.draft(Tree.chain(2).nodes("cpu"), torch.tensor([[7, 8], [9, 10]]))
+        logits.append(made.verify(seqs, draft).logits)
+    assert torch.allclose(*logits, atol=1e-5)
+
+
+def test_weights_that_are_not_quantised_by_rows_are_left_to_transformers():
+    from torchao.quantization import Int8WeightOnlyConfig, PerTensor, quantize_
+
+    module = tiny_llama(0)
+    quantize_(module, Int8WeightOnlyConfig(granularity=PerTensor(), set_inductor_config=False))
+    assert isinstance(lm.LM(module).net, Unfused)
+
+
+# held apart, and reckoned
+
+
+def test_plain_and_quantised_weights_are_never_taken_for_each_other(tiny_folders):
+    target, draft = tiny_folders
+    both = [api.build(target, name, gamma=2) for name in (draft, small(draft))]
+    plain, made = (rig.engine.drafter.lm.module for rig in both)
+    assert both[0].target.module is both[1].target.module
+    assert quantised_layers(made)
+    assert not quantised_layers(plain)
+    again = api.build(target, small(draft), gamma=3)
+    assert again.engine.drafter.lm.module is made
+    assert [rig.drafter for rig in both] == [draft, small(draft)]
+
+
+@pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
+def test_a_model_that_drafts_for_itself_is_shared_only_if_both_are_kept_alike(
+    tiny_folders, target, draft
+):
+    names = tiny_folders[0], small(tiny_folders[0])
+    rig = api.build(names[target], names[draft], gamma=3, temperature=1.0)
+    modules = rig.target.module, rig.engine.drafter.lm.module
+    assert [bool(quantised_layers(m)) for m in modules] == [bool(target), bool(draft)]
+    assert (modules[0] is modules[1]) == (target == draft)
+    kept = rig.generate(TEXTS, NEW).trace.acceptance
+    assert (kept.rate == 1) == (target == draft)
+
+
+def test_a_result_of_one_is_none_of_the_other(tiny_folders):
+    target, draft = tiny_folders
+    of = [
+        identity.Surroundings().of({"target": t, "drafter": d}, "a" * 64)
+        for t, d in ((target, draft), (target, small(draft)), (small(target), draft))
+    ]
+    assert len({parts["models"] for parts in of}) == 3
+    assert identity.model_digest(small(draft)) == identity.model_digest(draft)
+    assert identity.name_of(small(draft)) == "draft+int8"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_reckoned_as_they_are_held(tiny_folders, dtype):
+    for folder in tiny_folders:
+        made = lm.load(small(folder), "mine", dtype, "cpu")
+        config = lm.read_config(small(folder))
+        reckoned = lm.weight_bytes(config, lm.DTYPES[dtype])
+        assert reckoned == sum(x.nbytes for x in int8.held(made.module.parameters()))
+        assert reckoned < lm.weight_bytes(lm.read_config(folder), lm.DTYPES[dtype])
+        held = peak_memory.weights([made.module]) - sum(b.nbytes for b in made.module.buffers())
+        assert held == reckoned
+        embedding = made.module.get_input_embeddings().weight
+        assert roofline.weight_bytes(made.module, 1) == reckoned - embedding[1:].nbytes
+
+
+def test_every_count_of_bytes_sees_the_small_weights(tiny_folders):
+    target, draft = tiny_folders
+    rig = api.build(small(target), small(draft), gamma=2)
+    sizes = [lm.weight_bytes(lm.read_config(small(f)), torch.float32) for f in tiny_folders]
+    assert costs.about(rig.engine)["weight_bytes"] == sizes[0]
+    assert one_pairing.added_bytes(rig.engine) == sizes[1]
+
+
+def test_memory_is_refused_by_what_quantised_weights_take(tiny_folders, monkeypatch):
+    target = tiny_folders[0]
+    sizes = [lm.weight_bytes(lm.read_config(n), torch.float32) for n in (target, small(target))]
+    room = 2_000_000
+    monkeypatch.setattr(lm, "free_memory", lambda device: sum(sizes) + room)
+    assert check(target, small(target)) == []  # two modules of one config
+    monkeypatch.setattr(lm, "free_memory", lambda device: sizes[0] + room // 100)
+    assert len(check(target, small(target))) == 1
+    monkeypatch.setattr(lm, "free_memory", lambda device: sizes[1])
+    monkeypatch.setattr(lm, "_LOADED", {})
+    with pytest.raises(UserError, match="the weights of mine in float32 take"):
+        lm.load(small(target), "mine", "float32", "cpu")  # a CPU holds them whole first
+
+
+# exact
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("rule", "tree"), [("match", "chain"), ("match", "2x2"), ("reject", "chain")]
+)
+@pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
+def test_text_is_the_targets_own(tiny_folders, target, draft, rule, tree, device):
+    names = [name + "+int8" * q for name, q in zip(tiny_folders, (target, draft), strict=True)]
+    rig = api.build(*names, gamma=3, rule=rule, tree=tree, device=device)
+    ids = rig.encode(TEXTS)
+    rig.engine.eos = ()
+    assert certify(rig.engine, ids, NEW).divergences == []
+    if device == "cpu":
+        alone = [slowly(rig.target.module, row, NEW) for row in ids]
+        assert rig.generate(TEXTS, NEW).tokens == alone
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("drafter", ["draft", "early_exit:1", "ngram"])
+def test_sampled_text_is_the_targets_own(tiny_folders, drafter, dtype):
+    name = small(tiny_folders[1]) if drafter == "draft" else drafter
+    rig = api.build(small(tiny_folders[0]), name, gamma=3, temperature=0.9, dtype=dtype)
+    assert certify(rig.engine, rig.encode(TEXTS), NEW).bugs == 0
+
+
+def test_a_round_reaches_no_host_and_can_be_recorded(tiny_folders):
+    rig = api.build(small(tiny_folders[0]), small(tiny_folders[1]), gamma=3)
+    tree, ids = Tree.chain(3), rig.encode(TEXTS)
+    made = rig.apart().engine
+    seqs = made.begin(Sequences.of(ids, NEW, slack=tree.room))
+    made.round(seqs, tree)
+    with NoHostReads():
+        made.round(seqs, tree)
+    recorded = taped(rig.apart().engine)
+    assert recorded.generate(ids, NEW).tokens == rig.engine.generate(ids, NEW).tokens
+    assert recorded.graphs.recorder.replays > 0
+
+
+def test_eagle_heads_draft_for_a_quantised_target():
+    rig = api.build("target-10m+int8", "eagle", gamma=3)
+    assert certify(rig.engine, rig.encode(TEXTS[:1]), 16).bugs == 0
+
+
+def test_a_draft_of_another_tokenizer_may_be_quantised(tiny_folders, tmp_path):
+    tokenizer = tiny_tokenizer("while True: break\n" * 3)
+    tiny_llama(2, 1, vocab=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rig = api.build(tiny_folders[0], f"crossed:{small(tmp_path)}", gamma=2)
+    assert quantised_layers(rig.engine.drafter.lm.module)
+    assert certify(rig.engine, rig.encode(TEXTS), NEW).bugs == 0

@@ -1,0 +1,475 @@
+"""Whatever joins or leaves a batch, every request is answered once, with its own plain text."""
+
+import copy
+import random
+from weakref import WeakSet
+
+import pytest
+import torch
+from conftest import CONTEXT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
+
+from specexp.drafters.model import DraftModel
+from specexp.drafters.ngram import NGram
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.fast import cpu
+from specexp.models.cache import Slots
+from specexp.models.lm import LM
+from specexp.policy import Fixed, Plan
+from specexp.rules import Match
+from specexp.sampling import Sampling
+from specexp.serving.engine_rows import EngineBank, OutOfMemory
+from specexp.serving.server import Closed, Request, Server, Timed, serve
+from specexp.tree import Tree
+
+SLOTS, ROOM = 96, 10
+CHAINS = [Tree.chain(g) for g in (0, 0, 1, 3)]
+SHAPES = [*CHAINS, Tree.branching(2, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4)), Tree.grown(9, 3)]
+
+
+class Restless:
+    """Another plan every round: trees and budgets by chance."""
+
+    widest = ROOM
+
+    def __init__(self, seed, trees=tuple(CHAINS), ragged=(False, True), grades=1):
+        self.rng, self.trees, self.ragged = random.Random(seed), trees, ragged
+        self.grades, self.learned = grades, []
+
+    def choose(self, load):
+        tree = self.rng.choice(self.trees)
+        budget = self.depths(load.rows, tree)
+        return Plan(tree, budget, reach=self.depths(self.grades, tree) if self.grades > 1 else ())
+
+    def depths(self, count, tree):
+        ragged = self.rng.choice(self.ragged)
+        return tuple(self.rng.randint(0, tree.depth) for _ in range(count)) if ragged else ()
+
+    def learn(self, load, plan, steps, seconds):
+        assert len(steps) <= sum(stream is not None for stream in load.streams)
+        assert all(step.drafted <= plan.asked(step) for step in steps if plan.tree.is_chain)
+        self.learned += steps
+
+
+def requests(count: int, seed: int = 0) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request([rng.randrange(V) for _ in range(rng.choice([1, 2, 3, 9, 30]))],
+                rng.randint(1, NEW), stream=100 + i)
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def alone(made: Engine, request: Request) -> list[int]:
+    plain = made.plain()
+    [tokens] = plain.generate([request.prompt], request.new, [request.stream]).tokens
+    return tokens
+
+
+def served(made: Engine, policy, source, rows: int = 3, **options) -> tuple[Server, list]:
+    server = Server(EngineBank(made, rows, SLOTS, ROOM), policy, **options)
+    return server, serve(server, source)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_every_request_is_answered_once_with_its_own_plain_text(kind, temperature):
+    """Chunks of three, a bank of three, budgets of their own, guesses now and then."""
+    trees = CHAINS if kind == "medusa" else SHAPES
+    made = engine(kind, "chain", "match", temperature=temperature)
+    todo = requests(9)
+    policy = Restless(1, trees, grades=made.drafter.grades)
+    server, answers = served(made, policy, Closed(todo, 5), chunk=3)
+    assert [a.request for a in answers] == todo
+    for answer in answers:
+        assert answer.state == "done"
+        assert answer.tokens == alone(made, answer.request)
+        assert answer.deliveries[-1][1] == answer.request.new
+    assert max(tick.rows for tick in server.ticks) == 3
+    assert server.open == 0
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_what_was_rehearsed_is_not_recorded_again_and_changes_no_text(kind):
+    made = engine(kind, "chain", "match", temperature=0.0, dtype=torch.float32)
+    bank, todo = EngineBank(made, 3, SLOTS, ROOM), requests(9)
+    bank.rehearse(3)
+    known = set(made.recordings.kept)
+    assert len(known) == 3 * (1 + 4)  # sizes; plain rounds of all rows, and those of some
+    answers = serve(Server(bank, Restless(1)), Closed(todo, 5))
+    assert set(made.recordings.kept) == known
+    for answer in answers:
+        assert answer.tokens == alone(made, answer.request)
+
+
+@pytest.mark.compiler
+def test_rehearsal_ends_where_memory_does_and_small_sizes_come_last(monkeypatch):
+    made = engine("model", "chain", "match", temperature=0.0, dtype=torch.float32)
+    bank, todo = EngineBank(made, 3, SLOTS, ROOM), requests(5)
+    report, rows = Engine.report, []
+
+    def scarce(engine, seqs, tree):
+        rows.append(len(seqs.tokens))
+        if len(set(rows)) == 3:
+            raise torch.OutOfMemoryError("out of memory: tried to allocate")
+        return report(engine, seqs, tree)
+
+    monkeypatch.setattr(Engine, "report", scarce)
+    bank.rehearse(3)
+    assert list(dict.fromkeys(rows)) == [3, 2, 1]
+    monkeypatch.undo()
+    for answer in serve(Server(bank, Restless(1)), Closed(todo, 3)):
+        assert answer.tokens == alone(made, answer.request)
+
+
+def test_a_text_beyond_the_drafter_leaves_the_guesses_of_others_as_good_as_they_are():
+    """The target drafts for itself: whatever is guessed is kept. While a longer text than the
+    drafter can take is there nobody drafts, and nobody is judged."""
+    made = engine("self", "chain", "match")
+    made.drafter.context = 40
+    server = Server(EngineBank(made, 2, SLOTS, ROOM), Fixed(Tree.chain(3)))
+    long, short = server.submit(Request([3] * 30, 30)), server.submit(Request([1, 2, 5], 60))
+    passes = 0
+    while not long.over:
+        server.step()
+        seat = next(s for s in server.seats if s and s.answer is short)
+        assert seat.kept == pytest.approx(seat.made)
+        passes += short.drafted == 0
+    assert passes < short.passes < 40
+    drafted, kept = short.drafted, short.accepted
+    server.step()
+    server.step()
+    assert short.drafted - drafted == short.accepted - kept == 6
+    while server.step():
+        pass
+    assert short.tokens == alone(made, short.request)
+
+
+def test_of_two_equal_requests_the_one_that_is_cancelled_goes():
+    server = Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(0)))
+    first, *equal = (server.submit(Request([1, 2], 3), came_s=0.0) for _ in range(3))
+    server.step()
+    server.cancel(equal[1])
+    while server.step():
+        pass
+    assert [a.state for a in (first, *equal)] == ["done", "done", "cancelled"]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("reach", "drafted"),
+    [((), [3, 3, 0, 1]), ((3, 2, 1, 0), [0, 2, 0, 0]), ((0, 1, 0, 2), [2, 1, 0, 1])],
+)
+def test_a_row_drafts_as_deep_as_its_drafter_is_sure_enough(reach, drafted, compiled, monkeypatch):
+    """Of the first and last three tokens agree, of the others one and none."""
+    if not compiled:
+        monkeypatch.setattr(cpu, "by", lambda *read: None)
+    made = engine("ngram", "chain", "match")
+    made.drafter = NGram(3)
+    bank = EngineBank(made, 4, SLOTS, ROOM)
+    texts = [1, 2, 3, 4, 1, 2, 3], [5, 1, 6, 1], [1, 2, 3], [1, 2, 3, 1, 2, 3]
+    for row, text in enumerate(texts):
+        bank.enter(row, text, row)
+        bank.read(row, 0, len(text) - 1)
+        bank.begin(row, 60)
+    steps = bank.round([3, 3, 3, 1], 20, Tree.chain(3), reach)
+    assert [step.drafted for step in steps] == drafted
+    assert [step.grade for step in steps] == [3, 1, 0, 3]
+
+
+@pytest.mark.parametrize("rule", ["reject", "block"])
+@pytest.mark.parametrize("kind", ["model", "eagle3", "self"])
+def test_under_every_rule_a_request_does_not_see_its_batch(rule, kind):
+    made = engine(kind, "chain", rule, temperature=0.9)
+    fixed = Fixed(Tree.chain(3))
+    made.policy = fixed
+    todo = requests(8, seed=3)
+    _, answers = served(made, fixed, Closed(todo, 4))
+    for answer in answers:
+        _, [by_itself] = served(made, fixed, Closed([answer.request], 1), rows=1)
+        assert answer.tokens == by_itself.tokens
+
+
+@pytest.mark.parametrize(("kind", "first"), [("model", 0), ("eagle3", 0), ("ngram", 3)])
+def test_no_first_token_waits_for_a_drafter_to_read_the_prompt(kind, first):
+    """A lookup reads nothing. Who came before goes on drafting."""
+    made = engine(kind, "chain", "match")
+    server = Server(EngineBank(made, 2, SLOTS, ROOM), Fixed(Tree.chain(3)))
+    answers = []
+    for _ in range(2):
+        answers.append(server.submit(Request([1, 2, 3] * 9, NEW)))
+        server.step()
+        assert answers[-1].drafted == first
+    assert answers[0].drafted >= 3
+    while server.step():
+        pass
+    assert [a.tokens for a in answers] == [alone(made, a.request) for a in answers]
+
+
+def test_who_reads_nothing_lags_behind_nothing_and_is_judged_at_once():
+    """After many plain rounds, of texts that are longer than a chunk."""
+    made, policy = engine("ngram", "chain", "match"), Restless(0, [Tree.chain(0)] * 40)
+    server = Server(EngineBank(made, 2, SLOTS, ROOM), policy, chunk=2)
+    for _ in range(2):
+        server.submit(Request([1, 2, 3] * 9, NEW))
+    for _ in range(30):
+        server.step()
+    assert all(s is None or s.behind == 0 for s in server.seats)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32 - 1))
+def test_whoever_comes_or_goes_at_whatever_time(seed):
+    rng = random.Random(seed)
+    made = engine("model", "chain", "match", temperature=rng.choice([0.0, 1.0]))
+    policy = Restless(seed)
+    server = Server(EngineBank(made, rng.randint(1, 4), SLOTS, ROOM), policy,
+                    chunk=rng.choice([1, 5, 64]), queue=rng.randint(0, 6))  # fmt: skip
+    todo, answers = requests(rng.randint(1, 12), seed), []
+    while todo or server.open:
+        for _ in range(rng.randint(0, 3)):
+            if todo:
+                answers.append(server.submit(todo.pop()))
+        if answers and rng.random() < 0.15:
+            server.cancel(rng.choice(answers))
+        server.step()
+    by_state = {s: [a for a in answers if a.state == s] for s in ("done", "cancelled", "refused")}
+    assert sum(map(len, by_state.values())) == len(answers)
+    for answer in by_state["done"]:
+        assert answer.tokens == alone(made, answer.request)
+    for answer in by_state["cancelled"]:
+        assert answer.tokens == alone(made, answer.request)[: len(answer.tokens)]
+    assert all("queue is full" in a.reason and not a.tokens for a in by_state["refused"])
+
+
+def test_an_end_of_text_frees_the_row():
+    made = engine("model", "chain", "match")
+    todo = requests(6)
+    made.eos = (alone(made, todo[1])[0],)
+    _, answers = served(made, Fixed(Tree.chain(3)), Closed(todo, 3))
+    for answer in answers:
+        text = alone(made, answer.request)
+        assert answer.tokens == text
+    assert len(answers[1].tokens) == 1
+
+
+def test_a_drafter_that_reads_late_still_accepts_everything():
+    """The target as its own draft: after any number of rounds without it, nothing is missing."""
+    made = engine("self", "chain", "match")
+    policy = Restless(5)
+    _, answers = served(made, policy, Closed(requests(9), 4), chunk=7)
+    drafted = [step for step in policy.learned if step.drafted]
+    assert len(drafted) > 20
+    assert all(step.accepted == step.drafted for step in drafted)
+    assert all(a.state == "done" for a in answers)
+
+
+def test_a_drafter_reads_a_long_text_in_chunks_and_is_judged_when_it_has():
+    made = engine("self", "chain", "match")
+    bank, policy = EngineBank(made, 2, SLOTS, ROOM), Restless(0, [Tree.chain(2)], [False])
+    read, catch_up_row = [], bank.catch_up_row
+
+    def noted(row, start, stop):
+        read.append((start, stop))
+        catch_up_row(row, start, stop)
+
+    bank.catch_up_row = noted
+    request = Request([i * 7 % V for i in range(60)], 20)
+    server = Server(bank, policy, chunk=20)
+    answer = server.submit(request)
+    for chunks in range(6):
+        server.step()
+        assert len(read) == max(0, min(3, chunks - 2))
+    while server.step():
+        pass
+    assert [start for start, _ in read] == [0, *(stop for _, stop in read)][:-1]
+    assert {stop - start for start, stop in read} == {20}
+    assert answer.tokens == alone(made, request)
+    assert 0 < len(policy.learned) < answer.passes
+    assert all(step.accepted == step.drafted == 2 for step in policy.learned[1:])
+
+
+def test_a_poisoned_request_fails_alone_and_its_row_is_clean_again():
+    law = Sampling()
+    for culprit in ("target", "draft"):
+        target = LM(copy.deepcopy(module()), "target", vocab=V - 1)  # the bad token is never said
+        draft = LM(copy.deepcopy(draft_module()), "draft", vocab=V - 1)
+        broken = target if culprit == "target" else draft
+        broken.module.model.embed_tokens.weight[V - 1] = float("nan")
+        made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law, Match())
+        good = [Request(p, 12, stream=i) for i, p in enumerate(PROMPTS[:4])]
+        bad = [Request([1] * 20 + [V - 1] * 2, 12), Request([3, V - 1], 12)]
+        todo = [good[0], bad[0], good[1], bad[1], *good[2:]]
+        _, answers = served(made, made.policy, Closed(todo, 2), rows=2)
+        for answer in answers:
+            if V - 1 in answer.request.prompt:
+                assert answer.state == "failed"
+                assert culprit in answer.reason
+            else:
+                assert answer.tokens == alone(made, answer.request)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (Request([], 5), "the prompt is empty"),
+        (Request([1], 0), "0 new tokens"),
+        (Request([1] * 80, 20), "100 slots, 14 more than the 86 of a row"),
+    ],
+    ids=["empty", "nothing", "long"],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(request_, reason):
+    made = engine("model", "chain", "match")
+    _, answers = served(made, Fixed(Tree.chain(3)), Closed([request_, *requests(2)], 2))
+    assert answers[0].state == "refused"
+    assert reason in answers[0].reason
+    assert [a.state for a in answers[1:]] == ["done", "done"]
+
+
+def test_a_text_may_fill_its_row_and_the_context():
+    made = engine("model", "chain", "match")
+    bank = EngineBank(made, 1, CONTEXT + ROOM, ROOM)
+    [answer] = serve(Server(bank, Fixed(Tree.chain(3))), Closed([Request([1] * 100, 28)], 1))
+    assert answer.tokens == alone(made, answer.request)
+
+
+def test_overload_waits_within_a_bound_and_is_then_refused_in_order():
+    made = engine("null", "empty", "match")
+    todo = [Request([1, 2], 3, stream=i) for i in range(12)]
+    _, answers = served(made, Fixed(Tree.chain(0)), Timed(todo), rows=2, queue=4)
+    assert [a.state for a in answers] == ["done"] * 6 + ["refused"] * 6
+    begun = [a.begun_s for a in answers[:6]]
+    assert begun == sorted(begun)
+
+
+def test_a_closed_loop_without_streams_is_refused_instead_of_waited_for():
+    with pytest.raises(UserError, match="needs 1 stream or more"):
+        Closed(requests(2), 0)
+
+
+def test_a_policy_wider_than_the_bank_is_refused_before_anything_runs():
+    with pytest.raises(UserError, match=r"leaves 10 slots .* wants 21"):
+        Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(20)))
+
+
+def test_a_bank_that_does_not_fit_is_halved_and_says_so(monkeypatch, caplog):
+    made = engine("model", "chain", "match")
+    allocate = LM.allocate
+
+    def small(lm, B, S):
+        if B > 4:
+            raise UserError("the cache needs more than there is")
+        allocate(lm, B, S)
+
+    monkeypatch.setattr(LM, "allocate", small)
+    assert EngineBank(made, 8, SLOTS, ROOM).rows == 4
+    assert "more than 4 rows" in caplog.text
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """room(bytes): so many there are, for the keys and values of whatever is alive."""
+    made, make = WeakSet(), Slots.lazy_initialization
+
+    def taken():
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in made)
+
+    def set_room(size: int):
+        def scarce(layer, keys, values):
+            make(layer, keys, values)
+            if taken() + layer.keys.nbytes + layer.values.nbytes > size:
+                raise torch.OutOfMemoryError("out of memory: tried to allocate")
+            made.add(layer)
+
+        monkeypatch.setattr(Slots, "lazy_initialization", scarce)
+        monkeypatch.setattr("specexp.models.lm.free_memory", lambda device: size - taken())
+
+    return set_room
+
+
+def test_banks_take_their_memory_when_they_are_made(room):
+    """What is there would do for eight rows of the target's, were there no drafter."""
+    first, second = (engine("model", "chain", "match") for _ in range(2))
+    sizes = [lm.kv_bytes_per_token * SLOTS for lm in first.models]
+    room(8 * sizes[0])
+    banks = [EngineBank(made, 8, SLOTS, ROOM) for made in (first, second)]
+    assert [bank.rows for bank in banks] == [4, 1]
+    todo = requests(7)
+    for bank, made in zip(banks, (first, second), strict=True):
+        server = Server(bank, Restless(2))
+        answers = serve(server, Closed(todo, 7))
+        assert [a.tokens for a in answers] == [alone(made, r) for r in todo]
+        assert server.notes == []
+
+
+def test_a_row_that_does_not_fit_is_refused_in_a_line(room):
+    made = engine("model", "chain", "match")
+    room(made.target.kv_bytes_per_token * SLOTS)
+    with pytest.raises(UserError, match="not one row of 96 slots fits: serve shorter requests"):
+        EngineBank(made, 2, SLOTS, ROOM)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("at", [3, 5, 6, 8, 13])
+def test_when_memory_runs_out_the_bank_shrinks_and_nobody_notices(monkeypatch, at, temperature):
+    made = engine("model", "chain", "match", temperature=temperature)
+    run, calls = LM._run, []
+
+    def scarce(lm, seqs, *given, **kwargs):
+        calls.append(len(seqs.tokens))
+        if len(seqs.tokens) > 2 and len(calls) > at:
+            raise torch.OutOfMemoryError("out of memory: tried to allocate")
+        return run(lm, seqs, *given, **kwargs)
+
+    todo = requests(7)
+    texts = [alone(made, r) for r in todo]
+    monkeypatch.setattr(LM, "_run", scarce)
+    server, answers = served(made, Restless(2), Closed(todo, 7), rows=6)
+    assert [a.tokens for a in answers] == texts
+    assert "out of memory with" in server.notes[0]
+    assert server.rows <= 3
+    assert Server(server.bank, Restless(2)).rows == server.rows
+
+
+def test_a_request_that_alone_exceeds_the_memory_fails_and_says_so(monkeypatch):
+    made = engine("null", "empty", "match")
+    run = LM._run
+
+    def scarce(lm, seqs, tokens, *given, **kwargs):
+        if int(seqs.length.max()) > 20:
+            raise torch.OutOfMemoryError("out of memory")
+        return run(lm, seqs, tokens, *given, **kwargs)
+
+    monkeypatch.setattr(LM, "_run", scarce)
+    todo = [Request([1] * 30, 4), Request([1, 2], 4)]
+    _, answers = served(made, Fixed(Tree.chain(0)), Closed(todo, 2), rows=2)
+    assert [a.state for a in answers] == ["failed", "done"]
+    assert "out of memory with one request alone" in answers[0].reason
+
+
+def test_errors_that_are_not_about_memory_are_not_swallowed(monkeypatch):
+    made = engine("null", "empty", "match")
+    bank = EngineBank(made, 1, SLOTS, ROOM)
+    monkeypatch.setattr(LM, "_run", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        serve(Server(bank, Fixed(Tree.chain(0))), Closed(requests(2), 2))
+    assert not issubclass(OutOfMemory, RuntimeError)
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    """While it is read in chunks, a running stream is delivered something in every step."""
+    made = engine("null", "empty", "match")
+    server = Server(EngineBank(made, 2, SLOTS, ROOM), Fixed(Tree.chain(0)), chunk=8)
+    first = server.submit(Request([1, 2], 30))
+    server.step()
+    long = server.submit(Request([3] * 60, 4))
+    while long.state != "writing":
+        before = len(first.deliveries)
+        server.step()
+        assert len(first.deliveries) == before + 1
+        assert server.ticks[-1].read <= 8
+    assert len(first.deliveries) >= 8

@@ -1,0 +1,208 @@
+"""Tiny real models, a drafter of every kind over them, and engines: what tests of rounds share."""
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import torch
+from conftest import CONTEXT, tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from specexp.drafters.crossed import Crossed, TokenMap
+from specexp.drafters.eagle import EagleLayer
+from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.lookahead import Lookahead
+from specexp.drafters.medusa import MedusaHeads
+from specexp.drafters.model import DraftModel
+from specexp.drafters.ngram import NGram
+from specexp.drafters.null import Null
+from specexp.drafters.planted import Planted
+from specexp.drafters.recycle import Recycle
+from specexp.drafters.suffix import Suffix
+from specexp.engine import Engine
+from specexp.fast.cpu_replays import reaches_host
+from specexp.models.heads import Eagle, EagleShape, Medusa
+from specexp.models.lm import LM
+from specexp.policy import Fixed
+from specexp.rules import Block, Match, Reject
+from specexp.sampling import Sampling
+from specexp.tree import Tree
+
+V, NEW = 32, 18
+TREES = {
+    "empty": Tree.chain(0),
+    "chain": Tree.chain(4),
+    "branching": Tree.branching(2, 2),
+    "irregular": Tree((-1, 0, 0, 0, 1, 1, 3, 4)),
+    "grown": Tree.grown(9, 3),
+}
+PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7], [9, 8, 1, 9, 8, 2, 9, 8], [30, 31]]
+RULES = {"match": Match(), "reject": Reject(), "block": Block()}
+SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_chain]
+DRAFTERS = (
+    "null", "ngram", "model", "chosen", "self", "early_exit", "medusa", "eagle", "eagle3",
+    "crossed", "planted", "suffix", "recycle", "lookahead",
+)  # fmt: skip
+
+
+def llama():
+    return tiny_llama(0)
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8))
+
+
+def gemma():
+    return GemmaForCausalLM(GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=8))
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT,
+                   initializer_range=0.4, bos_token_id=0, eos_token_id=0)
+    )  # fmt: skip
+
+
+def neox():
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
+
+
+def opt():
+    return OPTForCausalLM(
+        OPTConfig(vocab_size=V, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, init_std=0.4,
+                  num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=CONTEXT)
+    )  # fmt: skip
+
+
+SHAPE = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": CONTEXT, "initializer_range": 0.4,
+}  # fmt: skip
+FAMILIES = {f.__name__: f for f in (llama, qwen3, gemma, gpt2, neox, opt)}
+
+
+@functools.cache
+def module(family: str = "llama", dtype: torch.dtype = torch.float64, device: str = "cpu"):
+    torch.manual_seed(0)
+    return FAMILIES[family]().to(device, dtype).eval()
+
+
+@functools.cache
+def draft_module(dtype: torch.dtype = torch.float64):
+    """The target's own first layer: right often, wrong often."""
+    whole = copy.deepcopy(module("llama", dtype))
+    whole.model.layers = whole.model.layers[:1]
+    whole.config = copy.deepcopy(whole.config)
+    whole.config.num_hidden_layers = 1
+    return whole
+
+
+def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
+    if kind == "null":
+        return Null()
+    if kind == "ngram":
+        return NGram(2)
+    if kind == "suffix":
+        return Suffix(V, 8)
+    if kind in ("recycle", "lookahead"):
+        return Recycle(target, 4) if kind == "recycle" else Lookahead(target, 3, 4)
+    same = LM(target.module, "itself")
+    if kind == "self":
+        return DraftModel(same, law)
+    if kind == "early_exit":
+        return EarlyExit(target, 1, law)
+    if kind in ("medusa", "eagle", "eagle3"):
+        made = heads(kind, target.dtype, target.module)
+        return (MedusaHeads if kind == "medusa" else EagleLayer)(made, target, law)
+    draft = LM(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
+    if kind == "crossed":
+        return Crossed(draft, TokenMap(Alphabet(0), Alphabet(5), V), law)
+    guess = DraftModel(draft, law, chosen=kind == "chosen")
+    return Planted(0.7, target, guess, law, seed, 4) if kind == "planted" else guess
+
+
+class Alphabet:
+    """A tokenizer of V letters, shifted; letters beyond some are spelt in two pieces."""
+
+    eos_token_id = 0
+
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
+
+    def get_vocab(self) -> dict[str, int]:
+        whole = V if not self.shift else V - 6  # the draft lacks six letters
+        return {chr(65 + i): (i + self.shift) % V for i in range(whole)}
+
+    def convert_ids_to_tokens(self, ids):
+        back = {i: letter for letter, i in self.get_vocab().items()}
+        return [back.get(i) for i in ids]
+
+    def decode(self, ids, **_):
+        return "".join(self.convert_ids_to_tokens(ids))
+
+    def __call__(self, text, **_):
+        vocab = self.get_vocab()
+        pieces = [[vocab[c]] if c in vocab else [1, 2] for c in text]
+        return SimpleNamespace(input_ids=[i for piece in pieces for i in piece])
+
+
+@functools.cache
+def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
+    """Of random weights, except that Medusa's begin as copies of the target's own head."""
+    target = target or module("llama", dtype)
+    torch.manual_seed(1)
+    if kind == "medusa":
+        made = Medusa(4, 1, 32, V)
+        for last in made.readouts:
+            last.data.copy_(target.lm_head.weight)
+    else:
+        shape = EagleShape(kind, 32, V, 64, 4, 2, 8, V - 8 if kind == "eagle3" else V,
+                           (1, 2, 2) if kind == "eagle3" else (2,))  # fmt: skip
+        made = Eagle(shape, target.get_input_embeddings(), target.get_output_embeddings())
+        if kind == "eagle3":
+            made.d2t.fill_(3)
+    return made.to(target.device, dtype).eval().requires_grad_(False)
+
+
+def engine(kind="model", tree="chain", rule="reject", family="llama", temperature=0.0,
+           dtype=torch.float64, seed=0, eos=(), device="cpu", vocab=None) -> Engine:  # fmt: skip
+    law = Sampling(temperature)
+    target = LM(module(family, dtype, device), "target", vocab)
+    shape = TREES[tree] if isinstance(tree, str) else tree
+    guess = drafter(kind, target, law, seed)
+    return Engine(target, guess, Fixed(shape), law, RULES[rule], seed, eos)
+
+
+@torch.no_grad()
+def slowly(net, prompt: list[int], count: int) -> list[int]:
+    """Greedy text by the unmodified model, the whole text every time, no cache."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(net(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@functools.cache
+def expected(family: str, count: int = NEW) -> list[list[int]]:
+    return [slowly(module(family), p, count) for p in PROMPTS]
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses whatever reaches the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not reaches_host(func, args), f"{func} inside a round"
+        return func(*args, **(kwargs or {}))

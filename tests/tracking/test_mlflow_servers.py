@@ -1,0 +1,312 @@
+"""Tracking over HTTP: MLflow's server as `server` starts it, on SQLite and PostgreSQL."""
+
+import json
+import multiprocessing
+import shutil
+import socket
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from rich.console import Console
+from support.servers import Mlflow, free_port, postgres
+
+from specexp import api
+from specexp.commands import app
+from specexp.grids import runner
+from specexp.grids.machines import local
+from specexp.tracking import audit, compare, copy_store, mlflow_server, rebuild, runs
+from specexp.tracking import results as disk
+from specexp.tracking.mlflow_store import Backend
+
+pytestmark = pytest.mark.slow
+
+METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
+FOREIGN = (
+    "evil.example", "127.0.0.1.evil.example", "10.0.0.1", "192.168.1.5", "172.16.0.1", "localhost",
+    "127.0.0.1", "localhost.evil.example", "0.0.0.0", "[::1]", "169.254.1.1", "evil.example:{port}",
+    "10.0.0.1:{port}", "localhost:1",
+)  # fmt: skip
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Track runs on this server until the test ends."""
+
+    def call(running):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", running.url)
+
+    return call
+
+
+def test_a_server_answers_those_it_was_started_for_and_keeps_what_it_is_given(
+    store, served, monkeypatch, capsys
+):
+    runs.log("mine", {"drafter": "before"}, METRICS)
+    with Mlflow(runs.database()) as mlflow:
+        hosts = [h.format(port=mlflow.port) for h in FOREIGN]
+        assert {h: mlflow.status(Host=h) for h in hosts} == dict.fromkeys(hosts, 403)
+        for host in (f"127.0.0.1:{mlflow.port}", f"localhost:{mlflow.port}"):
+            assert mlflow.status(Host=host) == 200
+        asked = "/api/2.0/mlflow/experiments/create"
+        body, as_json = json.dumps({"name": "new"}).encode(), {"Content_Type": "application/json"}
+        assert mlflow.status(asked, body, Origin="http://evil.example", **as_json) == 403
+        assert 400 <= mlflow.status(asked, body, Content_Type="text/plain") < 500
+        assert mlflow.status(asked, body, Origin=mlflow.url, **as_json) == 200
+        below = [mlflow.running.pid]
+        below += [p.pid for p in psutil.Process(below[0]).children(recursive=True)]
+        heard = [c.laddr.ip for pid in below for c in psutil.Process(pid).net_connections()
+                 if c.status == psutil.CONN_LISTEN]  # fmt: skip
+        assert set(heard) == {"127.0.0.1"}
+
+        served(mlflow)
+        capsys.readouterr()
+        runs.log("mine", {"drafter": "served"}, METRICS)
+        runs.log("another", {"drafter": "served"}, METRICS)
+        assert f"logged to {mlflow.url}" in capsys.readouterr().out
+        frame = runs.runs().set_index("name")
+        assert sorted(frame.index) == ["before by hand", "served by hand", "served by hand"]
+        for run_id in frame["run_id"]:
+            names = runs.backend().digests(runs.client().get_run(run_id))
+            assert "result.json" in names
+            at = f"/get-artifact?path=result.json&run_uuid={run_id}"
+            assert mlflow.status(at) == 200
+        assert len(list((store / "artifacts").glob("*/*/artifacts/result.json"))) == 3
+
+        mlflow_server.show(5000)
+        said = capsys.readouterr().out
+        assert f"{mlflow.url}/#/experiments/" in said
+        console = Console(record=True, width=200)
+        compare.show(console, set())
+        assert mlflow.url in console.export_text()
+
+        mlflow.stop()
+        runs.log("mine", {"drafter": "later"}, METRICS)
+        assert "connection refused" in capsys.readouterr().out
+        [told] = audit.problems()
+        assert "connection refused" in told
+        mlflow.start()
+        assert any("0 times" in line for line in audit.problems())
+        rebuild.rebuild(Console(quiet=True))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert audit.problems() == []
+    assert len(runs.runs()) == 4
+
+
+@pytest.fixture
+def become(monkeypatch):
+    """Capture the program that a command would exec: its arguments and environment."""
+    seen = []
+
+    def call(*args):
+        monkeypatch.setattr("os.execvpe", lambda file, args, env: seen.append((args, env)))
+        monkeypatch.setattr(sys, "argv", ["specexp", *args])
+        monkeypatch.chdir(".")  # and back when the test ends
+        with pytest.raises(SystemExit) as stopped:
+            app.main()
+        return (stopped.value.code or 0, *(seen or [([], {})])[-1])
+
+    return call
+
+
+def test_serving_says_what_to_do_and_warns_of_what_it_opens(store, become, capsys, monkeypatch):
+    port = str(free_port())
+    code, args, env = become("store", "serve", "--port", port)
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert f"export MLFLOW_TRACKING_URI=http://127.0.0.1:{port}" in out
+    assert "password" not in err
+    assert "--serve-artifacts" in args
+    assert env["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
+    assert env["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert env["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{store / 'mlflow.db'}"
+
+    monkeypatch.setenv("MLFLOW_SERVER_ALLOWED_HOSTS", "lab.example, *")
+    runs.log("mine", {"drafter": "ngram"}, METRICS)
+    for command in (("store", "serve"), ("ui",)):
+        code, args, _ = become(*command, "--port", port, "--host", "0.0.0.0")
+        out, err = capsys.readouterr()
+        assert code == 0
+        assert "no password" in err
+        assert len(err.strip().splitlines()) == 1
+        hosts = args[args.index("--allowed-hosts") + 1].split(",")
+        assert {f"{socket.gethostname()}:{port}", f"127.0.0.1:{port}", "lab.example"} <= set(hosts)
+        assert not any("*" in host for host in hosts)
+        assert f"http://{socket.gethostname()}:{port}" in out
+
+
+def test_serving_refuses_what_cannot_work_in_one_line(store, become, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for args, said in (
+            (("--port", port), "is in use"),
+            (("--host", "203.0.113.7"), "cannot listen"),
+            (("--backend", "http://127.0.0.1:9"), "is already a server"),
+            (("--backend", "file:///x"), "sqlite:///PATH"),
+        ):
+            code, found, _ = become("store", "serve", "--port", str(free_port()), *args)
+            err = capsys.readouterr().err
+            assert code == 2
+            assert said in err
+            assert not found
+            assert len(err.strip().splitlines()) == 1
+
+
+def test_serving_a_database_that_is_away_says_so_without_its_password(store, become, capsys):
+    pytest.importorskip("psycopg2")
+    code, *_ = become("store", "serve", "--backend", "postgresql://me:hush@127.0.0.1:9/db")
+    err = capsys.readouterr().err
+    assert code == 1
+    assert "connection refused" in err
+    assert "hush" not in err
+
+
+# --- grids over a server -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def points(points, monkeypatch):
+    """A grid whose points write their result without a kernel, half a second each."""
+
+    def execute(point, attempt, *rest):
+        time.sleep(0.5)
+        record = {
+            "experiment": point.experiment, "params": point.params, "metrics": METRICS,
+            "series": {"acceptance/at_position": {"1": 0.5}}, "tags": {"device": "cpu"},
+        }  # fmt: skip
+        (attempt / "result.json").write_text(json.dumps(record))
+        (attempt / "notebook.html").write_text("<p>" * 10_000)
+
+    monkeypatch.setattr(api, "check", lambda params: [])
+    monkeypatch.setattr(local, "execute", execute)
+    return lambda *xs: points(x=list(xs))
+
+
+def go(points):
+    console = Console(record=True, width=300, force_terminal=False)
+    code = runner.run(points, console)
+    return code, console.export_text()
+
+
+def restarts_in_mid_grid(store, points, served, place):
+    """Stop the server after the third point, and restart it once the runner has noticed."""
+    with Mlflow(place) as mlflow:
+        served(mlflow)
+
+        def disturb():
+            while len(list((store / "results").glob("*/published*"))) < 3:
+                time.sleep(0.05)
+            mlflow.stop()
+            time.sleep(8)
+            mlflow.start()
+
+        other = threading.Thread(target=disturb)
+        other.start()
+        code, said = go(points(*range(8)))
+        other.join()
+        if code:  # the outage was longer than the runner waits
+            code, said = go(points(*range(8)))
+        assert code == 0
+        assert mlflow.url in said
+        assert audit.problems() == []
+        assert len(runs.runs()) == 8
+        assert not (store / "mlflow.db").exists() or place.file
+
+
+@pytest.mark.slow
+def test_a_server_that_restarts_in_mid_grid_loses_nothing(store, points, served):
+    restarts_in_mid_grid(store, points, served, runs.database())
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+def test_a_server_on_postgres_that_restarts_in_mid_grid_loses_nothing(store, points, served):
+    (store / "mlflow.db").unlink()
+    with postgres() as address:
+        restarts_in_mid_grid(store, points, served, Backend.at(address, store))
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_is_made_up_for_by_the_next_run(
+    store, points, served, monkeypatch
+):
+    monkeypatch.setattr(runner, "PATIENCE_S", 1)
+    with Mlflow(runs.database()) as mlflow:
+        served(mlflow)
+        mlflow.stop()
+        code, said = go(points(1, 2, 3))
+        assert code == 1
+        assert "run the same command again" in said
+        assert "no comparison, MLflow cannot be read now" in said
+        mlflow.start()
+        code, said = go(points(1, 2, 3))
+        assert code == 0
+        assert "0 of 3 points to run" in said
+        assert audit.problems() == []
+
+
+def _publishes(root, uri, number):
+    import os
+
+    os.environ |= {"SPECEXP_MLRUNS": root, "MLFLOW_TRACKING_URI": uri}
+    for i in range(5):
+        runs.log("shared", {"drafter": "ngram", "by": number, "i": i}, METRICS,
+                  {"acceptance/at_position": [0.5] * 100})  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+def test_postgres_takes_four_writers_and_copies_come_back_as_they_went(
+    tmp_path, monkeypatch, migrated
+):
+    quiet = Console(quiet=True)
+    with postgres() as address, Mlflow(Backend.at(address, tmp_path / "served")) as mlflow:
+        mlflow.place.prepare()
+        context = multiprocessing.get_context("spawn")
+        writers = [
+            context.Process(target=_publishes, args=(str(tmp_path / str(n)), uri, n))
+            for n, uri in enumerate([mlflow.url, mlflow.url, mlflow.place.uri, mlflow.place.uri])
+        ]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(300)
+        assert [w.exitcode for w in writers] == [0] * 4
+        for n in (0, 1):
+            monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / str(n)))
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.url)
+            assert audit.problems() == []
+        assert len(runs.runs()) == 20
+
+        monkeypatch.delenv("MLFLOW_TRACKING_URI")
+        monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "mine"))
+        (tmp_path / "mine").mkdir()
+        shutil.copy(migrated / "mlflow.db", tmp_path / "mine" / "mlflow.db")
+        for i in range(3):
+            runs.log("mine", {"drafter": "ngram", "i": i}, METRICS, {"a/curve": [0.1] * 1200})
+        over_http = Backend.at(mlflow.url, tmp_path)
+        there = copy_store.transfer(runs.database(), over_http, quiet)
+        assert (there.made, there.differences) == (3, [])
+        assert there.seen["metric points"] == 3 * 1202
+
+        (tmp_path / "back").mkdir()
+        shutil.copy(migrated / "mlflow.db", tmp_path / "back" / "mlflow.db")
+        back = Backend.at(f"sqlite:///{tmp_path / 'back' / 'mlflow.db'}", tmp_path)
+        done = copy_store.transfer(over_http, back, quiet)
+        assert (done.made, done.differences) == (23, [])
+        direct = copy_store.transfer(mlflow.place, back, quiet)
+        assert (direct.made, direct.there, direct.differences) == (0, 23, [])
+        home = copy_store.transfer(back, runs.database(), quiet)
+        assert (home.made, home.there, home.differences) == (20, 3, [])
+        assert audit.problems() == []
+        seen = " ".join(
+            " ".join(psutil.Process(p.pid).cmdline())
+            for p in [psutil.Process(mlflow.running.pid),
+                      *psutil.Process(mlflow.running.pid).children(recursive=True)]
+        )  # fmt: skip
+        assert "secret" not in seen
+        assert disk.identity() != ""

@@ -1,0 +1,844 @@
+"""The store from its users' side: checked, damaged, rebuilt, moved, copied, shared."""
+
+import contextlib
+import errno
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from mlflow.entities import Dataset, DatasetInput, Metric, Param
+from rich.console import Console
+
+from specexp import api
+from specexp.errors import UserError
+from specexp.grids import runner as run
+from specexp.grids.execute import Failure
+from specexp.grids.machines import local
+from specexp.tracking import audit, copy_store, rebuild
+from specexp.tracking import results as store
+from specexp.tracking import runs as track
+from specexp.tracking.mlflow_store import Away, Backend, Damaged, hidden
+
+METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
+SERIES = {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32: 0.9}}
+
+
+@pytest.fixture(autouse=True)
+def made_fast(monkeypatch, migrated):
+    """Copy MLflow's tables from a template, as creating them takes seconds."""
+    real = Backend._create_tables
+
+    def make(self, uri):
+        if uri.startswith("sqlite") and not Path(uri.removeprefix("sqlite:///")).exists():
+            shutil.copy(migrated / "mlflow.db", uri.removeprefix("sqlite:///"))
+        real(self, uri)
+
+    monkeypatch.setattr(Backend, "_create_tables", make)
+
+
+@pytest.fixture
+def filled(store):
+    """A store with three results that were logged by hand."""
+    for number in range(3):
+        track.log("mine", {"drafter": "ngram", "x": [number]}, METRICS, SERIES)
+    return store
+
+
+def first(mlruns):
+    return sorted((mlruns / "results").iterdir())[0]
+
+
+def run_of(result):
+    return (result / "published").read_text()
+
+
+def test_a_store_in_order_has_no_problems(filled):
+    assert audit.problems() == []
+
+
+def test_an_empty_place_has_no_problems(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
+    assert audit.problems() == []
+    assert not (tmp_path / "nothing").exists()
+
+
+def half(result):
+    track.client().create_run(track.experiment_id("mine"), tags={"run_key": result.name})
+
+
+def twice(result):
+    (result / "published").unlink()
+    record = json.loads((result / "tags.json").read_text())
+    old = run_of_key(result.name)
+    track.client().set_tag(old, "run_key", "hidden")
+    track.publish(result)
+    track.client().set_tag(old, "run_key", record["run_key"])
+
+
+def run_of_key(key):
+    place = track.backend()
+    runs = [r for e in place.experiments() for r in place.runs(e.experiment_id)]
+    [run] = [r for r in runs if r.data.tags.get("run_key") == key]
+    return run.info.run_id
+
+
+BREAKS = {
+    "torn": (lambda r: (r / "result.json").write_text("{}"), "changed since it was committed"),
+    "deleted": (lambda r: track.client().delete_run(run_of(r)), "0 times"),
+    "twice": (twice, "2 times"),
+    "half": (half, "RUNNING"),
+    "other metric": (lambda r: track.client().log_metric(run_of(r), "new/one", 1.0), "metric"),
+    "other step": (
+        lambda r: track.client().log_metric(run_of(r), "speedup/at_batch", 3.0, step=2),
+        "at_batch",
+    ),
+    "other parameter": (lambda r: track.client().log_param(run_of(r), "y", 1), "parameter"),
+    "status": (lambda r: track.client().set_terminated(run_of(r), "FAILED"), "0 times"),
+    "unmarked": (lambda r: track.client().set_tag(run_of(r), "published", "0"), "in part"),
+    "no result": (lambda r: r.rename(r.parent.parent / "gone"), "is missing"),
+    "attempt": (lambda r: store.new_attempt("k"), "a process that died"),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_each_broken_promise_is_told(filled, how):
+    """The controls: a check that finds nothing would pass everything."""
+    breaks, said = BREAKS[how]
+    breaks(first(filled))
+    found = audit.problems()
+    assert found
+    assert any(said in line for line in found), found
+
+
+@pytest.mark.parametrize("how", ["torn", "deleted", "half", "other metric"])
+def test_what_somebody_has_claimed_is_not_judged(filled, how):
+    BREAKS[how][0](first(filled))
+    with store.claim(first(filled).name):
+        assert audit.problems() == []
+    assert audit.problems()
+
+
+def between_looks(monkeypatch, then):
+    monkeypatch.setattr(audit.time, "sleep", lambda seconds: then())
+
+
+def test_what_is_between_two_states_is_looked_at_again(filled, monkeypatch):
+    result = first(filled)
+    away = result.rename(filled / "away")
+    between_looks(monkeypatch, lambda: away.rename(result))
+    assert audit.problems() == []
+
+
+def test_broken_is_what_two_looks_find(filled, monkeypatch):
+    """A lasting problem is reported, one that only one of two looks finds is not."""
+    lasting, passing = sorted((filled / "results").iterdir())[:2]
+    shutil.rmtree(lasting)
+    away = passing.rename(filled / "away")
+
+    def then():
+        away.rename(passing)
+        store.new_attempt("just-begun")
+
+    between_looks(monkeypatch, then)
+    [line] = audit.problems()
+    assert lasting.name in line
+
+
+def test_a_database_that_is_busy_for_a_moment_hides_nothing(filled, monkeypatch):
+    shutil.rmtree(first(filled))
+    real, looks = audit._shown, []
+
+    def busy():
+        looks.append(1)
+        if len(looks) == 1:
+            raise Away("another program has locked it")
+        return real()
+
+    monkeypatch.setattr(audit, "_shown", busy)
+    [line] = audit.problems()
+    assert "is missing" in line
+
+
+def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
+    looks = []
+
+    def away():
+        looks.append(1)
+        raise Away(f"no answer to connection {len(looks)}")
+
+    monkeypatch.setattr(audit, "_shown", away)
+    assert audit.problems() == ["no answer to connection 2"]
+
+
+def test_a_point_that_is_done_while_mlflow_is_read_breaks_nothing(filled, monkeypatch):
+    """It was claimed, committed, published and released between two looks."""
+    real, looks = audit._shown, []
+
+    def slowly():
+        looks.append(1)
+        if len(looks) == 1:
+            track.log("mine", {"drafter": "ngram"}, METRICS)
+        return real()
+
+    monkeypatch.setattr(audit, "_shown", slowly)
+    assert audit.problems() == []
+    assert len(looks) == 2
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def points(points, monkeypatch):
+    """A grid whose points write their result without a kernel; x = 13 fails."""
+
+    def execute(point, attempt, *rest):
+        if point.params["x"] == 13:
+            raise Failure("error", "planted")
+        record = {
+            "experiment": point.experiment, "params": point.params, "metrics": METRICS,
+            "series": {"acceptance/at_position": {"1": 0.5, "2": 0.25}}, "tags": {"device": "cpu"},
+        }  # fmt: skip
+        (attempt / "result.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(api, "check", lambda params: [])
+    monkeypatch.setattr(local, "execute", execute)
+    return lambda *xs: points(x=list(xs))
+
+
+def go(points, **options):
+    console = Console(record=True, width=300, force_terminal=False)
+    code = run.run(points, console, **options)
+    return code, console.export_text()
+
+
+def quiet():
+    return Console(quiet=True)
+
+
+def shown(place=None):
+    """Everything active in MLflow except times and ids."""
+    place = place or track.backend()
+    found = []
+    for e in place.experiments():
+        for r in place.runs(e.experiment_id):
+            points = {
+                n: sorted((m.step, m.value) for m in place.history(r.info.run_id, n))
+                for n in r.data.metrics
+            }
+            times = r.info.start_time, r.info.end_time
+            tags = {k: v for k, v in r.data.tags.items() if k != "copied.from"}
+            found.append((e.name, r.info.run_name, r.info.status, times, r.data.params, tags,
+                          points, place.digests(r)))  # fmt: skip
+    return sorted(found, key=repr)
+
+
+def cut(db):
+    os.truncate(db, db.stat().st_size // 2)
+
+
+def overwrite(db):
+    with db.open("r+b") as file:
+        file.seek(2 * 4096)
+        file.write(b"\xff" * 4096 * 60)
+
+
+def newer(db):
+    with contextlib.closing(sqlite3.connect(db)) as other:
+        other.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+        other.commit()
+
+
+def foreign(db):
+    db.unlink()
+    with contextlib.closing(sqlite3.connect(db)) as other:
+        other.execute("CREATE TABLE diary (day TEXT)")
+
+
+def trapped(db):
+    with contextlib.closing(sqlite3.connect(db)) as other:
+        other.execute("CREATE TRIGGER trap AFTER INSERT ON runs BEGIN DELETE FROM runs; END")
+
+
+def folder(db):
+    db.unlink()
+    db.mkdir()
+
+
+def pipe(db):
+    db.unlink()
+    os.mkfifo(db)
+
+
+DAMAGE = {
+    "corrupt": lambda db: db.write_bytes(b"no database" * 1000),
+    "overwritten": overwrite,
+    "truncated": cut,
+    "zero length": lambda db: os.truncate(db, 0),
+    "newer schema": newer,
+    "deleted": lambda db: db.unlink(),
+}
+
+
+HOSTILE = {"foreign": foreign, "trigger": trapped, "folder": folder, "pipe": pipe}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_database_is_named_with_the_repair_and_made_anew(filled, points, how):
+    todo = points(1, 13)
+    assert go(todo)[0] == 1
+    before = shown()
+    for journal in ("-wal", "-shm"):
+        (filled / f"mlflow.db{journal}").unlink(missing_ok=True)
+    DAMAGE[how](filled / "mlflow.db")
+    code, said = go(points(1, 2, 13))
+    assert code == 4
+    assert "specexp store rebuild" in said
+    assert not (filled / "results" / points(2)[0].run_key).exists()
+    assert any("specexp store rebuild" in line for line in audit.problems())
+    made = rebuild.rebuild(quiet())
+    assert (made.results, made.failures) == (4, 1)
+    assert any("damaged-" in p.name for p in made.aside)
+    assert audit.problems() == []
+    assert shown() == before
+
+
+def test_where_there_is_no_store_nothing_is_said_to_be_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "mistyped"))
+    console = Console(file=io.StringIO(), width=200)
+    assert audit.show(console)
+    assert console.file.getvalue() == f"no store at {tmp_path / 'mistyped'} yet: nothing to check\n"
+    assert not (tmp_path / "mistyped").exists()
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_what_is_no_database_of_mlflows_is_refused_whoever_reads_it(filled, how):
+    (filled / "mlflow.db-wal").unlink(missing_ok=True)
+    (filled / "mlflow.db-shm").unlink(missing_ok=True)
+    HOSTILE[how](filled / "mlflow.db")
+    for reads in (track.initialise, track.runs):
+        with pytest.raises(Damaged, match="specexp store rebuild"):
+            reads()
+    with pytest.raises(Damaged, match="results are safe"):
+        track.log("mine", {"drafter": "ngram"}, METRICS)
+    assert any("specexp store rebuild" in line for line in audit.problems())
+
+
+def test_a_database_deleted_in_mid_run_ends_the_grid_and_no_result_is_lost(
+    store, points, monkeypatch
+):
+    real = local.execute
+
+    def deletes(point, *rest):
+        real(point, *rest)
+        if point.params["x"] == 2:
+            (store / "mlflow.db").unlink()
+
+    monkeypatch.setattr(local, "execute", deletes)
+    todo = points(1, 2, 3)
+    code, said = go(todo)
+    assert code == 4
+    assert "specexp store rebuild" in said
+    assert len(list((store / "results").iterdir())) == 2
+    rebuild.rebuild(quiet())
+    monkeypatch.setattr(local, "execute", real)
+    assert go(todo)[0] == 0
+    assert audit.problems() == []
+    assert {r[2] for r in shown()} == {"FINISHED"}
+
+
+def test_a_database_that_cannot_be_opened_now_is_not_called_damaged(filled, monkeypatch):
+    def connect(*_, **__):
+        raise sqlite3.OperationalError("unable to open database file")
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with pytest.raises(Away, match="cannot be opened: check permissions"):
+        track.backend().empty()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
+    store, points, monkeypatch, number
+):
+    real, refused = track.store.load, []
+
+    def load(path):
+        if not refused:
+            refused.append(path)
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path)
+
+    monkeypatch.setattr(track.store, "load", load)
+    code, said = go(points(1, 2))
+    assert code == 1
+    assert f"error: [Errno {number}]" in said
+    assert go(points(1, 2))[0] == 0
+    assert audit.problems() == []
+    assert len(shown()) == 2
+
+
+def test_a_journal_left_by_a_killed_writer_is_used(filled):
+    """The WAL and shared memory of a killed process hold its committed data."""
+    code = (
+        "import os, signal, sqlite3, sys\n"
+        "db = sqlite3.connect(sys.argv[1])\n"
+        "db.execute('PRAGMA wal_autocheckpoint=0')\n"
+        "db.execute(\"UPDATE runs SET name = 'renamed'\"); db.commit()\n"
+        "db.execute(\"UPDATE runs SET name = 'torn'\")\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, filled / "mlflow.db"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (filled / "mlflow.db-wal").stat().st_size
+    assert audit.problems() == []
+    assert set(track.runs()["name"]) == {"renamed"}
+
+
+def test_a_journal_of_a_deleted_database_does_not_reach_the_new_one(filled):
+    code = (
+        "import os, signal, sqlite3, sys\n"
+        "db = sqlite3.connect(sys.argv[1])\n"
+        "db.execute('PRAGMA wal_autocheckpoint=0')\n"
+        "db.execute(\"UPDATE runs SET name = 'renamed'\"); db.commit()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, filled / "mlflow.db"], check=False)
+    (filled / "mlflow.db").unlink()
+    with pytest.raises(Damaged):
+        track.initialise()
+    made = rebuild.rebuild(quiet())
+    assert any(p.name.endswith("-wal") for p in made.aside)
+    assert audit.problems() == []
+    assert set(track.runs()["name"]) == {"ngram by hand"}
+
+
+def test_a_rebuild_waits_for_nobody_and_says_who_is_at_work(filled):
+    with store.claim("k"), pytest.raises(store.StoreBusy, match=str(os.getpid())):
+        rebuild.rebuild(quiet())
+    assert audit.problems() == []
+
+
+def test_a_rebuild_that_was_killed_can_be_begun_again(filled, monkeypatch):
+    before = shown()
+    real, done = track.publish, []
+
+    def dies(folder):
+        if done:
+            raise KeyboardInterrupt
+        done.append(real(folder))
+
+    monkeypatch.setattr(track, "publish", dies)
+    with pytest.raises(KeyboardInterrupt):
+        rebuild.rebuild(quiet())
+    monkeypatch.setattr(track, "publish", real)
+    assert audit.problems()
+    rebuild.rebuild(quiet())
+    assert audit.problems() == []
+    assert shown() == before
+
+
+def test_a_rebuild_leaves_out_what_is_torn_and_says_so(filled):
+    torn = first(filled)
+    (torn / "result.json").write_text("{}")
+    assert rebuild.rebuild(quiet()).torn == (torn,)
+    assert len(track.runs()) == 2
+
+
+def committed(name: str, series: dict) -> Path:
+    """A result of an earlier version, which rejected less."""
+    key = f"byhand-{name}"
+    attempt = store.new_attempt(key)
+    metrics = {"acceptance/rate": 0.5}
+    record = {"experiment": "mine", "params": {}, "metrics": metrics, "series": series}
+    (attempt / store.RESULT).write_text(json.dumps(record))
+    return store.commit(attempt, key, {"status": "FINISHED"})
+
+
+def test_a_rebuild_passes_over_what_mlflow_cannot_show_and_goes_on(filled):
+    odd = committed("odd", {"c/d": {"0.5": 1.0}})
+    fine = committed("fine", {"c/d": {"5": 1.0}})
+    assert rebuild.rebuild(quiet()).torn == (odd,)
+    assert len(track.runs()) == 4
+    assert track.published(fine)
+
+
+TORN = {
+    "empty": lambda path: path.write_bytes(b""),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "NUL bytes": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", ["tags.json", "point.json"])
+@pytest.mark.parametrize("how", TORN)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_failure_torn_by_a_power_cut_is_passed_over_and_done_again(
+    store, points, how, name, told
+):
+    todo = points(1, 13)
+    assert go(todo)[0] == 1
+    [torn] = (store / "failed").iterdir()
+    TORN[how](torn / name)
+    if not told:
+        track.client().delete_run(run_of(torn))
+        (torn / "published").unlink()
+    assert audit.problems() == []
+    made = rebuild.rebuild(quiet())
+    assert (made.results, made.failures) == (1, 0)
+    assert set(made.torn) <= {torn}
+    assert audit.problems() == []
+    assert [state for _, _, state, *_ in shown()] == ["FINISHED"]
+    code, said = go(todo)
+    assert code == 1
+    assert "1 of 2 points to run" in said
+    assert len(list((store / "failed").iterdir())) == 2
+    assert audit.problems() == []
+    code, said = go(todo)
+    assert "0 of 2 points to run" in said
+    assert "error: planted" in said
+
+
+@pytest.mark.parametrize("how", TORN)
+def test_a_failure_is_known_whatever_became_of_the_text_for_people(store, points, how):
+    todo = points(13)
+    assert go(todo)[0] == 1
+    [kept] = (store / "failed").iterdir()
+    TORN[how](kept / "error.txt")
+    assert audit.problems() == []
+    assert rebuild.rebuild(quiet()).failures == 1
+    code, said = go(todo)
+    assert code == 1
+    assert "0 of 1 points to run" in said
+    assert "error: planted" in said
+
+
+def test_an_experiment_that_was_deleted_in_the_ui_comes_back_with_its_next_point(store, points):
+    assert go(points(1))[0] == 0
+    track.client().delete_experiment(track.experiment_id("grid of trifles"))
+    assert audit.problems()
+    assert go(points(1, 2))[0] == 0
+    assert audit.problems() == []
+
+
+def test_a_point_that_was_published_twice_by_a_lost_answer_is_shown_once(filled):
+    """The server did as asked, but its answer was lost and the client asked again."""
+    half(first(filled))
+    (first(filled) / "published").unlink()
+    track.publish(first(filled))
+    assert audit.problems() == []
+
+
+def test_a_store_can_be_moved_and_copied(filled, points, monkeypatch, tmp_path):
+    assert go(points(1, 13))[0] == 1
+    before = shown()
+    for number, moved in enumerate((shutil.move, shutil.copytree)):
+        old = track.store.root()
+        new = tmp_path / f"anderer Ort # 100% ü {number}"
+        moved(old, new)
+        shutil.rmtree(old, ignore_errors=True)
+        monkeypatch.setenv("SPECEXP_MLRUNS", str(new))
+        assert audit.problems() == []
+        assert shown() == before
+    assert go(points(1, 2))[0] == 0
+    assert audit.problems() == []
+    assert not filled.exists()
+
+
+def ends():
+    """When each run of MLflow ended, by its key."""
+    place = track.backend()
+    runs = [r for e in place.experiments() for r in place.runs(e.experiment_id)]
+    return {r.data.tags["run_key"]: r.info.end_time for r in runs}
+
+
+def test_a_copied_store_knows_when_its_runs_ended(filled, points, monkeypatch, tmp_path):
+    todo = points(1, 13)
+    assert go(todo)[0] == 1
+    before, failures = ends(), run.failures_of(todo)
+    tags = [json.loads(file.read_text()) for file in filled.glob("*/*/tags.json")]
+    assert sorted(t["ended"] for t in tags) == sorted(before.values())
+    shutil.copytree(filled, tmp_path / "copy")
+    for file in (tmp_path / "copy").glob("*/*/tags.json"):
+        os.utime(file, (0, 0))
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "copy"))
+    rebuild.rebuild(Console(quiet=True))
+    assert ends() == before
+    assert run.failures_of(todo) == failures
+    assert audit.problems() == []
+
+
+# --- several at once -----------------------------------------------------------------------------
+
+
+def locked(db: Path, seconds: float) -> threading.Thread:
+    """Another program that holds the database for itself, readers and all; returns once it does."""
+    code = (
+        "import sqlite3, sys, time\n"
+        "db = sqlite3.connect(sys.argv[1], timeout=60, isolation_level=None)\n"
+        "db.execute('PRAGMA locking_mode=EXCLUSIVE')\n"
+        "db.execute('BEGIN EXCLUSIVE')\n"
+        'db.execute("UPDATE experiments SET creation_time = creation_time")\n'
+        "print('held', flush=True); time.sleep(float(sys.argv[2])); db.execute('COMMIT')"
+    )
+    held = subprocess.Popen([sys.executable, "-c", code, str(db), str(seconds)],
+                            stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert held.stdout.readline().strip() == "held"
+    waits = threading.Thread(target=held.wait)
+    waits.start()
+    return waits
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_locked_database_is_waited_for_and_nothing_is_lost(store, points, monkeypatch, seconds):
+    real, held = local.execute, []
+
+    def locks(point, *rest):
+        real(point, *rest)
+        if not held:
+            held.append(locked(store / "mlflow.db", seconds))
+
+    monkeypatch.setattr(local, "execute", locks)
+    assert go(points(1, 2))[0] == 0
+    held[0].join()
+    assert audit.problems() == []
+    assert len(shown()) == 2
+
+
+@pytest.mark.slow
+def test_a_database_locked_for_longer_than_we_wait_is_made_up_for(store, points, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE_S", 1)
+    real, held = local.execute, []
+
+    def locks(point, *rest):
+        real(point, *rest)
+        if not held:
+            held.append(locked(store / "mlflow.db", 60))
+
+    monkeypatch.setattr(local, "execute", locks)
+    code, said = go(points(1, 2))
+    assert code == 1
+    assert "another program has locked it" in said
+    assert "run the same command again" in said
+    held[0].join()
+    assert go(points(1, 2))[0] == 0
+    assert audit.problems() == []
+
+
+def test_reading_all_the_time_disturbs_nobody(store, points):
+    stop, read = threading.Event(), []
+
+    def reads():
+        while not stop.is_set():
+            read.append(len(track.runs()))
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    try:
+        assert go(points(*range(5)))[0] == 0
+    finally:
+        stop.set()
+        reader.join()
+    assert read
+    assert audit.problems() == []
+
+
+def test_two_stores_that_share_a_server_leave_each_others_runs_alone(
+    tmp_path, migrated, monkeypatch, points
+):
+    shutil.copy(migrated / "mlflow.db", tmp_path / "shared.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/shared.db")
+    todo = points(1, 13)
+    for name in ("mine", "yours"):
+        monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / name))
+        code, said = go(todo)
+        assert code == 1
+        assert str(tmp_path / "shared.db") in said
+        assert audit.problems() == []
+    assert sorted(r[2] for r in shown()) == ["FAILED", "FAILED", "FINISHED", "FINISHED"]
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "mine"))
+    assert go(todo, force=True)[0] == 1
+    assert audit.problems() == []
+    assert len([r for r in shown() if r[2] == "FINISHED"]) == 2
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path, migrated):
+    """place("name") -> an empty MLflow database that belongs to no store."""
+
+    def call(name):
+        (tmp_path / name).mkdir(exist_ok=True)
+        db = tmp_path / name / "mlflow.db"
+        if not db.exists():
+            shutil.copy(migrated / "mlflow.db", db)
+        return Backend.at(f"sqlite:///{db}", tmp_path / name)
+
+    return call
+
+
+def odd_runs(place, tmp_path):
+    """Fill a database with the irregularities of real ones."""
+    mlflow = place.client
+    one = mlflow.create_experiment("ein Name / mit: allem", place.location("x"), {"note": "n"})
+    parent = mlflow.create_run(one, 1_000, {"mlflow.user": "somebody"}, "parent")
+    child = mlflow.create_run(one, 2_000, {"mlflow.parentRunId": parent.info.run_id}, "child ü")
+    curve = [Metric("a/curve", math.sin(i), 5_000 + i, i) for i in range(1500)]
+    mlflow.log_batch(child.info.run_id, curve[:1000], [Param(f"p{i}", "v") for i in range(100)])
+    mlflow.log_batch(
+        child.info.run_id, curve[1000:], [Param(f"q{i}", "w" * 500) for i in range(30)]
+    )
+    for step, value in enumerate([float("nan"), float("inf"), -0.0, 1e-320]):
+        mlflow.log_metric(child.info.run_id, "odd", value, 7, step)
+    mlflow.log_metric(child.info.run_id, "odd", 3.0, 6, 1)  # twice at a step
+    inputs = DatasetInput(Dataset("d", "0f", "local", "{}", "s", "p"), [])
+    mlflow.log_inputs(child.info.run_id, [inputs])
+    files = tmp_path / "files"
+    (files / "deep" / "er").mkdir(parents=True)
+    (files / "deep" / "er" / "a file.bin").write_bytes(os.urandom(3000))
+    (files / "empty").write_bytes(b"")
+    place.put(child, files)
+    mlflow.set_terminated(parent.info.run_id, "FAILED", 9_000)
+    mlflow.set_terminated(child.info.run_id, "KILLED", 9_500)
+    dropped = mlflow.create_run(one, 3_000, {}, "dropped")
+    mlflow.set_terminated(dropped.info.run_id, "FINISHED", 9_900)
+    mlflow.delete_run(dropped.info.run_id)
+    mlflow.create_run("0", 4_000, {}, "still running")
+    gone = mlflow.create_experiment("gone", place.location("gone"))
+    mlflow.set_terminated(mlflow.create_run(gone, 1, {}, "in gone").info.run_id, "FINISHED", 2)
+    mlflow.delete_experiment(gone)
+    return 5
+
+
+def all_runs(place):
+    found = [r for e in place.experiments(True) for r in place.runs(e.experiment_id, deleted=True)]
+    return [r for r in found if "copied.half" not in r.data.tags]
+
+
+def test_a_copy_has_everything_and_a_second_one_adds_nothing(place, tmp_path):
+    here, there, back = place("here"), place("there"), place("back")
+    count = odd_runs(here, tmp_path)
+    for source, target in ((here, there), (there, back)):
+        done = copy_store.transfer(source, target, quiet())
+        assert (done.made, done.there, done.differences) == (count, 0, [])
+        assert done.seen["metric points"] == 1505
+        assert done.seen["parameters"] == 130
+        assert done.seen["artifacts"] == 2
+        again = copy_store.transfer(source, target, quiet())
+        assert (again.made, again.there, again.differences) == (0, count, [])
+    home = copy_store.transfer(back, here, quiet())
+    assert (home.made, home.there, home.differences) == (0, count, [])
+    stages = {r.info.run_name: r.info.lifecycle_stage for r in all_runs(back)}
+    assert stages == {
+        "parent": "active", "child ü": "active", "dropped": "deleted", "still running": "active",
+        "in gone": "deleted",
+    }  # fmt: skip
+    assert {e.name: e.lifecycle_stage for e in back.experiments(True)}["gone"] == "deleted"
+    ids = {r.info.run_name: r for r in all_runs(back)}
+    assert ids["child ü"].data.tags["mlflow.parentRunId"] == ids["parent"].info.run_id
+    assert ids["child ü"].info.run_id not in {r.info.run_id for r in all_runs(here)}
+
+
+def test_a_copy_that_was_cut_short_goes_on_and_leaves_nothing_half(place, tmp_path, monkeypatch):
+    here, there = place("here"), place("there")
+    count = odd_runs(here, tmp_path)
+    real = Backend.put
+    for left in (1, 2):  # so many artifacts are written, then we are killed
+        budget = [None] * left
+
+        def dies(self, run, folder, budget=budget):
+            if not budget:
+                raise KeyboardInterrupt
+            budget.pop()
+            real(self, run, folder)
+
+        monkeypatch.setattr(Backend, "put", dies)
+        with pytest.raises(KeyboardInterrupt):
+            copy_store.transfer(here, there, quiet())
+    monkeypatch.setattr(Backend, "put", real)
+    done = copy_store.transfer(here, there, quiet())
+    assert done.differences == []
+    assert done.made < count
+    assert len(all_runs(there)) == count
+    active = [r for e in there.experiments() for r in there.runs(e.experiment_id)]
+    assert not [r for r in active if "copied.half" in r.data.tags]
+
+
+def test_a_run_that_went_on_after_it_was_copied_is_copied_again(place, tmp_path):
+    here, there = place("here"), place("there")
+    odd_runs(here, tmp_path)
+    copy_store.transfer(here, there, quiet())
+    [running] = here.runs("0")
+    here.client.log_metric(running.info.run_id, "late", 1.0)
+    here.client.set_terminated(running.info.run_id, "FINISHED")
+    done = copy_store.transfer(here, there, quiet())
+    assert (done.made, done.differences) == (1, [])
+    assert len(there.runs("0")) == 1
+
+
+def test_the_comparison_after_a_copy_sees_every_difference(place, tmp_path):
+    """The control: a comparison that finds nothing would pass everything."""
+    here, there = place("here"), place("there")
+    odd_runs(here, tmp_path)
+    copy_store.transfer(here, there, quiet())
+    [child] = [r for r in all_runs(there) if r.info.run_name == "child ü"]
+    there.client.set_tag(child.info.run_id, "new", "tag")
+    there.client.log_metric(child.info.run_id, "a/curve", 0.0, 1, 3)
+    there.client.log_param(child.info.run_id, "new", 1)
+    (there._place(child) / "empty").write_bytes(b"!")
+    there.client.update_run(child.info.run_id, name="other")
+    said = " ".join(copy_store.transfer(here, there, quiet()).differences)
+    for what in ("tags", "metrics", "parameters", "artifacts", "name"):
+        assert f"): {what} in " in said
+
+
+def test_nonsense_is_refused_in_one_line_before_anything_is_copied(place, tmp_path, monkeypatch):
+    here = place("here")
+    same = Backend.at(f"sqlite:///{tmp_path}/here/../here/mlflow.db", tmp_path)
+    with pytest.raises(UserError, match="itself"):
+        copy_store.transfer(here, same, quiet())
+    with pytest.raises(UserError, match="create it first"):
+        copy_store.transfer(here, Backend.at(f"sqlite:///{tmp_path}/no/x.db", tmp_path), quiet())
+    with pytest.raises(UserError, match="does not exist"):
+        copy_store.transfer(Backend.at(f"sqlite:///{tmp_path}/x.db", tmp_path), here, quiet())
+    with pytest.raises(Away, match="connection refused"):
+        copy_store.transfer(here, Backend.at("http://127.0.0.1:9", tmp_path), quiet())
+    for address in ("", "somewhere", "file:///x", "ftp://x", "sqlite:///", "postgres://a:b@c/d"):
+        with pytest.raises(UserError, match=r"sqlite:///PATH"):
+            Backend.at(address, tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install .specexp\[postgres\]"):
+        Backend.at("postgresql://a:b@c/d", tmp_path)
+
+
+def test_passwords_in_addresses_are_never_shown(tmp_path, monkeypatch):
+    for address in (
+        "postgresql://me:hush@host/db", "http://me:hush@host:5000", "postgresql://me:h/u@hush@h/db",
+        "postgresql+psycopg2:///db?host=h&password=hush", "postgresql:///db?sslpassword=hush&port=1",
+    ):  # fmt: skip
+        assert "hush" not in hidden(address)
+        assert "hush" not in str(Backend(address, tmp_path))
+        with pytest.raises(UserError) as refused, Backend(address, tmp_path).reaching():
+            raise track_error(address)
+        assert "hush" not in str(refused.value)
+    monkeypatch.setattr(sys, "argv", ["specexp", "store", "copy", "postgresql://me:hush@host/db"])
+    with store.claim("k"):
+        assert "hush" not in str(store.holder("k"))
+        assert "store copy" in str(store.holder("k"))
+
+
+def track_error(address):
+    from mlflow.exceptions import MlflowException
+
+    return MlflowException(f"cannot reach {address}: no")

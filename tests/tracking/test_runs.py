@@ -1,0 +1,269 @@
+"""What a notebook may log, how it reaches MLflow, and the security of the UI."""
+
+import importlib.metadata
+import json
+import multiprocessing
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from specexp.errors import UserError
+from specexp.tracking import compare, mlflow_server
+from specexp.tracking import mlflow_view as view
+from specexp.tracking import runs as track
+from specexp.tracking.results import ROOT, alone, root
+
+METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25, "category/code": 0.75}
+
+
+def test_parameters_are_the_plain_public_names(monkeypatch):
+    names = {"x": 1, "name": "a", "on": True, "rate": 0.5, "list_": [1], "none": None}
+    noise = {"_hidden": 1, "In": ["x"], "Out": {}, "track": track, "exit": len, "f": len}
+    assert track.parameters(names | noise) == names
+
+
+def test_by_hand_a_run_is_committed_and_published_at_once(store, capsys):
+    figure, _ = plt.subplots()
+    plt.close(figure)
+    track.log(
+        "mine",
+        {"drafter": "ngram", "gammas": [1, 2]},
+        METRICS,
+        {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1.0: 2.0, 32: 0.9}},
+        tags={"why": "test"},
+        tables={"rounds": pd.DataFrame({"accepted": [1, 2]})},
+        figures={"empty": figure},
+    )
+    assert "specexp ui" in capsys.readouterr().out
+    [run] = track.runs("mine").to_dict("records")
+    assert run["metrics.acceptance/rate"] == 0.5
+    assert run["params.gammas"] == "[1, 2]"
+    assert run["tags.why"] == "test"
+    assert track.curve(run["run_id"], "speedup/at_batch") == {1: 2.0, 32: 0.9}
+    names = track.backend().digests(track.client().get_run(run["run_id"]))
+    assert {"result.json", "rounds.parquet", "figures/empty.png"} <= set(names)
+    assert (store / "artifacts" / "mine" / run["run_id"] / "artifacts" / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "series", "said"),
+    [
+        ({"a/b": float("nan")}, {}, "a/b is nan"),
+        ({"a/b": float("inf")}, {}, "a/b is inf"),
+        ({"a/b": 1.0}, {"c/d": [1.0, float("nan")]}, "c/d at 2 is nan"),
+        ({"rate": 1.0}, {}, "group/name"),
+        ({"a/b%": 1.0}, {}, "group/name"),
+        ({"a/b": 1.0}, {"c@d/e": [1.0]}, "group/name"),
+        ({"a/..": 1.0}, {}, "group/name"),
+        ({"a/" + "b" * 249: 1.0}, {}, "has 251 characters, more than 250"),
+        ({"a/b": 1.0}, {"c/" + "d" * 249: [1.0]}, "has 251 characters, more than 250"),
+        ({"a/b": 1.0}, {"c/d": {0.5: 1.0}}, "c/d has the step 0.5, not a 64-bit integer"),
+        ({"a/b": 1.0}, {"c/d": {float("inf"): 1.0}}, "the step inf"),
+        ({"a/b": 1.0}, {"c/d": {2**70: 1.0}}, "not a 64-bit integer"),
+    ],
+)
+def test_what_could_not_be_compared_is_refused_and_nothing_is_kept(store, metrics, series, said):
+    with pytest.raises(UserError, match="group/name" if said == "group/name" else said):
+        track.log("mine", {}, metrics, series)
+    assert not (store / "results").exists()
+    assert track.runs().empty
+
+
+def test_under_the_runner_the_store_is_not_touched(store, tmp_path, monkeypatch):
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    monkeypatch.setenv("SPECEXP_ATTEMPT", str(attempt))
+    monkeypatch.setenv("SPECEXP_EXPERIMENT", "the grid's")
+    before = (store / "mlflow.db").stat().st_mtime_ns
+    track.log("mine", {"x": 1}, METRICS)
+    record = json.loads((attempt / "result.json").read_text())
+    assert record["experiment"] == "the grid's"
+    assert record["metrics"] == METRICS
+    assert (store / "mlflow.db").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="logs once"):
+        track.log("mine", {"x": 1}, METRICS)
+
+
+def test_a_run_on_the_cpu_says_so_where_there_is_a_gpu(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: f"GPU {device}")
+    monkeypatch.setenv("SPECEXP_ATTEMPT", str(tmp_path))
+    for device, name in {"cpu": "cpu", "cuda:1": "GPU cuda:1", "auto": "GPU cuda"}.items():
+        track.log("mine", {"device": device}, METRICS)
+        assert json.loads((tmp_path / "result.json").read_text())["tags"]["device"] == name
+        (tmp_path / "result.json").unlink()
+
+
+def test_a_read_only_store_gets_one_clear_line(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(blocked / "mlruns"))
+    with pytest.raises(UserError, match=r"cannot write to .*set SPECEXP_MLRUNS"):
+        track.log("mine", {}, METRICS)
+
+
+def test_a_store_has_one_place_whatever_folder_a_notebook_is_in(monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", "")
+    assert root() == ROOT / "mlruns"
+    monkeypatch.setenv("SPECEXP_MLRUNS", "mlruns")
+    with pytest.raises(UserError, match=r"SPECEXP_MLRUNS is 'mlruns'.*give the whole path"):
+        root()
+
+
+def test_without_git_a_run_is_logged_all_the_same(store, monkeypatch):
+    monkeypatch.setenv("PATH", str(store))
+    track.log("mine", {"x": 1}, METRICS)
+    [run] = track.runs("mine").to_dict("records")
+    assert (run["tags.git.commit"], run["tags.git.dirty"]) == ("", "false")
+
+
+def test_where_specexp_is_not_installed_a_run_is_logged_all_the_same(store, monkeypatch):
+    real = importlib.metadata.version
+
+    def version(name):
+        if name == "specexp":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    track.log("mine", {"x": 1}, METRICS)
+    [run] = track.runs("mine").to_dict("records")
+    assert run["tags.version.specexp"] == "unknown"
+    assert run["tags.version.torch"] == real("torch")
+
+
+def _first_touch(root: str, barrier) -> None:
+    import os
+
+    os.environ["SPECEXP_MLRUNS"] = root
+    barrier.wait()
+    with alone("setup"):
+        track.initialise()
+    track.client().search_experiments()
+
+
+def test_processes_that_open_a_fresh_store_together_all_succeed(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    children = [
+        context.Process(target=_first_touch, args=(str(tmp_path / "fresh"), barrier))
+        for _ in range(3)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [c.exitcode for c in children] == [0, 0, 0]
+
+
+def test_the_comparison_shows_what_differs_and_what_was_logged(store):
+    for drafter, gamma, speed in (("ngram", 3, 1.5), ("sibling-3m", 3, 2.0)):
+        params = {"drafter": drafter, "gamma": gamma, "target": "t"}
+        ci = {"speedup/ci_low": speed - 0.1, "speedup/ci_high": speed + 0.1, "exact/pass": 1.0}
+        track.log("mine", params, METRICS | {"speedup/measured": speed} | ci)
+    view = compare.overview(track.runs("mine"))
+    assert list(view) == ["experiment", "drafter", "accepted", "code", "speedup", "exact"]
+    assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
+    assert set(view["exact"]) == {"yes"}
+
+
+def test_the_comparison_tells_lossy_from_broken_and_simulated_from_measured():
+    names = ["exact/pass", "exact/bugs", "throughput/tok_s", "acceptance/rate"]
+    rows = [(1, 0, 9, 0.5), (0, 0, 9, 0.5), (0, 2, 9, 0.5), (1, 0, 9, 0.5)]
+    runs = pd.DataFrame(rows, columns=[f"metrics.{name}" for name in names])
+    runs["tags.simulated"] = [None, None, None, "fleet, throughput"]
+    view = compare.overview(runs)
+    assert list(view["exact"]) == ["yes", "lossy", "BUG", "yes"]
+    assert list(view["tok/s"]) == ["9", "9", "9", "9 simulated"]
+    assert set(view["accepted"]) == {"50%"}
+    assert compare.overview(runs.head(0)).empty
+
+
+def test_runs_of_all_experiments_come_newest_first_whatever_their_grids_are_called(store):
+    for name in ("one", "two", "one"):
+        track.log(name, {"x": 1}, METRICS, tags={"grid": "o'clock"})
+        time.sleep(0.01)
+    assert list(track.runs()["experiment"]) == ["one", "two", "one"]
+    assert len(track.runs("one", "o'clock")) == 2
+    assert track.runs(grid="other").empty
+
+
+def test_where_only_runs_of_others_are_there_is_nothing_to_compare(store):
+    mlflow = track.client()
+    mlflow.set_terminated(mlflow.create_run("0").info.run_id)
+    assert len(track.runs()) == 1
+    console = Console(record=True, width=200)
+    compare.show(console, {"mine"})
+    assert "specexp ui" in console.export_text()
+
+
+def test_the_shared_view_is_small_and_names_only_known_metrics(store):
+    track.log("mine", {"drafter": "ngram"}, METRICS)
+    mlflow = track.client()
+    state = json.loads(mlflow.get_experiment_by_name("mine").tags["mlflow.sharedViewState.specexp"])
+    assert len(json.dumps(state)) < 20_000
+    sections = {s["uuid"] for s in state["compareRunSections"]}
+    assert all(c["metricSectionId"] in sections for c in state["compareRunCharts"])
+    logged = {*(f"metrics.`{m}`" for m in METRICS), "params.`drafter`"}
+    assert state["selectedColumns"]
+    assert set(state["selectedColumns"]) <= logged
+    drawn = {f"metrics.`{c['metricKey']}`" for c in state["compareRunCharts"] if "metricKey" in c}
+    assert drawn
+    assert drawn <= logged
+    assert "viewStateShareKey=specexp" in view.url("1", 5000)
+
+
+def test_a_server_imports_nothing_from_where_it_was_asked_for(store, tmp_path, monkeypatch):
+    there = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.execvpe", lambda *_: there.append(Path.cwd()))
+    mlflow_server.serve(0)
+    assert there == [store]
+
+
+def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
+    track.log("mine", {"drafter": "ngram"}, METRICS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = track.backend()
+    running = subprocess.Popen(
+        mlflow_server.command(place, "127.0.0.1", port), env=mlflow_server.environment(place),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def status(host: str) -> int:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": host})
+        try:
+            return urllib.request.urlopen(request, timeout=10).status
+        except urllib.error.HTTPError as e:
+            return e.code
+
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                assert status(f"127.0.0.1:{port}") == 200
+                break
+            except OSError:  # refused, or no answer yet
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+        assert status(f"localhost:{port}") == 200
+        for foreign in (
+            "evil.example",
+            "127.0.0.1.evil.example",
+            f"10.0.0.1:{port}",
+            "192.168.1.5",
+        ):
+            assert status(foreign) == 403, foreign
+    finally:
+        running.terminate()
+        running.wait(120)
