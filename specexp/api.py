@@ -56,7 +56,7 @@ ALONE = {
 
 
 @dataclass(frozen=True)
-class Rig:
+class Pairing:
     """An engine with its tokenizer. `drafter`: its name in tables; `options`: the arguments of
     `build`, device aside; `deepest`: the longest draft that the drafter can make."""
 
@@ -79,12 +79,12 @@ class Rig:
     def generate(self, texts: Sequence[str], max_new_tokens: int) -> Generation:
         return self.engine.generate(self.encode(texts), max_new_tokens)
 
-    def with_(self, **changes: Any) -> Rig:
-        """A rig with the same target and some options changed: drafter, gamma, rule ..."""
+    def with_(self, **changes: Any) -> Pairing:
+        """A pairing with the same target and some options changed: drafter, gamma, rule ..."""
         return _assemble(self.target, self.tokenizer, **(self.options | changes))
 
-    def apart(self) -> Rig:
-        """A rig with the same target weights and caches of its own."""
+    def apart(self) -> Pairing:
+        """A pairing with the same target weights and caches of its own."""
         target = lm.LM(self.target.module, self.target.name, self.target.vocab)
         return _assemble(target, self.tokenizer, **self.options)
 
@@ -101,7 +101,7 @@ def build(
     dtype: str = "float32",
     device: str = "auto",
     seed: int = 0,
-) -> Rig:
+) -> Pairing:
     """Load a target and a drafter and assemble the engine.
 
     gamma: length of a chain and depth of a grown tree; None: `usual_gamma`. tree: see `Tree.parse`.
@@ -143,11 +143,11 @@ def warm(params: Mapping[str, Any]) -> None:
     _WARM.append(build(**named))
 
 
-_WARM: list[Rig] = []
+_WARM: list[Pairing] = []
 _DEFAULTS = {name: p.default for name, p in inspect.signature(build).parameters.items()}
 
 
-def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
+def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Pairing:
     plan = _plan(o, model.config, model.vocab, tokenizer)
     ready = drafters.prepare(plan)
     eos = model.module.generation_config.eos_token_id
@@ -158,7 +158,7 @@ def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Rig:
         model, ready.make(model), Fixed(plan.tree), plan.sampling,
         _rule(o["rule"], plan, ready), o["seed"], stops,
     )  # fmt: skip
-    return Rig(engine, tokenizer, resolve_drafter(o["target"], o["drafter"]), o, ready.deepest)
+    return Pairing(engine, tokenizer, resolve_drafter(o["target"], o["drafter"]), o, ready.deepest)
 
 
 def usual_gamma(options: dict[str, Any]) -> int:
@@ -170,20 +170,20 @@ def usual_gamma(options: dict[str, Any]) -> int:
         return 5  # `check` reports what is wrong
 
 
-def _plan(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Plan:
+def _plan(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
     method, argument = split(o["drafter"])
 
     def source(method: str, name: str) -> str:
         return locate(name or _default_draft(o["target"], method))
 
-    return drafters.Plan(
+    return drafters.Request(
         method=method, argument=argument, target=o["target"], config=config, vocab=vocab,
         tokenizer=tokenizer, sampling=Sampling(o["temperature"], o["top_k"], o["top_p"]),
         tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"], seed=o["seed"], source=source,
     )  # fmt: skip
 
 
-def _rule(name: str, plan: drafters.Plan, ready: drafters.Ready) -> Rule:
+def _rule(name: str, plan: drafters.Request, ready: drafters.Prepared) -> Rule:
     """The named rule, or for "auto" the one that suits the guesses. Raises UserError for a rule
     that cannot judge this tree, or that needs q where guesses are not drawn from one."""
     drawn = ready.draws and not plan.tree.width
@@ -366,12 +366,12 @@ def problems_of(
     return list(dict.fromkeys(problems))
 
 
-Pairing = tuple[drafters.Plan, drafters.Ready]
+Candidate = tuple[drafters.Request, drafters.Prepared]
 
 
 def _check_models(
     params: dict[str, Any], texts: list[prompts.Prompt], once: Once, attempt: Callable[..., Any]
-) -> tuple[list[str], list[Pairing], int]:
+) -> tuple[list[str], list[Candidate], int]:
     """Problems; the pairings that the parameters name (None for a bad one); tokens of the longest
     prompt with its output."""
     target = params["target"]
@@ -405,7 +405,7 @@ def _check_models(
     return problems, pairings, longest
 
 
-def _check_memory(params: dict[str, Any], pairings: list[Pairing], longest: int) -> list[str]:
+def _check_memory(params: dict[str, Any], pairings: list[Candidate], longest: int) -> list[str]:
     """A problem, with advice on what would fit, if the pairing that needs the most memory does not
     fit the device."""
     dtype, config = lm.DTYPES[params.get("dtype", "float32")], pairings[0][0].config
@@ -428,7 +428,7 @@ def _check_memory(params: dict[str, Any], pairings: list[Pairing], longest: int)
 
 
 def needed(
-    plan: drafters.Plan, ready: drafters.Ready, dtype: torch.dtype, batch: int, tokens: int
+    plan: drafters.Request, ready: drafters.Prepared, dtype: torch.dtype, batch: int, tokens: int
 ) -> memory.Need:
     """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
     Heads are small beside their target and are left out."""
@@ -471,7 +471,7 @@ def _combined(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield options
 
 
-def _check_pairing(once: Once, *options: tuple[str, Any]) -> Pairing:
+def _check_pairing(once: Once, *options: tuple[str, Any]) -> Candidate:
     o = dict(options)
     config, vocab, tokenizer = once(_known, o["target"])
     plan = _plan(o, config, vocab, tokenizer)

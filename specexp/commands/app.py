@@ -19,7 +19,7 @@ from rich.table import Table
 from specexp.errors import NonFiniteLogits, UserError
 
 if TYPE_CHECKING:
-    from specexp.api import Rig
+    from specexp.api import Pairing
     from specexp.engine import Generation
     from specexp.grids.points import Point
     from specexp.measure.exactness import Exactness
@@ -181,27 +181,27 @@ def generate(
     else:
         chosen = [Prompt(0, "command line", (prompt,))]
     api.insist(options | {"max_new_tokens": max_new_tokens}, chosen)
-    rig = api.build(**options)
+    pairing = api.build(**options)
     for text in (p.text for p in chosen):
         if not as_json:
-            rig.generate([text], max_new_tokens)  # warm-up: the next one is timed
-        made = rig.generate([text], max_new_tokens)
-        exact = certify(rig.engine, rig.encode([text]), max_new_tokens)
+            pairing.generate([text], max_new_tokens)  # warm-up: the next one is timed
+        made = pairing.generate([text], max_new_tokens)
+        exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
-            print(json.dumps(_as_dict(rig, text, made, exact), ensure_ascii=False))
+            print(json.dumps(_as_dict(pairing, text, made, exact), ensure_ascii=False))
         else:
-            _show(rig, text, made, exact, rounds)
+            _show(pairing, text, made, exact, rounds)
         if exact.bugs:
             raise typer.Exit(1)
 
 
-def _as_dict(rig: Rig, text: str, made: Generation, exact: Exactness) -> dict[str, Any]:
+def _as_dict(pairing: Pairing, text: str, made: Generation, exact: Exactness) -> dict[str, Any]:
     record = made.trace.acceptance
     record.check()
     return {
         "prompt": text,
         "tokens": made.tokens[0],
-        "text": rig.decode(made.tokens[0]),
+        "text": pairing.decode(made.tokens[0]),
         "rounds": [
             {"drafted": s.drafted, "accepted": s.accepted, "emitted": s.emitted}
             for s in made.trace.steps()
@@ -219,15 +219,15 @@ def _as_dict(rig: Rig, text: str, made: Generation, exact: Exactness) -> dict[st
     }  # fmt: skip
 
 
-def _show(rig: Rig, text: str, made: Generation, exact: Exactness, rounds: bool) -> None:
+def _show(pairing: Pairing, text: str, made: Generation, exact: Exactness, rounds: bool) -> None:
     from specexp.figures import tokens
 
     record, trace = made.trace.acceptance, made.trace
-    console.print(tokens.stream(rig, trace.rounds, made.tokens[0], prompt=text), soft_wrap=True)
+    console.print(tokens.stream(pairing, trace.rounds, made.tokens[0], prompt=text), soft_wrap=True)
     console.print()
     if rounds:
         console.print("round  accepted/drafted", style="dim")
-        console.print(tokens.by_round(rig, trace.rounds, made.tokens[0]), soft_wrap=True)
+        console.print(tokens.by_round(pairing, trace.rounds, made.tokens[0]), soft_wrap=True)
     console.print(tokens.legend())
     cut = f" ({record.cut} more cut off at the end)" if record.cut else ""
     rate = f"acceptance rate {record.rate:.0%} of {record.drafted} drafted, "
@@ -317,10 +317,10 @@ def profile(
     api.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if out:
         _picture(out)
-    rig = api.build(**options)
+    pairing = api.build(**options)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
-    costs = break_even.profile(rig, rows, gammas, slots, force=force)
-    files = [break_even.place(rig)]
+    costs = break_even.profile(pairing, rows, gammas, slots, force=force)
+    files = [break_even.place(pairing)]
     if out:
         costs.save(out)
         files.append(out)
@@ -435,16 +435,16 @@ def serve(
     }  # fmt: skip
     api.insist(asked)
     picture = _picture(out) if out else None
-    rig = api.build(**options)
+    pairing = api.build(**options)
     texts = questions.load(prompts)
-    offered = serving.traffic(rig, texts, load, count, max_new_tokens, seed)
-    costs = serving.prices(rig, names, offered.requests)
-    runs = serving.open_race(rig, names, costs, offered, rows, chunk, queue)
+    offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
+    costs = serving.prices(pairing, names, offered.requests)
+    runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)
     figures = serving.figures(runs, ttft_ms, tpot_ms)
     if as_json:
         print(figures.to_json(orient="records"))
     else:
-        title = f"{len(offered.requests)} requests, {load}, {rig.target.name}, {drafter}"
+        title = f"{len(offered.requests)} requests, {load}, {pairing.target.name}, {drafter}"
         _show_served(figures, title)
         for note in serving.notes(runs):
             console.print(note, soft_wrap=True)
@@ -556,14 +556,16 @@ def bench(
     if out:
         out = lab.place(out, options)
         _writable(out)
-    rig = api.build(**options)
-    report["about"] = lab.about(rig.target.device, rig.target.dtype)
+    pairing = api.build(**options)
+    report["about"] = lab.about(pairing.target.device, pairing.target.dtype)
     if not as_json:
         console.print(hardware.heading(report["about"]), soft_wrap=True)
     if warning := report["about"]["warning"]:
         _complain("warning", warning)
     for name in names:
-        found = report["suites"][name] = lab.run(name, rig, texts, rows, max_new_tokens, repeats)
+        found = report["suites"][name] = lab.run(
+            name, pairing, texts, rows, max_new_tokens, repeats
+        )
         if out:
             write_whole(out, json.dumps(report, indent=1))
             picture = out.with_name(f"{out.stem}-{name}.png")

@@ -85,7 +85,7 @@ class Drafter(ABC):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Request:
     """What is known about a run before any weights are loaded.
 
     `argument`: the part of the drafter's name after `METHOD:`, or "". `config` and `vocab`: the
@@ -129,7 +129,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Prepared:
     """A drafter whose options have been checked; `make` builds it for the loaded target.
 
     `draws`: its guesses are sampled from a law that is passed to the rule (False: they are chosen
@@ -154,7 +154,7 @@ def described() -> list[tuple[str, str]]:
     return found
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """Check a drafter's options without loading weights. Raises UserError."""
     if plan.method not in methods():
         near = difflib.get_close_matches(plan.method, methods(), n=1)
@@ -163,5 +163,5 @@ def prepare(plan: Plan) -> Ready:
             f"drafter {plan.method!r} is unknown{hint} (use one of {', '.join(methods())}; a draft "
             "model is model:NAME)"
         )
-    found: Ready = importlib.import_module(f"{__name__}.{plan.method}").prepare(plan)
+    found: Prepared = importlib.import_module(f"{__name__}.{plan.method}").prepare(plan)
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters.model import all_rows
 from specexp.errors import UserError
 from specexp.growth import Level, grow
@@ -152,7 +152,7 @@ class Crossed(Drafter):
             self.lm.keep(text, replace(verdict, path=place.gather(1, verdict.path)))
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`crossed:NAME`: a draft model with a different tokenizer from the target's."""
     if not plan.argument:
         raise UserError("drafter crossed needs a draft model: crossed:NAME")
@@ -167,4 +167,4 @@ def prepare(plan: Plan) -> Ready:
         draft = load(source, Path(source).name, plan.dtype, str(target.device))
         return Crossed(draft, token_map, plan.sampling)
 
-    return Ready(make, draws=True, config=config, slots=_SLOTS)
+    return Prepared(make, draws=True, config=config, slots=_SLOTS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.fast import fused_eagle
 from specexp.growth import Level, grow
 from specexp.models.head_files import read
@@ -106,7 +106,7 @@ class EagleLayer(Drafter):
         self.features[seqs.rows].scatter_(1, at, made)
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`eagle:NAME`: a folder or hub id of EAGLE-1, 2 or 3 weights; without a name, the zoo's."""
     head = read(plan.source(plan.method, plan.argument))
     check(head, plan.config, plan.target, "eagle", "eagle3")
@@ -116,4 +116,4 @@ def prepare(plan: Plan) -> Ready:
         assert isinstance(made, Eagle)
         return EagleLayer(made, target, plan.sampling)
 
-    return Ready(make, draws=True)
+    return Prepared(make, draws=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.lm import LM
@@ -80,7 +80,7 @@ def _shallow(module: nn.Module) -> Any:
     return twin
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`early_exit:K`: exit after K layers, by default a quarter of them."""
     L = plan.config.num_hidden_layers
     layers = plan.whole(default=max(1, L // 4))
@@ -88,4 +88,4 @@ def prepare(plan: Plan) -> Ready:
         raise UserError(
             f"drafter early_exit:{layers}: {plan.target} has {L} layers: leave before the last one"
         )
-    return Ready(lambda target: EarlyExit(target, layers, plan.sampling), draws=True)
+    return Prepared(lambda target: EarlyExit(target, layers, plan.sampling), draws=True)

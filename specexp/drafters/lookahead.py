@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters.recycle import Table, in_vocabulary
 from specexp.errors import UserError
 from specexp.fast import cpu
@@ -138,7 +138,7 @@ def _deepest_branch(tree: Tree, device: torch.device) -> tuple[frozenset[int], T
     return frozenset(path), torch.tensor(path[::-1], device=device)
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`lookahead:3`: pool n-grams of three tokens, the first included."""
     n = plan.whole(default=3, at_least=2)
     if plan.tree.depth and n > plan.tree.depth + 1:
@@ -146,4 +146,4 @@ def prepare(plan: Plan) -> Ready:
             f"drafter lookahead:{n} needs a draft length of {n - 1} or more: use gamma {n - 1} or "
             f"more, or lookahead:{plan.tree.depth + 1}"
         )
-    return Ready(lambda target: Lookahead(target, n, plan.tree.depth))
+    return Prepared(lambda target: Lookahead(target, n, plan.tree.depth))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.head_files import read
@@ -59,7 +59,7 @@ class MedusaHeads(Drafter):
         self.last[seqs.rows] = seen.hidden.gather(1, last.expand(-1, -1, self.width))
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`medusa:NAME`: a folder or hub id of Medusa heads; without a name, the zoo's."""
     head = read(plan.source(plan.method, plan.argument))
     check(head, plan.config, plan.target, "medusa")
@@ -75,4 +75,4 @@ def prepare(plan: Plan) -> Ready:
         assert isinstance(made, Medusa)
         return MedusaHeads(made, target, plan.sampling)
 
-    return Ready(make, draws=True, deepest=heads)
+    return Prepared(make, draws=True, deepest=heads)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.lm import LM, Forward, load, read_config, read_tokenizer
@@ -59,7 +59,7 @@ class DraftModel(Drafter):
             self.lm.keep(seqs, replace(verdict, path=place.gather(1, verdict.path)))
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`model:NAME`: a zoo name, folder or hub id, optionally followed by `+int8`; without a name,
     the zoo's draft for the target."""
     source = plan.source(plan.method, plan.argument)
@@ -76,7 +76,7 @@ def prepare(plan: Plan) -> Ready:
             draft = load(source, name, plan.dtype, str(target.device), target.vocab)
         return DraftModel(draft, plan.sampling)
 
-    return Ready(make, draws=True, config=config)
+    return Prepared(make, draws=True, config=config)
 
 
 def all_rows(config: Any, V: int, name: str) -> None:

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.fast import cpu
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
@@ -81,7 +81,7 @@ def _first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
     return len(leaves), torch.tensor(first[1:], device=device)
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`ngram:3`: match up to three tokens."""
     n = plan.whole(default=3)
-    return Ready(lambda target: NGram(n, target.vocab))
+    return Prepared(lambda target: NGram(n, target.vocab))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -16,6 +16,6 @@ class Null(Drafter):
         return seqs.draft(Tree.chain(0).nodes(seqs.tokens.device))
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     plan.nothing()
-    return Ready(lambda target: Null())
+    return Prepared(lambda target: Null())

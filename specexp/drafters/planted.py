@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters import model as draft_model
 from specexp.errors import UserError
 from specexp.models.lm import LM, Forward
@@ -90,7 +90,7 @@ class Planted(Drafter):
         self.worker.observe(seqs, tree, verdict, seen)
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`planted:0.8` or `planted:0.8,NAME`: alpha, and the draft model that runs."""
     given, _, name = plan.argument.partition(",")
     try:
@@ -108,4 +108,4 @@ def prepare(plan: Plan) -> Ready:
         worker = ready.make(target)
         return Planted(alpha, target, worker, plan.sampling, plan.seed, plan.tree.depth)
 
-    return Ready(make, config=ready.config)
+    return Prepared(make, config=ready.config)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.fast import cpu
 from specexp.models.lm import LM, Forward
@@ -124,7 +124,7 @@ class Recycle(Drafter):
         self.table.write(seqs.rows, self.fed, ranked(seen.logits, self.k))
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`recycle:8`: keep eight candidates per token; no node may have more children."""
     k = plan.whole(default=8)
     widest = max(plan.tree.parents.count(i) for i in range(len(plan.tree)))
@@ -133,4 +133,4 @@ def prepare(plan: Plan) -> Ready:
             f"drafter recycle:{k} keeps {k} candidates per token and a node of the tree has "
             f"{widest} children: use recycle:{widest}"
         )
-    return Ready(lambda target: Recycle(target, k))
+    return Prepared(lambda target: Recycle(target, k))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, Plan, Ready
+from specexp.drafters import Drafter, Prepared, Request
 from specexp.fast import cpu
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
@@ -86,7 +86,7 @@ class Suffix(Drafter):
         return agreed
 
 
-def prepare(plan: Plan) -> Ready:
+def prepare(plan: Request) -> Prepared:
     """`suffix:16`: match up to sixteen tokens."""
     longest = plan.whole(default=16)
-    return Ready(lambda target: Suffix(target.vocab, longest))
+    return Prepared(lambda target: Suffix(target.vocab, longest))

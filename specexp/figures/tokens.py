@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.trace import Round, Step
 
 STYLES = {
@@ -28,15 +28,17 @@ def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int,
 
 
 def stream(
-    rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0, prompt: str = ""
+    pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0, prompt: str = ""
 ) -> Text:
     """The prompt, dim, and the output, each token in the colour of its kind (see `legend`)."""
     parts = _parts(rounds, tokens, row)
     made = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
-    return Text().append(prompt, "dim").append_text(_coloured(rig, made))
+    return Text().append(prompt, "dim").append_text(_coloured(pairing, made))
 
 
-def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0) -> Text:
+def by_round(
+    pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0
+) -> Text:
     """One line a round: accepted/drafted, the tokens emitted, then the rejected guesses."""
     text = Text()
     for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
@@ -47,7 +49,7 @@ def by_round(rig: Rig, rounds: Sequence[Round], tokens: Sequence[int], row: int 
         if step.emitted < step.accepted:  # the output ended among accepted guesses
             rejected = []
         made = [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
-        text.append(_coloured(rig, made, visible=True))
+        text.append(_coloured(pairing, made, visible=True))
         text.append("\n")
     return text
 
@@ -61,13 +63,13 @@ def symbols(text: str) -> str:
     return text.replace("\n", "⏎").replace("\t", "⇥")
 
 
-def look(rig: Rig, prompt: str, max_new_tokens: int = 48) -> Text:
+def look(pairing: Pairing, prompt: str, max_new_tokens: int = 48) -> Text:
     """Generate once and show the output in colour, then round by round. (A notebook displays a
     Text; of a rich Group it would print the address.)"""
-    made = rig.generate([prompt], max_new_tokens)
+    made = pairing.generate([prompt], max_new_tokens)
     rounds, tokens = made.trace.rounds, made.tokens[0]
-    whole = stream(rig, rounds, tokens, prompt=prompt)
-    return Text("\n\n").join([legend(), whole, by_round(rig, rounds, tokens)])
+    whole = stream(pairing, rounds, tokens, prompt=prompt)
+    return Text("\n\n").join([legend(), whole, by_round(pairing, rounds, tokens)])
 
 
 def _parts(
@@ -81,11 +83,11 @@ def _parts(
             at += step.emitted
 
 
-def _coloured(rig: Rig, made: Sequence[tuple[int, str]], visible: bool = False) -> Text:
+def _coloured(pairing: Pairing, made: Sequence[tuple[int, str]], visible: bool = False) -> Text:
     """The decoded tokens. Neighbours of one kind are decoded together, since a character may span
     several tokens. visible: show line ends and tabs as symbols."""
     text = Text()
     for kind, group in groupby(made, key=lambda piece: piece[1]):
-        part = rig.decode([token for token, _ in group])
+        part = pairing.decode([token for token, _ in group])
         text.append(symbols(part) if visible else part, STYLES[kind])
     return text

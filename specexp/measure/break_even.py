@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from specexp import theory
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.figures.pairings import PLAIN, PREDICTED, batch_axis, panels
 from specexp.measure import one_pairing, statistics
@@ -53,7 +53,7 @@ DOUBTFUL = 0.8  # R² of a fit below which the measurement was probably disturbe
 
 
 def profile(
-    rig: Rig,
+    pairing: Pairing,
     batches: Sequence[int] = BATCHES,
     gammas: Sequence[int] = GAMMAS,
     contexts: Sequence[int] | None = None,
@@ -61,19 +61,19 @@ def profile(
     force: bool = False,
     longest: int = 0,
 ) -> Costs:
-    """The cost table of a rig. The stored one, if it is of these models, device and dtype and has
-    all these points; otherwise, or with `force`, one is measured and stored, which keeps the points
-    of the stored one. gammas beyond the drafter's longest draft are left out. contexts: by default
-    those of `CONTEXTS` that the models reach, and one for `longest` tokens if that is more. Raises
-    UserError."""
-    if not rig.engine.drafter.context:
+    """The cost table of a pairing. The stored one, if it is of these models, device and dtype and
+    has all these points; otherwise, or with `force`, one is measured and stored, which keeps the
+    points of the stored one. gammas beyond the drafter's longest draft are left out. contexts: by
+    default those of `CONTEXTS` that the models reach, and one for `longest` tokens if that is
+    more. Raises UserError."""
+    if not pairing.engine.drafter.context:
         raise UserError(
-            f"drafter {rig.drafter} drafts nothing, so there are no costs to measure: name another "
-            "one, or leave out policy goodput"
+            f"drafter {pairing.drafter} drafts nothing, so there are no costs to measure: name "
+            "another one, or leave out policy goodput"
         )
-    path, gammas = place(rig), [g for g in gammas if g <= rig.deepest]
+    path, gammas = place(pairing), [g for g in gammas if g <= pairing.deepest]
     if contexts is None:
-        most = min(rig.target.context, rig.engine.drafter.context)
+        most = min(pairing.target.context, pairing.engine.drafter.context)
         contexts = [c for c in CONTEXTS if c <= most] or [most]
         if longest > contexts[-1]:
             contexts.append(min(most, 1 << (longest - 1).bit_length()))
@@ -81,7 +81,7 @@ def profile(
     had: tuple[Sequence[int], ...] = (), (), ()
     with suppress(UserError):  # there is none, or it is damaged
         stored = Costs.load(path)
-        if stored.about == about(rig):
+        if stored.about == about(pairing):
             had = stored.batches, stored.gammas, stored.contexts
     if not force and all(set(a) >= set(b) for a, b in zip(had, asked, strict=True)):
         hours = (time.time() - path.stat().st_mtime) / 3600
@@ -90,30 +90,30 @@ def profile(
                         "measure again with specexp profile --force", path, hours)  # fmt: skip
         return stored.upto(deepest)
     batches, gammas, contexts = ([*{*a, *b}] for a, b in zip(had, asked, strict=True))
-    gammas = [g for g in gammas if g <= rig.deepest]
-    ids = rig.encode([prompt.text for prompt in load("all", limit=10)])
+    gammas = [g for g in gammas if g <= pairing.deepest]
+    ids = pairing.encode([prompt.text for prompt in load("all", limit=10)])
     with tqdm(desc="costs", unit="setting", delay=1) as bar:
 
         def watch(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        found = tables.measure(rig.engine, ids, batches, gammas, contexts, repeats, watch)
-    found = replace(found, about=about(rig))
+        found = tables.measure(pairing.engine, ids, batches, gammas, contexts, repeats, watch)
+    found = replace(found, about=about(pairing))
     found.save(path)
     return found.upto(deepest)
 
 
-def about(rig: Rig) -> dict[str, Any]:
-    """`Costs.about` of a table of this rig."""
-    return tables.about(rig.engine) | {"drafter": rig.drafter}
+def about(pairing: Pairing) -> dict[str, Any]:
+    """`Costs.about` of a table of this pairing."""
+    return tables.about(pairing.engine) | {"drafter": pairing.drafter}
 
 
-def place(rig: Rig) -> Path:
-    """The file of a rig's table: one for each target, drafter, device, dtype (and all of
+def place(pairing: Pairing) -> Path:
+    """The file of a pairing's table: one for each target, drafter, device, dtype (and all of
     `about`)."""
-    known = json.dumps(about(rig), sort_keys=True).encode()
-    names = (re.sub(r"[^\w.-]+", "_", name) for name in (rig.target.name, rig.drafter))
+    known = json.dumps(about(pairing), sort_keys=True).encode()
+    names = (re.sub(r"[^\w.-]+", "_", name) for name in (pairing.target.name, pairing.drafter))
     return (
         results.root()
         / "costs"
@@ -171,7 +171,7 @@ def break_even_alpha(costs: Costs, batch: float, gamma: int, context: float) -> 
 
 
 def sweep(
-    rig: Rig,
+    pairing: Pairing,
     prompts: Sequence[Prompt],
     batches: Sequence[int],
     gammas: Sequence[int],
@@ -180,7 +180,7 @@ def sweep(
 ) -> pd.DataFrame:
     """`bench.throughput` at every draft length; as in the cost table, `context` includes the slots
     of the longest draft."""
-    arms = [rig.with_(gamma=gamma, tree="chain") for gamma in gammas]
+    arms = [pairing.with_(gamma=gamma, tree="chain") for gamma in gammas]
     samples = pd.concat(
         [one_pairing.throughput(arm, prompts, batches, max_new_tokens, repeats) for arm in arms],
         ignore_index=True,
@@ -216,14 +216,14 @@ def predicted_error(compared: pd.DataFrame, column: str = "predicted") -> float:
 
 
 def tax(
-    rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
+    pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
     repeats: int = 5,
 ) -> pd.DataFrame:  # fmt: skip
     """The overhead of having a drafter and a rule without drafting, against plain decoding, by
     turns. One row a batch: `tax` [low, high], the additional time a token (0.02 is two per
     cent)."""
     samples = one_pairing.throughput(
-        rig.with_(gamma=0, tree="chain"), prompts, batches, max_new_tokens, repeats
+        pairing.with_(gamma=0, tree="chain"), prompts, batches, max_new_tokens, repeats
     )
     rows = []
     for batch, part in samples.groupby("batch"):

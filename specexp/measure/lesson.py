@@ -19,7 +19,7 @@ from scipy.stats import binomtest, chisquare
 from torch import Tensor
 
 from specexp import theory
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.figures import tokens as look
 from specexp.figures.pairings import (
@@ -46,14 +46,14 @@ EXPECTED = 5  # tokens that a bin of the chi-square test should hold
 LEAST = 1e-4  # a p-value below this is no coincidence
 
 
-def insist(rig: Rig) -> None:
+def insist(pairing: Pairing) -> None:
     """Raises UserError unless guesses are drawn from a distribution q at a temperature above 0."""
-    if rig.options["temperature"] == 0:
+    if pairing.options["temperature"] == 0:
         raise UserError("the lesson is about sampling: use a temperature above 0, such as 1.0")
-    if rig.engine.rule.name != "reject":
+    if pairing.engine.rule.name != "reject":
         raise UserError(
             f"the lesson needs a drafter that draws its guesses from a distribution, and "
-            f"{rig.drafter} does not: use a draft model, such as sibling-3m"
+            f"{pairing.drafter} does not: use a draft model, such as sibling-3m"
         )
 
 
@@ -75,9 +75,9 @@ class Snapshot:
 
 
 @torch.inference_mode()
-def rounds(rig: Rig, prompt: str, count: int) -> list[Snapshot]:
-    """The first rounds of this prompt, `count` or until it ends: those of `rig.generate`."""
-    engine, [text] = rig.engine, rig.encode([prompt])
+def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
+    """The first rounds of this prompt, `count` or until it ends: those of `pairing.generate`."""
+    engine, [text] = pairing.engine, pairing.encode([prompt])
     tree = one_pairing.lone_tree(engine)
     seqs = Sequences.of(
         [text], count * len(tree), slack=engine.policy.widest, eos=engine.eos,
@@ -103,7 +103,7 @@ def rounds(rig: Rig, prompt: str, count: int) -> list[Snapshot]:
     return found
 
 
-def judged(rig: Rig, found: Sequence[Snapshot]) -> pd.DataFrame:
+def judged(pairing: Pairing, found: Sequence[Snapshot]) -> pd.DataFrame:
     """One row per guess (`at` = 1, 2, ...) and for the token that ends a round: q and p of it,
     `chance` = min(1, p / q), and the outcome, a key of `COLOURS`. Guesses after a rejected one are
     discarded: their p belongs to a context that no longer exists."""
@@ -114,12 +114,12 @@ def judged(rig: Rig, found: Sequence[Snapshot]) -> pd.DataFrame:
             q, p = float(snap.q[i, token]), float(snap.p[i, token])
             outcome = "accepted" if i < n else "rejected" if i == n else "discarded"
             known = {"p": p, "chance": min(1.0, p / q)} if i <= n else {}
-            rows.append({"round": number, "at": i + 1, "token": _named(rig, token), "q": q}
+            rows.append({"round": number, "at": i + 1, "token": _named(pairing, token), "q": q}
                         | known | {"outcome": outcome})  # fmt: skip
         if len(snap.emitted) > n:
             last, whole = snap.emitted[n], n == len(snap.guesses)
             rows.append(
-                {"round": number, "at": len(snap.guesses) + 1, "token": _named(rig, last)}
+                {"round": number, "at": len(snap.guesses) + 1, "token": _named(pairing, last)}
                 | {"p": float(snap.p[n, last]), "outcome": "bonus" if whole else "corrected"}
             )
     return pd.DataFrame(rows)
@@ -156,9 +156,9 @@ def _short(p: float) -> str:
     return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
 
 
-def _named(rig: Rig, token: int) -> str:
+def _named(pairing: Pairing, token: int) -> str:
     """A token as a label: in quotes, since many begin with a space."""
-    text = look.symbols(rig.decode([token]))
+    text = look.symbols(pairing.decode([token]))
     return f'"{text if len(text) <= 12 else text[:11] + "…"}"'
 
 
@@ -180,7 +180,7 @@ def telling(found: Sequence[Snapshot]) -> Position:
     return min(places, key=lambda place: abs(theory.alpha_of(place.p, place.q) - 0.5))
 
 
-def overlap(rig: Rig, place: Position, most: int = 8) -> pd.DataFrame:
+def overlap(pairing: Pairing, place: Position, most: int = 8) -> pd.DataFrame:
     """p and q of the likeliest tokens and, in the last row (id -1), of all others together. Columns
     also: `shared` min(p, q), `residual` (p - q)+ and `excess` (q - p)+."""
     p, q = place.p, place.q
@@ -190,7 +190,7 @@ def overlap(rig: Rig, place: Position, most: int = 8) -> pd.DataFrame:
         {"p": p, "q": q, "shared": np.minimum(p, q), "residual": np.maximum(p - q, 0),
          "excess": np.maximum(q - p, 0)}
     )  # fmt: skip
-    named = every.loc[top].assign(id=top, token=[_named(rig, int(token)) for token in top])
+    named = every.loc[top].assign(id=top, token=[_named(pairing, int(token)) for token in top])
     others = every.drop(top).sum().to_dict() | {"id": -1, "token": f"{len(p) - len(top):,} others"}
     return pd.concat([named, pd.DataFrame([others])], ignore_index=True)
 
@@ -224,10 +224,10 @@ def _tokens(axes: Axes, table: pd.DataFrame) -> None:
 
 
 @torch.inference_mode()
-def first_tokens(rig: Rig, context: Sequence[int], count: int) -> pd.DataFrame:
+def first_tokens(pairing: Pairing, context: Sequence[int], count: int) -> pd.DataFrame:
     """Run `count` rounds of one guess from one position, each with noise of its own: the guess,
     whether it was accepted, and the first token emitted."""
-    engine, B = rig.with_(gamma=1).engine, min(count, ROWS)
+    engine, B = pairing.with_(gamma=1).engine, min(count, ROWS)
     seqs = engine.begin(
         Sequences.of([context] * B, 1, slack=engine.policy.widest, device=engine.target.device)
     )
@@ -287,14 +287,16 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
 # --- why it is fast ------------------------------------------------------------------------------
 
 
-def passes(rig: Rig, prompts: Sequence[Prompt], tokens: Sequence[int] = TOKENS) -> pd.DataFrame:
+def passes(
+    pairing: Pairing, prompts: Sequence[Prompt], tokens: Sequence[int] = TOKENS
+) -> pd.DataFrame:
     """The time of a target pass over so many tokens of one row, also in passes over one token
     (`times`, with its interval)."""
-    context = min(CONTEXT, rig.target.context)
+    context = min(CONTEXT, pairing.target.context)
     tokens = [n for n in sorted({1, *tokens}) if n <= context // 2]
-    ids = [token for row in rig.encode([p.text for p in prompts]) for token in row]
-    arms = {n: a_pass(rig.target, ids, 1, n, context, tokens[-1]) for n in tokens}
-    seen = interleave.take(arms, range(3 * PASSES), rig.target.device, "passes", lead=1)
+    ids = [token for row in pairing.encode([p.text for p in prompts]) for token in row]
+    arms = {n: a_pass(pairing.target, ids, 1, n, context, tokens[-1]) for n in tokens}
+    seen = interleave.take(arms, range(3 * PASSES), pairing.target.device, "passes", lead=1)
     times = {n: interleave.ratio(seen[n], seen[1]) for n in tokens}
     return pd.DataFrame(
         {"tokens": n, "ms": 1e3 * interleave.median_s(seen[n]), "times": t.value, "low": t.low,

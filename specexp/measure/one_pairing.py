@@ -18,7 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 from specexp import theory
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure import statistics
@@ -39,7 +39,7 @@ VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 
 
 def acceptance(
-    rigs: Sequence[Rig],
+    pairings: Sequence[Pairing],
     prompts: Sequence[Prompt],
     max_new_tokens: int,
     temperatures: Iterable[float] | None = None,
@@ -47,17 +47,21 @@ def acceptance(
 ) -> pd.DataFrame:
     """One row per pairing, temperature and prompt: counts and the `Acceptance` record itself.
     Raises UserError if a pairing drafts nothing."""
-    if not all(lone_tree(rig.engine).depth for rig in rigs):
+    if not all(lone_tree(pairing.engine).depth for pairing in pairings):
         raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
     rows: list[dict[str, Any]] = []
-    runs = [r.with_(temperature=t) for t in temperatures for r in rigs] if temperatures else rigs
+    runs = (
+        [r.with_(temperature=t) for t in temperatures for r in pairings]
+        if temperatures
+        else pairings
+    )
     chunks = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     with tqdm(total=len(runs) * len(prompts), desc="acceptance", unit="prompt") as bar:
-        for rig in runs:
+        for pairing in runs:
             for chunk in chunks:
-                made = rig.generate([p.text for p in chunk], max_new_tokens)
+                made = pairing.generate([p.text for p in chunk], max_new_tokens)
                 for row, prompt in enumerate(chunk):
-                    rows.append(_row(rig, prompt) | _outcome(made.trace, row))
+                    rows.append(_row(pairing, prompt) | _outcome(made.trace, row))
                 bar.update(len(chunk))
     return pd.DataFrame(rows)
 
@@ -188,7 +192,7 @@ def _headline(row: pd.Series) -> dict[str, float]:
 
 
 def latency(
-    rig: Rig,
+    pairing: Pairing,
     prompts: Sequence[Prompt],
     gammas: Sequence[int],
     max_new_tokens: int,
@@ -196,23 +200,23 @@ def latency(
 ) -> pd.DataFrame:
     """One stream at a time: one row per gamma, prompt and repeat, with plain decoding's figures of
     the same turn."""
-    arms: dict[Any, Rig] = {gamma: rig.with_(gamma=gamma) for gamma in gammas}
+    arms: dict[Any, Pairing] = {gamma: pairing.with_(gamma=gamma) for gamma in gammas}
     return duel(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
 
 
 def duel(
-    arms: dict[Any, Rig], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
+    arms: dict[Any, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
     """One stream at a time: all arms and plain decoding take turns on every prompt. One row per
     arm, prompt and repeat."""
-    rig = next(iter(arms.values()))
-    engines: dict[Any, Engine] = {None: rig.engine.plain()}
+    pairing = next(iter(arms.values()))
+    engines: dict[Any, Engine] = {None: pairing.engine.plain()}
     engines |= {arm: other.engine for arm, other in arms.items()}
-    _warm_up(engines.values(), [rig.encode([p.text]) for p in prompts], max_new_tokens)
+    _warm_up(engines.values(), [pairing.encode([p.text]) for p in prompts], max_new_tokens)
     rows: list[dict[str, Any]] = []
     with tqdm(total=repeats * len(prompts) * len(engines), desc="latency", unit="run") as bar:
         for repeat, (number, prompt) in product(range(repeats), enumerate(prompts)):
-            ids, backwards = rig.encode([prompt.text]), (repeat + number) % 2 == 1
+            ids, backwards = pairing.encode([prompt.text]), (repeat + number) % 2 == 1
             traces = _take_turns(engines, ids, max_new_tokens, backwards, bar)
             base = traces.pop(None)
             for arm, trace in traces.items():
@@ -226,12 +230,12 @@ def duel(
     return pd.DataFrame(rows)
 
 
-def costs(arms: dict[Any, Rig], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
+def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
     """Costs of a round, one row per arm: seconds to draft, to verify and for the rest (see
     `_phases`). `step_s`: a plain step. `weights_mb` and `kv_bytes` (per token): the memory that the
     drafter needs besides the target's."""
     first = next(iter(arms.values()))
-    engines = {None: first.engine.plain(), **{arm: rig.engine for arm, rig in arms.items()}}
+    engines = {None: first.engine.plain(), **{arm: pairing.engine for arm, pairing in arms.items()}}
     kinds = {arm: (engine, lone_tree(engine)) for arm, engine in engines.items()}
     found = _phases(kinds, first.encode([p.text for p in prompts]), repeats)
     step = sum(found.pop(None))
@@ -268,14 +272,14 @@ def _modules(drafter: Any) -> Iterator[torch.nn.Module]:
             yield from _modules(part)
 
 
-def bias(rig: Rig, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
+def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
     """Total variation between the law of a round's first emitted token and the target's law,
     averaged over rounds; one value per prompt. 0 for an exact rule. For chains only."""
-    engine = rig.engine
+    engine = pairing.engine
     found = []
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
         seqs = Sequences.of(
-            rig.encode([prompt.text]), max_new_tokens, slack=engine.policy.widest,
+            pairing.encode([prompt.text]), max_new_tokens, slack=engine.policy.widest,
             device=engine.target.device,
         )  # fmt: skip
         found.append(_bias(engine, seqs, max_new_tokens))
@@ -306,7 +310,7 @@ def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
 
 
 def throughput(
-    rig: Rig,
+    pairing: Pairing,
     prompts: Sequence[Prompt],
     batches: Sequence[int],
     max_new_tokens: int,
@@ -318,10 +322,10 @@ def throughput(
     fewer than `stats.FEWEST` samples is repeated more often. EOS is ignored and only rounds in
     which every row is live are counted, so the batch really has that size.
     `context`: slots of the batch's buffer, without those of a draft."""
-    fast, plain = rig.with_().engine, rig.engine.plain()
+    fast, plain = pairing.with_().engine, pairing.engine.plain()
     fast.eos = plain.eos = ()
     prompts = prompts[: max(batches)]
-    texts = rig.encode([p.text for p in prompts])
+    texts = pairing.encode([p.text for p in prompts])
     starts = {batch: range(0, len(texts), batch) for batch in batches}
     turns = {b: max(repeats, -(-statistics.FEWEST // len(firsts))) for b, firsts in starts.items()}
     rows: list[dict[str, Any]] = []
@@ -339,7 +343,7 @@ def throughput(
                 s, tokens = full_batch(traces["fast"])
                 plain_s, plain_tokens = full_batch(traces["plain"])
                 rows.append(
-                    {"pairing": rig.drafter, "gamma": rig.options["gamma"], "batch": batch}
+                    {"pairing": pairing.drafter, "gamma": pairing.options["gamma"], "batch": batch}
                     | {"number": number, "repeat": repeat, "s": s, "tokens": tokens}
                     | {"plain_s": plain_s, "plain_tokens": plain_tokens}
                     | {"context": max(map(len, ids)) + max_new_tokens}
@@ -355,14 +359,14 @@ def full_batch(trace: Trace) -> tuple[float, int]:
 
 
 def pass_costs(
-    rig: Rig, prompts: Sequence[Prompt], gammas: Sequence[int], repeats: int = 40
+    pairing: Pairing, prompts: Sequence[Prompt], gammas: Sequence[int], repeats: int = 40
 ) -> pd.DataFrame:
     """Seconds to draft gamma tokens and to verify them, one row per gamma (see `_phases`).
 
     The row gamma = 0 is a plain step. The rule and the commit are in `rest_s`.
     """
-    kinds = {g: (rig.engine, Tree.chain(g)) for g in sorted({0, *gammas})}
-    found = _phases(kinds, rig.encode([p.text for p in prompts]), repeats)
+    kinds = {g: (pairing.engine, Tree.chain(g)) for g in sorted({0, *gammas})}
+    found = _phases(kinds, pairing.encode([p.text for p in prompts]), repeats)
     return pd.DataFrame(
         {"gamma": gamma, "draft_s": draft, "verify_s": verify, "rest_s": rest}
         for gamma, (draft, verify, rest) in found.items()
@@ -556,9 +560,10 @@ def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -
             engine.generate(batch, most)
 
 
-def _row(rig: Rig, prompt: Prompt) -> dict[str, Any]:
+def _row(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:
     return {
-        "pairing": rig.drafter, "rule": rig.engine.rule.name, "gamma": rig.options["gamma"],
-        "temperature": rig.options["temperature"],
+        "pairing": pairing.drafter, "rule": pairing.engine.rule.name,
+        "gamma": pairing.options["gamma"],
+        "temperature": pairing.options["temperature"],
         "category": prompt.category, "question_id": prompt.question_id,
     }  # fmt: skip

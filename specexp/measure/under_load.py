@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.measure import break_even, one_pairing, statistics
 from specexp.measure.exactness import Exactness, compare
@@ -73,13 +73,15 @@ class Run:
         return advance(self.server, self.arriving, self.answers)
 
 
-def requests(rig: Rig, prompts: Sequence[Prompt], count: int, max_new_tokens: int) -> list[Request]:
+def requests(
+    pairing: Pairing, prompts: Sequence[Prompt], count: int, max_new_tokens: int
+) -> list[Request]:
     """`count` requests: the prompts, interleaved over their categories and repeated as needed."""
     kinds: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         kinds.setdefault(prompt.category, []).append(prompt)
     mixed = [p for row in itertools.zip_longest(*kinds.values()) for p in row if p]
-    ids = rig.encode([p.text for p in mixed])
+    ids = pairing.encode([p.text for p in mixed])
     return [
         Request(ids[i % len(ids)], max_new_tokens, stream=i, kind=mixed[i % len(ids)].category)
         for i in range(count)
@@ -116,14 +118,19 @@ class Traffic:
 
 
 def traffic(
-    rig: Rig, prompts: Sequence[Prompt], load: str, count: int, max_new_tokens: int, seed: int = 0
+    pairing: Pairing,
+    prompts: Sequence[Prompt],
+    load: str,
+    count: int,
+    max_new_tokens: int,
+    seed: int = 0,
 ) -> Traffic:
     """The load of that name (see `arrivals.parse`) with these prompts, `max_new_tokens` of output
     each. A trace's lengths shorten both."""
     made = arrivals.parse(load, count, seed)
     if isinstance(made, arrivals.Closed):
-        return Traffic(tuple(requests(rig, prompts, count, max_new_tokens)), made.concurrency)
-    asked = requests(rig, prompts, len(made), max_new_tokens)
+        return Traffic(tuple(requests(pairing, prompts, count, max_new_tokens)), made.concurrency)
+    asked = requests(pairing, prompts, len(made), max_new_tokens)
     traced = load.startswith("trace:")
     return Traffic(tuple(
         replace(
@@ -140,26 +147,26 @@ def slots_for(asked: Sequence[Request], room: int) -> int:
 
 
 def bank(
-    rig: Rig, policy: str, rows: int, asked: Sequence[Request], room: int, timer: Any = None
+    pairing: Pairing, policy: str, rows: int, asked: Sequence[Request], room: int, timer: Any = None
 ) -> EngineBank:
     """A bank for these requests; without a drafter for the policy `plain`."""
-    engine = rig.apart().engine
+    engine = pairing.apart().engine
     engine = engine.plain() if policy == "plain" else engine
     return EngineBank(engine, rows, slots_for(asked, room), room, timer)
 
 
-def policy(rig: Rig, name: str, costs: Costs | None) -> Policy:
+def policy(pairing: Pairing, name: str, costs: Costs | None) -> Policy:
     """`policies.of`, and `plain`: never drafting, on an engine without a drafter."""
-    return policies.of("never" if name == "plain" else name, costs, rig.deepest)
+    return policies.of("never" if name == "plain" else name, costs, pairing.deepest)
 
 
-def room(rig: Rig, names: Iterable[str], costs: Costs | None) -> int:
+def room(pairing: Pairing, names: Iterable[str], costs: Costs | None) -> int:
     """Slots for the largest draft of these policies."""
-    return max(policy(rig, name, costs).widest for name in names)
+    return max(policy(pairing, name, costs).widest for name in names)
 
 
 def race(
-    rig: Rig,
+    pairing: Pairing,
     names: Sequence[str],
     costs: Costs | None,
     asked: Sequence[Request],
@@ -175,12 +182,12 @@ def race(
     generates at least `tokens` tokens, a piece at a time. Raises UserError for requests that yield
     no tokens.
     """
-    space = room(rig, names, costs)
+    space = room(pairing, names, costs)
     watches = {name: Stopwatch() for name in names}
     runs = {}
     for name in names:
-        made = bank(rig, name, concurrency, asked, space, watches[name])
-        server = Server(made, policy(rig, name, costs), chunk, queue=len(asked))
+        made = bank(pairing, name, concurrency, asked, space, watches[name])
+        server = Server(made, policy(pairing, name, costs), chunk, queue=len(asked))
         runs[name] = Run(server, Closed(asked, concurrency, again=True))
     _alike(runs)
     begun = dict.fromkeys(runs, 0)
@@ -245,7 +252,7 @@ def sums(ticks: Sequence[Tick]) -> dict[str, float]:
 
 
 def open_race(
-    rig: Rig,
+    pairing: Pairing,
     names: Sequence[str],
     costs: Costs | None,
     offered: Traffic,
@@ -258,15 +265,18 @@ def open_race(
     time, in which idle time is skipped. Before the first request arrives, the rounds of a bank are
     captured and it has been full once, since first rounds of a size are slow."""
     asked = offered.requests
-    space = room(rig, names, costs)
+    space = room(pairing, names, costs)
     watches = {name: Stopwatch() for name in names}
     filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in asked[:rows]]
     runs = {}
     for name in names:
-        made, chosen = bank(rig, name, rows, asked, space, watches[name]), policy(rig, name, costs)
+        made, chosen = (
+            bank(pairing, name, rows, asked, space, watches[name]),
+            policy(pairing, name, costs),
+        )
         made.rehearse(chosen.widest - 1)
         watches[name].start()
-        serve(Server(made, policy(rig, name, costs), chunk, queue=rows), Timed(filling))
+        serve(Server(made, policy(pairing, name, costs), chunk, queue=rows), Timed(filling))
         watches[name].stop()
         runs[name] = Run(Server(made, chosen, chunk, queue), offered.arriving())
     _alike(runs)
@@ -287,7 +297,7 @@ def open_race(
 
 
 def bake_off(
-    rig: Rig,
+    pairing: Pairing,
     names: Sequence[str],
     costs: Costs | None,
     prompts: Sequence[Prompt],
@@ -301,8 +311,8 @@ def bake_off(
         for c in concurrency:
             tokens = 256 + 20 * c
             count = 2 * c + -(-(turns + LEARNING) * tokens // max_new_tokens)
-            asked = staggered(requests(rig, prompts, count, max_new_tokens), c)
-            part, _ = race(rig, names, costs, asked, c, tokens, turns)
+            asked = staggered(requests(pairing, prompts, count, max_new_tokens), c)
+            part, _ = race(pairing, names, costs, asked, c, tokens, turns)
             parts.append(part.assign(load=c))
             bar.update()
     return pd.concat(parts, ignore_index=True)
@@ -421,17 +431,17 @@ def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def certify_served(rig: Rig, asked: Sequence[Request], concurrency: int) -> Exactness:
+def certify_served(pairing: Pairing, asked: Sequence[Request], concurrency: int) -> Exactness:
     """Serve requests in a closed loop, greedily or under the rule Match, and compare every answer
     with plain decoding of that request alone. All rows draft, then half of them, then none, and so
     on, so that drafters lag and catch up whatever a policy would choose here."""
-    coupled = rig if rig.options["temperature"] == 0 else rig.with_(rule="match")
-    turning = policies.InTurn(min(3, rig.deepest))
+    coupled = pairing if pairing.options["temperature"] == 0 else pairing.with_(rule="match")
+    turning = policies.InTurn(min(3, pairing.deepest))
     made = bank(coupled, "in turn", concurrency, asked, turning.widest)
     server = Server(made, turning, queue=len(asked))
     texts = [a.tokens for a in serve(server, Closed(asked, concurrency))]
     prompts, streams = [list(r.prompt) for r in asked], [r.stream for r in asked]
-    return compare(rig.engine, prompts, texts, max(r.new for r in asked), streams)
+    return compare(pairing.engine, prompts, texts, max(r.new for r in asked), streams)
 
 
 def overhead_s(runs: dict[str, Run]) -> float:
@@ -525,9 +535,9 @@ def compare_runs(
     return pd.DataFrame(rows).dropna()
 
 
-def prices(rig: Rig, names: Iterable[str], asked: Sequence[Request]) -> Costs | None:
+def prices(pairing: Pairing, names: Iterable[str], asked: Sequence[Request]) -> Costs | None:
     """The cost table for these requests, measured if need be; None if no policy reads it."""
-    return break_even.profile(rig, longest=slots_for(asked, 0)) if "goodput" in names else None
+    return break_even.profile(pairing, longest=slots_for(asked, 0)) if "goodput" in names else None
 
 
 def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:

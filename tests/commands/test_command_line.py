@@ -98,15 +98,15 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
 
 
 def test_generate_tells_the_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
-    generate, paces = api.Rig.generate, iter([1.0, 0.01])
+    generate, paces = api.Pairing.generate, iter([1.0, 0.01])
 
-    def timed(rig, *asked):
-        made = generate(rig, *asked)
+    def timed(pairing, *asked):
+        made = generate(pairing, *asked)
         pace = next(paces)
         monkeypatch.setattr(type(made.trace), "tpot_s", pace)
         return made
 
-    monkeypatch.setattr(api.Rig, "generate", timed)
+    monkeypatch.setattr(api.Pairing, "generate", timed)
     options = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompt", "x y x")
     out = run(*options, "--max-new-tokens", "6")[1]
     assert "100 tokens/s" in out

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import NEW, engine
 
-from specexp.drafters import Drafter, Plan
+from specexp.drafters import Drafter, Request
 from specexp.drafters.ngram import NGram, prepare
 from specexp.fast import cpu
 from specexp.models.lm import LM
@@ -113,7 +113,7 @@ def test_a_target_is_not_asked_about_ids_that_it_cannot_say():
 def prepared(target: LM) -> Drafter:
     """What `ngram:3` is for a target, of whatever tokenizer and sampling."""
     asked = dict.fromkeys(["config", "tokenizer", "sampling", "tree", "dtype", "seed", "source"])
-    plan = Plan(method="ngram", argument="3", target="target", vocab=target.vocab, **asked)
+    plan = Request(method="ngram", argument="3", target="target", vocab=target.vocab, **asked)
     return prepare(plan).make(target)
 
 

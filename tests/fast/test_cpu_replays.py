@@ -110,13 +110,13 @@ def test_rows_with_budgets_are_replayed(kind):
     made, budget = fast(kind), torch.tensor([4, 0, -1, 2, 4])
     other = slow(kind)
     found = []
-    for rig in (made, other):
-        seqs = rig.begin(Sequences.of(PROMPTS, LONG, slack=5))
+    for pairing in (made, other):
+        seqs = pairing.begin(Sequences.of(PROMPTS, LONG, slack=5))
         seqs.budget = budget.clone()
         reports = []
         for turn in range(12):
             seqs.budget.copy_(budget.roll(turn))  # in the same memory
-            reports.append(rig.report(seqs, TREES["chain"]))
+            reports.append(pairing.report(seqs, TREES["chain"]))
         lines = zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
         found.append((reports, [tokens[:length] for tokens, length in lines]))
     assert found[0] == found[1]
@@ -198,29 +198,29 @@ class Hears(Fixed):
     def learn(self, load, plan, steps, seconds):
         self.times.append(seconds)
 
-    def check(self, rig) -> None:
+    def check(self, pairing) -> None:
         """The first of a kind, which are recorded or prepare that, are not told; all are, where
         none is recorded."""
-        cold = [None] * (cpu_replays.Calls.warm + 1) if rig is fast else []
+        cold = [None] * (cpu_replays.Calls.warm + 1) if pairing is fast else []
         assert self.times[: len(cold)] == cold
         assert len(self.times) == 20
         assert all(self.times[len(cold) :])
 
 
-@pytest.mark.parametrize("rig", [fast, slow])
-def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(rig):
+@pytest.mark.parametrize("pairing", [fast, slow])
+def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(pairing):
     hears = Hears(TREES["empty"])
-    server = Server(EngineBank(rig("null"), rows=1, slots=64, room=5), hears)
+    server = Server(EngineBank(pairing("null"), rows=1, slots=64, room=5), hears)
     serve(server, Closed([Request(PROMPTS[0], 20, stream=0)], 1))
-    hears.check(rig)
+    hears.check(pairing)
 
 
-@pytest.mark.parametrize("rig", [fast, slow])
-def test_and_so_it_is_where_a_batch_is_written(rig):
-    made, hears = rig("null"), Hears(TREES["empty"])
+@pytest.mark.parametrize("pairing", [fast, slow])
+def test_and_so_it_is_where_a_batch_is_written(pairing):
+    made, hears = pairing("null"), Hears(TREES["empty"])
     made.policy = hears
     made.generate(PROMPTS, 20)
-    hears.check(rig)
+    hears.check(pairing)
 
 
 @torch.inference_mode()

@@ -150,8 +150,8 @@ def test_ends_and_contexts_hold_while_rounds_are_under_way(watched, kind):
     made.policy = Turns(3, 1, 0, 2)
     other = engine(kind, eos=eos)
     assert made.generate(PROMPTS, LONG).tokens == other.generate(PROMPTS, LONG).tokens
-    for rig in (made, other):
-        rig.drafter.context = 20
+    for pairing in (made, other):
+        pairing.drafter.context = 20
     assert made.generate(PROMPTS, LONG).tokens == other.generate(PROMPTS, LONG).tokens
 
 

@@ -40,8 +40,8 @@ def test_plain_steps_are_plain():
 def test_a_notebook_displays_all_of_it_in_colour():
     steps = rounds(Step(0, 3, 1, 2, (1, 2, 3)), Step(0, 3, 3, 4, (5, 6, 7)))
     made = SimpleNamespace(trace=SimpleNamespace(rounds=steps), tokens=[[1, 9, 5, 6, 7, 8]])
-    rig = SimpleNamespace(decode=RIG.decode, generate=lambda *_: made)
-    shown = look.look(rig, "prompt ")._repr_mimebundle_([], [])["text/html"]
+    pairing = SimpleNamespace(decode=RIG.decode, generate=lambda *_: made)
+    shown = look.look(pairing, "prompt ")._repr_mimebundle_([], [])["text/html"]
     assert all(f">{words}<" in shown for words in ("prompt ", "accepted", "1 ", "9 ", "2 3 ", "8 "))
     assert shown.count("color: #008000; text-decoration-color: #008000") == 5  # none of them dim
     assert "line-through" in shown

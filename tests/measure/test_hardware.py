@@ -38,7 +38,7 @@ PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq
 
 
 @pytest.fixture
-def rig(tiny_folders):
+def pairing(tiny_folders):
     return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
@@ -139,22 +139,22 @@ def test_bare_products_are_every_matrix_of_the_model_once(monkeypatch):
 # --- roofline ------------------------------------------------------------------------------------
 
 
-def test_a_pass_is_over_the_tokens_rows_and_slots_that_it_says(rig, monkeypatch):
+def test_a_pass_is_over_the_tokens_rows_and_slots_that_it_says(pairing, monkeypatch):
     seen = []
     feed = LM.feed
     monkeypatch.setattr(
         LM, "feed",
         lambda self, *args, **more: (seen.append(args), feed(self, *args, **more))[1],
     )  # fmt: skip
-    made = roofline.a_pass(rig.target, [1, 2, 3], 2, 4, 64)(None)
-    assert made.logits.shape == (2, 4, rig.target.vocab)
+    made = roofline.a_pass(pairing.target, [1, 2, 3], 2, 4, 64)(None)
+    assert made.logits.shape == (2, 4, pairing.target.vocab)
     seqs, tokens, slots, _, visible = seen[0][:5]
     assert tokens.shape == (2, 4)
     assert slots[0].tolist() == [59, 60, 61, 62]
     assert (seqs.tokens.shape, visible) == ((2, 64), None)
 
 
-def test_roofline_divides_what_it_timed(rig, monkeypatch, now):
+def test_roofline_divides_what_it_timed(pairing, monkeypatch, now):
     def took(seconds):
         def call(_):
             now.s += seconds
@@ -164,7 +164,7 @@ def test_roofline_divides_what_it_timed(rig, monkeypatch, now):
     monkeypatch.setattr(roofline, "copying", lambda device: (took(0.5), 1_000_000))
     monkeypatch.setattr(roofline, "a_pass", lambda lm, ids, B, n, *_: took(n))
     monkeypatch.setattr(roofline, "products", lambda module, n: took(n / 4))
-    found = roofline.roofline(rig, ["text"], 1)
+    found = roofline.roofline(pairing, ["text"], 1)
     step, verify, *draft = found["rows"]
     assert found["copy"] == {"bytes": 1_000_000, "ms": 500, "gb_s": pytest.approx(0.002)}
     assert [(r["model"], r["tokens"]) for r in found["rows"]] == [
@@ -175,7 +175,7 @@ def test_roofline_divides_what_it_timed(rig, monkeypatch, now):
     assert step["of_copy"]["value"] == pytest.approx(step["bytes"] * 0.5 / 1_000_000)
     assert verify["over_bare"] == {"value": 4, "low": 4, "high": 4}
     assert verify["over_step"]["value"] == 4
-    assert draft[0]["bytes"] == roofline.pass_bytes(rig.engine.models[1], 1, 1, 128)
+    assert draft[0]["bytes"] == roofline.pass_bytes(pairing.engine.models[1], 1, 1, 128)
 
 
 def test_a_copy_counts_what_is_read_and_what_is_written():
@@ -208,8 +208,8 @@ def costly(monkeypatch, now):
         slow(owner, name, cost)
 
 
-def test_phases_are_found_where_time_is_spent(rig, costly):
-    found = suites.a_round(rig, [p.text for p in PROMPTS], 12, 2)
+def test_phases_are_found_where_time_is_spent(pairing, costly):
+    found = suites.a_round(pairing, [p.text for p in PROMPTS], 12, 2)
     fast, plain = found["fast"], found["plain"]
     ms = {phase: of["ms"] for phase, of in fast["phases"].items()}
     assert ms == {"draft": 6000, "verify": 6000, "accept": 2000, "commit": 1000, "host": 0}
@@ -226,18 +226,18 @@ def test_phases_are_found_where_time_is_spent(rig, costly):
     assert found["turns"] == 4
 
 
-def test_measured_speedup_is_of_delivered_tokens(rig, costly):
-    found = suites.a_round(rig, [PROMPTS[0].text], 12, 1)
-    engine = rig.with_().engine
+def test_measured_speedup_is_of_delivered_tokens(pairing, costly):
+    found = suites.a_round(pairing, [PROMPTS[0].text], 12, 1)
+    engine = pairing.with_().engine
     engine.eos = ()
-    rounds = len(engine.generate(rig.encode([PROMPTS[0].text]), 12).trace.rounds)
+    rounds = len(engine.generate(pairing.encode([PROMPTS[0].text]), 12).trace.rounds)
     assert found["speedup"]["measured"]["value"] == pytest.approx(12 * 8 / (rounds * 15))
 
 
 @pytest.mark.parametrize("graphs", ["off", pytest.param("on", marks=pytest.mark.compiler)])
-def test_watching_changes_nothing_and_leaves_nothing(rig, monkeypatch, graphs):
+def test_watching_changes_nothing_and_leaves_nothing(pairing, monkeypatch, graphs):
     monkeypatch.setenv("SPECEXP_GRAPHS", graphs)
-    engine, ids = rig.with_().engine, rig.encode([PROMPTS[0].text])
+    engine, ids = pairing.with_().engine, pairing.encode([PROMPTS[0].text])
     clean = engine.generate(ids, 12)
     before = {id(x): set(vars(x)) for x in (engine, engine.drafter, *engine.models)}
     with suites.watched(engine) as spent:
@@ -254,9 +254,9 @@ def test_watching_changes_nothing_and_leaves_nothing(rig, monkeypatch, graphs):
 
 
 @pytest.mark.compiler
-def test_a_clock_in_compiled_passes_tells_what_rounds_spend_in_them(rig, monkeypatch):
+def test_a_clock_in_compiled_passes_tells_what_rounds_spend_in_them(pairing, monkeypatch):
     seconds = iter([3.0, 8.0])
-    engine, ids = rig.with_().engine, rig.encode([PROMPTS[0].text])
+    engine, ids = pairing.with_().engine, pairing.encode([PROMPTS[0].text])
     with suites.passing(engine) as spent:
         trace = engine.generate(ids, 12).trace
         assert 0 < spent() < trace.decode_s
@@ -270,8 +270,8 @@ def test_a_clock_in_compiled_passes_tells_what_rounds_spend_in_them(rig, monkeyp
         assert spent() == 0
 
 
-def test_watched_rounds_are_taken_apart_where_they_are_graphs(rig):
-    engine, ids = taped(rig.with_(gamma=1).engine), rig.encode([PROMPTS[0].text])
+def test_watched_rounds_are_taken_apart_where_they_are_graphs(pairing):
+    engine, ids = taped(pairing.with_(gamma=1).engine), pairing.encode([PROMPTS[0].text])
     clean = engine.generate(ids, 30)
     assert set(engine.graphs.recorder.recorded) == {"round"}
     before = {id(x): set(vars(x)) for x in (engine, engine.drafter, *engine.models)}
@@ -286,14 +286,14 @@ def test_watched_rounds_are_taken_apart_where_they_are_graphs(rig):
     assert engine.generate(ids, 30).tokens == clean.tokens
 
 
-def test_the_suites_say_the_same_of_graphs(monkeypatch, rig):
+def test_the_suites_say_the_same_of_graphs(monkeypatch, pairing):
     """Every suite on a tape: nothing is timed well, and everything has to fit together."""
     monkeypatch.setattr(graphs, "on", lambda device: graphs.Graphs(Tape()))
     monkeypatch.setattr(cpu.Native, "sparing", 0)  # a tape knows only torch's operations
-    taped_rig = rig.apart()
+    taped_rig = pairing.apart()
     for name in suites.NAMES:
         asked = (PROMPTS, [1, 2], 12, 1)
-        found, wanted = suites.run(name, taped_rig, *asked), suites.run(name, rig, *asked)
+        found, wanted = suites.run(name, taped_rig, *asked), suites.run(name, pairing, *asked)
         assert found.keys() == wanted.keys()
         if name == "peers":
             for row in found["rows"]:
@@ -302,13 +302,13 @@ def test_the_suites_say_the_same_of_graphs(monkeypatch, rig):
             assert found["acceptance"] == wanted["acceptance"]
 
 
-def test_a_drafter_without_a_model_drafts_in_all_of_its_draft_phase(rig):
-    found = suites.a_round(rig.with_(drafter="ngram"), [PROMPTS[0].text], 8, 1)
+def test_a_drafter_without_a_model_drafts_in_all_of_its_draft_phase(pairing):
+    found = suites.a_round(pairing.with_(drafter="ngram"), [PROMPTS[0].text], 8, 1)
     assert found["fast"]["draft_passes_ms"] == found["fast"]["phases"]["draft"]["ms"] > 0
 
 
-def test_a_drafter_may_ask_the_target_beforehand(rig, costly, tiny_folders):
-    planted = rig.with_(drafter=f"planted:0.5,{tiny_folders[1]}")
+def test_a_drafter_may_ask_the_target_beforehand(pairing, costly, tiny_folders):
+    planted = pairing.with_(drafter=f"planted:0.5,{tiny_folders[1]}")
     fast = suites.a_round(planted, [PROMPTS[0].text], 8, 1)["fast"]
     ms = {phase: of["ms"] for phase, of in fast["phases"].items()}
     assert (ms["verify"], ms["accept"], ms["host"]) == (6000, 2000, 0)
@@ -316,16 +316,16 @@ def test_a_drafter_may_ask_the_target_beforehand(rig, costly, tiny_folders):
 
 
 def test_an_eagle_layer_has_no_pass_of_its_own():
-    rig = api.build(drafter="eagle", gamma=2)
-    assert [lm.name for lm in roofline.causal(rig)] == ["target-10m"]
-    fast = suites.a_round(rig, [PROMPTS[0].text], 8, 1)["fast"]
+    pairing = api.build(drafter="eagle", gamma=2)
+    assert [lm.name for lm in roofline.causal(pairing)] == ["target-10m"]
+    fast = suites.a_round(pairing, [PROMPTS[0].text], 8, 1)["fast"]
     assert 0 < fast["draft_passes_ms"] <= fast["phases"]["draft"]["ms"]
 
 
 # --- scale ---------------------------------------------------------------------------------------
 
 
-def test_scale_fits_the_floor_and_the_slope_that_there_are(rig, monkeypatch, now):
+def test_scale_fits_the_floor_and_the_slope_that_there_are(pairing, monkeypatch, now):
     verify = LM.verify
 
     def slower(self, seqs, draft, taps=()):
@@ -337,7 +337,7 @@ def test_scale_fits_the_floor_and_the_slope_that_there_are(rig, monkeypatch, now
 
     monkeypatch.setattr(LM, "verify", slower)
     monkeypatch.setattr(suites, "_heads", lambda weight: {7: took, 9: took})
-    found = suites.scale(rig, ["some text"], [1, 4], 1)
+    found = suites.scale(pairing, ["some text"], [1, 4], 1)
     assert found["fit"]["floor_ms"] == pytest.approx(10)
     assert found["fit"]["per_token_us"] == pytest.approx(1000)
     assert found["fit"]["knee"] == pytest.approx(10)
@@ -347,7 +347,7 @@ def test_scale_fits_the_floor_and_the_slope_that_there_are(rig, monkeypatch, now
     assert {v for axis, v in by if axis == "tokens"} == {1, 2, 4, 8, 16, 32, 64}
     assert {v for axis, v in by if axis == "context"} == {128}
     assert {v for axis, v in by if axis == "model"} == {"target", "draft"}
-    assert by["model", "draft"]["parameters"] == rig.engine.models[1].parameters
+    assert by["model", "draft"]["parameters"] == pairing.engine.models[1].parameters
 
 
 def test_the_head_is_cut_to_parts_of_its_vocabulary():
@@ -360,12 +360,12 @@ def test_the_head_is_cut_to_parts_of_its_vocabulary():
 # --- peers ---------------------------------------------------------------------------------------
 
 
-def test_peers_do_equal_work_and_write_equal_texts(rig):
-    modules = [lm.module for lm in rig.engine.models]
+def test_peers_do_equal_work_and_write_equal_texts(pairing):
+    modules = [lm.module for lm in pairing.engine.models]
     kept = [module.generation_config for module in modules]
     for config in kept:
-        config.eos_token_id = list(range(rig.target.vocab))  # any token would end a text
-    found = peers.peers(rig, PROMPTS, [2], 10, 2)
+        config.eos_token_id = list(range(pairing.target.vocab))  # any token would end a text
+    found = peers.peers(pairing, PROMPTS, [2], 10, 2)
     assert [module.generation_config for module in modules] == kept
     assert [(r["work"], r["batch"]) for r in found["rows"]] == [
         ("plain", 1), ("draft", 1), ("lookup", 1), ("vLLM plain", 1),
@@ -378,7 +378,7 @@ def test_peers_do_equal_work_and_write_equal_texts(rig):
             assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
 
 
-def test_ratios_are_of_delivered_tokens_a_second(rig, monkeypatch, now):
+def test_ratios_are_of_delivered_tokens_a_second(pairing, monkeypatch, now):
     def writer(cost, tokens):
         def write(texts):
             now.s += cost
@@ -389,10 +389,10 @@ def test_ratios_are_of_delivered_tokens_a_second(rig, monkeypatch, now):
     monkeypatch.setattr(peers, "ours", lambda engine, new: writer(2, 10))
     monkeypatch.setattr(
         peers, "others",
-        lambda rig, new: ({"plain": writer(3, 10), "draft": writer(2, 5)}, {"lookup": "gone"}),
+        lambda pairing, new: ({"plain": writer(3, 10), "draft": writer(2, 5)}, {"lookup": "gone"}),
     )  # fmt: skip
     monkeypatch.setattr(peers, "equal", lambda *_: None)
-    found = peers.peers(rig, PROMPTS, [1, 4, 16], 10, 2)
+    found = peers.peers(pairing, PROMPTS, [1, 4, 16], 10, 2)
     plain, draft, lookup, _, crowd, over = found["rows"]
     assert (plain["tok_s"], plain["their_tok_s"]) == (5, pytest.approx(10 / 3))
     assert plain["ratio"]["value"] == pytest.approx(1.5)
@@ -401,9 +401,9 @@ def test_ratios_are_of_delivered_tokens_a_second(rig, monkeypatch, now):
     assert (crowd["batch"], crowd["tok_s"], over["ratio"]["value"]) == (4, 20, pytest.approx(1.5))
 
 
-def test_assisted_generation_drafts_gamma_tokens_every_round(rig):
+def test_assisted_generation_drafts_gamma_tokens_every_round(pairing):
     widths = []
-    target, draft = (lm.module for lm in rig.engine.models)
+    target, draft = (lm.module for lm in pairing.engine.models)
     hook = target.register_forward_pre_hook(
         lambda module, args, more: widths.append(more["input_ids"].shape[1]), with_kwargs=True
     )
@@ -416,19 +416,19 @@ def test_assisted_generation_drafts_gamma_tokens_every_round(rig):
     assert set(widths[1:-3]) == {1 + 3}
 
 
-def test_sampling_is_the_same_law_and_texts_are_then_not_compared(rig):
-    with peers.same_settings([rig.target.module], 3, Sampling(0.7, 5, 0.9)):
-        config = rig.target.module.generation_config
+def test_sampling_is_the_same_law_and_texts_are_then_not_compared(pairing):
+    with peers.same_settings([pairing.target.module], 3, Sampling(0.7, 5, 0.9)):
+        config = pairing.target.module.generation_config
         assert (config.do_sample, config.temperature, config.top_k) == (True, 0.7, 5)
         assert (config.top_p, config.eos_token_id) == (0.9, None)
-    plain = rig.with_(temperature=0.7).engine.plain()
+    plain = pairing.with_(temperature=0.7).engine.plain()
     assert peers.equal(plain, [[1]], [interleave.Turn(1.0, [[1]])], 1) is None
 
 
-def test_a_planted_difference_is_found(rig):
-    plain = rig.engine.plain()
+def test_a_planted_difference_is_found(pairing):
+    plain = pairing.engine.plain()
     plain.eos = ()
-    ids = rig.encode([p.text for p in PROMPTS])
+    ids = pairing.encode([p.text for p in PROMPTS])
     first, second = plain.generate(ids, 10).tokens
     seen = [interleave.Turn(1.0, [first]), interleave.Turn(1.0, [second])]
     assert peers.equal(plain, ids, seen, 10) == {"share": 1, "ties": 0, "others": 0}
@@ -440,18 +440,18 @@ def test_a_planted_difference_is_found(rig):
     assert peers.equal(plain, ids, short, 10) == {"share": 17 / 20, "ties": 0, "others": 1}
 
 
-def test_a_missing_peer_says_why(rig, monkeypatch):
+def test_a_missing_peer_says_why(pairing, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _, missing = peers.others(rig.with_(drafter="ngram"), 4)
+    _, missing = peers.others(pairing.with_(drafter="ngram"), 4)
     assert missing == {
         "draft": "assisted generation needs a draft model, and ngram is not one",
         "vllm": "vLLM is not installed",
     }
-    monkeypatch.setattr(rig.engine.drafter.lm, "config", types.SimpleNamespace(vocab_size=7))
-    assert "mistakes for different tokenizers" in peers.unassisted(rig)
+    monkeypatch.setattr(pairing.engine.drafter.lm, "config", types.SimpleNamespace(vocab_size=7))
+    assert "mistakes for different tokenizers" in peers.unassisted(pairing)
 
 
-def test_vllm_is_asked_for_as_many_tokens_without_an_end(rig, monkeypatch):
+def test_vllm_is_asked_for_as_many_tokens_without_an_end(pairing, monkeypatch):
     asked = {}
 
     class Fake:
@@ -467,11 +467,11 @@ def test_vllm_is_asked_for_as_many_tokens_without_an_end(rig, monkeypatch):
     fake.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
     fake.LLM, fake.SamplingParams = Fake, lambda **how: asked.update(how)
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    found, missing = peers.others(rig, 6)
+    found, missing = peers.others(pairing, 6)
     assert found["vllm"]([[1, 2], [3]]) == [[2, 3], [4]]
     assert "vllm" not in missing
     assert (asked["max_tokens"], asked["ignore_eos"], asked["temperature"]) == (6, True, 0)
-    assert asked["model"] == rig.options["target"]
+    assert asked["model"] == pairing.options["target"]
 
 
 # --- what is said of the machine -----------------------------------------------------------------

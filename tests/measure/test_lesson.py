@@ -18,13 +18,13 @@ TEXT = "def mean(values):"
 
 
 @pytest.fixture(scope="module")
-def rig(tiny_folders):
+def pairing(tiny_folders):
     return api.build(*tiny_folders, gamma=3, temperature=1.0)
 
 
 @pytest.fixture(scope="module")
-def found(rig):
-    return lesson.rounds(rig, TEXT, 6)
+def found(pairing):
+    return lesson.rounds(pairing, TEXT, 6)
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +36,18 @@ def words(axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_the_rounds_by_hand_are_those_of_the_engine(rig, found):
-    made = rig.generate([TEXT], 24)
+def test_the_rounds_by_hand_are_those_of_the_engine(pairing, found):
+    made = pairing.generate([TEXT], 24)
     steps = made.trace.steps()[:6]
     assert [snap.accepted for snap in found] == [step.accepted for step in steps]
     assert [tuple(snap.guesses) for snap in found] == [step.guesses for step in steps]
     emitted = [token for snap in found for token in snap.emitted]
     assert emitted == made.tokens[0][: len(emitted)]
-    assert found[-1].context == [*rig.encode([TEXT])[0], *emitted][: len(found[-1].context)]
+    assert found[-1].context == [*pairing.encode([TEXT])[0], *emitted][: len(found[-1].context)]
 
 
-def test_p_and_q_are_the_distributions_of_the_two_models(rig, found):
-    models = (rig.target, "p", [*range(4)]), (rig.engine.drafter.lm, "q", [*range(3)])
+def test_p_and_q_are_the_distributions_of_the_two_models(pairing, found):
+    models = (pairing.target, "p", [*range(4)]), (pairing.engine.drafter.lm, "q", [*range(3)])
     for lm, name, places in models:
         for snap in found[:2]:
             for i in places:
@@ -58,8 +58,8 @@ def test_p_and_q_are_the_distributions_of_the_two_models(rig, found):
                 assert np.allclose(getattr(snap, name)[i], law.detach(), atol=1e-5)
 
 
-def test_every_guess_has_its_chance_and_nothing_is_judged_after_a_rejection(found, rig):
-    table = lesson.judged(rig, found)
+def test_every_guess_has_its_chance_and_nothing_is_judged_after_a_rejection(found, pairing):
+    table = lesson.judged(pairing, found)
     for (_, part), snap in zip(table.groupby("round"), found, strict=True):
         guesses = part[part["q"].notna()].reset_index(drop=True)
         for i, token in enumerate(snap.guesses):
@@ -77,8 +77,8 @@ def test_every_guess_has_its_chance_and_nothing_is_judged_after_a_rejection(foun
     assert {"accepted", "rejected", "discarded", "corrected"} <= set(table["outcome"])
 
 
-def test_the_picture_of_rounds_has_a_cell_for_every_token_and_counts_them(rig, found):
-    table = lesson.judged(rig, found)
+def test_the_picture_of_rounds_has_a_cell_for_every_token_and_counts_them(pairing, found):
+    table = lesson.judged(pairing, found)
     figure = lesson.by_hand(table)
     [axes] = figure.axes
     assert len(axes.patches) == len(table)
@@ -89,8 +89,8 @@ def test_the_picture_of_rounds_has_a_cell_for_every_token_and_counts_them(rig, f
     assert f"min(1, p/q) = {row['chance']:.2f}" in words(axes) or row["chance"] < 0.1
 
 
-def test_the_parts_of_p_and_q_add_up(rig, place):
-    table, alpha = lesson.overlap(rig, place), theory.alpha_of(place.p, place.q)
+def test_the_parts_of_p_and_q_add_up(pairing, place):
+    table, alpha = lesson.overlap(pairing, place), theory.alpha_of(place.p, place.q)
     assert np.allclose(table["shared"] + table["residual"], table["p"])
     assert np.allclose(table["shared"] + table["excess"], table["q"])
     assert table["shared"].sum() == pytest.approx(alpha, abs=1e-5)
@@ -105,8 +105,8 @@ def test_the_position_is_where_guess_and_target_overlap_by_half(found, place):
     assert theory.alpha_of(place.p, place.q) == min(judged, key=lambda a: abs(a - 0.5))
 
 
-def test_first_tokens_follow_p_guesses_follow_q_and_alpha_of_them_are_accepted(rig, place):
-    draws = lesson.first_tokens(rig, place.context, 1500)
+def test_first_tokens_follow_p_guesses_follow_q_and_alpha_of_them_are_accepted(pairing, place):
+    draws = lesson.first_tokens(pairing, place.context, 1500)
     assert len(draws) == 1500
     assert lesson.fit(draws["emitted"], place.p) > lesson.LEAST
     assert lesson.fit(draws["guess"], place.q) > lesson.LEAST
@@ -116,10 +116,10 @@ def test_first_tokens_follow_p_guesses_follow_q_and_alpha_of_them_are_accepted(r
     kept = draws[draws["accepted"]]
     assert (kept["guess"] == kept["emitted"]).all()
     assert (draws[~draws["accepted"]].eval("guess != emitted")).all()  # (p - q)+ is 0 there
-    [axes] = lesson.frequencies(draws, lesson.overlap(rig, place), place.p).axes
+    [axes] = lesson.frequencies(draws, lesson.overlap(pairing, place), place.p).axes
     assert axes.get_title(loc="left").startswith("The tokens emitted follow p; the guesses do not")
     wrong = draws.assign(emitted=draws["guess"])
-    [axes] = lesson.frequencies(wrong, lesson.overlap(rig, place), place.p).axes
+    [axes] = lesson.frequencies(wrong, lesson.overlap(pairing, place), place.p).axes
     assert "emitted do NOT follow p" in axes.get_title(loc="left")
 
 
@@ -127,11 +127,13 @@ def test_first_tokens_follow_p_guesses_follow_q_and_alpha_of_them_are_accepted(r
 def test_a_drafter_that_remembers_its_last_round_begins_each_of_them_anew(kind):
     """What it noted after another outcome would give it another q."""
     made = tiny.engine(kind, Tree.chain(1), temperature=1.0, dtype=torch.float32)
-    rig = SimpleNamespace(engine=made, with_=lambda **_: rig, encode=lambda _: tiny.PROMPTS[1:2])
+    pairing = SimpleNamespace(
+        engine=made, with_=lambda **_: pairing, encode=lambda _: tiny.PROMPTS[1:2]
+    )
     prompt = tuple(tiny.PROMPTS[1])
-    place = lesson.telling(lesson.rounds(rig, "", 3))
+    place = lesson.telling(lesson.rounds(pairing, "", 3))
     assert tuple(tiny.PROMPTS[1]) == prompt, "the caller's prompt grew"
-    draws = lesson.first_tokens(rig, place.context, 1500)
+    draws = lesson.first_tokens(pairing, place.context, 1500)
     assert lesson.fit(draws["guess"], place.q) > lesson.LEAST
     assert lesson.fit(draws["emitted"], place.p) > lesson.LEAST
 
@@ -144,8 +146,8 @@ def test_fit_counts_rare_tokens_together():
     assert lesson.fit([0] * 9, np.array([1.0, 0.0])) == 1
 
 
-def test_the_figures_of_cost_and_speed_say_what_the_tables_say(rig):
-    passes = lesson.passes(rig, [Prompt(1, "code", (TEXT,))], [4, 500])
+def test_the_figures_of_cost_and_speed_say_what_the_tables_say(pairing):
+    passes = lesson.passes(pairing, [Prompt(1, "code", (TEXT,))], [4, 500])
     assert passes["tokens"].tolist() == [1, 4]  # 500 do not fit the context
     assert passes["times"].iloc[0] == 1
 
@@ -177,8 +179,8 @@ def test_the_figures_of_cost_and_speed_say_what_the_tables_say(rig):
         ({"temperature": 0.0}, "use a temperature above 0"),
     ],
 )
-def test_what_the_lesson_cannot_show_is_said_in_one_line(rig, changes, said):
-    lesson.insist(rig)
+def test_what_the_lesson_cannot_show_is_said_in_one_line(pairing, changes, said):
+    lesson.insist(pairing)
     with pytest.raises(UserError, match=said) as raised:
-        lesson.insist(rig.with_(**changes))
+        lesson.insist(pairing.with_(**changes))
     assert "\n" not in str(raised.value)

@@ -24,28 +24,30 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def rig(tiny_folders):
+def pairing(tiny_folders):
     return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
 @pytest.fixture(scope="module")
-def acceptance(rig):
-    return one_pairing.acceptance([rig, rig.with_(drafter="ngram")], PROMPTS, 10)
+def acceptance(pairing):
+    return one_pairing.acceptance([pairing, pairing.with_(drafter="ngram")], PROMPTS, 10)
 
 
 @pytest.fixture(scope="module")
-def latency(rig):
-    return one_pairing.latency(rig, PROMPTS, [1, 3], 10, repeats=2)
+def latency(pairing):
+    return one_pairing.latency(pairing, PROMPTS, [1, 3], 10, repeats=2)
 
 
 @pytest.fixture(scope="module")
-def throughput(rig):
-    return one_pairing.throughput(rig, PROMPTS, [1, 4], 10, repeats=2)
+def throughput(pairing):
+    return one_pairing.throughput(pairing, PROMPTS, [1, 4], 10, repeats=2)
 
 
-def test_acceptance_has_a_row_for_every_pairing_and_prompt_and_its_counts_agree(rig, acceptance):
+def test_acceptance_has_a_row_for_every_pairing_and_prompt_and_its_counts_agree(
+    pairing, acceptance
+):
     assert len(acceptance) == 2 * len(PROMPTS)
-    assert set(acceptance["pairing"]) == {rig.drafter, "ngram"}
+    assert set(acceptance["pairing"]) == {pairing.drafter, "ngram"}
     for _, row in acceptance.iterrows():
         assert row["record"].accepted == row["accepted"]
         assert row["emitted"] == row["accepted"] + row["passes"] - row["cut"]
@@ -74,10 +76,10 @@ def test_latency_pairs_every_gamma_with_plain_decoding_of_the_same_text(latency)
     assert by_gamma.loc[3, "low"] <= by_gamma.loc[3, "speedup"] <= by_gamma.loc[3, "high"]
 
 
-def test_the_order_of_the_arms_turns_from_prompt_to_prompt(rig, monkeypatch):
+def test_the_order_of_the_arms_turns_from_prompt_to_prompt(pairing, monkeypatch):
     orders, real = [], one_pairing._take_turns
     monkeypatch.setattr(one_pairing, "_take_turns", lambda *a: orders.append(a[3]) or real(*a))
-    one_pairing.latency(rig, PROMPTS, [1], 4, repeats=2)
+    one_pairing.latency(pairing, PROMPTS, [1], 4, repeats=2)
     assert orders == [False, True, False, True, False, True]
 
 
@@ -104,9 +106,9 @@ def test_a_batch_seen_once_says_neither_that_it_pays_nor_that_it_does_not():
     assert "pay" not in pairings.crossing(sweep((2, 2, 2), (0.5, 0.5, 0.5))).lower()
 
 
-def test_throughput_counts_only_rounds_in_which_every_row_is_live(rig, throughput):
+def test_throughput_counts_only_rounds_in_which_every_row_is_live(pairing, throughput):
     assert set(throughput["batch"]) == {1, 4}
-    made = rig.generate([p.text for p in PROMPTS], 10).trace
+    made = pairing.generate([p.text for p in PROMPTS], 10).trace
     s, tokens = one_pairing.full_batch(made)
     full = [r for r in made.rounds if len(r.steps) == 3]
     assert tokens == sum(step.emitted for r in full for step in r.steps)
@@ -117,14 +119,14 @@ def test_throughput_counts_only_rounds_in_which_every_row_is_live(rig, throughpu
     assert metrics["speedup/at_largest_batch"] == series["speedup/at_batch"][4]
 
 
-def test_every_batch_size_sees_the_same_prompts(rig, monkeypatch):
+def test_every_batch_size_sees_the_same_prompts(pairing, monkeypatch):
     texts = [f"{kind} {i} {'and on ' * i}" for kind in ("code", "prose") for i in range(3)]
     prompts = [Prompt(i, text.split()[0], (text,)) for i, text in enumerate(texts)]
-    ids = rig.encode(texts)
+    ids = pairing.encode(texts)
     seen = []
     real = one_pairing._take_turns
     monkeypatch.setattr(one_pairing, "_take_turns", lambda *a: seen.append(a[1]) or real(*a))
-    samples = one_pairing.throughput(rig, prompts, [1, 2, 4], 6, repeats=2)
+    samples = one_pairing.throughput(pairing, prompts, [1, 2, 4], 6, repeats=2)
     by_size = {b: [ids.index(row) for s in seen for row in s if len(s) == b] for b in (1, 2, 4)}
     assert by_size == {b: [0, 1, 2, 3] * n for b, n in ((1, 2), (2, 3), (4, 5))}
     assert list(samples["batch"]) == [1] * 8 + [2] * 6 + [4] * 5
@@ -132,21 +134,21 @@ def test_every_batch_size_sees_the_same_prompts(rig, monkeypatch):
     assert not samples.duplicated(["batch", "number", "repeat"]).any()
 
 
-def test_a_batch_larger_than_there_are_prompts_repeats_them(rig):
-    samples = one_pairing.throughput(rig, PROMPTS, [1, 4], 6, repeats=1)
+def test_a_batch_larger_than_there_are_prompts_repeats_them(pairing):
+    samples = one_pairing.throughput(pairing, PROMPTS, [1, 4], 6, repeats=1)
     assert list(samples["batch"]) == [1] * 2 * len(PROMPTS) + [4] * 5
     assert samples["emitted"].iloc[-1] == 4 * 6
 
 
-def test_an_end_of_text_does_not_empty_the_batch(rig):
-    assert rig.engine.eos
-    samples = one_pairing.throughput(rig, PROMPTS, [2], 6, repeats=1)
+def test_an_end_of_text_does_not_empty_the_batch(pairing):
+    assert pairing.engine.eos
+    samples = one_pairing.throughput(pairing, PROMPTS, [2], 6, repeats=1)
     assert (samples["emitted"] == 2 * 6).all()
-    assert rig.engine.eos
+    assert pairing.engine.eos
 
 
-def test_costs_and_prediction_start_from_the_plain_step(rig):
-    costs = one_pairing.pass_costs(rig, PROMPTS, [1, 3], repeats=3)
+def test_costs_and_prediction_start_from_the_plain_step(pairing):
+    costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
     assert list(costs["gamma"]) == [0, 1, 3]
     assert (costs["verify_s"] > 0).all()
     costs = pd.DataFrame(
@@ -173,9 +175,9 @@ def test_what_rounds_cost_is_the_mean_over_how_many_guesses_they_found():
     assert found == pytest.approx((1.0, 3.0))
 
 
-def test_where_nothing_is_drafted_there_is_no_acceptance(rig):
+def test_where_nothing_is_drafted_there_is_no_acceptance(pairing):
     with pytest.raises(UserError, match="gamma is 0"):
-        one_pairing.acceptance([rig.with_(gamma=0)], PROMPTS, 8)
+        one_pairing.acceptance([pairing.with_(gamma=0)], PROMPTS, 8)
 
 
 def test_rounds_are_kept_one_row_each(latency):
@@ -185,10 +187,10 @@ def test_rounds_are_kept_one_row_each(latency):
     assert {"question_id", "gamma", "repeat", "end_s", "drafted", "accepted"} <= set(rounds)
 
 
-def test_every_figure_is_drawn_with_a_title(acceptance, latency, throughput, rig):
-    costs = one_pairing.pass_costs(rig, PROMPTS, [1, 3], repeats=3)
+def test_every_figure_is_drawn_with_a_title(acceptance, latency, throughput, pairing):
+    costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
     predicted = one_pairing.predicted(costs, one_pairing.pooled(latency[latency["gamma"] == 3]))
-    warm = one_pairing.acceptance([rig], PROMPTS, 8, [0.0, 1.0])
+    warm = one_pairing.acceptance([pairing], PROMPTS, 8, [0.0, 1.0])
     by_batch = one_pairing.speedups(throughput, "batch")
     figures = [
         pairings.by_category(acceptance), pairings.by_position(acceptance),

@@ -428,7 +428,7 @@ NAMES = ["plain", "never", "always:1", "always:3", "threshold:2,2", "table:1=3,3
 
 
 @pytest.fixture(scope="module")
-def rig(tiny_folders):
+def pairing(tiny_folders):
     return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
@@ -436,9 +436,9 @@ def texts(answers) -> dict[int, list[int]]:
     return {a.request.stream: a.tokens for a in answers if a.state == "done"}
 
 
-def test_in_a_race_turns_are_paired_and_everybody_writes_the_same(rig):
-    asked = under_load.requests(rig, PROMPTS, 14, 10)
-    table, runs = under_load.race(rig, NAMES, planted(), asked, 3, tokens=24, turns=2)
+def test_in_a_race_turns_are_paired_and_everybody_writes_the_same(pairing):
+    asked = under_load.requests(pairing, PROMPTS, 14, 10)
+    table, runs = under_load.race(pairing, NAMES, planted(), asked, 3, tokens=24, turns=2)
     turns = table.groupby("policy")["turn"].agg(list)
     assert set(turns.index) == set(NAMES)
     assert all(t == [0, 1] for t in turns)
@@ -456,23 +456,25 @@ def test_in_a_race_turns_are_paired_and_everybody_writes_the_same(rig):
         assert all(texts(run.answers)[i] == texts(runs["plain"].answers)[i] for i in shared)
 
 
-def test_a_race_of_few_requests_begins_again_until_its_turns_are_done(rig):
-    asked = under_load.requests(rig, PROMPTS, 3, 4)
-    table, runs = under_load.race(rig, ["plain", "always:1"], None, asked, 2, tokens=10, turns=3)
+def test_a_race_of_few_requests_begins_again_until_its_turns_are_done(pairing):
+    asked = under_load.requests(pairing, PROMPTS, 3, 4)
+    table, runs = under_load.race(
+        pairing, ["plain", "always:1"], None, asked, 2, tokens=10, turns=3
+    )
     assert sorted(table["turn"]) == [0, 0, 1, 1, 2, 2]
     assert len(runs["plain"].answers) > 3
 
 
-def test_a_race_of_requests_that_bring_nothing_ends(rig, monkeypatch):
+def test_a_race_of_requests_that_bring_nothing_ends(pairing, monkeypatch):
     asked = [Request([1] * 9, 1 << 20)] * 3
     monkeypatch.setattr(under_load, "slots_for", lambda asked, room: 64)
     with pytest.raises(UserError, match=r"3 requests did not yield 10 tokens: plain: .* refused"):
-        under_load.race(rig, ["plain"], None, asked, 2, tokens=10, turns=3)
+        under_load.race(pairing, ["plain"], None, asked, 2, tokens=10, turns=3)
 
 
-def test_in_open_traffic_everybody_answers_all_of_it_alike(rig):
-    offered = under_load.traffic(rig, PROMPTS, "poisson:200", 10, 10)
-    runs = under_load.open_race(rig, NAMES, planted(), offered, rows=3, slice_s=0.02)
+def test_in_open_traffic_everybody_answers_all_of_it_alike(pairing):
+    offered = under_load.traffic(pairing, PROMPTS, "poisson:200", 10, 10)
+    runs = under_load.open_race(pairing, NAMES, planted(), offered, rows=3, slice_s=0.02)
     for run in runs.values():
         assert [a.request for a in run.answers] == list(offered.requests)
         assert [a.came_s for a in run.answers] == [r.at_s for r in offered.requests]
@@ -487,9 +489,9 @@ def test_in_open_traffic_everybody_answers_all_of_it_alike(rig):
     assert [r.prompt for r in replayed.requests] == [r.prompt for r in offered.requests]
 
 
-def test_what_is_served_is_certified(rig, monkeypatch):
-    asked = under_load.requests(rig, PROMPTS, 4, 8)
-    exact = under_load.certify_served(rig, asked, 3)
+def test_what_is_served_is_certified(pairing, monkeypatch):
+    asked = under_load.requests(pairing, PROMPTS, 4, 8)
+    exact = under_load.certify_served(pairing, asked, 3)
     assert (exact.rows, exact.bugs) == (4, 0)
     assert exact.tokens > 16
 
@@ -499,12 +501,12 @@ def test_what_is_served_is_certified(rig, monkeypatch):
         return answers
 
     monkeypatch.setattr(under_load, "serve", spoiled)
-    assert under_load.certify_served(rig, asked, 3).bugs == 1
+    assert under_load.certify_served(pairing, asked, 3).bugs == 1
 
 
-def test_a_bake_off_has_every_load_and_policy_with_its_turns(rig):
+def test_a_bake_off_has_every_load_and_policy_with_its_turns(pairing):
     names = ["plain", "always:1", "bandit"]
-    table = under_load.bake_off(rig, names, None, PROMPTS, [1, 3], 8, turns=2)
+    table = under_load.bake_off(pairing, names, None, PROMPTS, [1, 3], 8, turns=2)
     assert set(zip(table["load"], table["policy"], strict=True)) == {
         (c, n) for c in (1, 3) for n in names
     }
@@ -523,8 +525,8 @@ def test_who_races_follows_each_of_the_others_about_as_often():
     assert under_load.in_turn(names, 7) == under_load.in_turn(names, 7)
 
 
-def test_the_first_texts_of_a_closed_loop_end_apart(rig):
-    asked = under_load.requests(rig, PROMPTS, 9, 8)
+def test_the_first_texts_of_a_closed_loop_end_apart(pairing):
+    asked = under_load.requests(pairing, PROMPTS, 9, 8)
     made = under_load.staggered(asked, 5)
     assert [r.new for r in made] == [1, 3, 4, 6, 8, 8, 8, 8, 8]
     assert [r.prompt for r in made] == [r.prompt for r in asked]

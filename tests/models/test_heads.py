@@ -149,10 +149,10 @@ def test_published_heads_are_read_bit_for_bit_and_generate(tmp_path, layout, fil
         assert torch.equal(made.borrowed[0].weight, given["embed_tokens.weight"].double())
     law = Sampling()
     lm = LM(target, "target")
-    rig = engine("null", Tree.chain(3))
-    rig.drafter = (MedusaHeads if head.kind == "medusa" else EagleLayer)(made, lm, law)
-    rig.target = lm
-    assert rig.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
+    pairing = engine("null", Tree.chain(3))
+    pairing.drafter = (MedusaHeads if head.kind == "medusa" else EagleLayer)(made, lm, law)
+    pairing.target = lm
+    assert pairing.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
 
 
 def test_a_head_of_the_full_vocabulary_needs_no_map(tmp_path):

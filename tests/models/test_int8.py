@@ -66,11 +66,11 @@ def test_a_name_is_a_model_and_how_its_weights_are_kept(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_called_so_is_loaded_as_it_is(tiny_folders, tmp_path):
     odd = shutil.copytree(tiny_folders[1], tmp_path / "draft+int8")
-    rig = api.build(tiny_folders[0], str(odd), gamma=2)
-    assert rig.engine.drafter.name == "draft+int8"
-    assert not quantised_layers(rig.engine.drafter.lm.module)
-    rig = api.build(tiny_folders[0], small(str(odd)), gamma=2)
-    assert quantised_layers(rig.engine.drafter.lm.module)
+    pairing = api.build(tiny_folders[0], str(odd), gamma=2)
+    assert pairing.engine.drafter.name == "draft+int8"
+    assert not quantised_layers(pairing.engine.drafter.lm.module)
+    pairing = api.build(tiny_folders[0], small(str(odd)), gamma=2)
+    assert quantised_layers(pairing.engine.drafter.lm.module)
 
 
 @pytest.mark.parametrize("place", ["target", "drafter"])
@@ -193,13 +193,13 @@ def test_weights_that_are_not_quantised_by_rows_are_left_to_transformers():
 def test_plain_and_quantised_weights_are_never_taken_for_each_other(tiny_folders):
     target, draft = tiny_folders
     both = [api.build(target, name, gamma=2) for name in (draft, small(draft))]
-    plain, made = (rig.engine.drafter.lm.module for rig in both)
+    plain, made = (pairing.engine.drafter.lm.module for pairing in both)
     assert both[0].target.module is both[1].target.module
     assert quantised_layers(made)
     assert not quantised_layers(plain)
     again = api.build(target, small(draft), gamma=3)
     assert again.engine.drafter.lm.module is made
-    assert [rig.drafter for rig in both] == [draft, small(draft)]
+    assert [pairing.drafter for pairing in both] == [draft, small(draft)]
 
 
 @pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
@@ -207,11 +207,11 @@ def test_a_model_that_drafts_for_itself_is_shared_only_if_both_are_kept_alike(
     tiny_folders, target, draft
 ):
     names = tiny_folders[0], small(tiny_folders[0])
-    rig = api.build(names[target], names[draft], gamma=3, temperature=1.0)
-    modules = rig.target.module, rig.engine.drafter.lm.module
+    pairing = api.build(names[target], names[draft], gamma=3, temperature=1.0)
+    modules = pairing.target.module, pairing.engine.drafter.lm.module
     assert [bool(quantised_layers(m)) for m in modules] == [bool(target), bool(draft)]
     assert (modules[0] is modules[1]) == (target == draft)
-    kept = rig.generate(TEXTS, NEW).trace.acceptance
+    kept = pairing.generate(TEXTS, NEW).trace.acceptance
     assert (kept.rate == 1) == (target == draft)
 
 
@@ -242,10 +242,10 @@ def test_bytes_are_reckoned_as_they_are_held(tiny_folders, dtype):
 
 def test_every_count_of_bytes_sees_the_small_weights(tiny_folders):
     target, draft = tiny_folders
-    rig = api.build(small(target), small(draft), gamma=2)
+    pairing = api.build(small(target), small(draft), gamma=2)
     sizes = [lm.weight_bytes(lm.read_config(small(f)), torch.float32) for f in tiny_folders]
-    assert costs.about(rig.engine)["weight_bytes"] == sizes[0]
-    assert one_pairing.added_bytes(rig.engine) == sizes[1]
+    assert costs.about(pairing.engine)["weight_bytes"] == sizes[0]
+    assert one_pairing.added_bytes(pairing.engine) == sizes[1]
 
 
 def test_memory_is_refused_by_what_quantised_weights_take(tiny_folders, monkeypatch):
@@ -272,45 +272,45 @@ def test_memory_is_refused_by_what_quantised_weights_take(tiny_folders, monkeypa
 @pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
 def test_text_is_the_targets_own(tiny_folders, target, draft, rule, tree, device):
     names = [name + "+int8" * q for name, q in zip(tiny_folders, (target, draft), strict=True)]
-    rig = api.build(*names, gamma=3, rule=rule, tree=tree, device=device)
-    ids = rig.encode(TEXTS)
-    rig.engine.eos = ()
-    assert certify(rig.engine, ids, NEW).divergences == []
+    pairing = api.build(*names, gamma=3, rule=rule, tree=tree, device=device)
+    ids = pairing.encode(TEXTS)
+    pairing.engine.eos = ()
+    assert certify(pairing.engine, ids, NEW).divergences == []
     if device == "cpu":
-        alone = [slowly(rig.target.module, row, NEW) for row in ids]
-        assert rig.generate(TEXTS, NEW).tokens == alone
+        alone = [slowly(pairing.target.module, row, NEW) for row in ids]
+        assert pairing.generate(TEXTS, NEW).tokens == alone
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("drafter", ["draft", "early_exit:1", "ngram"])
 def test_sampled_text_is_the_targets_own(tiny_folders, drafter, dtype):
     name = small(tiny_folders[1]) if drafter == "draft" else drafter
-    rig = api.build(small(tiny_folders[0]), name, gamma=3, temperature=0.9, dtype=dtype)
-    assert certify(rig.engine, rig.encode(TEXTS), NEW).bugs == 0
+    pairing = api.build(small(tiny_folders[0]), name, gamma=3, temperature=0.9, dtype=dtype)
+    assert certify(pairing.engine, pairing.encode(TEXTS), NEW).bugs == 0
 
 
 def test_a_round_reaches_no_host_and_can_be_recorded(tiny_folders):
-    rig = api.build(small(tiny_folders[0]), small(tiny_folders[1]), gamma=3)
-    tree, ids = Tree.chain(3), rig.encode(TEXTS)
-    made = rig.apart().engine
+    pairing = api.build(small(tiny_folders[0]), small(tiny_folders[1]), gamma=3)
+    tree, ids = Tree.chain(3), pairing.encode(TEXTS)
+    made = pairing.apart().engine
     seqs = made.begin(Sequences.of(ids, NEW, slack=tree.room))
     made.round(seqs, tree)
     with NoHostReads():
         made.round(seqs, tree)
-    recorded = taped(rig.apart().engine)
-    assert recorded.generate(ids, NEW).tokens == rig.engine.generate(ids, NEW).tokens
+    recorded = taped(pairing.apart().engine)
+    assert recorded.generate(ids, NEW).tokens == pairing.engine.generate(ids, NEW).tokens
     assert recorded.graphs.recorder.replays > 0
 
 
 def test_eagle_heads_draft_for_a_quantised_target():
-    rig = api.build("target-10m+int8", "eagle", gamma=3)
-    assert certify(rig.engine, rig.encode(TEXTS[:1]), 16).bugs == 0
+    pairing = api.build("target-10m+int8", "eagle", gamma=3)
+    assert certify(pairing.engine, pairing.encode(TEXTS[:1]), 16).bugs == 0
 
 
 def test_a_draft_of_another_tokenizer_may_be_quantised(tiny_folders, tmp_path):
     tokenizer = tiny_tokenizer("while True: break\n" * 3)
     tiny_llama(2, 1, vocab=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    rig = api.build(tiny_folders[0], f"crossed:{small(tmp_path)}", gamma=2)
-    assert quantised_layers(rig.engine.drafter.lm.module)
-    assert certify(rig.engine, rig.encode(TEXTS), NEW).bugs == 0
+    pairing = api.build(tiny_folders[0], f"crossed:{small(tmp_path)}", gamma=2)
+    assert quantised_layers(pairing.engine.drafter.lm.module)
+    assert certify(pairing.engine, pairing.encode(TEXTS), NEW).bugs == 0

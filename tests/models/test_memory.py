@@ -99,8 +99,8 @@ def test_deciding_takes_no_more_than_reckoned(rule, temperature):
 def test_a_run_peaks_where_configs_say(tiny_folders, monkeypatch, drafter):
     target, draft = tiny_folders
     name = {"target": target, "draft": draft}.get(drafter, drafter)
-    rig = api.build(target, name, gamma=3)
-    asked = rig, ["def mean(values):" * 3, "zz"], [1, 4], 8
+    pairing = api.build(target, name, gamma=3)
+    asked = pairing, ["def mean(values):" * 3, "zz"], [1, 4], 8
     for row in peak_memory.peaks(*asked)["rows"]:
         assert 0.8 < row["ratio"] < 1.05
     monkeypatch.setattr(cpu.Native, "sparing", 0)
@@ -110,7 +110,7 @@ def test_a_run_peaks_where_configs_say(tiny_folders, monkeypatch, drafter):
         assert 0.95 < row["ratio"] < 1.05
     for kept in found["models"]:
         assert kept["stated"] == kept["held"]
-    parameters = dict.fromkeys(p for lm in rig.engine.models for p in lm.module.parameters())
+    parameters = dict.fromkeys(p for lm in pairing.engine.models for p in lm.module.parameters())
     held = sum(p.nbytes for p in parameters)
     assert found["rows"][0]["weights"] == pytest.approx(held, rel=0.01)
 
@@ -158,13 +158,13 @@ def test_keys_and_values_are_as_many_as_a_cache_holds(name):
 def test_a_crossed_draft_has_a_longer_text_and_slots_come_in_steps(tiny_folders):
     base = {"target": tiny_folders[0], "gamma": 2, "max_new_tokens": 20, "temperature": 0.0}
     for name, slots in ((tiny_folders[1], 1), (f"crossed:{tiny_folders[1]}", 3)):
-        rig = api.build(tiny_folders[0], name, gamma=2)
-        rig.generate(["def mean(values):"], 20)
-        models = rig.engine.models
+        pairing = api.build(tiny_folders[0], name, gamma=2)
+        pairing.generate(["def mean(values):"], 20)
+        models = pairing.engine.models
         held = sum(peak_memory.held_per_token(m) * m.cache.batch * m.cache.size for m in models)
         [options] = api._each(base | {"drafter": name})
         plan, ready = api._check_pairing(api.Once(), *options.items())
-        tokens = len(rig.encode(["def mean(values):"])[0]) + 20
+        tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
         assert ready.slots == slots
         assert held <= api.needed(plan, ready, torch.float32, 1, tokens).cache
 
@@ -263,7 +263,7 @@ def test_a_cache_that_does_not_fit_says_how_many_rows_would(little):
 @pytest.mark.parametrize("kind", ["model", "ngram"])
 def test_on_a_gpu_a_run_peaks_where_configs_say(kind):
     """The zoo's pair; within 5 % of what is reckoned, unless an operation takes room of its own."""
-    rig = api.build(drafter=kind, gamma=5, dtype="bfloat16", device="cuda")
-    found = peak_memory.peaks(rig, ["def mean(values):\n    return" * 8], [8, 64], 32)
+    pairing = api.build(drafter=kind, gamma=5, dtype="bfloat16", device="cuda")
+    found = peak_memory.peaks(pairing, ["def mean(values):\n    return" * 8], [8, 64], 32)
     for row in found["rows"]:
         assert 0.8 < row["ratio"] < 1.2

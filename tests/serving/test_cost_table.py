@@ -343,7 +343,7 @@ SETTINGS = {"batches": [1, 2], "gammas": [1, 2], "contexts": [24], "repeats": 1}
 
 
 @pytest.fixture(scope="module")
-def rig(tiny_folders):
+def pairing(tiny_folders):
     return api.build(tiny_folders[0], tiny_folders[1], gamma=2)
 
 
@@ -355,29 +355,29 @@ def measured(store, monkeypatch):
     return times
 
 
-def test_a_profile_is_measured_once_and_kept(rig, measured, store):
-    first = break_even.profile(rig, **SETTINGS)
-    again = break_even.profile(rig, **SETTINGS)
+def test_a_profile_is_measured_once_and_kept(pairing, measured, store):
+    first = break_even.profile(pairing, **SETTINGS)
+    again = break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 1
     assert np.array_equal(first.verify, again.verify)
-    assert first.about["drafter"] == rig.drafter
-    assert break_even.place(rig).parent == store / "costs"
-    assert re.fullmatch(r"[\w.-]+--[\w.-]+--[0-9a-f]{12}\.json", break_even.place(rig).name)
-    break_even.profile(rig, **SETTINGS, force=True)
+    assert first.about["drafter"] == pairing.drafter
+    assert break_even.place(pairing).parent == store / "costs"
+    assert re.fullmatch(r"[\w.-]+--[\w.-]+--[0-9a-f]{12}\.json", break_even.place(pairing).name)
+    break_even.profile(pairing, **SETTINGS, force=True)
     assert len(measured) == 2
 
 
-def test_fewer_points_are_served_from_what_is_kept_and_more_are_measured(rig, measured):
-    break_even.profile(rig, **SETTINGS)
-    break_even.profile(rig, **SETTINGS | {"batches": [2], "gammas": [2]})
+def test_fewer_points_are_served_from_what_is_kept_and_more_are_measured(pairing, measured):
+    break_even.profile(pairing, **SETTINGS)
+    break_even.profile(pairing, **SETTINGS | {"batches": [2], "gammas": [2]})
     assert len(measured) == 1
-    more = break_even.profile(rig, **SETTINGS | {"batches": [3], "gammas": [1]})
+    more = break_even.profile(pairing, **SETTINGS | {"batches": [3], "gammas": [1]})
     assert (more.batches, more.gammas) == ((1, 2, 3), (0, 1))
-    break_even.profile(rig, **SETTINGS)
+    break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 2, "what was kept is kept"
 
 
-def test_a_table_reaches_as_far_as_the_texts_it_is_for(rig, monkeypatch, store):
+def test_a_table_reaches_as_far_as_the_texts_it_is_for(pairing, monkeypatch, store):
     asked = []
     monkeypatch.setattr(
         costs, "measure", lambda engine, ids, batches, gammas, contexts, *a: asked.append(contexts)
@@ -385,59 +385,59 @@ def test_a_table_reaches_as_far_as_the_texts_it_is_for(rig, monkeypatch, store):
     monkeypatch.setattr(break_even, "CONTEXTS", (16, 32))
     for longest in (0, 32, 33, 65, 1 << 20):
         with suppress(TypeError):
-            break_even.profile(rig, longest=longest)
-    most = rig.target.context
+            break_even.profile(pairing, longest=longest)
+    most = pairing.target.context
     assert [max(contexts) for contexts in asked] == [32, 32, 64, 128, most]
     assert all({16, 32} < {*contexts} for contexts in asked[2:])
 
 
-def test_a_table_goes_no_deeper_than_asked_or_than_the_drafter_can(rig, measured):
-    break_even.profile(rig, **SETTINGS)
-    assert break_even.profile(rig, **SETTINGS | {"gammas": [0, 1]}).gammas == (0, 1)
-    deep = break_even.profile(replace(rig, deepest=1), **SETTINGS)
+def test_a_table_goes_no_deeper_than_asked_or_than_the_drafter_can(pairing, measured):
+    break_even.profile(pairing, **SETTINGS)
+    assert break_even.profile(pairing, **SETTINGS | {"gammas": [0, 1]}).gammas == (0, 1)
+    deep = break_even.profile(replace(pairing, deepest=1), **SETTINGS)
     assert (deep.gammas, deep.tokens) == ((0, 1), (1, 2))
     assert len(measured) == 1
     with pytest.raises(UserError, match="drafts nothing"):
-        break_even.profile(rig.with_(drafter="null"))
+        break_even.profile(pairing.with_(drafter="null"))
 
 
-def test_a_table_of_yesterday_is_told_of(rig, measured, caplog):
-    break_even.profile(rig, **SETTINGS)
-    break_even.profile(rig, **SETTINGS)
+def test_a_table_of_yesterday_is_told_of(pairing, measured, caplog):
+    break_even.profile(pairing, **SETTINGS)
+    break_even.profile(pairing, **SETTINGS)
     assert not caplog.records
     yesterday = time.time() - 24.4 * 3600
-    os.utime(break_even.place(rig), (yesterday, yesterday))
-    break_even.profile(rig, **SETTINGS)
+    os.utime(break_even.place(pairing), (yesterday, yesterday))
+    break_even.profile(pairing, **SETTINGS)
     [line] = [record.getMessage() for record in caplog.records]
     assert "was measured 24 hours ago" in line
-    assert str(break_even.place(rig)) in line
-    break_even.profile(rig, **SETTINGS, force=True)
+    assert str(break_even.place(pairing)) in line
+    break_even.profile(pairing, **SETTINGS, force=True)
     assert len(caplog.records) == 1
 
 
-def test_another_device_is_another_table(rig, measured, monkeypatch):
-    break_even.profile(rig, **SETTINGS)
-    here = break_even.place(rig)
+def test_another_device_is_another_table(pairing, measured, monkeypatch):
+    break_even.profile(pairing, **SETTINGS)
+    here = break_even.place(pairing)
     whole = costs.fingerprint
     monkeypatch.setattr(costs, "fingerprint", lambda *a: whole(*a) | {"threads": 99})
-    assert break_even.profile(rig, **SETTINGS).about["threads"] == 99
-    assert break_even.place(rig) != here
+    assert break_even.profile(pairing, **SETTINGS).about["threads"] == 99
+    assert break_even.place(pairing) != here
     assert len(measured) == 2
-    here.replace(break_even.place(rig))  # a table of elsewhere in the place of this one
-    break_even.profile(rig, **SETTINGS)
+    here.replace(break_even.place(pairing))  # a table of elsewhere in the place of this one
+    break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 3
 
 
-def test_a_damaged_table_is_measured_again(rig, measured):
-    break_even.profile(rig, **SETTINGS)
-    break_even.place(rig).write_text("{")
-    break_even.profile(rig, **SETTINGS)
+def test_a_damaged_table_is_measured_again(pairing, measured):
+    break_even.profile(pairing, **SETTINGS)
+    break_even.place(pairing).write_text("{")
+    break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 2
-    assert Costs.load(break_even.place(rig)).batches == (1, 2)
+    assert Costs.load(break_even.place(pairing)).batches == (1, 2)
 
 
-def test_another_rule_or_drafter_is_another_table(rig, store):
-    others = [rig, rig.with_(rule="reject"), rig.with_(drafter="ngram", rule="auto")]
+def test_another_rule_or_drafter_is_another_table(pairing, store):
+    others = [pairing, pairing.with_(rule="reject"), pairing.with_(drafter="ngram", rule="auto")]
     assert len({break_even.place(r) for r in others}) == 3
 
 
@@ -538,27 +538,27 @@ def test_a_table_that_is_right_predicts_what_is_measured():
     assert next(off.itertuples(index=False))[:3] == (1, 2, 128)
 
 
-def test_a_sweep_and_the_tax_have_a_row_for_every_place(rig):
-    samples = break_even.sweep(rig, PROMPTS, [1, 3], [1, 2], 6, repeats=2)
+def test_a_sweep_and_the_tax_have_a_row_for_every_place(pairing):
+    samples = break_even.sweep(pairing, PROMPTS, [1, 3], [1, 2], 6, repeats=2)
     assert len(samples) == 2 * (3 * 2 + 1 * 5)
     assert set(samples["gamma"]) == {1, 2}
-    longest = max(len(rig.encode([PROMPTS[i].text])[0]) for i in (0, 1, 2))
+    longest = max(len(pairing.encode([PROMPTS[i].text])[0]) for i in (0, 1, 2))
     assert samples[samples["batch"] == 3]["context"].iloc[0] == longest + 6 + 3
-    taxes = break_even.tax(rig, PROMPTS, [1, 2], 6, repeats=2)
+    taxes = break_even.tax(pairing, PROMPTS, [1, 2], 6, repeats=2)
     assert list(taxes["batch"]) == [1, 2]
     assert (taxes["low"] <= taxes["tax"]).all()
     assert (taxes["low"] >= -1).all()
 
 
-def test_the_idle_drafter_is_taxed_and_drafts_nothing(rig, monkeypatch):
+def test_the_idle_drafter_is_taxed_and_drafts_nothing(pairing, monkeypatch):
     seen, whole = [], one_pairing.throughput
     monkeypatch.setattr(one_pairing, "throughput", lambda *a: seen.append(whole(*a)) or seen[-1])
-    break_even.tax(rig, PROMPTS, [2], 6, repeats=1)
+    break_even.tax(pairing, PROMPTS, [2], 6, repeats=1)
     assert seen[0]["drafted"].sum() == 0
-    assert seen[0]["pairing"].iloc[0] == rig.drafter
+    assert seen[0]["pairing"].iloc[0] == pairing.drafter
 
 
-def test_what_is_logged_is_finite_and_named(rig):
+def test_what_is_logged_is_finite_and_named(pairing):
     table, samples = planted(), throughputs(planted(), 1.1)
     taxes = pd.DataFrame({"batch": [2, 8], "tax": [0.1, 0.0]})
     compared = break_even.compare(table, SAMPLES, samples)

@@ -135,23 +135,23 @@ def test_the_alpha_asked_is_reached(pairs):
 @pytest.mark.parametrize("pair", [("Tiny", 0.5), ("Tiny", 0.95), ("Tied", 0.7)], ids=str)
 def test_the_engine_accepts_what_the_card_says(pairs, pair):
     facts, target, draft = pairs[pair]
-    rig = api.build(str(target), str(draft), gamma=4)
+    pairing = api.build(str(target), str(draft), gamma=4)
     prompts = [Prompt(i, "mine", (text,)) for i, text in enumerate(TEXTS)]
-    record = one_pairing.pooled(one_pairing.acceptance([rig], prompts, 300))
+    record = one_pairing.pooled(one_pairing.acceptance([pairing], prompts, 300))
     refused = record.passes - record.histogram[4]
     tested = record.accepted + refused
     seen = facts["agreement"]["reached"]
     noise = math.sqrt(seen * (1 - seen) * (1 / tested + 1 / 2048))
     assert record.accepted / tested == pytest.approx(seen, abs=4 * noise)
-    assert certify(rig.engine, rig.encode(TEXTS[:2]), 64).bugs == 0
+    assert certify(pairing.engine, pairing.encode(TEXTS[:2]), 64).bugs == 0
 
 
 def test_early_exit_of_the_target_is_the_draft(pairs):
     _, target, draft = pairs["Tiny", 0.8]
     records = []
     for drafter in (str(draft), "early_exit:1"):
-        rig = api.build(str(target), drafter, gamma=3)
-        records.append(rig.generate(TEXTS, 100).trace.acceptance)
+        pairing = api.build(str(target), drafter, gamma=3)
+        records.append(pairing.generate(TEXTS, 100).trace.acceptance)
     assert isinstance(records[0], Acceptance)
     assert records[0] == records[1]
 
@@ -233,10 +233,10 @@ def test_the_shelf_finds_twins_by_name(tmp_path, monkeypatch):
     assert shelf.find("twin-tiny") == tmp_path / "twins" / "twin-tiny-target"
     assert shelf.default_draft("twin-tiny").path == tmp_path / "twins" / "twin-tiny-draft"
     assert [model.name for model in shelf.models()][-2:] == ["twin-tiny", "twin-tiny-draft"]
-    rig = api.build("twin-tiny", gamma=3)
-    assert rig.drafter == "twin-tiny-draft"
-    assert rig.target.vocab == VOCABULARY
-    assert len(rig.generate(["def"], 20).tokens[0]) == 20
+    pairing = api.build("twin-tiny", gamma=3)
+    assert pairing.drafter == "twin-tiny-draft"
+    assert pairing.target.vocab == VOCABULARY
+    assert len(pairing.generate(["def"], 20).tokens[0]) == 20
 
 
 def test_make_gpu_names_a_twin_as_the_zoo_does():

@@ -479,11 +479,11 @@ def test_the_target_copies(zoo, tokenizer):
 def test_shipped_heads_are_what_their_card_says_and_guess(name):
     facts = json.loads((shelf.find(name) / "zoo.json").read_text())
     method = {"eagle3": "eagle"}.get(facts["role"], facts["role"])
-    rig = build("target-10m", method, gamma=3)
-    own = rig.engine.drafter.heads if method == "medusa" else rig.engine.drafter.net
+    pairing = build("target-10m", method, gamma=3)
+    own = pairing.engine.drafter.heads if method == "medusa" else pairing.engine.drafter.net
     assert sum(p.numel() for p in own.parameters()) == facts["parameters"]
     assert (shelf.find(name) / "README.md").read_text() == cards.card_of_heads(facts)
-    made = rig.generate(["def mean(values):\n", "total = 0\nfor i in range(10):\n"], 40)
+    made = pairing.generate(["def mean(values):\n", "total = 0\nfor i in range(10):\n"], 40)
     assert made.trace.acceptance.length > {"medusa": 1.3, "eagle": 2.2}[method]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.models import memory
 from specexp.models.int8 import held
@@ -102,18 +102,20 @@ def held_per_token(lm: LM) -> float:
 
 
 def peaks(
-    rig: Rig, texts: Sequence[str], batches: Sequence[int], max_new_tokens: int
+    pairing: Pairing, texts: Sequence[str], batches: Sequence[int], max_new_tokens: int
 ) -> dict[str, Any]:
     """Predicted and measured peak per batch size, and the bytes of keys and values per token for
     each model, as its config states and as its cache holds. Prompts repeat to fill a batch."""
-    ids, rows, models = rig.encode(texts), [], []
-    if rig.target.device.type == "cuda":  # the first matrix product allocates a lasting workspace
-        rig.apart().engine.generate(ids[:1], 2)
+    ids, rows, models = pairing.encode(texts), [], []
+    if (
+        pairing.target.device.type == "cuda"
+    ):  # the first matrix product allocates a lasting workspace
+        pairing.apart().engine.generate(ids[:1], 2)
     for batch in sorted(set(batches)):
-        engine = rig.apart().engine
+        engine = pairing.apart().engine
         engine.eos = ()
         prompts = [ids[i % len(ids)] for i in range(batch)]
-        with peak(rig.target.device) as found:
+        with peak(pairing.target.device) as found:
             engine.generate(prompts, max_new_tokens)
         assert engine.target.cache is not None
         slots = engine.target.cache.size
@@ -129,4 +131,9 @@ def peaks(
             for lm in engine.models
             if lm is engine.target or lm.cache is not engine.target.cache
         ]
-    return {"drafter": rig.drafter, "new_tokens": max_new_tokens, "rows": rows, "models": models}
+    return {
+        "drafter": pairing.drafter,
+        "new_tokens": max_new_tokens,
+        "rows": rows,
+        "models": models,
+    }

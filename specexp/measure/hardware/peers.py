@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from specexp import api
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.measure import interleave, statistics
@@ -44,27 +44,33 @@ TOGETHER = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
 
 
 def peers(
-    rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int, repeats: int
+    pairing: Pairing,
+    prompts: Sequence[Prompt],
+    batches: Sequence[int],
+    max_new_tokens: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """One row per comparison: tokens/s of the peer (or why it is missing) and of specexp, their
     ratio, and how much of each output equals specexp's plain decoding (`equal`). The unit is a
     prompt and repeat, or the whole batch and a repeat."""
-    new, gamma, device = max_new_tokens, rig.options["gamma"], rig.target.device
+    new, gamma, device = max_new_tokens, pairing.options["gamma"], pairing.target.device
     batch = max([b for b in batches if b <= MOST], default=min(batches))
-    ids = rig.encode([prompt.text for prompt in prompts])
+    ids = pairing.encode([prompt.text for prompt in prompts])
     crowd = [ids[i % len(ids)] for i in range(batch)]
     engines = {
-        "plain": rig.engine.plain(),
-        "draft": rig.with_().engine,
-        "lookup": rig.with_(drafter=f"ngram:{SUFFIX}", rule="auto").engine,
+        "plain": pairing.engine.plain(),
+        "draft": pairing.with_().engine,
+        "lookup": pairing.with_(drafter=f"ngram:{SUFFIX}", rule="auto").engine,
     }
     for engine in engines.values():
         engine.eos = ()
-    theirs, missing = others(rig, new)
+    theirs, missing = others(pairing, new)
     arms = {("ours", name): ours(engine, new) for name, engine in engines.items()}
     arms |= {("theirs", name): write for name, write in theirs.items()}
     few = [arm for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")]
-    with same_settings([rig.target.module, *_draft_module(rig)], gamma, rig.engine.sampling):
+    with same_settings(
+        [pairing.target.module, *_draft_module(pairing)], gamma, pairing.engine.sampling
+    ):
         each = [[row] for row in ids]
         longest_first = sorted(each, key=lambda rows: -len(rows[0]))
         alone = interleave.take(arms, each * repeats, device, "peers", warm=longest_first)
@@ -84,7 +90,7 @@ def peers(
         for work, their, our in pairs
     ]
     return {
-        "gamma": gamma, "drafter": rig.drafter, "prompts": len(ids), "repeats": repeats,
+        "gamma": gamma, "drafter": pairing.drafter, "prompts": len(ids), "repeats": repeats,
         "new_tokens": new, "batch": batch, "rows": rows,
     }  # fmt: skip
 
@@ -126,42 +132,45 @@ def ours(engine: Engine, max_new_tokens: int) -> Writer:
     return lambda texts: engine.generate(texts, max_new_tokens).tokens
 
 
-def others(rig: Rig, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, str]]:
+def others(pairing: Pairing, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, str]]:
     """The peers available here, and why the others are not."""
-    module, new = rig.target.module, max_new_tokens
-    lookup = {"prompt_lookup_num_tokens": rig.options["gamma"], "max_matching_ngram_size": SUFFIX}
+    module, new = pairing.target.module, max_new_tokens
+    lookup = {
+        "prompt_lookup_num_tokens": pairing.options["gamma"],
+        "max_matching_ngram_size": SUFFIX,
+    }
     found = {"plain": transformers(module, new), "lookup": transformers(module, new, **lookup)}
     missing = {}
-    if why := unassisted(rig):
+    if why := unassisted(pairing):
         missing["draft"] = why
     else:
-        [draft] = _draft_module(rig)
+        [draft] = _draft_module(pairing)
         found["draft"] = transformers(module, new, assistant_model=draft)
     if importlib.util.find_spec("vllm") is None:
         missing["vllm"] = "vLLM is not installed"
-    elif split(rig.options["target"])[1]:
-        missing["vllm"] = f"vLLM cannot load {rig.target.name}"
+    elif split(pairing.options["target"])[1]:
+        missing["vllm"] = f"vLLM cannot load {pairing.target.name}"
     else:
-        found["vllm"] = vllm(rig, new)
+        found["vllm"] = vllm(pairing, new)
     return found, missing
 
 
-def unassisted(rig: Rig) -> str:
+def unassisted(pairing: Pairing) -> str:
     """Why transformers' assisted generation cannot run this pairing; "" if it can."""
-    drafter = rig.engine.drafter
+    drafter = pairing.engine.drafter
     if not isinstance(drafter, DraftModel):
-        return f"assisted generation needs a draft model, and {rig.drafter} is not one"
-    sizes = [lm.config.vocab_size for lm in (rig.target, drafter.lm)]
+        return f"assisted generation needs a draft model, and {pairing.drafter} is not one"
+    sizes = [lm.config.vocab_size for lm in (pairing.target, drafter.lm)]
     if sizes[0] != sizes[1]:
         return (
-            f"{rig.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}, which "
+            f"{pairing.target.name} has {sizes[0]} logits and {drafter.name} {sizes[1]}, which "
             "assisted generation mistakes for different tokenizers"
         )
     return ""
 
 
-def _draft_module(rig: Rig) -> list[Any]:
-    drafter = rig.engine.drafter
+def _draft_module(pairing: Pairing) -> list[Any]:
+    drafter = pairing.engine.drafter
     return [drafter.lm.module] if isinstance(drafter, DraftModel) else []
 
 
@@ -203,16 +212,16 @@ def same_settings(modules: Sequence[Any], gamma: int, sampling: Sampling) -> Ite
             module.generation_config = config
 
 
-def vllm(rig: Rig, max_new_tokens: int) -> Writer:
+def vllm(pairing: Pairing, max_new_tokens: int) -> Writer:
     """vLLM's offline engine at its defaults, plain decoding; it loads a second copy of the
     weights."""
     package = importlib.import_module("vllm")
     engine = package.LLM(
-        model=api.locate(rig.options["target"]), dtype=rig.options["dtype"],
-        max_model_len=min(rig.target.context, 4096), gpu_memory_utilization=0.4,
+        model=api.locate(pairing.options["target"]), dtype=pairing.options["dtype"],
+        max_model_len=min(pairing.target.context, 4096), gpu_memory_utilization=0.4,
     )  # fmt: skip
     sampling = package.SamplingParams(
-        temperature=rig.engine.sampling.temperature, max_tokens=max_new_tokens, ignore_eos=True
+        temperature=pairing.engine.sampling.temperature, max_tokens=max_new_tokens, ignore_eos=True
     )
 
     def write(texts: Texts) -> Texts:

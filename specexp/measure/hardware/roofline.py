@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.fast import cuda_graphs
 from specexp.measure import interleave
 from specexp.models.int8 import held
@@ -104,19 +104,19 @@ def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
     return lambda _: target.copy_(source), 2 * size
 
 
-def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
+def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, Any]:
     """One row per model (see `causal`) and pass, over 1 token and over gamma + 1."""
-    gamma, ids = rig.options["gamma"], [t for row in rig.encode(texts) for t in row]
-    copy, copied = copying(rig.target.device)
+    gamma, ids = pairing.options["gamma"], [t for row in pairing.encode(texts) for t in row]
+    copy, copied = copying(pairing.target.device)
     arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
-    for at, lm in enumerate(causal(rig)):
+    for at, lm in enumerate(causal(pairing)):
         for tokens in (1, gamma + 1):
             arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
             arms[at, tokens, "bare"] = products(lm.module, tokens)
-    seen = interleave.take(arms, range(repeats * PASSES), rig.target.device, "roofline", lead=1)
+    seen = interleave.take(arms, range(repeats * PASSES), pairing.target.device, "roofline", lead=1)
     copy_s = interleave.median_s(seen["copy"])
     rows = []
-    for at, lm in enumerate(causal(rig)):
+    for at, lm in enumerate(causal(pairing)):
         for tokens in (1, gamma + 1):
             took, bare = seen[at, tokens], seen[at, tokens, "bare"]
             read = pass_bytes(lm, 1, tokens, _context(lm))
@@ -135,10 +135,10 @@ def roofline(rig: Rig, texts: Sequence[str], repeats: int) -> dict[str, Any]:
     return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}
 
 
-def causal(rig: Rig) -> list[LM]:
+def causal(pairing: Pairing) -> list[LM]:
     """The target, and the drafter's models that read tokens alone. An EAGLE layer also reads the
     target's hidden states; its cost is in the suite `round`."""
-    return [lm for lm in rig.engine.models if hasattr(lm.module, "base_model")]
+    return [lm for lm in pairing.engine.models if hasattr(lm.module, "base_model")]
 
 
 def _context(lm: LM) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from specexp import api
-from specexp.api import Rig
+from specexp.api import Pairing
 from specexp.commands import doctor
 from specexp.engine import Engine
 from specexp.errors import UserError
@@ -90,20 +90,20 @@ def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) ->
 
 
 def run(
-    name: str, rig: Rig, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
-    repeats: int,
+    name: str, pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int],
+    max_new_tokens: int, repeats: int,
 ) -> dict[str, Any]:  # fmt: skip
     """One suite, as plain data."""
     if name == "peers":
-        return peers.peers(rig, prompts, batches, max_new_tokens, repeats)
+        return peers.peers(pairing, prompts, batches, max_new_tokens, repeats)
     texts = [prompt.text for prompt in prompts]
     if name == "roofline":
-        return roofline(rig, texts, repeats)
+        return roofline(pairing, texts, repeats)
     if name == "round":
-        return a_round(rig, texts, max_new_tokens, repeats)
+        return a_round(pairing, texts, max_new_tokens, repeats)
     if name == "memory":
-        return peaks(rig, texts, batches, max_new_tokens)
-    return scale(rig, texts, batches, repeats)
+        return peaks(pairing, texts, batches, max_new_tokens)
+    return scale(pairing, texts, batches, repeats)
 
 
 # --- round ---------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def watched(engine: Engine) -> Iterator[dict[str, float]]:
 
 
 def a_round(
-    rig: Rig, texts: Sequence[str], max_new_tokens: int, repeats: int
+    pairing: Pairing, texts: Sequence[str], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:  # fmt: skip
     """Where a round's time goes, by phase, plain and speculative; the unit is a prompt and repeat.
 
@@ -200,7 +200,7 @@ def a_round(
     generating the same outputs again, round by round in the same state, with a clock at every phase
     border.
     """
-    fast = rig.with_().engine
+    fast = pairing.with_().engine
     fast.eos = ()
     plain = fast.plain()
 
@@ -220,16 +220,16 @@ def a_round(
         ("plain", "replay"): lambda ids: replay(plain, ids),
         ("fast", "replay"): lambda ids: replay(fast, ids),
     }
-    items = rig.encode(texts) * repeats
+    items = pairing.encode(texts) * repeats
     seen = interleave.take(
-        arms, items, rig.target.device, "round", lead=1
+        arms, items, pairing.target.device, "round", lead=1
     )  # rounds get recorded then
     made = {arm: [turn.made for turn in found] for arm, found in seen.items()}
     sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
     traces = {side: [trace for trace, _ in made[side, "clean"]] for side in ("plain", "fast")}
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
-    gamma = rig.options["gamma"]
+    gamma = pairing.options["gamma"]
     passes = pd.DataFrame(
         {
             "gamma": [0, gamma], "rest_s": 0.0,
@@ -242,7 +242,7 @@ def a_round(
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1])
     predicted = one_pairing.predicted(passes, record).set_index("gamma")["speedup"][gamma]
     return {
-        "gamma": gamma, "drafter": rig.drafter, "texts": len(texts), "turns": len(items),
+        "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
         **sides,
         "acceptance": {"rate": record.rate, "length": record.length,
                        "conditional": list(record.conditional)},
@@ -303,13 +303,13 @@ def _side(
 
 
 def scale(
-    rig: Rig, texts: Sequence[str], batches: Sequence[int], repeats: int
+    pairing: Pairing, texts: Sequence[str], batches: Sequence[int], repeats: int
 ) -> dict[str, Any]:  # fmt: skip
     """How the cost of a target pass grows along each axis, starting from one row, one token and a
     short buffer; the LM head's product alone, over vocabulary size; and a one-token pass of other
     models (see `_models`)."""
-    target, gamma = rig.target, rig.options["gamma"]
-    ids = [t for row in rig.encode(texts) for t in row]
+    target, gamma = pairing.target, pairing.options["gamma"]
+    ids = [t for row in pairing.encode(texts) for t in row]
     contexts = [c for c in CONTEXTS if c <= target.context] or [target.context]
     short = contexts[0]
     tokens = [n for n in sorted({*TOKENS, gamma + 1}) if n <= short // 2]
@@ -322,7 +322,7 @@ def scale(
     arms: dict[Any, Callable[[Any], Any]] = {
         place: a_pass(target, ids, *place, slack=min(max(TOKENS), short // 2)) for place in places
     }
-    models = dict(enumerate(_models(rig)))
+    models = dict(enumerate(_models(pairing)))
     for at, lm in models.items():
         arms["model", at] = a_pass(lm, ids, 1, 1, min(short, lm.context))
     head = target.module.get_output_embeddings()
@@ -375,13 +375,13 @@ def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
     }
 
 
-def _models(rig: Rig) -> list[LM]:
+def _models(pairing: Pairing) -> list[LM]:
     """The target and the drafter's models; for a target from the zoo, all models of the zoo."""
-    found = causal(rig)
+    found = causal(pairing)
     known = {model.name: model for model in shelf.models(shelf.SHELF)}
-    if rig.options["target"] in known:
+    if pairing.options["target"] in known:
         names = {lm.name for lm in found}
-        dtype, device = rig.options["dtype"], str(rig.target.device)
+        dtype, device = pairing.options["dtype"], str(pairing.target.device)
         found += [
             load(model.path, model.name, dtype, device)
             for model in known.values()
