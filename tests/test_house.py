@@ -96,10 +96,10 @@ def test_a_forbidden_import_is_seen(source: str) -> None:
 
 
 def test_only_what_stands_on_serving_imports_it() -> None:
-    serving = imported("from specexp.serving import costs")
+    serving = imported("from specexp.serving import cost_table")
     assert serving & forbidden("specexp/policy.py")
     assert not serving & forbidden("specexp/lab/load.py")
-    assert imported("from specexp.lab import maps") & forbidden("specexp/serving/costs.py")
+    assert imported("from specexp.lab import maps") & forbidden("specexp/serving/cost_table.py")
 
 
 def test_relative_imports_are_resolved() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specexp.engine import Generation
     from specexp.grids.points import Point
     from specexp.measure.exactness import Exactness
-    from specexp.serving.costs import Costs
+    from specexp.serving.cost_table import Costs
 
 app = typer.Typer(
     help="Experiments with speculative decoding: does it pay for your models, prompts and load?",
@@ -539,7 +539,7 @@ def bench(
     from specexp.measure import prompts as questions
     from specexp.measure.hardware import regression
     from specexp.measure.hardware import suites as lab
-    from specexp.serving.costs import write_whole
+    from specexp.serving.cost_table import write_whole
 
     names = list(dict.fromkeys(suites or lab.NAMES))
     options: dict[str, Any] = {

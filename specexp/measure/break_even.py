@@ -33,12 +33,12 @@ from specexp import theory
 from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.figures.pairings import PLAIN, PREDICTED, batch_axis, panels
+from specexp.measure import costs as tables
 from specexp.measure import one_pairing, statistics
 from specexp.measure.prompts import Prompt, load
 from specexp.measure.statistics import Interval
-from specexp.serving import costs as tables
 from specexp.serving import goodput
-from specexp.serving.costs import Costs, Fit
+from specexp.serving.cost_table import Costs, Fit
 from specexp.tracking import results
 
 log = logging.getLogger("specexp")

@@ -21,7 +21,7 @@ from specexp.measure import one_pairing
 from specexp.measure.under_load import QUANTILES
 from specexp.serving import arrivals, fleet
 from specexp.serving.arrivals import Arrivals, Lengths
-from specexp.serving.costs import Costs
+from specexp.serving.cost_table import Costs
 from specexp.serving.fleet import Limits, Pace, Served
 
 HOURS = 24

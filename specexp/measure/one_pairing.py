@@ -22,6 +22,7 @@ from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure import statistics
+from specexp.measure.costs import LEAD
 from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
 from specexp.models.cache import rounded
@@ -29,7 +30,7 @@ from specexp.models.int8 import held
 from specexp.models.lm import LM
 from specexp.policy import Load
 from specexp.sequences import Sequences
-from specexp.serving.costs import CALM, LEAD
+from specexp.serving.cost_table import CALM
 from specexp.trace import Acceptance, Trace
 from specexp.tree import Tree
 

@@ -26,7 +26,7 @@ from specexp.measure.exactness import Exactness, compare
 from specexp.measure.prompts import Prompt
 from specexp.policy import Policy
 from specexp.serving import arrivals, policies
-from specexp.serving.costs import Costs
+from specexp.serving.cost_table import Costs
 from specexp.serving.engine_rows import EngineBank, Stopwatch
 from specexp.serving.server import (
     Answer,

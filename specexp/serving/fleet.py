@@ -32,7 +32,7 @@ from specexp.errors import UserError
 from specexp.policy import Load
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals
-from specexp.serving.costs import Costs
+from specexp.serving.cost_table import Costs
 from specexp.serving.goodput import GAMMAS
 
 ROUTERS = ("least", "round_robin", "two_choices")

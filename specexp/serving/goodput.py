@@ -44,7 +44,7 @@ from statistics import median, median_high
 from typing import Protocol
 
 from specexp.policy import Load, Plan, Stream
-from specexp.serving.costs import CALM
+from specexp.serving.cost_table import CALM
 from specexp.serving.expected_rate import PLAIN, Beliefs, ByGrade, ByRow, Outlook, budgeted
 from specexp.serving.slowdown import Slowdown
 from specexp.trace import Step

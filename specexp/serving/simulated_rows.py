@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specexp.serving.costs import Costs
+from specexp.serving.cost_table import Costs
 from specexp.serving.engine_rows import window
 from specexp.serving.server import Request
 from specexp.trace import Step

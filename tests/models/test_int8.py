@@ -16,14 +16,13 @@ from specexp import api
 from specexp.errors import UserError
 from specexp.fast.fused import Fused
 from specexp.grids import identity
-from specexp.measure import one_pairing
+from specexp.measure import costs, one_pairing
 from specexp.measure.exactness import certify
 from specexp.measure.hardware import peak_memory, roofline
 from specexp.measure.prompts import Prompt
 from specexp.models import head_files, int8, lm
 from specexp.models.lm import Unfused
 from specexp.sequences import Sequences
-from specexp.serving import costs
 from specexp.tree import Tree
 from specexp.zoo.heads import train_heads
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Stream
 from specexp.serving import policies
-from specexp.serving.costs import CALM, Costs
+from specexp.serving.cost_table import CALM, Costs
 from specexp.serving.goodput import GAMMAS, LONG, Goodput
 from specexp.serving.policies import Bandit, InTurn, Table, Threshold
 from specexp.serving.server import Closed, Request, Server, Timed, serve

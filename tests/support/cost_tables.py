@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specexp.serving.costs import Costs, Fit
+from specexp.serving.cost_table import Costs, Fit
 
 ABOUT = {
     "target": "t", "drafter": "d", "rule": "match", "temperature": 0.0, "parameters": 10_000_000,

@@ -29,13 +29,14 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import cpu, cuda_graphs
 from specexp.measure import interleave, one_pairing, statistics
+from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
 from specexp.measure.hardware.peak_memory import peaks
 from specexp.measure.hardware.roofline import PASSES, a_pass, causal, roofline, weight_bytes
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import DTYPES, LM, load
 from specexp.sequences import Sequences
-from specexp.serving.costs import Fit, fingerprint
+from specexp.serving.cost_table import Fit
 from specexp.trace import Acceptance, Trace
 from specexp.zoo import shelf
 

@@ -1,0 +1,218 @@
+"""Measures the cost table of an engine on this machine.
+
+Rounds and prefills are timed with every draft token made, after a warm-up, in blocks of one kind.
+What comes out is a table (serving/cost_table.py) that knows nothing of how it was measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle, islice, product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.fast import cpu
+from specexp.models.int8 import held
+from specexp.sequences import Draft, Sequences
+from specexp.serving.cost_table import CALM, Costs
+from specexp.tree import Tree
+
+FULL = 8  # a batch of n < FULL is timed FULL // n times as often: short passes are easily disturbed
+BLOCK = 8  # rounds timed at one draft length before the next length takes its turn
+LEAD = 4  # rounds before them that are not timed, until the CPU's caches hold what such rounds use;
+# before plain steps CALM of them, since a drafter's weights leave the caches slowly
+
+
+def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What times depend on besides the models: device, torch, threads, dtype."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.machine()} {cpu.vectors()}, {os.cpu_count()} cores"
+    return {
+        "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+
+
+def about(engine: Engine) -> dict[str, Any]:
+    """`Costs.about` of a table of this engine."""
+    target = engine.target
+    weights = {p.data_ptr(): p for p in held(target.module.parameters())}.values()
+    return {
+        "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
+        "temperature": engine.sampling.temperature, "parameters": target.parameters,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
+        "grades": engine.drafter.grades, "reads": engine.drafter.reads,
+        "passes": type(target.net).__name__.lower(),
+        "rounds": "replayed" if engine.recordings else "run",
+        **fingerprint(target.device, target.dtype),
+    }  # fmt: skip
+
+
+def measure(
+    engine: Engine,
+    ids: Sequence[Sequence[int]],
+    batches: Sequence[int],
+    gammas: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int = 5,
+    watch: Callable[[int, int], None] | None = None,
+) -> Costs:
+    """Time every setting after a warm-up that includes graph capture. Times are the lower quartile
+    of `repeats` (more at small batches, see FULL), since disturbances only ever add time.
+
+    ids: token ids, strung together and cut into rows; the longest row of a batch fills its buffer,
+    the shortest half of it, as among requests that come and go. Rounds of a kind are timed in
+    blocks, as they follow each other in use: a plain step right after a draft finds less of its
+    weights in the caches. Draft lengths take turns, and the grid is walked forwards, then
+    backwards, so that a machine that is slow for a while does not look like a slope. `watch`
+    receives how many settings are done, and of how many. Raises UserError for settings that fit no
+    buffer.
+    """
+    batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
+    _check(engine, ids, batches, gammas, contexts, repeats)
+    engine = _Unpadded.of(engine)
+    slack = gammas[-1] + 1
+    longest = contexts[-1] - slack - 1
+    lengths = [*(2**i for i in range(longest.bit_length()) if 2**i < longest), longest]
+    text = list(islice(cycle(t for row in ids for t in row), contexts[-1] * batches[-1]))
+
+    def rows(batch: int, length: int, context: int) -> Sequences:
+        sizes = [length - i * length // (2 * batch) for i in range(batch)]
+        prompts = [text[i * length :][:size] for i, size in enumerate(sizes)]
+        new = context - slack - length
+        return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
+
+    lead = {gamma: max(LEAD if gamma else CALM, 1 + engine.warm) for gamma in gammas}
+    settings = list(product(batches, contexts))
+    rounds: dict[Any, list[tuple[float, float]]] = {
+        p: [] for p in product(batches, gammas, contexts)
+    }
+    reads: dict[Any, list[tuple[float, float]]] = {n: [] for n in lengths}
+    for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
+        for at, (batch, context) in enumerate(settings[::way], 1):
+            seqs = rows(batch, longest + context - contexts[-1], context)
+            engine.allocate(*seqs.tokens.shape)
+            _prefill(engine, seqs)
+            count = times * max(1, FULL // batch)
+            for turn, done in enumerate(range(0, count, BLOCK)):
+                few = min(BLOCK, count - done)
+                for gamma in gammas[:: way * (-1) ** turn]:
+                    tree, before = Tree.chain(gamma), lead[gamma]
+                    turns = [_round(engine, seqs, tree) for _ in range(before + few)]
+                    rounds[batch, gamma, context] += turns[before:]
+            if watch:
+                watch(at + (way < 0) * len(settings), 2 * len(settings))
+        engine.allocate(1, contexts[-1])
+        for repeat in range(times + 1):
+            for n in lengths[:: way * (-1) ** repeat]:
+                seconds = _prefill(engine, rows(1, n + 1, contexts[-1]))
+                reads[n] += [seconds] if repeat else []
+    draft, whole = _quartiles(rounds, len(batches), len(gammas), len(contexts))
+    prefill, catch_up = _quartiles(reads, len(lengths))
+    tokens = (g + 1 for g in gammas)
+    return Costs(
+        about(engine), tuple(batches), tuple(tokens), tuple(contexts),
+        np.maximum(whole - draft, 1e-9), tuple(gammas), draft, tuple(lengths), prefill, catch_up,
+    )  # fmt: skip
+
+
+def _quartiles(times: dict[Any, list[tuple[float, float]]], *shape: int) -> np.ndarray:
+    """Lower quartiles [2, *shape] of both times, the keys being in order."""
+    quartiles = [np.quantile(pairs, 0.25, axis=0) for pairs in times.values()]
+    return np.array(quartiles).T.reshape(2, *shape)
+
+
+def _check(
+    engine: Engine, ids: Sequence[Sequence[int]], batches: list[int], gammas: list[int],
+    contexts: list[int], repeats: int,
+) -> None:  # fmt: skip
+    for name, values, least in (
+        ("batch", batches, 1), ("gamma", gammas, 0), ("context", contexts, gammas[-1] + 4),
+        ("repeats", [repeats], 1),
+    ):  # fmt: skip
+        if not values or values[0] < least:
+            shortest = values[0] if values else "missing"
+            raise UserError(f"{name} is {shortest}; to measure costs it must be {least} or more")
+    for model, needed, instead in (
+        (engine.target, True, ""), (engine.drafter, gammas[-1] > 0, ", or gamma 0 alone"),
+    ):  # fmt: skip
+        if needed and contexts[-1] > model.context:
+            raise UserError(
+                f"context {contexts[-1]} exceeds the {model.context} tokens that {model.name} "
+                f"serves; measure shorter ones{instead}"
+            )
+    if not any(ids):
+        raise UserError("no prompt to measure costs on; give at least one token")
+
+
+class _Unpadded(Engine):
+    """An engine whose padding is replaced by tokens, so that every guess asked for is verified and
+    timed, also where passes leave out padding."""
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Unpadded:
+        made = cls.__new__(cls)
+        vars(made).update(vars(engine))
+        return made
+
+    def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
+        draft = super()._guesses(seqs, tree)
+        return replace(draft, tokens=_at_least(0, draft.tokens))
+
+
+def _at_least(least: int, x: Tensor) -> Tensor:
+    if code := cpu.by(x):
+        made = torch.empty(x.shape, dtype=torch.int64)
+        code.at_least(x.numel(), least, x, made)
+        return made
+    return x.clamp(min=least)
+
+
+@torch.inference_mode()
+def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
+    """Prefill; seconds of the target and of the drafter."""
+    end = int(seqs.length.max()) - 1
+    now = [_clock(engine)]
+    hidden = engine.target.prefill(seqs, 0, end, engine.drafter.taps)
+    now.append(_clock(engine))
+    engine.drafter.prefill(seqs, hidden)
+    engine.drafter.catch_up(seqs, end)
+    now.append(_clock(engine))
+    return now[1] - now[0], now[2] - now[1]
+
+
+@torch.inference_mode()
+def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
+    """A round, undone afterwards; seconds to draft, and of all of it. Both are timed right after a
+    whole round, as in use: a drafter that has just drafted finds its weights in the caches."""
+    length, limit = seqs.length.clone(), seqs.limit.clone()
+
+    def took(call: Callable[[Sequences, Tree], Any]) -> float:
+        begin = _clock(engine)
+        call(seqs, tree)
+        seconds = _clock(engine) - begin
+        seqs.length.copy_(length)
+        seqs.limit.copy_(limit)
+        return seconds
+
+    if tree.depth:
+        took(engine.report)
+    whole = took(engine.report)
+    return took(engine.drafted) if tree.depth else 0.0, whole
+
+
+def _clock(engine: Engine) -> float:
+    if engine.target.device.type == "cuda":
+        torch.cuda.synchronize(engine.target.device)
+    return time.perf_counter()

@@ -1,0 +1,309 @@
+"""The cost table: measured times of rounds on one machine, with interpolation.
+
+Drafting is timed over (batch, gamma, context), all else of a round over (batch, tokens a row,
+context), prefill over the prompt's length. *Context* is the number of slots of the static buffers,
+in which rows are of unequal length: some passes read all slots, compiled ones those of each row.
+Policies, the simulator and the break-even maps ask the table what a round would take, thousands of
+times a second: axes and values are kept as plain lists, which are faster to index than arrays.
+
+The table knows neither how it was measured (measure/costs.py) nor which draft length is best.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from specexp import theory
+from specexp.errors import UserError
+
+AXES = {
+    "verify": ("batches", "tokens", "contexts"),
+    "draft": ("batches", "gammas", "contexts"),
+    "prefill": ("lengths",),
+    "catch_up": ("lengths",),
+}
+
+CALM = 8  # plain steps after a draft until they run at full speed: its weights leave the caches
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The time of a pass over n = batch * tokens as a floor and two slopes:
+    floor_s + n * (per_token_s + context * per_slot_s), in seconds. `r2`: the share of the relative
+    variation that this explains."""
+
+    floor_s: float
+    per_token_s: float
+    per_slot_s: float
+    r2: float
+
+    @classmethod
+    def of(cls, tokens: ArrayLike, context: ArrayLike, seconds: ArrayLike) -> Fit:
+        """Non-negative least squares on relative errors. Arrays of one shape: the tokens of all
+        rows of a pass, its context and its seconds."""
+        n, c, t = (np.asarray(x, float).ravel() for x in (tokens, context, seconds))
+        columns = np.stack([np.ones_like(t), n, n * c], 1) / t[:, None]
+        coefficients = _non_negative(columns, np.ones_like(t))
+        squares = ((columns @ coefficients - 1) ** 2).sum()
+        mean = (1 / t).sum() / (1 / t**2).sum()
+        spread = ((mean / t - 1) ** 2).sum()
+        floor, token, slot = map(float, coefficients)
+        return cls(floor, token, slot, float(1 - squares / spread) if spread > 1e-12 else 1.0)
+
+    def pass_s(self, batch: float, tokens: float, context: float) -> float:
+        return self.floor_s + batch * tokens * self.token_s(context)
+
+    def token_s(self, context: float) -> float:
+        """Seconds for one more token in the pass."""
+        return self.per_token_s + context * self.per_slot_s
+
+    def knee(self, context: float) -> float:
+        """Tokens in a pass (batch * tokens a row) that cost as much as the floor: a larger pass is
+        bound by arithmetic, a smaller one by reading the weights. inf without a slope."""
+        slope = self.token_s(context)
+        return self.floor_s / slope if slope else float("inf")
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Tables of seconds over axes that rise strictly; `tokens` (fed a row, gamma + 1) starts at 1
+    and `gammas` at 0.
+
+    about: target, drafter, rule, dtype, device and sizes, plain values that JSON knows.
+    draft [batch, gamma, context]: making the draft; 0 at gamma 0.
+    verify [batch, tokens, context]: all else of a round, that is, the target pass, the rule, the
+    commit and the copy of the result to the host.
+    prefill [length]: the target's prefill of so many tokens of one row.
+    catch_up [length]: the drafter's.
+
+    Raises UserError for axes and tables that do not belong together.
+    """
+
+    about: dict[str, Any]
+    batches: tuple[int, ...]
+    tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    verify: np.ndarray
+    gammas: tuple[int, ...]
+    draft: np.ndarray
+    lengths: tuple[int, ...]
+    prefill: np.ndarray
+    catch_up: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name, first in {"tokens": 1, "gammas": 0}.items():
+            if getattr(self, name)[:1] != (first,):
+                raise UserError(f"{name} {list(getattr(self, name))} must start at {first}")
+        for name in ("batches", "tokens", "contexts", "gammas", "lengths"):
+            axis = getattr(self, name)
+            if not axis or any(b <= a for a, b in pairwise(axis)):
+                raise UserError(f"{name} {list(axis)} must rise from point to point")
+        for name, axes in AXES.items():
+            table = getattr(self, name)
+            shape = tuple(len(getattr(self, axis)) for axis in axes)
+            if table.shape != shape:
+                raise UserError(f"{name} has shape {table.shape}, not {shape} ({', '.join(axes)})")
+            positive = table > 0 if name == "verify" else table >= 0
+            if not (np.isfinite(table) & positive).all():
+                raise UserError(f"{name} holds times that are not positive and finite")
+
+    def verify_s(self, batch: float, tokens: float, context: float) -> float:
+        """All of a round but drafting, `tokens` a row. Linear between the points and beyond the
+        last, where it never falls; constant before the first."""
+        return _read(self._lists["verify"], batch, tokens, context)
+
+    def draft_s(self, batch: float, gamma: float, context: float) -> float:
+        """Drafting gamma tokens a row."""
+        return _read(self._lists["draft"], batch, gamma, context)
+
+    def step_s(self, batch: float, context: float) -> float:
+        """A plain step, without a draft."""
+        return self.verify_s(batch, 1, context)
+
+    def round_s(self, batch: float, gamma: float, context: float) -> float:
+        """A round of gamma draft tokens a row; gamma 0 is a plain step, without the drafter."""
+        if gamma == 0:
+            return self.step_s(batch, context)
+        return self.draft_s(batch, gamma, context) + self.verify_s(batch, gamma + 1, context)
+
+    def upto(self, deepest: int) -> Costs:
+        """This table without longer drafts than that."""
+        n = sum(tokens <= 1 + deepest for tokens in self.tokens)
+        m = sum(gamma <= deepest for gamma in self.gammas)
+        return replace(self, tokens=self.tokens[:n], verify=self.verify[:, :n],
+                       gammas=self.gammas[:m], draft=self.draft[:, :m])  # fmt: skip
+
+    @property
+    def packs(self) -> bool:
+        """Whether the target's passes leave out padding; if not, it costs as much as tokens."""
+        return self.about.get("passes") == "native"
+
+    @property
+    def grades(self) -> int:
+        """See `Drafter.grades`."""
+        return int(self.about.get("grades", 1))
+
+    @property
+    def reads(self) -> bool:
+        """See `Drafter.reads`."""
+        return bool(self.about.get("reads"))
+
+    def level_s(self, rows: float, depth: int, context: float) -> float:
+        """Drafting from depth - 1 to `depth`, by so many rows."""
+        before = self.draft_s(rows, depth - 1, context) if depth > 1 else 0.0
+        return max(0.0, self.draft_s(rows, depth, context) - before)
+
+    def plan_s(self, budget: Sequence[int], context: float) -> float:
+        """A round in which each row has a draft length of its own; -1: it is not decoded."""
+        deepest = max(budget)
+        rows = sum(g >= 0 for g in budget) if self.packs else len(budget)
+        if not self.packs or min(budget) == deepest:
+            return self.round_s(rows, deepest, context)
+        drafted = sum(g for g in budget if g > 0)
+        levels = ((sum(g >= d for g in budget), d) for d in range(1, deepest + 1))
+        drafting = sum(self.level_s(n, d, context) for n, d in levels)
+        return drafting + self.verify_s(rows, 1 + drafted / rows, context)
+
+    def prefill_s(self, length: float) -> float:
+        """The target's prefill of so many tokens."""
+        return _line(self.lengths, self._lists["prefill"][1], length)
+
+    def catch_up_s(self, length: float) -> float:
+        """The drafter's prefill of so many tokens."""
+        return _line(self.lengths, self._lists["catch_up"][1], length)
+
+    def speedup(
+        self, batch: float, gamma: int, conditional: Sequence[float], context: float
+    ) -> float:
+        """`theory.measured_speedup` of gamma draft tokens at this load. conditional[i]: P(token
+        i + 1 of a draft accepted given that token i was); tokens beyond its end never are."""
+        if gamma == 0:
+            return 1.0
+        acceptance = [*conditional[:gamma], *[0.0] * (gamma - len(conditional))]
+        return theory.measured_speedup(
+            acceptance,
+            self.draft_s(batch, gamma, context),
+            self.verify_s(batch, gamma + 1, context),
+            self.step_s(batch, context),
+        )
+
+    def sparing(self, share: float) -> Costs:
+        """This table for a drafter that makes only this share of the tokens asked for: cheaper to
+        verify where passes leave out padding."""
+        if not self.packs:
+            return self
+        fed = [1 + share * (tokens - 1) for tokens in self.tokens]
+        verify = [
+            [[self.verify_s(b, n, c) for c in self.contexts] for n in fed] for b in self.batches
+        ]
+        return replace(self, verify=np.array(verify))
+
+    def scaled(self, rounds: float, prefill: float) -> Costs:
+        """This table with its times of rounds and of prefill multiplied: a machine may slow down in
+        arithmetic and in reading memory by different factors."""
+        by = {"verify": rounds, "draft": rounds, "prefill": prefill, "catch_up": prefill}
+        return replace(self, **{name: getattr(self, name) * times for name, times in by.items()})
+
+    def fit(self) -> Fit:
+        """Floor and slopes of `verify`."""
+        B, T, C = np.meshgrid(self.batches, self.tokens, self.contexts, indexing="ij")
+        return Fit.of(B * T, C, self.verify)
+
+    def save(self, path: str | Path) -> None:
+        """Write one JSON file, whole or not at all. Raises UserError when that fails."""
+        fields = {name: getattr(self, name) for name in self.__annotations__}
+        write_whole(path, json.dumps(fields, default=np.ndarray.tolist))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Costs:
+        """Raises UserError when the file cannot be read or holds no cost table."""
+        try:
+            fields = json.loads(Path(path).read_text())
+            for name in cls.__annotations__:
+                if name in AXES:
+                    fields[name] = np.array(fields[name], float)
+                elif name != "about":
+                    fields[name] = tuple(int(x) for x in fields[name])
+            return cls(**fields)
+        except OSError as e:
+            raise UserError(f"cannot read {path}: {e.strerror}; make it: specexp profile") from e
+        except (ValueError, KeyError, TypeError, UserError) as e:
+            raise UserError(
+                f"{path} holds no cost table ({type(e).__name__}: {e}); delete it and measure "
+                "again: specexp profile"
+            ) from e
+
+    @cached_property
+    def _lists(self) -> dict[str, Any]:
+        return {
+            name: (tuple(getattr(self, axis) for axis in axes), getattr(self, name).tolist())
+            for name, axes in AXES.items()
+        }
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all. Raises UserError when that fails."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as e:
+        raise UserError(f"cannot write {path}: {e.strerror}; choose another path") from e
+
+
+def _read(table: tuple[Any, Any], x: float, y: float, z: float) -> float:
+    """Trilinear interpolation."""
+    (xs, ys, zs), values = table
+    (i, i1, u), (j, j1, v), (k, k1, w) = _span(xs, x), _span(ys, y), _span(zs, z)
+
+    def at(plane: list[list[float]]) -> float:
+        a, b = plane[j], plane[j1]
+        return _between(_between(a[k], a[k1], w), _between(b[k], b[k1], w), v)
+
+    return _between(at(values[i]), at(values[i1]), u)
+
+
+def _line(axis: tuple[int, ...], values: list[float], x: float) -> float:
+    i, i1, u = _span(axis, x)
+    return _between(values[i], values[i1], u)
+
+
+def _span(axis: tuple[int, ...], x: float) -> tuple[int, int, float]:
+    """Indices of the points around x, and how far x lies from the first to the second: more than 1
+    past the end."""
+    last = len(axis) - 1
+    if x <= axis[0] or not last:
+        return 0, 0, 0.0
+    i = min(bisect_right(axis, x), last)
+    low = axis[i - 1]
+    return i - 1, i, (x - low) / (axis[i] - low)
+
+
+def _between(a: float, b: float, w: float) -> float:
+    """Linear from a to b; past b (w > 1) never falling."""
+    return b if w >= 1 and b <= a else a * (1 - w) + b * w
+
+
+def _non_negative(A: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x >= 0 that minimises |A x - b|, by trying all subsets of the (few) columns."""
+    best, least = np.zeros(A.shape[1]), float(b @ b)
+    for chosen in product((False, True), repeat=A.shape[1]):
+        x = np.zeros(A.shape[1])
+        x[list(chosen)] = np.linalg.lstsq(A[:, chosen], b, rcond=None)[0]
+        squares = float(((A @ x - b) ** 2).sum())
+        if (x >= 0).all() and squares < least:
+            best, least = x, squares
+    return best

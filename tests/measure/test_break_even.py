@@ -1,0 +1,354 @@
+"""The stored cost table of a pairing, break-even batches and maps, and `specexp profile`."""
+
+import itertools
+import json
+import math
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cost_tables import planted, rough
+
+from specexp import api
+from specexp.commands import app
+from specexp.errors import UserError
+from specexp.measure import break_even, costs, one_pairing
+from specexp.measure.prompts import Prompt
+from specexp.serving.cost_table import Costs
+from specexp.trace import Acceptance
+from specexp.tracking import runs
+
+# --- the stored table of a pairing ---------------------------------------------------------------
+
+PROMPTS = [Prompt(i, f"c{i % 2}", (f"def mean {i}",)) for i in range(5)]
+SETTINGS = {"batches": [1, 2], "gammas": [1, 2], "contexts": [24], "repeats": 1}
+
+
+@pytest.fixture(scope="module")
+def pairing(tiny_folders):
+    return api.build(tiny_folders[0], tiny_folders[1], gamma=2)
+
+
+@pytest.fixture
+def measured(store, monkeypatch):
+    """How often something was really measured."""
+    times, whole = [], costs.measure
+    monkeypatch.setattr(costs, "measure", lambda *a: (times.append(a), whole(*a))[1])
+    return times
+
+
+def test_profile_is_measured_once(pairing, measured, store):
+    first = break_even.profile(pairing, **SETTINGS)
+    again = break_even.profile(pairing, **SETTINGS)
+    assert len(measured) == 1
+    assert np.array_equal(first.verify, again.verify)
+    assert first.about["drafter"] == pairing.drafter
+    assert break_even.place(pairing).parent == store / "costs"
+    assert re.fullmatch(r"[\w.-]+--[\w.-]+--[0-9a-f]{12}\.json", break_even.place(pairing).name)
+    break_even.profile(pairing, **SETTINGS, force=True)
+    assert len(measured) == 2
+
+
+def test_profile_measures_only_missing_points(pairing, measured):
+    break_even.profile(pairing, **SETTINGS)
+    break_even.profile(pairing, **SETTINGS | {"batches": [2], "gammas": [2]})
+    assert len(measured) == 1
+    more = break_even.profile(pairing, **SETTINGS | {"batches": [3], "gammas": [1]})
+    assert (more.batches, more.gammas) == ((1, 2, 3), (0, 1))
+    break_even.profile(pairing, **SETTINGS)
+    assert len(measured) == 2, "what was kept is kept"
+
+
+def test_profile_reaches_the_longest_text(pairing, monkeypatch, store):
+    asked = []
+    monkeypatch.setattr(
+        costs, "measure", lambda engine, ids, batches, gammas, contexts, *a: asked.append(contexts)
+    )
+    monkeypatch.setattr(break_even, "CONTEXTS", (16, 32))
+    for longest in (0, 32, 33, 65, 1 << 20):
+        with suppress(TypeError):
+            break_even.profile(pairing, longest=longest)
+    most = pairing.target.context
+    assert [max(contexts) for contexts in asked] == [32, 32, 64, 128, most]
+    assert all({16, 32} < {*contexts} for contexts in asked[2:])
+
+
+def test_profile_depth_is_cut_to_request_and_drafter(pairing, measured):
+    break_even.profile(pairing, **SETTINGS)
+    assert break_even.profile(pairing, **SETTINGS | {"gammas": [0, 1]}).gammas == (0, 1)
+    deep = break_even.profile(replace(pairing, deepest=1), **SETTINGS)
+    assert (deep.gammas, deep.tokens) == ((0, 1), (1, 2))
+    assert len(measured) == 1
+    with pytest.raises(UserError, match="drafts nothing"):
+        break_even.profile(pairing.with_(drafter="null"))
+
+
+def test_old_profile_is_warned_about(pairing, measured, caplog):
+    break_even.profile(pairing, **SETTINGS)
+    break_even.profile(pairing, **SETTINGS)
+    assert not caplog.records
+    yesterday = time.time() - 24.4 * 3600
+    os.utime(break_even.place(pairing), (yesterday, yesterday))
+    break_even.profile(pairing, **SETTINGS)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "was measured 24 hours ago" in line
+    assert str(break_even.place(pairing)) in line
+    break_even.profile(pairing, **SETTINGS, force=True)
+    assert len(caplog.records) == 1
+
+
+def test_profile_is_kept_by_device(pairing, measured, monkeypatch):
+    break_even.profile(pairing, **SETTINGS)
+    here = break_even.place(pairing)
+    whole = costs.fingerprint
+    monkeypatch.setattr(costs, "fingerprint", lambda *a: whole(*a) | {"threads": 99})
+    assert break_even.profile(pairing, **SETTINGS).about["threads"] == 99
+    assert break_even.place(pairing) != here
+    assert len(measured) == 2
+    here.replace(break_even.place(pairing))  # a table of elsewhere in the place of this one
+    break_even.profile(pairing, **SETTINGS)
+    assert len(measured) == 3
+
+
+def test_damaged_profile_is_measured_again(pairing, measured):
+    break_even.profile(pairing, **SETTINGS)
+    break_even.place(pairing).write_text("{")
+    break_even.profile(pairing, **SETTINGS)
+    assert len(measured) == 2
+    assert Costs.load(break_even.place(pairing)).batches == (1, 2)
+
+
+def test_profile_is_kept_by_rule_and_drafter(pairing, store):
+    others = [pairing, pairing.with_(rule="reject"), pairing.with_(drafter="ngram", rule="auto")]
+    assert len({break_even.place(r) for r in others}) == 3
+
+
+# --- break-even ----------------------------------------------------------------------------------
+
+
+def accepted(*histograms):
+    """A table like that of `bench.acceptance`: one row a prompt."""
+    records = [
+        Acceptance((len(h) - 1) * sum(h), sum((k + 1) * n for k, n in enumerate(h)), 0, h)
+        for h in histograms
+    ]
+    return pd.DataFrame(
+        {"accepted": [r.accepted for r in records], "passes": [r.passes for r in records],
+         "drafted": [r.drafted for r in records], "record": records}
+    )  # fmt: skip
+
+
+SAMPLES = accepted((2, 3, 5, 0, 0, 10), (8, 1, 1, 0, 0, 2), (1, 1, 1, 1, 1, 4))
+
+
+def test_tokens_of_round_counts_first_draft_tokens():
+    assert (
+        break_even.tokens_of_round(SAMPLES, 5).value == Acceptance.pooled(SAMPLES["record"]).length
+    )
+    assert break_even.tokens_of_round(SAMPLES, 1).value == pytest.approx(1 + 30 / 41)
+    found = break_even.tokens_of_round(SAMPLES, 3)
+    assert found.low < found.value < found.high
+
+
+@given(st.floats(1.05, 5.9), st.integers(1, 5))
+def test_break_even_batch_matches_planted_costs(tokens, gamma):
+    """tokens (floor + b slope) = draft + floor + (gamma + 1) b slope, solved for b."""
+    table, context = planted(), 64
+    slope = table.fit().token_s(context)
+    saved = (tokens - 1) * 5e-3 - gamma * 1e-3
+    loss = (gamma + 1 - tokens) * slope
+    exact = saved / loss if loss > 0 else math.inf
+    expected = 0.0 if saved < loss else min(exact, 16.0) if loss > 0 else 16.0
+    found = break_even.break_even_batch(table, gamma, tokens, context)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@given(st.integers(0, 50), st.lists(st.floats(1, 6), min_size=2, max_size=2))
+def test_break_even_batch_rises_with_tokens(seed, tokens):
+    """What lets the interval of the tokens be carried over; the table may be any."""
+    fewer, more = sorted(tokens)
+    one, other = (break_even.break_even_batch(rough(seed), 3, t, 100) for t in (fewer, more))
+    assert one <= other
+
+
+def test_break_even_batches_have_intervals():
+    line = break_even.break_even_batches(planted(), SAMPLES, 64)
+    assert list(line["gamma"]) == [1, 2, 3, 4, 5]
+    assert (line["low"] <= line["batch"]).all()
+    assert (line["batch"] <= line["high"]).all()
+    assert (line["low"] < line["high"]).any()
+    alike = break_even.break_even_batches(planted(), accepted(*[(1, 1, 1, 1, 1, 4)] * 3), 64)
+    assert np.allclose(alike["low"], alike["high"])
+
+
+@pytest.mark.parametrize(("batch", "gamma"), [(1, 1), (4, 3), (8, 5)])
+def test_speedup_at_break_even_alpha_is_one(batch, gamma):
+    table = planted()
+    alpha = break_even.break_even_alpha(table, batch, gamma, 100)
+    assert 0 < alpha < 1
+    assert table.speedup(batch, gamma, [alpha] * gamma, 100) == pytest.approx(1)
+
+
+def test_break_even_alpha_is_one_where_nothing_pays():
+    assert break_even.break_even_alpha(planted(draft=1.0), 1, 3, 64) == 1
+    assert break_even.break_even_batch(planted(draft=1.0), 3, 4.0, 64) == 0
+
+
+def throughputs(table, factor):
+    """A sweep whose speedups are `factor` times what the table says of its own acceptance."""
+    rows = []
+    for gamma, batch in itertools.product((1, 3), (2, 8)):
+        kept = Acceptance.pooled(SAMPLES["record"])
+        told = table.speedup(batch, gamma, kept.conditional, 128)
+        for number, s in enumerate((0.9, 1.1)):
+            rows.append(
+                {"gamma": gamma, "batch": batch, "number": number, "context": 128}
+                | {"s": s, "tokens": 10}
+                | {"plain_s": factor * told * s, "plain_tokens": 10, "record": kept}
+            )
+    return pd.DataFrame(rows)
+
+
+def test_compare_is_exact_for_a_true_table():
+    table = planted()
+    assert (
+        break_even.predicted_error(break_even.compare(table, SAMPLES, throughputs(table, 1.0)))
+        < 1e-12
+    )
+    off = break_even.compare(table, SAMPLES, throughputs(table, 1.25))
+    assert break_even.predicted_error(off) == pytest.approx(math.log(1.25))
+    assert next(off.itertuples(index=False))[:3] == (1, 2, 128)
+
+
+def test_sweep_and_tax_have_every_setting(pairing):
+    samples = break_even.sweep(pairing, PROMPTS, [1, 3], [1, 2], 6, repeats=2)
+    assert len(samples) == 2 * (3 * 2 + 1 * 5)
+    assert set(samples["gamma"]) == {1, 2}
+    longest = max(len(pairing.encode([PROMPTS[i].text])[0]) for i in (0, 1, 2))
+    assert samples[samples["batch"] == 3]["context"].iloc[0] == longest + 6 + 3
+    taxes = break_even.tax(pairing, PROMPTS, [1, 2], 6, repeats=2)
+    assert list(taxes["batch"]) == [1, 2]
+    assert (taxes["low"] <= taxes["tax"]).all()
+    assert (taxes["low"] >= -1).all()
+
+
+def test_tax_runs_an_idle_drafter(pairing, monkeypatch):
+    seen, whole = [], one_pairing.throughput
+    monkeypatch.setattr(one_pairing, "throughput", lambda *a: seen.append(whole(*a)) or seen[-1])
+    break_even.tax(pairing, PROMPTS, [2], 6, repeats=1)
+    assert seen[0]["drafted"].sum() == 0
+    assert seen[0]["pairing"].iloc[0] == pairing.drafter
+
+
+def test_logged_metrics_are_finite_and_named(pairing):
+    table, samples = planted(), throughputs(planted(), 1.1)
+    taxes = pd.DataFrame({"batch": [2, 8], "tax": [0.1, 0.0]})
+    compared = break_even.compare(table, SAMPLES, samples)
+    metrics, series = break_even.metrics(table, SAMPLES, compared, taxes, 64)
+    assert not runs.problems_of({"metrics": metrics, "series": series_of(series)})
+    assert metrics["costs/floor_ms"] == pytest.approx(5)
+    assert metrics["costs/per_token_us"] == pytest.approx(164)
+    assert series["tax/at_batch"] == {2: 0.1, 8: 0.0}
+    assert set(series["map/break_even_batch"]) == {1, 2, 3, 4, 5}
+
+
+def series_of(series):
+    return {n: v if isinstance(v, dict) else dict(enumerate(v)) for n, v in series.items()}
+
+
+# --- figures and the command ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "table", [planted(), planted(draft=1.0), planted(token=0, slot=0), rough()]
+)
+def test_maps_draw_any_table(table, tmp_path):
+    compared = break_even.compare(table, SAMPLES, throughputs(table, 1.1))
+    figures = [
+        break_even.cost_curves(table), break_even.break_even_alpha_map(table, [64]),
+        break_even.break_even(table, SAMPLES, compared=compared),
+        break_even.break_even(table, SAMPLES, [64]),
+    ]  # fmt: skip
+    for figure in figures:
+        figure.savefig(tmp_path / "figure.png")
+        assert figure.get_suptitle()
+    assert [len(f.axes) for f in figures] == [2, 2, 3, 2]
+
+
+@pytest.mark.parametrize("few", [planted().upto(1), replace(
+    planted(), batches=(1,), verify=planted().verify[:1], draft=planted().draft[:1]
+)])  # fmt: skip
+def test_maps_draw_one_gamma_or_one_batch(few, tmp_path):
+    for figure in break_even.break_even_alpha_map(few), break_even.break_even(few, SAMPLES):
+        figure.savefig(tmp_path / "figure.png")
+
+
+def test_made_is_a_share_of_requested_tokens():
+    records = [Acceptance(6, 5, 0, (3, 1)), Acceptance(20, 9, 0, (0, 4))]
+    samples = pd.DataFrame({"gamma": [3, 5], "record": records})
+    assert one_pairing.made(samples) == 26 / (3 * 4 + 5 * 4)
+
+
+def test_title_says_where_it_pays():
+    said = break_even.paying(planted(), SAMPLES, 64)
+    assert "x predicted at batch 1 with γ = " in said
+    assert "pays up to batch" in said
+    assert "at no batch" in break_even.paying(planted(draft=1.0), SAMPLES, 64)
+
+
+def test_disturbed_table_is_called_doubtful():
+    assert "doubtful" not in break_even.in_words(planted().fit(), 64)
+    assert "doubtful" in break_even.in_words(rough().fit(), 64)
+
+
+def profile(monkeypatch, capsys, *args):
+    monkeypatch.setattr(sys, "argv", ["specexp", "profile", *args])
+    with pytest.raises(SystemExit) as stopped:
+        app.main()
+    out, err = capsys.readouterr()
+    return stopped.value.code or 0, out, err
+
+
+def test_profile_command_measures_shows_and_keeps(
+    store, tiny_folders, monkeypatch, capsys, tmp_path
+):
+    pairing = ("--target", tiny_folders[0], "--drafter", tiny_folders[1])
+    small = ("--batches", "1,2", "--contexts", "24", "--gamma-max", "2")
+    code, out, err = profile(monkeypatch, capsys, *pairing, *small)
+    assert code == 0, err
+    assert "n=3" in out
+    assert "tokens they cost as much" in out
+    [kept] = (store / "costs").glob("*.json")
+    assert kept.with_suffix(".png").stat().st_size > 0
+    out_file = tmp_path / "new" / "table.json"
+    _, out, _ = profile(monkeypatch, capsys, *pairing, *small, "--json", "--out", str(out_file))
+    assert json.loads(out) == json.loads(kept.read_text()) == json.loads(out_file.read_text())
+    assert out_file.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--batches", "1,x"), "give whole numbers such as"),
+        (("--batches", "0"), "batch is 0"),
+        (("--gamma-max", "-1"), "gamma is -1"),
+        (("--contexts", "5"), "context is 5"),
+        (("--drafter", "ngrm"), "did you mean"),
+    ],
+)
+def test_profile_command_bad_input_is_one_line(
+    store, tiny_folders, monkeypatch, capsys, args, said
+):
+    given = ("--target", tiny_folders[0], "--drafter", tiny_folders[1], *args)
+    code, _, err = profile(monkeypatch, capsys, *given)
+    assert code == 2
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
