@@ -29,8 +29,12 @@ from specexp.drafters.model import all_rows
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, first_line
 from specexp.measure import prompts
-from specexp.models import int8, lm, memory
+from specexp.models import int8, memory
 from specexp.models.cache import rounded
+from specexp.models.lm import LM
+from specexp.models.load import DTYPES, read_config, read_tokenizer, smaller, weight_bytes
+from specexp.models.load import load as load_model
+from specexp.models.servable import reach
 from specexp.policy import Fixed
 from specexp.rules import Rule
 from specexp.sampling import Sampling
@@ -67,7 +71,7 @@ class Pairing:
     deepest: int
 
     @property
-    def target(self) -> lm.LM:
+    def target(self) -> LM:
         return self.engine.target
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -85,8 +89,7 @@ class Pairing:
 
     def apart(self) -> Pairing:
         """A pairing with the same target weights and caches of its own."""
-        target = lm.LM(self.target.module, self.target.name, self.target.vocab)
-        return _assemble(target, self.tokenizer, **self.options)
+        return _assemble(self.target.apart(), self.tokenizer, **self.options)
 
 
 def build(
@@ -119,7 +122,7 @@ def build(
         options["gamma"] = usual_gamma(options)
     _check_pairing(Once(), *options.items())
     name = Path(target).name
-    model = lm.load(locate(target), name, dtype, where(device), vocabulary(tokenizer, target))
+    model = load_model(locate(target), name, dtype, where(device), vocabulary(tokenizer, target))
     return _assemble(model, tokenizer, **options)
 
 
@@ -147,7 +150,7 @@ _WARM: list[Pairing] = []
 _DEFAULTS = {name: p.default for name, p in inspect.signature(build).parameters.items()}
 
 
-def _assemble(model: lm.LM, tokenizer: Any, **o: Any) -> Pairing:
+def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
     plan = _plan(o, model.config, model.vocab, tokenizer)
     ready = drafters.prepare(plan)
     eos = model.module.generation_config.eos_token_id
@@ -240,12 +243,12 @@ def locate(name: str) -> str:
 
 
 def _tokenizer(name: str) -> Any:
-    return lm.read_tokenizer(locate(name))
+    return read_tokenizer(locate(name))
 
 
 def _known(target: str) -> tuple[Any, int, Any]:
     """Config, vocabulary and tokenizer of a target."""
-    config = lm.read_config(locate(target)).get_text_config()
+    config = read_config(locate(target)).get_text_config()
     tokenizer = _tokenizer(target)
     return config, vocabulary(tokenizer, target), tokenizer
 
@@ -254,7 +257,7 @@ def vocabulary(tokenizer: Any, name: str) -> int:
     """V: one more than the largest id of the tokenizer. Logits beyond it are padding and are never
     emitted. Raises UserError if the model has fewer logits."""
     V = max(tokenizer.get_vocab().values()) + 1
-    all_rows(lm.read_config(locate(name)).get_text_config(), V, name)
+    all_rows(read_config(locate(name)).get_text_config(), V, name)
     return V
 
 
@@ -336,8 +339,8 @@ def problems_of(
         attempt(arrivals.parse, arrivals.at_rate(named, 1.0), 1)
     attempt(fleet.check_router, params.get("router", "least"))
     attempt(arrivals.check_swing, params.get("swing", 0.0))
-    if params.get("dtype", "float32") not in lm.DTYPES:
-        problems.append(f"dtype {params['dtype']!r} is unknown; use {', '.join(lm.DTYPES)}")
+    if params.get("dtype", "float32") not in DTYPES:
+        problems.append(f"dtype {params['dtype']!r} is unknown; use {', '.join(DTYPES)}")
     device = params.get("device", "auto")
     if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", device):
         problems.append(f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
@@ -383,7 +386,7 @@ def _check_models(
         attempt(once, _check_pairing, once, *(options | {"seed": 0}).items())
         for options in _each(params)
     ]
-    context = lm.reach(config)
+    context = reach(config)
     new = params.get("max_new_tokens", 0)
     problems, too_long = [], []
     for gamma in _values(params, "gamma", "gammas"):
@@ -408,8 +411,8 @@ def _check_models(
 def _check_memory(params: dict[str, Any], pairings: list[Candidate], longest: int) -> list[str]:
     """A problem, with advice on what would fit, if the pairing that needs the most memory does not
     fit the device."""
-    dtype, config = lm.DTYPES[params.get("dtype", "float32")], pairings[0][0].config
-    free = lm.free_memory(torch.device(where(params.get("device", "auto"))))
+    dtype, config = DTYPES[params.get("dtype", "float32")], pairings[0][0].config
+    free = memory.free_memory(torch.device(where(params.get("device", "auto"))))
     batch = max(_values(params, "batch", "batches"), default=1)
 
     def need(batch: int) -> memory.Need:
@@ -420,7 +423,7 @@ def _check_memory(params: dict[str, Any], pairings: list[Candidate], longest: in
     if most.total <= free:
         return []
     fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
-    advice = f"a batch of {fits} would fit" if fits else lm.smaller(config, dtype, free)
+    advice = f"a batch of {fits} would fit" if fits else smaller(config, dtype, free)
     return [
         f"{params['target']} on batch {batch} x {longest} tokens needs at least {most}, and "
         f"{memory.gib(free)} GiB are free: {advice}"
@@ -439,7 +442,7 @@ def needed(
     law = memory.law_bytes("any", plan.sampling.temperature)
     held = zip(models, (1, ready.slots), strict=False)
     return memory.Need(
-        sum(lm.weight_bytes(model, dtype) for model in own),
+        sum(weight_bytes(model, dtype) for model in own),
         sum(batch * slots * times * memory.kv_bytes(model, size) for model, times in held),
         memory.work_bytes(models, size, batch, slots, tokens, len(plan.tree), law),
     )

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from specexp.fast import cpu
 from specexp.measure.interleave import clock
-from specexp.models.lm import free_memory
+from specexp.models.memory import free_memory
 from specexp.tracking import results
 from specexp.zoo import shelf
 

@@ -20,7 +20,8 @@ from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters.model import all_rows
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.models.lm import LM, Forward, load, read_config, read_tokenizer
+from specexp.models.lm import LM, Forward
+from specexp.models.load import load, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree

@@ -18,6 +18,7 @@ from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -29,7 +30,7 @@ class EarlyExit(Drafter):
     def __init__(self, target: LM, layers: int, sampling: Sampling) -> None:
         self.name = f"first {layers} layers of {target.name}"
         self.target, self.sampling = target, sampling
-        self.lm = LM(lower(target.module, layers), self.name, target.vocab)
+        self.lm = of_module(lower(target.module, layers), self.name, target.vocab)
         self.models: tuple[LM, ...] = (self.lm,)
         self.context = target.context
 

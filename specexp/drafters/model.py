@@ -18,7 +18,8 @@ from torch import Tensor
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.growth import Level, grow
-from specexp.models.lm import LM, Forward, load, read_config, read_tokenizer
+from specexp.models.lm import LM, Forward
+from specexp.models.load import load, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -71,7 +72,7 @@ def prepare(plan: Request) -> Prepared:
     def make(target: LM) -> DraftModel:
         name = Path(source).name
         if source == plan.source(plan.method, plan.target):
-            draft = LM(target.module, f"{name} (as its own draft)", target.vocab)
+            draft = target.apart(f"{name} (as its own draft)")
         else:
             draft = load(source, name, plan.dtype, str(target.device), target.vocab)
         return DraftModel(draft, plan.sampling)

@@ -3,7 +3,7 @@
 q, k and v are one product, gate and up another; q and k are rotated together; queries that share a
 key head are stacked, so that no key is copied; norms and attention are torch's own. The module
 itself still works: its parameters become views of the joined matrices. A network of another family,
-or one whose fused logits differ from its module's on a probe, is run by transformers (lm.py).
+or one whose fused logits differ from its module's on a probe, is run by transformers (lm.Unfused).
 
 This file knows nothing about drafts or rows; the cache decides where keys and values go.
 """
@@ -150,7 +150,7 @@ class Fused:
     ) -> None:  # fmt: skip
         self.layers = [Layer(layer) for layer in layers]
         self.embed, self.rotary = embed, rotary
-        self.frequencies: Tensor = rotary.original_inv_freq  # the only ones up to `lm.reach`
+        self.frequencies: Tensor = rotary.original_inv_freq  # the only ones up to `servable.reach`
         self.norm, self.head = norm and Norm(norm), head
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)

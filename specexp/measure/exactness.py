@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from specexp.engine import Engine
-from specexp.models.lm import LM, free_memory
+from specexp.models.lm import LM
+from specexp.models.memory import free_memory
 from specexp.rules import Match
 from specexp.sampling import TOKEN, Noise, mix
 

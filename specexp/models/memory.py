@@ -3,7 +3,7 @@
 The workspace is the peak of tensors alive in one pass, or while its logits are judged. It is
 counted tensor by tensor for the passes of fused.py and the rules of rules.py (the bench suite
 `memory` measures both); other networks come close. Memory that a library uses inside one operation
-is not included. Nothing here loads or allocates anything.
+is not included. Nothing here loads or allocates anything. `free_memory` says what there is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
+import torch
 
 PREFILL = 512  # tokens per row in one prefill pass
 
@@ -38,6 +41,14 @@ def gib(size: float) -> str:
     """Bytes as GiB (2**30 bytes): `0.004`, `1.3` or `120`."""
     size /= 2**30
     return f"{size:.0f}" if size >= 99.5 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    if device.type == "cuda":
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    return psutil.virtual_memory().available
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from specexp.errors import UserError
 from specexp.models.heads import Eagle, EagleShape, Medusa, default_taps, save
 from specexp.models.int8 import split
-from specexp.models.lm import load, read_tokenizer
+from specexp.models.load import load, read_tokenizer
 from specexp.zoo import cards, shelf
 from specexp.zoo.corpus import cut, gather
 from specexp.zoo.recipes import HEADS, HeadRecipe

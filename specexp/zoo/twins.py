@@ -47,7 +47,8 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from specexp.errors import UserError
-from specexp.models.lm import DTYPES, free_memory
+from specexp.models.load import DTYPES
+from specexp.models.memory import free_memory
 from specexp.zoo import cards, shelf
 from specexp.zoo.agreement import agreement, bisect, variety
 from specexp.zoo.recipes import END, VOCABULARY

@@ -35,7 +35,7 @@ from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.fast import cpu
-from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.rules import Reject
 from specexp.sampling import Sampling
@@ -166,8 +166,8 @@ class Wordy(Alphabet):
 @pytest.mark.parametrize("new", [4, 30])
 def test_a_text_that_the_draft_spells_at_length_is_written_to_its_end(new):
     law = Sampling()
-    crossed = Crossed(LM(draft_module(), "draft"), TokenMap(Alphabet(0), Wordy(5), V), law)
-    made = Engine(LM(module(), "target"), crossed, Fixed(Tree.chain(1)), law)
+    crossed = Crossed(of_module(draft_module(), "draft"), TokenMap(Alphabet(0), Wordy(5), V), law)
+    made = Engine(of_module(module(), "target"), crossed, Fixed(Tree.chain(1)), law)
     assert made.generate([[5]], new).tokens == [slowly(module(), [5], new)]
 
 
@@ -249,7 +249,7 @@ def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
     while seqs.live.any():
         made.round(seqs, shape)
         for lm, upto in ((made.target, 1), (made.drafter.lm, 2)):
-            fresh = LM(lm.module)
+            fresh = of_module(lm.module)
             with torch.inference_mode():
                 fresh.allocate(*seqs.tokens.shape)
                 fresh.prefill(seqs, 0, int(seqs.length.max()) - 1)
@@ -346,8 +346,8 @@ def test_there_is_a_stream_for_every_prompt(streams):
 @pytest.mark.parametrize("culprit", ["target", "draft"])
 def test_logits_that_are_no_numbers_stop_the_run_and_name_the_model(culprit, value):
     law = Sampling()
-    target = LM(copy.deepcopy(module()), "target")
-    draft = LM(copy.deepcopy(draft_module()), "draft")
+    target = of_module(copy.deepcopy(module()), "target")
+    draft = of_module(copy.deepcopy(draft_module()), "draft")
     broken = target if culprit == "target" else draft
     broken.module.model.embed_tokens.weight[31] = value
     made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law)
@@ -379,8 +379,8 @@ def test_a_grade_is_never_taken_for_a_model_that_broke(compiled, monkeypatch):
 
 def test_padded_vocabularies_never_emit_padding():
     law = Sampling(2.0)
-    target = LM(module(), "target", vocab=20)
-    draft = LM(draft_module(), "draft", vocab=20)
+    target = of_module(module(), "target", vocab=20)
+    draft = of_module(draft_module(), "draft", vocab=20)
     made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law, Reject())
     tokens = made.generate([[1, 2], [3]], 60).tokens
     assert max(map(max, tokens)) < 20

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
-from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.trace import Acceptance, Round, Step, Trace
@@ -69,9 +69,9 @@ def test_a_record_that_does_not_add_up_is_caught(record):
 
 def test_the_engine_counts_what_its_tokens_show():
     """Recounted from the texts alone: a guess is kept if the greedy text continues with it."""
-    target = LM(tiny_llama(0).double(), "target")
+    target = of_module(tiny_llama(0).double(), "target")
     law = Sampling()
-    drafter = DraftModel(LM(tiny_llama(0, layers=1).double(), "draft"), law)
+    drafter = DraftModel(of_module(tiny_llama(0, layers=1).double(), "draft"), law)
     engine = Engine(target, drafter, Fixed(Tree.chain(3)), law)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     made = engine.generate(prompts, 21)

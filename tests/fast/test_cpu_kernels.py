@@ -30,6 +30,7 @@ from specexp.fast.cpu import Native
 from specexp.fast.fused import Fused
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, Forward
+from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import (
@@ -53,7 +54,7 @@ NEAR = {torch.float32: 2e-6, torch.bfloat16: 0.03}  # of their size
 
 
 def compiled(name: str = "llama", dtype: torch.dtype = torch.float32) -> LM:
-    lm = LM(made(name, dtype))
+    lm = of_module(made(name, dtype))
     assert isinstance(lm.net, Native)
     return lm
 
@@ -257,7 +258,7 @@ def rounded_off(seed: int) -> list[torch.Tensor]:
     logits[torch.rand(B, N, V) < dice.choice([0, 0.05])] = dice.choice([torch.inf, torch.nan])
     logits[torch.rand(B, N) < 0.1] = -torch.inf
     guesses = torch.randint(-1, 3, (B, N - 1))
-    target, other = (LM(MODULE, vocab=V, net=lambda *asked: (logits, None)) for _ in range(2))
+    target, other = (LM(MODULE, "model", V, lambda *asked: (logits, None)) for _ in range(2))
     for lm in (target, other):
         lm.allocate(first + B, 18)
     other.fault[torch.rand(first + B) < 0.3] = torch.nan
@@ -566,7 +567,7 @@ def test_a_row_that_is_no_number_spoils_no_other():
     assert (lm.fault != 0).tolist() == [False, True, False]
     assert torch.equal(logits[[0, 2]], fed(lm, good, [4]))
     broken = engine("null", "chain", "match", dtype=torch.float32)
-    broken.target = LM(made("llama", torch.float32), "mine")
+    broken.target = of_module(made("llama", torch.float32), "mine")
     broken.target.module.lm_head.weight.data[3] = torch.inf
     with pytest.raises(NonFiniteLogits, match="mine produced NaN"):
         broken.generate(PROMPTS, NEW)
@@ -594,7 +595,7 @@ def test_weights_that_change_in_place_change_the_passes():
 
 
 def test_other_numbers_are_not_compiled():
-    assert not isinstance(LM(made("llama", torch.float64)).net, Native)
+    assert not isinstance(of_module(made("llama", torch.float64)).net, Native)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -607,7 +608,7 @@ def test_a_module_that_read_more_by_itself_turns_short_texts_as_before(name):
 
 def test_it_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("SPECEXP_NATIVE", "off")
-    assert isinstance(LM(made("llama", torch.float32)).net, Fused)
+    assert isinstance(of_module(made("llama", torch.float32)).net, Fused)
 
 
 # --- a compiler, or none -------------------------------------------------------------------------
@@ -645,8 +646,8 @@ def test_without_a_compiler_passes_are_slower_and_a_line_says_why(
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setenv("PATH", str(anew))
     with caplog.at_level(logging.WARNING, "specexp"):
-        assert isinstance(LM(made("llama", torch.float32)).net, Fused)
-        assert isinstance(LM(made("tied", torch.float32)).net, Fused)
+        assert isinstance(of_module(made("llama", torch.float32)).net, Fused)
+        assert isinstance(of_module(made("tied", torch.float32)).net, Fused)
     [line] = [r.getMessage() for r in caplog.records]
     assert line.startswith("passes on this CPU are not compiled, which makes them slower: ")
     assert said in line
@@ -834,7 +835,7 @@ def wide_is_right() -> bool:
     net = tiny_llama(0, **shape).to(torch.bfloat16).requires_grad_(False)
     for parameter in net.parameters():  # biases begin as zeros
         parameter += 0.1 * torch.randn_like(parameter)
-    lm, module = LM(net), deepcopy(net).to(torch.float64)
+    lm, module = of_module(net), deepcopy(net).to(torch.float64)
     assert isinstance(lm.net, Native)
     texts = torch.randint(0, 32, (16, 31), generator=torch.manual_seed(0))
     rows = texts.tolist()

@@ -15,7 +15,7 @@ from torch import Tensor
 from specexp.engine import Engine
 from specexp.fast import cpu, cpu_replays
 from specexp.fast.cuda_graphs import Graphs
-from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineBank
@@ -419,7 +419,7 @@ def test_what_another_engine_moved_of_a_drafter_is_found():
 
 
 def test_a_network_that_changes_is_another_replay():
-    made, lm = fast("null", "empty"), LM(engine(dtype=torch.float32).target.module)
+    made, lm = fast("null", "empty"), of_module(engine(dtype=torch.float32).target.module)
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
     for _ in range(4):
         made.report(seqs, TREES["empty"])

@@ -21,7 +21,7 @@ from specexp.errors import NonFiniteLogits
 from specexp.fast import cuda_graphs
 from specexp.fast.cuda_graphs import MOST, Cuda, Graphs, Refused
 from specexp.measure.exactness import certify, compare
-from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
@@ -237,8 +237,8 @@ class Host(DraftModel):
 
 def hosted(device: str, says: bool) -> Engine:
     law = Sampling()
-    target = LM(module("llama", torch.float32, device), "target")
-    guess = Host(LM(copy.deepcopy(draft_module(torch.float32)).to(device), "draft"), law)
+    target = of_module(module("llama", torch.float32, device), "target")
+    guess = Host(of_module(copy.deepcopy(draft_module(torch.float32)).to(device), "draft"), law)
     guess.on_host = says
     return Engine(target, guess, Fixed(Tree.branching(2, 2)), law, Match())
 
@@ -351,7 +351,7 @@ def test_a_cache_has_gone_when_room_for_a_larger_one_is_counted(kind, recorded, 
         there.extend(ref() is not None for ref in old)
         return 2**40
 
-    monkeypatch.setattr("specexp.models.lm.free_memory", free_memory)
+    monkeypatch.setattr("specexp.models.memory.free_memory", free_memory)
     gc.disable()
     try:
         made.generate(PROMPTS, NEW)
@@ -375,7 +375,7 @@ def test_nothing_is_replayed_in_memory_that_is_gone():
 def test_when_all_does_not_fit_together_what_is_asked_for_is_enough(monkeypatch):
     made = taped(engine("model", "chain"))
     made.generate(PROMPTS, NEW)
-    monkeypatch.setattr("specexp.models.lm.free_memory", lambda device: 128 * 2**10)
+    monkeypatch.setattr("specexp.models.memory.free_memory", lambda device: 128 * 2**10)
     assert len(made.generate([[3] * 90], 9).tokens[0]) == 9
     assert made.target.cache.batch == 1
 
@@ -407,8 +407,8 @@ def test_rules_and_laws_that_change_are_other_graphs():
 @pytest.mark.parametrize("culprit", ["target", "draft"])
 def test_nothing_that_is_no_number_stays_in_the_seats(culprit):
     law = Sampling()
-    target = LM(copy.deepcopy(module("llama", torch.float64)), "target")
-    draft = LM(copy.deepcopy(draft_module(torch.float64)), "draft")
+    target = of_module(copy.deepcopy(module("llama", torch.float64)), "target")
+    draft = of_module(copy.deepcopy(draft_module(torch.float64)), "draft")
     broken = target if culprit == "target" else draft
     weight = broken.module.model.embed_tokens.weight
     kept = weight[31].clone()

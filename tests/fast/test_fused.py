@@ -20,6 +20,7 @@ from transformers import (
 from specexp.fast import fused
 from specexp.fast.fused import Fused
 from specexp.models.lm import LM, Unfused
+from specexp.models.load import of_module
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -67,7 +68,7 @@ def made(name: str, dtype: torch.dtype = torch.float64):
 
 
 def unfused(net) -> LM:
-    lm = LM(net, "as it is")
+    lm = of_module(net, "as it is")
     lm.net = Unfused(net)
     return lm
 
@@ -88,7 +89,7 @@ def passed(lm: LM, taps: tuple[int, ...]):
 def test_fused_passes_are_those_of_transformers(name, dtype, device):
     net = made(name, dtype).to(device)
     taps = (0, 1, net.config.num_hidden_layers)
-    lm, plain = LM(net), unfused(net)
+    lm, plain = of_module(net), unfused(net)
     assert isinstance(lm.net, Fused)
     (states, seen), (wanted_states, wanted) = passed(lm, taps), passed(plain, taps)
     pairs = ((states, wanted_states), (seen.hidden, wanted.hidden), (seen.logits, wanted.logits))
@@ -113,7 +114,7 @@ def test_fused_text_is_the_text_of_transformers_whatever_drafts(kind, tree):
 
 
 def test_logits_of_the_last_places_are_those_of_all_of_them():
-    for lm in (LM(made("llama")), unfused(made("llama"))):
+    for lm in (of_module(made("llama")), unfused(made("llama"))):
         seqs = Sequences.of(PROMPTS, 4, slack=1)
         lm.allocate(*seqs.tokens.shape)
         slots = torch.arange(4).expand(len(PROMPTS), 4)
@@ -135,7 +136,7 @@ def test_the_module_stays_what_it_was_and_nothing_is_held_twice(name):
     weights = {k: v.clone() for k, v in net.state_dict().items()}
     with torch.no_grad():
         before, held = net(ids).logits, storages(net)
-        LM(net)
+        of_module(net)
         assert torch.equal(net(ids).logits, before)
     assert storages(net) == held
     assert all(torch.equal(v, weights[k]) for k, v in net.state_dict().items())
@@ -143,7 +144,7 @@ def test_the_module_stays_what_it_was_and_nothing_is_held_twice(name):
 
 def test_a_joined_module_is_saved_and_loaded_whole(tmp_path):
     net = made("llama", torch.float32)
-    LM(net)
+    of_module(net)
     net.save_pretrained(tmp_path)
     again = type(net).from_pretrained(tmp_path)
     assert all(torch.equal(v, net.state_dict()[k]) for k, v in again.state_dict().items())
@@ -151,7 +152,7 @@ def test_a_joined_module_is_saved_and_loaded_whole(tmp_path):
 
 def test_weights_that_change_in_place_change_the_passes():
     net = made("llama")
-    lm = LM(net)
+    lm = of_module(net)
     before = passed(lm, ())[1].logits
     with torch.no_grad():
         net.model.layers[1].self_attn.k_proj.weight *= 1.5
@@ -164,7 +165,7 @@ def test_lower_layers_of_a_joined_module_share_its_weights():
     from specexp.drafters.early_exit import lower
 
     net = made("llama")
-    whole, cut = LM(net), LM(lower(net, 1))
+    whole, cut = of_module(net), of_module(lower(net, 1))
     assert isinstance(cut.net, Fused)
     assert cut.net.layers[0].qkv.data_ptr() == whole.net.layers[0].qkv.data_ptr()
     assert cut.net.layers[0].up.data_ptr() == whole.net.layers[0].up.data_ptr()
@@ -172,7 +173,7 @@ def test_lower_layers_of_a_joined_module_share_its_weights():
 
 def test_a_module_is_tried_once():
     net = made("llama")
-    assert LM(net).net is LM(net).net
+    assert of_module(net).net is of_module(net).net
 
 
 def gelu(net):
@@ -205,7 +206,7 @@ def test_a_network_that_disagrees_with_its_module_is_run_by_transformers(spoil, 
     net = made("llama")
     spoil(net)
     with caplog.at_level(logging.WARNING, "specexp"):
-        assert isinstance(LM(net, "mine").net, Unfused)
+        assert isinstance(of_module(net, "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
     assert line.startswith("mine is run by transformers, unfused: ")
     assert said in line
@@ -214,5 +215,5 @@ def test_a_network_that_disagrees_with_its_module_is_run_by_transformers(spoil, 
 @pytest.mark.parametrize("family", ["gemma", "gpt2", "neox"])
 def test_other_families_are_run_by_transformers(family, caplog):
     with caplog.at_level(logging.WARNING, "specexp"):
-        assert isinstance(LM(copy.deepcopy(module(family)), "mine").net, Unfused)
+        assert isinstance(of_module(copy.deepcopy(module(family)), "mine").net, Unfused)
     assert "is none of LlamaForCausalLM" in caplog.text

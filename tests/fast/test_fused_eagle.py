@@ -7,14 +7,14 @@ import pytest
 import torch
 from conftest import on_every_device
 from support.norms import DEFAULTS, with_norms
-from support.tiny import PROMPTS, heads
+from support.tiny import PROMPTS, V, heads
 
 from specexp.fast import fused, fused_eagle
 from specexp.fast.cpu import Native
 from specexp.fast.fused import Fused
 from specexp.models import head_files
 from specexp.models.heads import Eagle, save
-from specexp.models.lm import LM
+from specexp.models.lm import LM, Unfused
 from specexp.sequences import Sequences
 from specexp.tree import Tree, tree_mask
 
@@ -43,7 +43,7 @@ def made(kind: str, dtype: torch.dtype, device: str = "cpu") -> Eagle:
 
 def passed(eagle: Eagle, net) -> tuple[torch.Tensor, torch.Tensor]:
     """Features and logits of a line of places and of a tree after it, over a ragged batch."""
-    lm = LM(eagle, net=net)
+    lm = LM(eagle, "it", V, net or Unfused(eagle))
     seqs = Sequences.of(PROMPTS, 4, slack=len(TREE), device=lm.device)
     B, S = seqs.tokens.shape
     lm.allocate(B, S)
@@ -79,7 +79,7 @@ def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
 
 def tells_apart(eagle: Eagle) -> bool:
     """Whether tokens that the head does not know are impossible, and nothing is said of none."""
-    lm = LM(eagle, net=fused_eagle.of(eagle, "it"))
+    lm = LM(eagle, "it", V, fused_eagle.of(eagle, "it"))
     lm.allocate(2, 4)
     tokens = torch.tensor([[5, -1, 7], [-1, 3, -1]])
     at = torch.arange(3).expand(2, -1)
@@ -128,7 +128,7 @@ def test_tokens_that_the_head_does_not_know_are_impossible():
 
 def test_a_token_alone_whose_logits_nobody_wants():
     eagle = made("eagle3", torch.float32)
-    lm = LM(eagle, net=fused_eagle.of(eagle, "it"))
+    lm = LM(eagle, "it", V, fused_eagle.of(eagle, "it"))
     lm.allocate(1, 4)
     seqs, at = Sequences.of([[1]], 1, slack=2), torch.zeros(1, 1, dtype=torch.int64)
     asked = seqs, at + 3, at, at, None, (0,)

@@ -17,7 +17,7 @@ from specexp.errors import UserError
 from specexp.fast import cpu
 from specexp.grids import identity, notebooks, yaml_lines
 from specexp.grids import points as grid
-from specexp.models import lm
+from specexp.models.load import read_tokenizer
 from specexp.tracking import runs
 
 ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
@@ -915,7 +915,7 @@ def test_what_would_fail_late_is_missed_at_once(params, said):
 def test_a_draft_whose_head_is_too_short_for_its_tokenizer_is_missed(
     tiny_folders, tmp_path, method
 ):
-    tokenizer = lm.read_tokenizer(tiny_folders[0])
+    tokenizer = read_tokenizer(tiny_folders[0])
     tokenizer.save_pretrained(tmp_path)
     tiny_llama(0, 1, vocab=len(tokenizer) - 3).save_pretrained(tmp_path)
     [said] = api.check({"target": tiny_folders[0], "drafter": f"{method}{tmp_path}"}, [])
@@ -929,7 +929,7 @@ def test_a_draft_of_another_tokenizer_is_named_as_it_was_asked_for(tiny_folders)
 
 
 def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
-    monkeypatch.setattr(lm, "load", None)
+    monkeypatch.setattr("specexp.models.load.of_module", None)
     for wrong, said in (
         ({"drafter": "ngram", "rule": "block", "temperature": 1.0}, "use rule match"),
         ({"drafter": "early_exit:99"}, "leave before the last"),

@@ -222,8 +222,8 @@ def test_figures_displays_and_progress_bars_come_out(go, either, tmp_path):
 
 LOOK = """
     from specexp import api
-    from specexp.models import lm
-    before = len(lm._LOADED)
+    from specexp.models import load
+    before = len(load._IN_USE)
     rig = api.build({!r}, {!r}, device="cpu")
     weights = next(rig.target.module.parameters()).data
     print(before, weights.sum().item())

@@ -13,6 +13,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure import costs
 from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.rules import Match
 from specexp.sampling import Sampling
@@ -21,7 +22,7 @@ from specexp.tree import Tree
 
 @pytest.fixture(scope="module")
 def engine():
-    target, draft = LM(tiny_llama(0), "target"), LM(tiny_llama(1, layers=1), "draft")
+    target, draft = of_module(tiny_llama(0), "target"), of_module(tiny_llama(1, layers=1), "draft")
     return Engine(target, DraftModel(draft, Sampling()), Fixed(Tree.chain(2)), rule=Match())
 
 

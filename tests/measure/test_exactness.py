@@ -13,6 +13,7 @@ from specexp.measure import exactness as lab
 from specexp.measure.exactness import Reference, certify, compare, near_winners
 from specexp.models.int8 import quantise
 from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.rules import Match, Reject
 from specexp.sampling import Sampling
@@ -23,8 +24,8 @@ PROMPTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 1, 2, 3, 7, 8]]
 
 def engine(temperature=0.0, dtype=torch.float32, drafter="model", **sampling) -> Engine:
     law = Sampling(temperature, **sampling)
-    target = LM(tiny_llama(0).to(dtype), "target")
-    draft = DraftModel(LM(tiny_llama(1, layers=1).to(dtype), "draft"), law)
+    target = of_module(tiny_llama(0).to(dtype), "target")
+    draft = DraftModel(of_module(tiny_llama(1, layers=1).to(dtype), "draft"), law)
     chosen = draft if drafter == "model" else NGram()
     return Engine(target, chosen, Fixed(Tree.chain(4)), law, Reject(), seed=3)
 
@@ -136,7 +137,7 @@ def test_the_float32_copy_is_made_once_for_all_differences(monkeypatch, free):
 
 
 def test_tied_weights_stay_tied_in_the_float32_copy():
-    target = LM(tiny_llama(0, tie_word_embeddings=True).to(torch.bfloat16), "target")
+    target = of_module(tiny_llama(0, tie_word_embeddings=True).to(torch.bfloat16), "target")
     whole = copy.deepcopy(target.module).float()
     reference = Reference(target)
     wanted = whole(torch.tensor([PROMPTS[0]])).logits[0, -1, :32]
@@ -149,6 +150,6 @@ def test_tied_weights_stay_tied_in_the_float32_copy():
 def test_differences_under_quantised_weights_in_bfloat16_are_judged():
     module = tiny_llama(0).to(torch.bfloat16).eval()
     quantise(module, "cpu")
-    logits = Reference(LM(module, "target")).logits(PROMPTS[0])
+    logits = Reference(of_module(module, "target")).logits(PROMPTS[0])
     assert logits.dtype == torch.float32
     assert torch.isfinite(logits).all()

@@ -29,6 +29,7 @@ from specexp.measure import interleave
 from specexp.measure.hardware import peers, regression, roofline, suites
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.rules import Match, Reject
 from specexp.sampling import Sampling
 
@@ -110,7 +111,7 @@ def test_bytes_of_a_pass_are_those_counted_by_hand(tokens):
     half = tiny_llama(0, layers=2, vocab=40, tie_word_embeddings=True).bfloat16()
     assert roofline.weight_bytes(half, tokens) == 2 * (body + table)
     kv = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, float32
-    assert roofline.pass_bytes(LM(tied), 3, tokens, 100) == 4 * (body + table) + 3 * 100 * kv
+    assert roofline.pass_bytes(of_module(tied), 3, tokens, 100) == 4 * (body + table) + 3 * 100 * kv
 
 
 def test_a_looked_up_table_is_never_read_beyond_its_end():
@@ -588,7 +589,7 @@ def test_bad_input_is_one_line_before_a_weight_is_loaded(bench, monkeypatch, opt
     def loaded(*args):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("specexp.models.lm.load", loaded)
+    monkeypatch.setattr("specexp.models.load.load", loaded)
     code, out, err = bench(*options)
     assert code == 2, err
     assert says in err

@@ -27,7 +27,7 @@ from specexp.drafters.planted import Planted
 from specexp.errors import UserError
 from specexp.models import head_files
 from specexp.models.heads import Eagle, check, default_taps, load, medusa_size, save
-from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -148,7 +148,7 @@ def test_published_heads_are_read_bit_for_bit_and_generate(tmp_path, layout, fil
     if "eagle-1" in layout:
         assert torch.equal(made.borrowed[0].weight, given["embed_tokens.weight"].double())
     law = Sampling()
-    lm = LM(target, "target")
+    lm = of_module(target, "target")
     pairing = engine("null", Tree.chain(3))
     pairing.drafter = (MedusaHeads if head.kind == "medusa" else EagleLayer)(made, lm, law)
     pairing.target = lm
@@ -629,7 +629,7 @@ def test_a_draft_that_spells_every_token_alike_is_accepted_whole():
     whole.get_vocab = lambda: {chr(65 + i): (i + 5) % V for i in range(V)}
     for temperature in (0.0, 0.9):
         made = engine("null", Tree.chain(3), "reject", temperature=temperature)
-        draft = LM(shifted, "shifted")
+        draft = of_module(shifted, "shifted")
         made.drafter = Crossed(draft, TokenMap(Alphabet(0), whole, V), made.sampling)
         for step in made.generate(PROMPTS, 24).trace.steps():
             assert step.accepted == step.drafted == 3

@@ -20,7 +20,7 @@ from specexp.measure import costs, one_pairing
 from specexp.measure.exactness import certify
 from specexp.measure.hardware import peak_memory, roofline
 from specexp.measure.prompts import Prompt
-from specexp.models import head_files, int8, lm
+from specexp.models import head_files, int8, load, memory
 from specexp.models.lm import Unfused
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -94,13 +94,13 @@ def test_float64_is_refused_before_and_at_loading(tiny_folders):
     [line] = check(tiny_folders[0], small(tiny_folders[1]), dtype="float64")
     assert "float64 cannot be +int8" in line
     with pytest.raises(UserError, match="float64 cannot be"):
-        lm.load(small(tiny_folders[1]), "mine", "float64", "cpu")
+        load.load(small(tiny_folders[1]), "mine", "float64", "cpu")
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path):
     gpt2().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"has no nn\.Linear to quantise"):
-        lm.read_config(small(str(tmp_path)))
+        load.read_config(small(str(tmp_path)))
 
 
 def test_a_model_that_is_quantised_already_is_refused():
@@ -124,7 +124,7 @@ def test_heads_are_read_and_trained_plain(tiny_folders):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_linear_layers_are_and_the_head_and_the_embedding_are_not(tmp_path, tied, dtype):
     tiny_llama(0, tie_word_embeddings=tied).save_pretrained(tmp_path)
-    plain, made = (lm.load(name, "mine", dtype, "cpu") for name in (tmp_path, small(tmp_path)))
+    plain, made = (load.load(name, "mine", dtype, "cpu") for name in (tmp_path, small(tmp_path)))
     names = [n for n, m in made.module.named_modules() if isinstance(m, nn.Linear)]
     assert quantised_layers(made.module) == [n for n in names if n != "lm_head"]
     assert quantised_layers(plain.module) == []
@@ -137,7 +137,7 @@ def test_linear_layers_are_and_the_head_and_the_embedding_are_not(tmp_path, tied
 
 def test_each_row_is_off_by_half_a_step_of_its_own_scale_at_most(tiny_folders):
     plain, made = (
-        lm.load(n, "x", "float32", "cpu") for n in (tiny_folders[0], small(tiny_folders[0]))
+        load.load(n, "x", "float32", "cpu") for n in (tiny_folders[0], small(tiny_folders[0]))
     )
     for name, part in made.module.named_modules():
         if name in quantised_layers(made.module):
@@ -149,8 +149,8 @@ def test_each_row_is_off_by_half_a_step_of_its_own_scale_at_most(tiny_folders):
 
 
 def test_logits_are_those_of_the_rounded_weights(tiny_folders):
-    made = lm.load(small(tiny_folders[0]), "x", "float32", "cpu").module
-    plain = copy.deepcopy(lm.load(tiny_folders[0], "x", "float32", "cpu").module)
+    made = load.load(small(tiny_folders[0]), "x", "float32", "cpu").module
+    plain = copy.deepcopy(load.load(tiny_folders[0], "x", "float32", "cpu").module)
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     with torch.inference_mode():
         assert not torch.allclose(made(ids).logits, plain(ids).logits, atol=1e-3)
@@ -161,7 +161,7 @@ def test_logits_are_those_of_the_rounded_weights(tiny_folders):
 
 
 def test_passes_with_less_work_are_the_modules_own_on_joined_weights_held_once(tiny_folders):
-    made = lm.load(small(tiny_folders[0]), "mine", "float32", "cpu")
+    made = load.load(small(tiny_folders[0]), "mine", "float32", "cpu")
     attention = made.module.model.layers[1].self_attn
     places = [
         p.weight.qdata.untyped_storage().data_ptr() for p in (attention.q_proj, attention.v_proj)
@@ -183,7 +183,7 @@ def test_weights_that_are_not_quantised_by_rows_are_left_to_transformers():
 
     module = tiny_llama(0)
     quantize_(module, Int8WeightOnlyConfig(granularity=PerTensor(), set_inductor_config=False))
-    assert isinstance(lm.LM(module).net, Unfused)
+    assert isinstance(load.of_module(module).net, Unfused)
 
 
 # held apart, and reckoned
@@ -228,11 +228,11 @@ def test_a_result_of_one_is_none_of_the_other(tiny_folders):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_are_reckoned_as_they_are_held(tiny_folders, dtype):
     for folder in tiny_folders:
-        made = lm.load(small(folder), "mine", dtype, "cpu")
-        config = lm.read_config(small(folder))
-        reckoned = lm.weight_bytes(config, lm.DTYPES[dtype])
+        made = load.load(small(folder), "mine", dtype, "cpu")
+        config = load.read_config(small(folder))
+        reckoned = load.weight_bytes(config, load.DTYPES[dtype])
         assert reckoned == sum(x.nbytes for x in int8.held(made.module.parameters()))
-        assert reckoned < lm.weight_bytes(lm.read_config(folder), lm.DTYPES[dtype])
+        assert reckoned < load.weight_bytes(load.read_config(folder), load.DTYPES[dtype])
         held = peak_memory.weights([made.module]) - sum(b.nbytes for b in made.module.buffers())
         assert held == reckoned
         embedding = made.module.get_input_embeddings().weight
@@ -242,23 +242,23 @@ def test_bytes_are_reckoned_as_they_are_held(tiny_folders, dtype):
 def test_every_count_of_bytes_sees_the_small_weights(tiny_folders):
     target, draft = tiny_folders
     pairing = api.build(small(target), small(draft), gamma=2)
-    sizes = [lm.weight_bytes(lm.read_config(small(f)), torch.float32) for f in tiny_folders]
+    sizes = [load.weight_bytes(load.read_config(small(f)), torch.float32) for f in tiny_folders]
     assert costs.about(pairing.engine)["weight_bytes"] == sizes[0]
     assert one_pairing.added_bytes(pairing.engine) == sizes[1]
 
 
 def test_memory_is_refused_by_what_quantised_weights_take(tiny_folders, monkeypatch):
     target = tiny_folders[0]
-    sizes = [lm.weight_bytes(lm.read_config(n), torch.float32) for n in (target, small(target))]
+    sizes = [load.weight_bytes(load.read_config(n), torch.float32) for n in (target, small(target))]
     room = 2_000_000
-    monkeypatch.setattr(lm, "free_memory", lambda device: sum(sizes) + room)
+    monkeypatch.setattr(memory, "free_memory", lambda device: sum(sizes) + room)
     assert check(target, small(target)) == []  # two modules of one config
-    monkeypatch.setattr(lm, "free_memory", lambda device: sizes[0] + room // 100)
+    monkeypatch.setattr(memory, "free_memory", lambda device: sizes[0] + room // 100)
     assert len(check(target, small(target))) == 1
-    monkeypatch.setattr(lm, "free_memory", lambda device: sizes[1])
-    monkeypatch.setattr(lm, "_LOADED", {})
+    monkeypatch.setattr(memory, "free_memory", lambda device: sizes[1])
+    monkeypatch.setattr(load, "_IN_USE", {})
     with pytest.raises(UserError, match="the weights of mine in float32 take"):
-        lm.load(small(target), "mine", "float32", "cpu")  # a CPU holds them whole first
+        load.load(small(target), "mine", "float32", "cpu")  # a CPU holds them whole first
 
 
 # exact

@@ -41,7 +41,9 @@ from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models import lm as lms
+from specexp.models import load, memory, servable
 from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -58,7 +60,7 @@ def filled(target: LM, seqs: Sequences, taps: tuple[int, ...] = ()):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_ragged_batch_of_trees_has_the_logits_of_each_path_alone(family):
     net = module(family)
-    target = LM(net)
+    target = of_module(net)
     seqs = Sequences.of(PROMPTS, 4, slack=len(TREE))
     guesses = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
     filled(target, seqs)
@@ -84,7 +86,7 @@ def test_a_text_ends_where_longrope_would_turn_it_by_other_factors(alone):
     net = tiny_llama(0, rope_parameters=LONG | {"original_max_position_embeddings": 16}).double()
     prompts = PROMPTS[1:2] if alone else [PROMPTS[0], [*range(14)]]
     law = Sampling(0.0)
-    greedy = Engine(LM(net), DraftModel(LM(net), law), Fixed(Tree.chain(5)), law)
+    greedy = Engine(of_module(net), DraftModel(of_module(net), law), Fixed(Tree.chain(5)), law)
     new = 16 - max(map(len, prompts))
     assert greedy.generate(prompts, new).tokens == [slowly(net, p, new) for p in prompts]
     with pytest.raises(UserError, match="the 16-token context of model by 1"):
@@ -103,21 +105,21 @@ def test_the_reach_of_a_config_is_that_of_its_layers():
         rope_scaling={"type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
     )  # fmt: skip
     plain, mpt = LlamaConfig(max_position_embeddings=64), MptConfig(max_seq_len=48)
-    found = [*map(lms.reach, (beside, phi, plain, mpt, SimpleNamespace()))]
+    found = [*map(servable.reach, (beside, phi, plain, mpt, SimpleNamespace()))]
     assert found == [16, 32, 64, 48, 1 << 30]
 
 
 def test_weights_that_were_only_read_since_are_not_loaded_twice(tiny_folders):
     file = Path(tiny_folders[0]) / "model.safetensors"
-    one = lms.load(tiny_folders[0], "one", "float32", "cpu")
+    one = load.load(tiny_folders[0], "one", "float32", "cpu")
     os.utime(file, ns=(0, file.stat().st_mtime_ns))
-    assert lms.load(tiny_folders[0], "two", "float32", "cpu").module is one.module
+    assert load.load(tiny_folders[0], "two", "float32", "cpu").module is one.module
     os.utime(file)
-    assert lms.load(tiny_folders[0], "three", "float32", "cpu").module is not one.module
+    assert load.load(tiny_folders[0], "three", "float32", "cpu").module is not one.module
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
-    target = LM(module())
+    target = of_module(module())
     prompts = [list(range(30)), [3, 1, 2]]
     whole = Sequences.of(prompts, 4, slack=1)
     filled(target, whole)
@@ -129,8 +131,8 @@ def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch):
 
 
 def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
-    target = LM(module())
-    monkeypatch.setattr(lms, "free_memory", lambda device: 2**20)
+    target = of_module(module())
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**20)
     said = r"batch 1000 x 400 tokens needs .* GiB .* a batch of at most [1-9]\d*, or fewer tokens"
     with pytest.raises(UserError, match=said):
         target.allocate(1000, 400)
@@ -140,10 +142,10 @@ def test_a_cache_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_room_is_counted_without_the_cache_that_goes(family, monkeypatch):
-    target, there = LM(module(family)), []
+    target, there = of_module(module(family)), []
     filled(target, Sequences.of([[1, 2, 3]], 5, slack=2))
     old = weakref.ref(target.cache)
-    monkeypatch.setattr(lms, "free_memory", lambda device: there.append(old()) or 2**40)
+    monkeypatch.setattr(memory, "free_memory", lambda device: there.append(old()) or 2**40)
     gc.disable()
     try:
         target.allocate(1, 20)
@@ -153,7 +155,7 @@ def test_room_is_counted_without_the_cache_that_goes(family, monkeypatch):
 
 
 def test_bytes_per_token_are_those_of_the_cache():
-    target = LM(module())
+    target = of_module(module())
     filled(target, Sequences.of([[1, 2, 3]], 5, slack=2))
     held = sum(b.numel() * b.itemsize for x in target.cache.layers for b in (x.keys, x.values))
     assert target.kv_bytes_per_token * 10 == held
@@ -172,8 +174,8 @@ def edit(folder, **changes):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_folder_of_safetensors_loads(folder, dtype):
-    loaded = lms.load(folder, "mine", dtype, "cpu")
-    assert loaded.dtype == lms.DTYPES[dtype]
+    loaded = load.load(folder, "mine", dtype, "cpu")
+    assert loaded.dtype == load.DTYPES[dtype]
     assert loaded.parameters == sum(p.numel() for p in tiny_llama(0).parameters())
     assert (loaded.name, loaded.context, loaded.vocab) == ("mine", 128, 32)
 
@@ -181,7 +183,7 @@ def test_a_folder_of_safetensors_loads(folder, dtype):
 def test_pickled_weights_are_refused(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickled weights are refused"):
-        lms.read_config(folder)
+        load.read_config(folder)
 
 
 def test_remote_code_is_refused_and_never_run(folder):
@@ -193,7 +195,7 @@ def test_remote_code_is_refused_and_never_run(folder):
     ):
         edit(folder, **changes)
         with pytest.raises(UserError) as refused:
-            lms.read_config(folder)
+            load.read_config(folder)
         assert len(str(refused.value).splitlines()) == 1
         assert not canary.exists()
 
@@ -202,7 +204,7 @@ def test_remote_code_is_refused_and_never_run(folder):
 def test_a_broken_config_is_one_clear_line(folder, text):
     (folder / "config.json").write_text(text)
     with pytest.raises(UserError) as refused:
-        lms.read_config(folder)
+        load.read_config(folder)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -218,7 +220,7 @@ def test_a_broken_config_is_one_clear_line(folder, text):
 def test_a_config_with_a_wrong_value_is_refused_and_the_value_is_named(folder, field, value, said):
     edit(folder, **{field: value})
     with pytest.raises(UserError, match="cannot read the model") as refused:
-        lms.read_config(folder)
+        load.read_config(folder)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -226,14 +228,14 @@ def test_a_config_with_a_wrong_value_is_refused_and_the_value_is_named(folder, f
 def test_what_was_read_is_kept_until_its_file_changes(folder):
     tokenizer = Path(__file__).parents[2] / "data" / "zoo" / "random-tiny" / "tokenizer.json"
     shutil.copy(tokenizer, folder / "tokenizer.json")
-    config, read = lms.read_config(folder), lms.read_tokenizer(folder)
+    config, read = load.read_config(folder), load.read_tokenizer(folder)
     config.vocab_size = 7  # of this caller alone
-    assert lms.read_config(folder).vocab_size == 32
-    assert lms.read_tokenizer(folder) is read
+    assert load.read_config(folder).vocab_size == 32
+    assert load.read_tokenizer(folder) is read
     edit(folder, vocab_size=310)
-    assert lms.read_config(folder).vocab_size == 310
+    assert load.read_config(folder).vocab_size == 310
     (folder / "tokenizer.json").write_text(tokenizer.read_text() + " ")
-    assert lms.read_tokenizer(folder) is not read
+    assert load.read_tokenizer(folder) is not read
 
 
 @pytest.mark.parametrize(
@@ -246,12 +248,12 @@ def test_what_was_read_is_kept_until_its_file_changes(folder):
 def test_weights_that_are_not_all_there_are_refused_and_never_made_up(folder, changes, said):
     edit(folder, **changes)
     with pytest.raises(UserError, match=said):
-        lms.load(folder, "tiny", "float32", "cpu")
+        load.load(folder, "tiny", "float32", "cpu")
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
-        lms.read_config(tmp_path)
+        load.read_config(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
@@ -262,16 +264,16 @@ def test_broken_weights_are_one_clear_line(folder, damage):
         {"cut": data[:-100], "header": b"\xff" * 8 + data[8:], "empty": b""}[damage]
     )
     with pytest.raises(UserError, match="cannot load mine"):
-        lms.load(folder, "mine", "float32", "cpu")
+        load.load(folder, "mine", "float32", "cpu")
 
 
 def test_what_says_nothing_is_told_by_its_kind(folder, monkeypatch):
     def fails(*_, **__):
         raise OSError
 
-    monkeypatch.setattr(lms.AutoModelForCausalLM, "from_pretrained", fails)
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", fails)
     with pytest.raises(UserError, match="cannot load mine: OSError"):
-        lms.load(folder, "mine", "float32", "cpu")
+        load.load(folder, "mine", "float32", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_what_says_nothing_is_told_by_its_kind(folder, monkeypatch):
 )
 def test_models_whose_state_cannot_be_rolled_back_are_refused_by_name(config, said):
     with pytest.raises(UserError, match=said):
-        lms.servable(config, "mine")
+        servable.servable(config, "mine")
 
 
 def gpt():
@@ -317,21 +319,21 @@ def test_a_module_that_a_round_cannot_drive_is_refused_in_a_line(make, said, dty
     net = make().to(dtype)
     for _ in range(2):
         with pytest.raises(UserError, match=rf"mine \(.*\) cannot be served; .*{said}") as refused:
-            LM(net, "mine")
+            of_module(net, "mine")
         assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_module_is_tried_once_and_leaves_no_cache(monkeypatch):
     net = copy.deepcopy(module("gpt2"))
-    assert LM(net).cache is None
-    monkeypatch.setattr(lms, "_off", None)
-    LM(net)
+    assert of_module(net).cache is None
+    monkeypatch.setattr(load, "_difference", None)
+    of_module(net)
 
 
 def test_a_module_of_no_numbers_is_left_to_whoever_runs_it():
     net = copy.deepcopy(module("gpt2"))
     net.transformer.wte.weight.data[::2] = torch.nan
-    greedy = Engine(LM(net), Null(), Fixed(Tree.chain(0)))
+    greedy = Engine(of_module(net), Null(), Fixed(Tree.chain(0)))
     with pytest.raises(NonFiniteLogits):
         greedy.generate(PROMPTS, 4)
 
@@ -343,16 +345,16 @@ def test_memory_that_runs_out_is_no_fault_of_the_module(monkeypatch):
     net = copy.deepcopy(module("gpt2"))
     monkeypatch.setattr(net, "forward", out)
     with pytest.raises(torch.OutOfMemoryError):
-        LM(net)
+        of_module(net)
 
 
 def test_global_layers_of_gpt_neo_are_served():
-    lms.servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
+    servable.servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
 
 
 def test_a_window_as_wide_as_the_context_is_full_attention():
-    lms.servable(MistralConfig(sliding_window=128, max_position_embeddings=128), "mine")
-    lms.servable(MistralConfig(sliding_window=None), "mine")
+    servable.servable(MistralConfig(sliding_window=128, max_position_embeddings=128), "mine")
+    servable.servable(MistralConfig(sliding_window=None), "mine")
 
 
 def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
@@ -360,7 +362,7 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
     net = BertForMaskedLM(BertConfig(**shape, intermediate_size=32, vocab_size=50))
     net.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="causal"):
-        lms.read_config(tmp_path)
+        load.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(("option", "said"), [("dtype", "float32"), ("device", "no CUDA")])
@@ -371,10 +373,10 @@ def test_unknown_dtypes_and_absent_devices_are_refused(folder, option, said):
     if option == "device" and torch.cuda.is_available():
         options["device"], said = "cuda:99", "CUDA"
     with pytest.raises(UserError, match=said):
-        lms.load(folder, "mine", **options)
+        load.load(folder, "mine", **options)
 
 
 def test_downloads_show_how_far_they_are(tiny_folders):
-    lms.load(tiny_folders[1], "draft", "float32", "cpu")
+    load.load(tiny_folders[1], "draft", "float32", "cpu")
     assert not are_progress_bars_disabled()
     assert not transformers_logging.is_progress_bar_enabled()

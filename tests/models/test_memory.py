@@ -15,8 +15,8 @@ from specexp.errors import UserError
 from specexp.fast import cpu
 from specexp.measure.hardware import peak_memory
 from specexp.measure.prompts import Prompt
-from specexp.models import lm as lms
-from specexp.models.lm import LM
+from specexp.models import load, memory
+from specexp.models.load import of_module
 from specexp.models.memory import Need, gib, kv_bytes, law_bytes, pass_bytes, work_bytes
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
@@ -66,7 +66,7 @@ def test_a_peak_is_what_was_added_and_not_what_was_there():
 @pytest.mark.parametrize("name", NETS)
 def test_a_pass_has_as_much_alive_as_reckoned(name, dtype, monkeypatch):
     monkeypatch.setattr(cpu.Native, "sparing", 0)  # compiled passes take less
-    net = LM(tiny_llama(0, 3, **NETS[name]).to(dtype))
+    net = of_module(tiny_llama(0, 3, **NETS[name]).to(dtype))
     for batch, prompt in ((1, 100), (6, 30)):
         seqs = Sequences.of([[3] * prompt] * batch, 4, slack=2)
         net.allocate(*seqs.tokens.shape)
@@ -83,7 +83,7 @@ def test_a_pass_has_as_much_alive_as_reckoned(name, dtype, monkeypatch):
 def test_deciding_takes_no_more_than_reckoned(rule, temperature):
     """On a vocabulary so large that nothing else matters."""
     V, law = 20_000, Sampling(temperature)
-    nets = [LM(tiny_llama(i, 1, vocab=V)) for i in range(2)]
+    nets = [of_module(tiny_llama(i, 1, vocab=V)) for i in range(2)]
     for tree in (Tree.chain(5), Tree.branching(3, 2)):
         made = Engine(nets[0], DraftModel(nets[1], law), Fixed(tree), law, rules.of(rule))
         seqs = made.begin(Sequences.of([[3] * 9] * 4, 30, slack=12))
@@ -117,15 +117,15 @@ def test_a_run_peaks_where_configs_say(tiny_folders, monkeypatch, drafter):
 
 def test_weights_and_cache_are_reckoned_without_loading(tiny_folders, monkeypatch):
     for folder in tiny_folders:
-        loaded = lms.load(folder, "mine", "float32", "cpu")
-        config = lms.read_config(folder)
+        loaded = load.load(folder, "mine", "float32", "cpu")
+        config = load.read_config(folder)
         monkeypatch.setattr(torch.Tensor, "normal_", None)  # nothing may be initialised
-        assert lms.weight_bytes(config, torch.float32) == 4 * loaded.parameters
-        assert lms.weight_bytes(config, torch.bfloat16) == 2 * loaded.parameters
+        assert load.weight_bytes(config, torch.float32) == 4 * loaded.parameters
+        assert load.weight_bytes(config, torch.bfloat16) == 2 * loaded.parameters
         assert kv_bytes(config, 4) == loaded.kv_bytes_per_token
         monkeypatch.undo()
     config.quantization_config = {"bits": 4}
-    assert lms.weight_bytes(config, torch.float32) == 0
+    assert load.weight_bytes(config, torch.float32) == 0
 
 
 SHAPE = {
@@ -148,7 +148,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_keys_and_values_are_as_many_as_a_cache_holds(name):
-    net = LM(AutoModelForCausalLM.from_config(ODD[name]))
+    net = of_module(AutoModelForCausalLM.from_config(ODD[name]))
     seqs = Sequences.of([[3] * 9] * 2, 4, slack=2)
     net.allocate(*seqs.tokens.shape)
     net.prefill(seqs, 0, 8)
@@ -195,7 +195,7 @@ def little(monkeypatch):
     """little(bytes): so much is free from now on."""
 
     def set_free(size: int):
-        monkeypatch.setattr(lms, "free_memory", lambda device: size)
+        monkeypatch.setattr(memory, "free_memory", lambda device: size)
 
     return set_free
 
@@ -211,9 +211,9 @@ def test_what_does_not_fit_is_refused_before_loading_and_what_would_is_said(
 ):
     little(2**40)
     assert check(tiny_folders, batches=[1, 4096]) == []
-    target, draft = (lms.read_config(folder) for folder in tiny_folders)
-    weights = sum(lms.weight_bytes(c, torch.float32) for c in (target, draft))
-    monkeypatch.setattr(lms.AutoModelForCausalLM, "from_pretrained", None)
+    target, draft = (load.read_config(folder) for folder in tiny_folders)
+    weights = sum(load.weight_bytes(c, torch.float32) for c in (target, draft))
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", None)
     for free in (weights + 2_000_000, weights + 20_000_000):
         little(free)
         [line] = check(tiny_folders, batches=[1, 4096])
@@ -233,26 +233,26 @@ def test_what_does_not_fit_is_refused_before_loading_and_what_would_is_said(
 def test_of_several_pairings_the_one_that_needs_most_is_told(tiny_folders, little):
     little(1000)
     [line] = check(tiny_folders, drafters=["ngram", tiny_folders[1]], gammas=[1, 3])
-    target, draft = (lms.read_config(folder) for folder in tiny_folders)
-    weights = sum(lms.weight_bytes(c, torch.float32) for c in (target, draft))
+    target, draft = (load.read_config(folder) for folder in tiny_folders)
+    weights = sum(load.weight_bytes(c, torch.float32) for c in (target, draft))
     assert f"({gib(weights)} of weights" in line
 
 
 def test_a_target_that_drafts_for_itself_is_in_memory_once(tiny_folders, little):
-    target = lms.read_config(tiny_folders[0])
-    little(int(1.9 * lms.weight_bytes(target, torch.float32)))
+    target = load.read_config(tiny_folders[0])
+    little(int(1.9 * load.weight_bytes(target, torch.float32)))
     assert check([tiny_folders[0], tiny_folders[0]]) == []
 
 
 def test_weights_that_do_not_fit_are_not_loaded(tiny_folders, little, monkeypatch):
     little(5000)
-    monkeypatch.setattr(lms, "_LOADED", {})
+    monkeypatch.setattr(load, "_IN_USE", {})
     with pytest.raises(UserError, match=r"weights of mine in float32 take .* are free on cpu"):
-        lms.load(tiny_folders[0], "mine", "float32", "cpu")
+        load.load(tiny_folders[0], "mine", "float32", "cpu")
 
 
 def test_a_cache_that_does_not_fit_says_how_many_rows_would(little):
-    target = LM(module())
+    target = of_module(module())
     little(1000 * target.kv_bytes_per_token)
     with pytest.raises(UserError, match="a batch of at most 10, or fewer"):
         target.allocate(99, 100)

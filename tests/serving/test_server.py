@@ -18,6 +18,7 @@ from specexp.errors import UserError
 from specexp.fast import cpu
 from specexp.models.cache import Slots
 from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
@@ -296,8 +297,9 @@ def test_a_drafter_reads_a_long_text_in_chunks_and_is_judged_when_it_has():
 def test_a_poisoned_request_fails_alone_and_its_row_is_clean_again():
     law = Sampling()
     for culprit in ("target", "draft"):
-        target = LM(copy.deepcopy(module()), "target", vocab=V - 1)  # the bad token is never said
-        draft = LM(copy.deepcopy(draft_module()), "draft", vocab=V - 1)
+        # the bad token is never said
+        target = of_module(copy.deepcopy(module()), "target", V - 1)
+        draft = of_module(copy.deepcopy(draft_module()), "draft", V - 1)
         broken = target if culprit == "target" else draft
         broken.module.model.embed_tokens.weight[V - 1] = float("nan")
         made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law, Match())
@@ -386,7 +388,7 @@ def room(monkeypatch):
             made.add(layer)
 
         monkeypatch.setattr(Slots, "lazy_initialization", scarce)
-        monkeypatch.setattr("specexp.models.lm.free_memory", lambda device: size - taken())
+        monkeypatch.setattr("specexp.models.memory.free_memory", lambda device: size - taken())
 
     return set_room
 

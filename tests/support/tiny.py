@@ -35,6 +35,7 @@ from specexp.engine import Engine
 from specexp.fast.cpu_replays import reaches_host
 from specexp.models.heads import Eagle, EagleShape, Medusa
 from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import Sampling
@@ -119,7 +120,7 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return Suffix(V, 8)
     if kind in ("recycle", "lookahead"):
         return Recycle(target, 4) if kind == "recycle" else Lookahead(target, 3, 4)
-    same = LM(target.module, "itself")
+    same = target.apart("itself")
     if kind == "self":
         return DraftModel(same, law)
     if kind == "early_exit":
@@ -127,7 +128,7 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
     if kind in ("medusa", "eagle", "eagle3"):
         made = heads(kind, target.dtype, target.module)
         return (MedusaHeads if kind == "medusa" else EagleLayer)(made, target, law)
-    draft = LM(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
+    draft = of_module(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
     if kind == "crossed":
         return Crossed(draft, TokenMap(Alphabet(0), Alphabet(5), V), law)
     guess = DraftModel(draft, law, chosen=kind == "chosen")
@@ -180,7 +181,7 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
 def engine(kind="model", tree="chain", rule="reject", family="llama", temperature=0.0,
            dtype=torch.float64, seed=0, eos=(), device="cpu", vocab=None) -> Engine:  # fmt: skip
     law = Sampling(temperature)
-    target = LM(module(family, dtype, device), "target", vocab)
+    target = of_module(module(family, dtype, device), "target", vocab)
     shape = TREES[tree] if isinstance(tree, str) else tree
     guess = drafter(kind, target, law, seed)
     return Engine(target, guess, Fixed(shape), law, RULES[rule], seed, eos)

@@ -18,7 +18,7 @@ from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.null import Null
 from specexp.engine import Engine
-from specexp.models.lm import LM
+from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.rules import Rule
 from specexp.sampling import Rng, Sampling, mix
@@ -138,7 +138,7 @@ def toy_engine(
     dtype: torch.dtype = torch.float64,
 ) -> Engine:
     """A toy of kind p as the target, and one of kind q, or the target's twin, as the drafter."""
-    drafting = LM(Toy(V, q, 1 if twin else 2, blind, dtype), "draft")
+    drafting = of_module(Toy(V, q, 1 if twin else 2, blind, dtype), "draft")
     made: dict[str, Drafter] = {
         "null": Null(),
         "ngram": NGram(2),
@@ -146,7 +146,7 @@ def toy_engine(
         "drawn": DraftModel(drafting, sampling),
         "chosen": DraftModel(drafting, sampling, chosen=True),
     }
-    target = LM(Toy(V, p, 1, blind, dtype), "target")
+    target = of_module(Toy(V, p, 1, blind, dtype), "target")
     return Engine(target, made[drafter], Fixed(Tree.chain(0)), sampling, rule, seed, eos)
 
 

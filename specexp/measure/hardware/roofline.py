@@ -18,7 +18,8 @@ from specexp.api import Pairing
 from specexp.fast import cuda_graphs
 from specexp.measure import interleave
 from specexp.models.int8 import held
-from specexp.models.lm import LM, free_memory
+from specexp.models.lm import LM
+from specexp.models.memory import free_memory
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -82,7 +83,7 @@ def a_pass(
     """A repeatable pass over `tokens` tokens a row, at the end of a prompt that fills a buffer of
     `context` slots except the last `slack` (at least `tokens`). It has a cache of its own. ids: any
     tokens; they are repeated to fill the prompt."""
-    lm = LM(lm.module, lm.name, lm.vocab)
+    lm = lm.apart()
     slack = max(slack, tokens)
     length = max(1, context - slack)
     text = [token % lm.vocab for token in islice(cycle(ids), length + tokens)]

@@ -34,7 +34,8 @@ from specexp.measure.hardware import peers
 from specexp.measure.hardware.peak_memory import peaks
 from specexp.measure.hardware.roofline import PASSES, a_pass, causal, roofline, weight_bytes
 from specexp.measure.prompts import Prompt
-from specexp.models.lm import DTYPES, LM, load
+from specexp.models.lm import LM
+from specexp.models.load import DTYPES, load
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import Fit
 from specexp.trace import Acceptance, Trace
