@@ -452,7 +452,7 @@ def _each(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Every combination of `build` options that these parameters name, singly or in lists. `rivals`
     are compared at `temperature` only, not at each of `temperatures`."""
     yield from _combined(params)
-    beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures")}
+    beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures", "trees")}
     for rival in _values(params, "rivals"):
         yield from _combined(beside | {"drafter": rival})
 

@@ -304,6 +304,7 @@ def profile(
     Takes about a minute for the zoo's models on two cores. A table measured before is reused.
     """
     from specexp import api
+    from specexp.figures.break_even import cost_curves
     from specexp.measure import break_even
     from specexp.measure.prompts import Prompt
 
@@ -320,14 +321,12 @@ def profile(
     pairing = api.build(**options)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = break_even.profile(pairing, rows, gammas, slots, force=force)
-    files = [break_even.place(pairing)]
+    files = [break_even.table_path(pairing)]
     if out:
         costs.save(out)
         files.append(out)
     for file in files:
-        break_even.cost_curves(costs).savefig(
-            file.with_suffix(".png"), dpi=110, bbox_inches="tight"
-        )
+        cost_curves(costs).savefig(file.with_suffix(".png"), dpi=110, bbox_inches="tight")
     if as_json:
         print(files[-1].read_text())
     else:
@@ -343,7 +342,7 @@ def _numbers(name: str, listed: str) -> list[int]:
 
 
 def _show_costs(costs: Costs, context: int) -> None:
-    from specexp.measure import break_even
+    from specexp.figures.break_even import in_words
 
     table = Table(
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
@@ -358,7 +357,7 @@ def _show_costs(costs: Costs, context: int) -> None:
     fit = costs.fit()
     knee, widest = fit.knee(context), costs.tokens[-1]
     console.print(
-        f"a pass takes {break_even.in_words(fit, context)}; at about {knee:.0f} tokens they cost "
+        f"a pass takes {in_words(fit, context)}; at about {knee:.0f} tokens they cost "
         f"as much as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with "
         f"γ = {widest - 1}",
         soft_wrap=True,
@@ -440,7 +439,7 @@ def serve(
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
     costs = serving.prices(pairing, names, offered.requests)
     runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)
-    figures = serving.figures(runs, ttft_ms, tpot_ms)
+    figures = serving.by_policy(runs, ttft_ms, tpot_ms)
     if as_json:
         print(figures.to_json(orient="records"))
     else:
@@ -472,14 +471,14 @@ def _writable(out: Path) -> None:
 
 
 def _show_served(figures: Any, title: str) -> None:
-    from specexp.measure import under_load as load
+    from specexp.figures.under_load import SHOWN, as_text
 
     table = Table("", *figures["policy"], title=title, title_justify="left", title_style="",
                   box=None, header_style="bold")  # fmt: skip
     for column in table.columns[1:]:
         column.justify = "right"
-    for key, said in load.SHOWN.items():
-        table.add_row(said, *(load.said(key, value) for value in figures[key]))
+    for key, label in SHOWN.items():
+        table.add_row(label, *(as_text(key, value) for value in figures[key]))
     console.print(table)
 
 

@@ -8,10 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from specexp.figures.pairings import batch_axis, panels
+from specexp.figures.style import DOUBTFUL, batch_axis, panels
 from specexp.figures.under_load import LOAD_AWARE, palette
 from specexp.measure import fleet_day
-from specexp.measure.break_even import DOUBTFUL
 from specexp.measure.fleet_day import HOURS, Setting
 
 

@@ -9,16 +9,19 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from specexp.figures.pairings import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas, panels
+from specexp.figures.style import (
+    DOUBTFUL,
+    PLAIN,
+    PREDICTED,
+    SPECULATIVE,
+    batch_axis,
+    canvas,
+    panels,
+)
 from specexp.measure import statistics
-from specexp.measure.break_even import DOUBTFUL
+from specexp.measure.hardware.suites import PHASES, WORK
 from specexp.measure.statistics import Interval
 
-WORK = {
-    "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
-    "vLLM plain": "plain, vLLM", "draft over plain": "speculation",
-}  # fmt: skip
-PHASES = ("draft", "verify", "accept", "commit", "host")
 PARTS = {"weights": "weights", "K, V": "cache", "work": "work"}
 AXES = {
     "batch": "rows", "tokens": "tokens a row", "context": "slots",

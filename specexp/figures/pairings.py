@@ -1,4 +1,4 @@
-"""Figures of measurements and runs. Each takes tables from `bench` or `track` and measures nothing.
+"""Figures of one pairing's measurements. Each takes tables and measures nothing.
 
 Titles state the result and are computed from the data; they say faster or slower only if the
 interval excludes 1. Measured points carry their 95 % intervals.
@@ -6,57 +6,30 @@ interval excludes 1. Measured points carry their 95 % intervals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from specexp.measure import one_pairing, statistics
-from specexp.measure.prompts import NAMES as CATEGORIES
+from specexp.figures.style import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas, ends
+from specexp.measure import statistics
+from specexp.measure.prompts import NAMES
+from specexp.measure.summaries import pooled, step_s
 from specexp.trace import Acceptance
 
-PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
-PLAIN, SPECULATIVE, PREDICTED = "#8c8c8c", "#0173b2", "#de8f05"
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 
-@contextmanager
-def panels(columns: int, width: float, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Axes side by side in the common style; the figure is closed at the end."""
-    style: Any = {"axes.titlelocation": "left", "axes.titlesize": 12, "legend.frameon": False}
-    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(style):
-        figure, axes = plt.subplots(
-            1, columns, figsize=(width, height), layout="constrained", squeeze=False
-        )
-        yield figure, list(axes.flat)
-        sns.despine(figure)
-        plt.close(figure)
-
-
-@contextmanager
-def canvas(width: float = 8.0, height: float = 4.2) -> Iterator[tuple[Figure, Axes]]:
-    """One pair of axes."""
-    with panels(1, width, height) as (figure, (axes,)):
-        yield figure, axes
-
-
 def by_category(samples: pd.DataFrame) -> Figure:
-    """Acceptance rate by pairing and category; samples from `bench.acceptance`."""
+    """Acceptance rate by pairing and category; samples from `one_pairing.acceptance`."""
     rows = []
     for (pairing, category), part in samples.groupby(["pairing", "category"], sort=False):
         rate = statistics.share(part["accepted"], part["drafted"])
         rows.append({"pairing": pairing, "category": category, **rate._asdict()})
     rates = pd.DataFrame(rows)
     pairings = list(dict.fromkeys(samples["pairing"]))
-    known = [c for c in CATEGORIES if c in set(rates["category"])]
-    order = known + [c for c in dict.fromkeys(rates["category"]) if c not in known]
+    shipped = [c for c in NAMES if c in set(rates["category"])]
+    order = shipped + [c for c in dict.fromkeys(rates["category"]) if c not in shipped]
     main = rates[rates["pairing"] == pairings[0]].set_index("category")["value"]
     with canvas(9, 4.2) as (figure, axes):
         width = 0.8 / len(pairings)
@@ -80,60 +53,65 @@ def by_category(samples: pd.DataFrame) -> Figure:
     return figure
 
 
-def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
-    """Speedup over acceptance length, one point per arm, sized by the cost of its draft; from
-    `bench.speedups(by="arm")` and `bench.costs`."""
-    table = measured.merge(costs, on="arm")
-    table["draft_steps"] = table["draft_s"] / table["step_s"]
-    with canvas(8.5, 4.8) as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1)
-        palette = sns.color_palette("colorblind", len(table))
-        for (_, row), colour in zip(table.iterrows(), palette, strict=True):
-            error = [[row["speedup"] - row["low"]], [row["high"] - row["speedup"]]]
-            axes.errorbar(row["length"], row["speedup"], yerr=error, fmt="o", color=colour,
-                          markersize=6 + 9 * row["draft_steps"], capsize=3, alpha=0.85,
-                          label=f"{row['arm']} ({row['draft_steps']:.2f})")  # fmt: skip
-        axes.set(xlabel="acceptance length (tokens a target pass)",
-                 ylabel="speedup over plain decoding",
-                 xlim=(0.9, table["length"].max() + 0.25))  # fmt: skip
-        axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
-                    loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
-        best = table.loc[table["speedup"].idxmax()]
-        found = statistics.Interval(best["speedup"], best["low"], best["high"])
-        longest = table.loc[table["length"].idxmax()]
-        figure.suptitle(
-            f"{best['arm']}: {statistics.verdict(found)} [{found.low:.2f}, {found.high:.2f}]; "
-            f"longest acceptance length: {longest['arm']}, {longest['length']:.2f}",
-            x=0.01, ha="left",
-        )  # fmt: skip
+def by_position(samples: pd.DataFrame) -> Figure:
+    """Acceptance by position in the draft, one colour per pairing: P(at least i tokens
+    accepted), and P(token i accepted | token i - 1 was)."""
+    pairings = list(dict.fromkeys(samples["pairing"]))
+    with canvas() as (figure, axes):
+        palette = sns.color_palette("colorblind", len(pairings))
+        for pairing, colour in zip(pairings, palette, strict=True):
+            record = pooled(samples[samples["pairing"] == pairing])
+            steps = range(1, len(record.marginal) + 1)
+            axes.plot(steps, record.marginal, "o-", color=colour, label=pairing)
+            axes.plot(steps, record.conditional, "o:", color=colour, alpha=0.6, markersize=4)
+        axes.plot([], [], "k-", label="this token and all before it")
+        axes.plot([], [], "k:", label="this token, given the one before")
+        gamma = int(samples["gamma"].max())
+        axes.set(xlabel="position in the draft", ylabel="probability of acceptance",
+                 ylim=(0, 1.02))  # fmt: skip
+        axes.set_xticks(range(1, gamma + 1))
+        axes.legend()
+        record = pooled(samples[samples["pairing"] == pairings[0]])
+        axes.set_title(
+            f"{pairings[0]}: acceptance length {record.length:.2f}; the first draft token is "
+            f"accepted in {_marginal(record, 1):.0%} of rounds, the last in "
+            f"{_marginal(record, gamma):.0%}"
+        )
     return figure
 
 
-def arm_costs(costs: pd.DataFrame) -> Figure:
-    """Where a round's time goes for each arm, in plain steps; costs from `bench.costs`."""
-    with canvas(8, 1.4 + 0.42 * len(costs)) as (figure, axes):
-        left = pd.Series(0.0, index=costs.index)
-        palette = sns.color_palette("colorblind", 3)
-        for (column, label), colour in zip(PHASES.items(), palette, strict=True):
-            share = costs[column] / costs["step_s"]
-            axes.barh(costs["arm"], share, left=left, label=label, color=colour)
-            left = left + share
-        axes.axvline(1, color=PLAIN, lw=1)
-        axes.invert_yaxis()
-        axes.set(xlabel=f"plain steps (of {costs['step_s'].iloc[0] * 1e3:.1f} ms)")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        draft = costs.loc[costs["draft_s"].idxmax()]
-        check = costs.loc[costs["verify_s"].idxmax()]
-        figure.suptitle(
-            f"Most expensive draft: {draft['arm']}, {draft['draft_s'] / draft['step_s']:.2f} plain "
-            f"steps; verification: {check['arm']}, {check['verify_s'] / check['step_s']:.2f}",
-            x=0.01, ha="left",
-        )  # fmt: skip
+def by_temperature(samples: pd.DataFrame) -> Figure:
+    """Acceptance rate over temperature, one line per pairing; samples from
+    `one_pairing.acceptance`."""
+    rows = []
+    for (pairing, temperature), part in samples.groupby(["pairing", "temperature"], sort=False):
+        rate = statistics.share(part["accepted"], part["drafted"])
+        rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
+    rates = pd.DataFrame(rows).sort_values("temperature")
+    pairings = list(dict.fromkeys(samples["pairing"]))
+    with canvas() as (figure, axes):
+        palette = sns.color_palette("colorblind", len(pairings))
+        for pairing, colour in zip(pairings, palette, strict=True):
+            part = rates[rates["pairing"] == pairing]
+            axes.plot(part["temperature"], part["value"], "o-", color=colour, label=pairing)
+            axes.fill_between(
+                part["temperature"], part["low"], part["high"], color=colour, alpha=0.15
+            )
+        axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.legend()
+        main = rates[rates["pairing"] == pairings[0]]
+        cold, hot = main.iloc[0], main.iloc[-1]
+        axes.set_title(
+            f"{pairings[0]}: acceptance rate {cold['value']:.0%} at temperature "
+            f"{cold['temperature']:g}, {hot['value']:.0%} at {hot['temperature']:g}"
+        )
     return figure
 
 
 def over_temperature(samples: pd.DataFrame) -> Figure:
-    """Acceptance length over temperature, one line per rule; samples from `bench.acceptance`."""
+    """Acceptance length over temperature, one line per rule; samples from
+    `one_pairing.acceptance`."""
     rows = []
     for (rule, temperature), part in samples.groupby(["rule", "temperature"], sort=False):
         length = statistics.interval(
@@ -172,7 +150,7 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
         for (_, row), colour in zip(table.iterrows(), palette, strict=True):
             axes.scatter(row["bias"], row["length"], s=90, color=colour, label=row["rule"],
                          marker="D" if row["bias"] > 0 else "o")  # fmt: skip
-        axes.set(xlabel="bias: total variation of a round's first token to the target's law",
+        axes.set(xlabel="bias: total variation of a round's first token to the target's p",
                  ylabel="acceptance length (tokens a target pass)",
                  xlim=(-0.02, max(0.1, table["bias"].max() * 1.15)))  # fmt: skip
         axes.xaxis.set_major_formatter(PercentFormatter(1))
@@ -180,70 +158,69 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
         worst = table.loc[table["bias"].idxmax()]
         axes.set_title(
             f"Largest bias: {worst['rule']}, total variation {worst['bias']:.1%}"
-            if worst["bias"] > 0 else "Every rule here keeps the target's law"
+            if worst["bias"] > 0 else "Every rule here keeps the target's distribution"
         )  # fmt: skip
     return figure
 
 
-def by_position(samples: pd.DataFrame) -> Figure:
-    """Acceptance by position in the draft, one colour per pairing: P(at least i guesses accepted),
-    and P(guess i accepted | guess i - 1 was)."""
-    pairings = list(dict.fromkeys(samples["pairing"]))
-    with canvas() as (figure, axes):
-        palette = sns.color_palette("colorblind", len(pairings))
-        for pairing, colour in zip(pairings, palette, strict=True):
-            record = one_pairing.pooled(samples[samples["pairing"] == pairing])
-            steps = range(1, len(record.marginal) + 1)
-            axes.plot(steps, record.marginal, "o-", color=colour, label=pairing)
-            axes.plot(steps, record.conditional, "o:", color=colour, alpha=0.6, markersize=4)
-        axes.plot([], [], "k-", label="this guess and all before it")
-        axes.plot([], [], "k:", label="this guess, given the one before")
-        gamma = int(samples["gamma"].max())
-        axes.set(xlabel="position in the draft", ylabel="probability of acceptance",
-                 ylim=(0, 1.02))  # fmt: skip
-        axes.set_xticks(range(1, gamma + 1))
-        axes.legend()
-        record = one_pairing.pooled(samples[samples["pairing"] == pairings[0]])
-        axes.set_title(
-            f"{pairings[0]}: acceptance length {record.length:.2f}; the first guess is accepted in "
-            f"{_marginal(record, 1):.0%} of rounds, the last in {_marginal(record, gamma):.0%}"
-        )
+def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
+    """Speedup over acceptance length, one point per arm, sized by the cost of its draft; from
+    `summaries.speedups(by="arm")` and `one_pairing.costs`."""
+    table = measured.merge(costs, on="arm")
+    table["draft_steps"] = table["draft_s"] / table["step_s"]
+    with canvas(8.5, 4.8) as (figure, axes):
+        axes.axhline(1, color=PLAIN, lw=1)
+        palette = sns.color_palette("colorblind", len(table))
+        for (_, row), colour in zip(table.iterrows(), palette, strict=True):
+            error = [[row["speedup"] - row["low"]], [row["high"] - row["speedup"]]]
+            axes.errorbar(row["length"], row["speedup"], yerr=error, fmt="o", color=colour,
+                          markersize=6 + 9 * row["draft_steps"], capsize=3, alpha=0.85,
+                          label=f"{row['arm']} ({row['draft_steps']:.2f})")  # fmt: skip
+        axes.set(xlabel="acceptance length (tokens a target pass)",
+                 ylabel="speedup over plain decoding",
+                 xlim=(0.9, table["length"].max() + 0.25))  # fmt: skip
+        axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
+                    loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+        best = table.loc[table["speedup"].idxmax()]
+        speedup = statistics.Interval(best["speedup"], best["low"], best["high"])
+        longest = table.loc[table["length"].idxmax()]
+        figure.suptitle(
+            f"{best['arm']}: {statistics.verdict(speedup)} [{speedup.low:.2f}, "
+            f"{speedup.high:.2f}]; longest acceptance length: {longest['arm']}, "
+            f"{longest['length']:.2f}",
+            x=0.01, ha="left",
+        )  # fmt: skip
     return figure
 
 
-def by_temperature(samples: pd.DataFrame) -> Figure:
-    """Acceptance rate over temperature, one line per pairing; samples from `bench.acceptance`."""
-    rows = []
-    for (pairing, temperature), part in samples.groupby(["pairing", "temperature"], sort=False):
-        rate = statistics.share(part["accepted"], part["drafted"])
-        rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
-    rates = pd.DataFrame(rows).sort_values("temperature")
-    pairings = list(dict.fromkeys(samples["pairing"]))
-    with canvas() as (figure, axes):
-        palette = sns.color_palette("colorblind", len(pairings))
-        for pairing, colour in zip(pairings, palette, strict=True):
-            part = rates[rates["pairing"] == pairing]
-            axes.plot(part["temperature"], part["value"], "o-", color=colour, label=pairing)
-            axes.fill_between(
-                part["temperature"], part["low"], part["high"], color=colour, alpha=0.15
-            )
-        axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02))
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.legend()
-        main = rates[rates["pairing"] == pairings[0]]
-        cold, hot = main.iloc[0], main.iloc[-1]
-        axes.set_title(
-            f"{pairings[0]}: acceptance rate {cold['value']:.0%} at temperature "
-            f"{cold['temperature']:g}, {hot['value']:.0%} at {hot['temperature']:g}"
-        )
+def arm_costs(costs: pd.DataFrame) -> Figure:
+    """Where a round's time goes for each arm, in plain steps; costs from `one_pairing.costs`."""
+    with canvas(8, 1.4 + 0.42 * len(costs)) as (figure, axes):
+        left = pd.Series(0.0, index=costs.index)
+        palette = sns.color_palette("colorblind", 3)
+        for (column, label), colour in zip(PHASES.items(), palette, strict=True):
+            share = costs[column] / costs["step_s"]
+            axes.barh(costs["arm"], share, left=left, label=label, color=colour)
+            left = left + share
+        axes.axvline(1, color=PLAIN, lw=1)
+        axes.invert_yaxis()
+        axes.set(xlabel=f"plain steps (of {costs['step_s'].iloc[0] * 1e3:.1f} ms)")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        draft = costs.loc[costs["draft_s"].idxmax()]
+        check = costs.loc[costs["verify_s"].idxmax()]
+        figure.suptitle(
+            f"Most expensive draft: {draft['arm']}, {draft['draft_s'] / draft['step_s']:.2f} plain "
+            f"steps; verification: {check['arm']}, {check['verify_s'] / check['step_s']:.2f}",
+            x=0.01, ha="left",
+        )  # fmt: skip
     return figure
 
 
 def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
-    """Speedup over draft length: `bench.speedups(by="gamma")` against `bench.predicted`."""
+    """Speedup over draft length: `summaries.speedups(by="gamma")` against `summaries.predicted`."""
     best = measured.loc[measured["speedup"].idxmax()]
     by_gamma = predicted.set_index("gamma")["speedup"]
-    found = statistics.Interval(best["speedup"], best["low"], best["high"])
+    speedup = statistics.Interval(best["speedup"], best["low"], best["high"])
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1)
         axes.fill_between(measured["gamma"], measured["low"], measured["high"],
@@ -256,20 +233,16 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
         axes.set_ylim(0, max(measured["high"].max(), predicted["speedup"].max()) * 1.1)
         axes.legend(loc="best")
         axes.set_title(
-            f"{statistics.verdict(found).capitalize()} at γ = {int(best['gamma'])} "
-            f"[{found.low:.2f}, {found.high:.2f}]; predicted {by_gamma[int(best['gamma'])]:.2f}x"
+            f"{statistics.verdict(speedup).capitalize()} at γ = {int(best['gamma'])} "
+            f"[{speedup.low:.2f}, {speedup.high:.2f}]; predicted "
+            f"{by_gamma[int(best['gamma'])]:.2f}x"
         )
     return figure
 
 
-def ends(table: pd.DataFrame, column: str = "speedup") -> np.ndarray:
-    """The lengths [2, n] of a column's error bars, from its columns `low` and `high`."""
-    return np.array([table[column] - table["low"], table["high"] - table[column]]).clip(0)
-
-
 def round_costs(costs: pd.DataFrame) -> Figure:
-    """Where a round's time goes, in plain steps; costs from `bench.pass_costs`."""
-    step = one_pairing.step_s(costs)
+    """Where a round's time goes, in plain steps; costs from `one_pairing.pass_costs`."""
+    step = step_s(costs)
     with canvas() as (figure, axes):
         bottom = pd.Series(0.0, index=costs.index)
         palette = sns.color_palette("colorblind", 3)
@@ -291,7 +264,7 @@ def round_costs(costs: pd.DataFrame) -> Figure:
 
 
 def throughput(by_batch: pd.DataFrame) -> Figure:
-    """Tokens/s over batch for plain and speculative decoding; `bench.speedups(by="batch")`."""
+    """Tokens/s over batch for plain and speculative decoding; `summaries.speedups(by="batch")`."""
     first, last = by_batch.iloc[0], by_batch.iloc[-1]
     with canvas() as (figure, axes):
         axes.plot(by_batch["batch"], by_batch["plain_tok_s"], "o-", color=PLAIN, label="plain")
@@ -310,8 +283,8 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
 
 
 def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Figure:
-    """Speedup over batch size with the break-even line; from `bench.speedups(by="batch")`. served:
-    the same under continuous batching, from `load.rates` for one policy."""
+    """Speedup over batch size with the break-even line; from `summaries.speedups(by="batch")`.
+    served: the same under continuous batching, from `under_load.rates` for one policy."""
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
         axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=PLAIN, va="top")
@@ -349,97 +322,6 @@ def crossing(by_batch: pd.DataFrame) -> str:
     if len(costs) == len(by_batch):
         return f"Pays at no batch size tried: {start}, {end}"
     return f"{start}, {end}"
-
-
-def rate_and_speedup(runs: pd.DataFrame) -> Figure:
-    """Speedup over acceptance rate, one point per run from `track.runs`."""
-    needed = ["metrics.acceptance/rate", "metrics.speedup/measured"]
-    have = runs.dropna(subset=needed) if set(needed) <= set(runs) else runs.head(0)
-    if have.empty:
-        return _nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
-    have = have.rename(columns={"params.drafter": "drafter"})
-    with canvas() as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1)
-        sns.scatterplot(
-            have, x="metrics.acceptance/rate", y="metrics.speedup/measured",
-            hue="drafter", style="experiment", s=80, palette="colorblind", ax=axes,
-        )  # fmt: skip
-        axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
-        axes.xaxis.set_major_formatter(PercentFormatter(1))
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        best = have.loc[have["metrics.speedup/measured"].idxmax()]
-        axes.set_title(
-            f"Fastest: {best['drafter']}, {best['metrics.speedup/measured']:.2f}x at acceptance "
-            f"rate {best['metrics.acceptance/rate']:.0%} ({best['experiment']})"
-        )
-    return figure
-
-
-def runs_by_category(runs: pd.DataFrame) -> Figure:
-    """Acceptance rate by pairing and category as a heat map, averaged over the runs from
-    `track.runs` that differ in nothing of `PAIRING`. Only runs of 10_acceptance: others weigh
-    guesses differently."""
-    nothing = "No run has acceptance by category yet: run 10_acceptance"
-    columns = {c: c.rpartition("/")[2] for c in runs if c.startswith("metrics.category/")}
-    if not columns:
-        return _nothing(nothing)
-    made = runs.get("tags.notebook", runs["experiment"]) == "10_acceptance.ipynb"
-    have = runs[made | (runs["experiment"] == "acceptance")].dropna(subset=list(columns), how="all")
-    if have.empty:
-        return _nothing(nothing)
-    pairing = have.reindex(columns=[f"params.{name}" for name in PAIRING]).fillna("").astype(str)
-    labels = pairing["params.drafter"].copy()
-    for name in PAIRING[1:]:
-        value = pairing[f"params.{name}"]
-        if (value != value.iloc[0]).any():
-            labels += (f", {name} " + value).where(value != "", "")
-    rates = have.groupby(labels)[list(columns)].mean().rename(columns=columns)
-    rates = rates.dropna(axis=1, how="all")
-    order = [c for c in CATEGORIES if c in rates] + [c for c in rates if c not in CATEGORIES]
-    rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index, order]
-    with canvas(8, 1.2 + 0.6 * len(rates)) as (figure, axes):
-        sns.heatmap(rates, annot=True, fmt=".0%", vmin=0, vmax=1, cmap="crest", ax=axes,
-                    cbar_kws={"format": PercentFormatter(1)})  # fmt: skip
-        axes.set(xlabel="acceptance rate in runs of 10_acceptance", ylabel="")
-        axes.tick_params(axis="y", rotation=0)
-        category = rates.max().idxmax()
-        drafter, most = rates[category].idxmax(), rates[category].max()
-        axes.set_title(f"Highest acceptance rate: {drafter} on {category} ({most:.0%})")
-    return figure
-
-
-def runs_over_batch(curves: pd.DataFrame) -> Figure:
-    """Speedup over batch of several runs, from `report.curves(runs, "speedup/at_batch")`."""
-    if curves.empty:
-        return _nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
-    with canvas() as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1.5)
-        sns.lineplot(
-            curves, x="step", y="value", hue="drafter", units="run_id", estimator=None,
-            marker="o", palette="colorblind", ax=axes,
-        )  # fmt: skip
-        batch_axis(axes, sorted(curves["step"].unique()))
-        axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
-        largest = curves[curves["step"] == curves["step"].max()]
-        best = largest.loc[largest["value"].idxmax()]
-        axes.set_title(
-            f"At batch {best['step']} the best drafter is {best['drafter']}: {best['value']:.2f}x"
-        )
-    return figure
-
-
-def _nothing(why: str) -> Figure:
-    with canvas(8, 1.2) as (figure, axes):
-        axes.text(0.5, 0.5, why, ha="center", va="center")
-        axes.set_axis_off()
-    return figure
-
-
-def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(batches), [str(b) for b in batches])
-    axes.minorticks_off()
-    axes.set_xlabel("batch size (streams)")
 
 
 def _marginal(record: Acceptance, position: int) -> float:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from specexp.api import Pairing
 from specexp.trace import Round, Step
+
+if TYPE_CHECKING:
+    from specexp.api import Pairing
 
 STYLES = {
     "accepted": "green",
@@ -32,24 +35,24 @@ def stream(
 ) -> Text:
     """The prompt, dim, and the output, each token in the colour of its kind (see `legend`)."""
     parts = _parts(rounds, tokens, row)
-    made = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
-    return Text().append(prompt, "dim").append_text(_coloured(pairing, made))
+    kinds = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
+    return Text().append(prompt, "dim").append_text(_coloured(pairing, kinds))
 
 
 def by_round(
     pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0
 ) -> Text:
-    """One line a round: accepted/drafted, the tokens emitted, then the rejected guesses."""
+    """One line a round: accepted/drafted, the tokens emitted, then the rejected draft tokens."""
     text = Text()
     for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
         rejected = [t for t in step.guesses if t >= 0]
         for token in part[: step.accepted]:
             rejected.remove(token)
-        if step.emitted < step.accepted:  # the output ended among accepted guesses
+        if step.emitted < step.accepted:  # the output ended among accepted tokens
             rejected = []
-        made = [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
-        text.append(_coloured(pairing, made, visible=True))
+        kinds = [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
+        text.append(_coloured(pairing, kinds, visible=True))
         text.append("\n")
     return text
 
@@ -66,8 +69,8 @@ def symbols(text: str) -> str:
 def look(pairing: Pairing, prompt: str, max_new_tokens: int = 48) -> Text:
     """Generate once and show the output in colour, then round by round. (A notebook displays a
     Text; of a rich Group it would print the address.)"""
-    made = pairing.generate([prompt], max_new_tokens)
-    rounds, tokens = made.trace.rounds, made.tokens[0]
+    output = pairing.generate([prompt], max_new_tokens)
+    rounds, tokens = output.trace.rounds, output.tokens[0]
     whole = stream(pairing, rounds, tokens, prompt=prompt)
     return Text("\n\n").join([legend(), whole, by_round(pairing, rounds, tokens)])
 
@@ -77,17 +80,17 @@ def _parts(
 ) -> Iterator[tuple[Step, Sequence[int], int]]:
     """For each round of a row: its step, the tokens it emitted, and the draft's depth."""
     at = 0
-    for found in rounds:
-        for step in (s for s in found.steps if s.row == row):
-            yield step, tokens[at : at + step.emitted], found.depth
+    for whole in rounds:
+        for step in (s for s in whole.steps if s.row == row):
+            yield step, tokens[at : at + step.emitted], whole.depth
             at += step.emitted
 
 
-def _coloured(pairing: Pairing, made: Sequence[tuple[int, str]], visible: bool = False) -> Text:
-    """The decoded tokens. Neighbours of one kind are decoded together, since a character may span
-    several tokens. visible: show line ends and tabs as symbols."""
+def _coloured(pairing: Pairing, kinds: Sequence[tuple[int, str]], visible: bool = False) -> Text:
+    """The tokens of `pieces`, decoded. Neighbours of one kind are decoded together, since a
+    character may span several tokens. visible: show line ends and tabs as symbols."""
     text = Text()
-    for kind, group in groupby(made, key=lambda piece: piece[1]):
+    for kind, group in groupby(kinds, key=lambda piece: piece[1]):
         part = pairing.decode([token for token, _ in group])
         text.append(symbols(part) if visible else part, STYLES[kind])
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
@@ -9,15 +10,32 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from specexp.figures.pairings import PLAIN, batch_axis, panels
+from specexp.figures.style import PLAIN, batch_axis, panels
 from specexp.measure.under_load import QUANTILES
 
 LOAD_AWARE = ("goodput", "bandit", "threshold", "table")
+SHOWN = {
+    "throughput/tok_s": "tokens/s", "throughput/req_s": "requests/s",
+    "goodput/share": "within the limits", "goodput/req_s": "goodput, requests/s",
+    **{f"latency/{kind}_p{q}_ms": f"{kind.upper()} p{q}, ms"
+       for kind in ("ttft", "tpot", "itl", "e2e") for q in (50, 95)},
+    "load/occupancy": "streams decoded at once", "load/speculated": "rows speculated",
+    "served/rate": "draft tokens accepted", "load/overhead": "scheduler's share of the time",
+    "load/refused": "refused", "load/failed": "failed",
+}  # fmt: skip
+SHARES = ("goodput/share", "load/speculated", "served/rate", "load/overhead")
+
+
+def as_text(key: str, value: float) -> str:
+    """A value of `under_load.served_metrics` as text; - where there is none."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.1%}" if key in SHARES else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     """Left: speedup over plain decoding, by the number of streams. Right: the regret of the
-    load-aware policies. From `load.rates` and `load.regrets`."""
+    load-aware policies. From `under_load.rates` and `under_load.regrets`."""
     names = list(dict.fromkeys(rates["policy"]))
     colours = palette(names)
     with panels(2, 14, 4.8) as (figure, (left, right)):
@@ -53,24 +71,24 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
     """The title of `bake_off`."""
     aware = regrets[regrets["policy"].str.startswith(LOAD_AWARE)]
     always = [n for n in dict.fromkeys(rates["policy"]) if n.startswith("always")]
-    said = []
+    parts = []
     if always:
         fixed = rates[rates["policy"] == always[-1]]
         ends = fixed.iloc[sorted({0, len(fixed) - 1})]
         each = [f"{s:.2f}x with {n}" for s, n in zip(ends["speedup"], ends["load"], strict=True)]
-        said.append(f"{always[-1]}: {' and '.join(each)} streams")
+        parts.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
         worst = aware.groupby("policy")["regret"].max()
-        said.append(
+        parts.append(
             f"{worst.idxmin()} loses {max(0, worst.min()):.1%} at worst to the best fixed choice"
         )
-    return "; ".join(said)
+    return "; ".join(parts)
 
 
 def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
-    """The load and the drafts over time, a line a policy; tables from `load.timeline`."""
+    """The load and the drafts over time, a line a policy; tables from `under_load.timeline`."""
     rows = {"live": "streams being decoded", "waiting": "requests waiting",
-            "speculated": "rows speculated", "kept": "guesses accepted"}  # fmt: skip
+            "speculated": "rows speculated", "kept": "draft tokens accepted"}  # fmt: skip
     colours = palette(list(tables))
     with panels(len(rows), 4.2 * len(rows), 3.8) as (figure, every):
         for axes, (column, label) in zip(every, rows.items(), strict=True):
@@ -86,22 +104,22 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
         names = sorted(lasts, key=lasts.__getitem__)
         ends = dict.fromkeys([names[0], names[-1]])
         each = [f"{lasts[name]:.0f} s under {name}" for name in ends]
-        said = f"The same arrivals: all answered after {', '.join(each)}"
-        figure.suptitle(said, x=0.01, ha="left")
+        figure.suptitle(
+            f"The same arrivals: all answered after {', '.join(each)}", x=0.01, ha="left"
+        )
     return figure
 
 
-def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
-    """Quantiles of TTFT, TPOT and E2E under every policy. figures: one row of `served_metrics` a
-    policy, with its name as `policy`."""
-    names = list(figures["policy"])
+def latencies(served: pd.DataFrame, title: str = "") -> Figure:
+    """Quantiles of TTFT, TPOT and E2E under every policy; from `under_load.by_policy`."""
+    names = list(served["policy"])
     colours = palette(names)
     with panels(3, 13, 4) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
             width = 0.8 / len(names)
             columns = {f"latency/{kind}_p{q}_ms": f"p{q}" for q in QUANTILES}
-            table = figures[list(columns)].dropna(axis=1, how="all")
-            for i, (_, row) in enumerate(figures.iterrows()):
+            table = served[list(columns)].dropna(axis=1, how="all")
+            for i, (_, row) in enumerate(served.iterrows()):
                 at = [x - 0.4 + width * (i + 0.5) for x in range(len(table.columns))]
                 values = row[list(table)].astype(float)
                 axes.bar(at, values, width * 0.92, color=colours[row["policy"]],
@@ -113,14 +131,14 @@ def latencies(figures: pd.DataFrame, title: str = "") -> Figure:
             axes.grid(visible=False, axis="x")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        best = figures.loc[figures["goodput/share"].idxmax()]
-        said = f"Most requests within the limits: {best['policy']}, {best['goodput/share']:.0%}"
-        figure.suptitle(title or said, x=0.01, ha="left")
+        best = served.loc[served["goodput/share"].idxmax()]
+        usual = f"Most requests within the limits: {best['policy']}, {best['goodput/share']:.0%}"
+        figure.suptitle(title or usual, x=0.01, ha="left")
     return figure
 
 
 def simulated(compared: pd.DataFrame) -> Figure:
-    """Simulated against real, one point a policy and figure; from `load.compare_runs`."""
+    """Simulated against real, one point a policy and figure; from `under_load.compare_runs`."""
     kinds = list(dict.fromkeys(compared["figure"]))
     colours = palette(list(dict.fromkeys(compared["policy"])))
     with panels(len(kinds), 4.6 * len(kinds), 4.2) as (figure, every):

@@ -17,7 +17,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from specexp.errors import UserError
-from specexp.measure import one_pairing
+from specexp.measure import summaries
 from specexp.measure.under_load import QUANTILES
 from specexp.serving import arrivals, fleet
 from specexp.serving.arrivals import Arrivals, Lengths
@@ -117,15 +117,15 @@ def setting(
     tpot_steps: float,
     router: str = "least",
 ) -> Setting:
-    """A setting for these policies. accepted: rows of `bench.acceptance`; rows: streams of a
+    """A setting for these policies. accepted: rows of `one_pairing.acceptance`; rows: streams of a
     replica at most; tpot_steps: the limit of TPOT in plain steps of a single stream, which means
     the same on every machine. Raises UserError."""
     if "plain" not in names:
         raise UserError("the other policies are compared with plain decoding: name plain, too")
-    costs = costs.sparing(one_pairing.made(accepted))
+    costs = costs.sparing(summaries.drafted_share(accepted))
     few = day.window(1.0, 20_000)
     prompt, output = float(few.prompt.mean()), float(few.output.mean())
-    kept, context = one_pairing.pooled(accepted).conditional, prompt + output
+    kept, context = summaries.pooled(accepted).conditional, prompt + output
     paces = {n: fleet.pace(costs, n, kept, rows, context, prompt, output) for n in names}
     limits = Limits(ttft_ms / 1e3, tpot_steps * costs.step_s(1, context))
     return Setting(day, paces, costs, limits, router)
@@ -234,7 +234,7 @@ def metrics(
     setting: Setting, hours: pd.DataFrame, days: pd.DataFrame, accepted: pd.DataFrame, policy: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of one policy, for MLflow; all but `acceptance` are SIMULATED."""
-    found, series = one_pairing.acceptance_metrics(accepted)
+    found, series = summaries.acceptance_metrics(accepted)
     found |= {
         "fleet/replicas": peak(hours, policy),
         "fleet/replicas_plain": peak(hours, "plain"),

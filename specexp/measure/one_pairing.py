@@ -1,9 +1,9 @@
-"""Measurements as tables: acceptance, latency of one stream, throughput under batch, pass costs.
+"""One pairing measured: acceptance, latency of one stream, throughput under batch, costs of passes.
 
 Every timed comparison is interleaved: after a warm-up, plain decoding and speculation take turns on
 the same prompts in the same process, in alternating order. Both sides count delivered tokens and
-decoding time without prefill. The tables hold raw counts and seconds; ratios and intervals are
-computed from them.
+decoding time without prefill. The tables hold raw counts and seconds; `summaries` computes ratios
+and intervals from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from specexp import theory
 from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.errors import UserError
@@ -31,11 +30,10 @@ from specexp.models.lm import LM
 from specexp.policy import Load
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import CALM
-from specexp.trace import Acceptance, Trace
+from specexp.trace import Trace
 from specexp.tree import Tree
 
 WARM_UP_TOKENS = 8
-MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 
 
@@ -46,8 +44,15 @@ def acceptance(
     temperatures: Iterable[float] | None = None,
     batch: int = 16,
 ) -> pd.DataFrame:
-    """One row per pairing, temperature and prompt: counts and the `Acceptance` record itself.
-    Raises UserError if a pairing drafts nothing."""
+    """How often each pairing's draft tokens are accepted; nothing is timed.
+
+    temperatures: run every pairing at each of these instead of at its own; batch: prompts that are
+    decoded together.
+
+    One row a pairing, temperature and prompt, with columns pairing, rule, gamma, temperature,
+    category, question_id; drafted, accepted, emitted and cut (tokens), passes (of the target);
+    record (`Acceptance`), and the rounds behind them (see `summaries.rounds`). Raises UserError if
+    a pairing drafts nothing."""
     if not all(lone_tree(pairing.engine).depth for pairing in pairings):
         raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
     rows: list[dict[str, Any]] = []
@@ -60,136 +65,49 @@ def acceptance(
     with tqdm(total=len(runs) * len(prompts), desc="acceptance", unit="prompt") as bar:
         for pairing in runs:
             for chunk in chunks:
-                made = pairing.generate([p.text for p in chunk], max_new_tokens)
+                trace = pairing.generate([p.text for p in chunk], max_new_tokens).trace
                 for row, prompt in enumerate(chunk):
-                    rows.append(_row(pairing, prompt) | _outcome(made.trace, row))
+                    rows.append(_row(pairing, prompt) | _outcome(trace, row))
                 bar.update(len(chunk))
     return pd.DataFrame(rows)
 
 
-def pooled(samples: pd.DataFrame) -> Acceptance:
-    """The acceptance of all rows together."""
-    return Acceptance.pooled(samples["record"])
+def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
+    """How far the rule bends the output: total variation (0 to 1) between the distribution of a
+    round's first emitted token and the target's own, averaged over rounds. 0 for an exact rule. One
+    value a prompt, indexed by question_id. For chains only."""
+    engine = pairing.engine
+    distances = []
+    for prompt in tqdm(prompts, desc="bias", unit="prompt"):
+        seqs = Sequences.of(
+            pairing.encode([prompt.text]), max_new_tokens, slack=engine.policy.widest,
+            device=engine.target.device,
+        )  # fmt: skip
+        distances.append(_bias(engine, seqs, max_new_tokens))
+    return pd.Series(distances, index=[p.question_id for p in prompts], name="total_variation")
 
 
-def made(samples: pd.DataFrame) -> float:
-    """Drafted tokens over gamma times rounds, for chains in rows of `acceptance`. Below 1 where a
-    lookup found no match, or drafts were cut at the end of the output."""
-    asked = sum(g * r.passes for g, r in zip(samples["gamma"], samples["record"], strict=True))
-    return pooled(samples).drafted / asked
-
-
-def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Acceptance metrics and per-position series of one pairing, as they are logged."""
-    record = pooled(samples)
-    record.check()
-    rate = statistics.share(*units(samples, "accepted", "drafted"))
-    metrics = {
-        "acceptance/rate": record.rate,
-        "acceptance/rate_ci_low": rate.low,
-        "acceptance/rate_ci_high": rate.high,
-        "acceptance/length": record.length,
-        "counts/drafted": record.drafted,
-        "counts/accepted": record.accepted,
-        "counts/emitted": record.emitted,
-        "counts/rounds": record.passes,
-    }
-    if "category" in samples:
-        for category, part in samples.groupby("category"):
-            metrics[f"category/{category}"] = pooled(part).rate
-    series = {
-        "acceptance/at_position": list(record.marginal),
-        "acceptance/conditional": list(record.conditional),
-    }
-    return metrics, series
-
-
-def latency_metrics(
-    samples: pd.DataFrame, predictions: pd.DataFrame
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and series of a gamma sweep, from `latency` and `predicted`. The headline figures are
-    those of the fastest draft length."""
-    measured = speedups(samples, "gamma")
-    best = measured.loc[measured["speedup"].idxmax()]
-    at_best = samples[samples["gamma"] == best["gamma"]]
-    metrics, series = acceptance_metrics(at_best)
-    by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
-    metrics |= _headline(best) | {
-        "speedup/predicted": by_gamma[best["gamma"]],
-        "speedup/best_gamma": best["gamma"],
-        "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
-        "latency/tpot_ms": 1e3 / best["tok_s"],
-        "latency/plain_tpot_ms": 1e3 / best["plain_tok_s"],
-    }
-    curves = {
-        "speedup/at_gamma": measured.set_index("gamma")["speedup"].to_dict(),
-        "speedup/predicted_at_gamma": by_gamma,
-    }
-    return metrics, series | curves
-
-
-def duel_metrics(
-    samples: pd.DataFrame, costs: pd.DataFrame
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Metrics and series of one arm, from its rows of `duel` and the table of `costs`."""
-    metrics, series = acceptance_metrics(samples)
-    row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
-    return metrics | _headline(speedups(samples, "arm").iloc[0]) | {
-        "latency/ttft_ms": 1e3 * samples["ttft_s"].median(),
-        "cost/draft_steps": row["draft_s"] / row["step_s"],
-        "cost/verify_steps": row["verify_s"] / row["step_s"],
-        "cost/rest_steps": row["rest_s"] / row["step_s"],
-        "memory/weights_mb": row["weights_mb"],
-        "memory/kv_bytes_per_token": row["kv_bytes"],
-    }, series  # fmt: skip
-
-
-def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
-    """Acceptance length of each rule minus that of the rule `over`, with intervals over prompts.
-
-    samples: rows of `acceptance` at one temperature."""
-    columns = ["accepted", "passes"]
-    by_rule = {rule: part.set_index("question_id") for rule, part in samples.groupby("rule")}
-    base = by_rule.pop(over)
-    rows = []
-    for rule, part in by_rule.items():
-        pairs = part[columns].join(base[columns], rsuffix="_base")
-        gain = statistics.interval(
-            lambda a, n, b, m: a.sum(-1) / n.sum(-1) - b.sum(-1) / m.sum(-1),
-            *(pairs[c] for c in pairs),
-        )
-        rows.append({"rule": rule, "gain": gain.value, "low": gain.low, "high": gain.high})
-    return pd.DataFrame(rows)
-
-
-def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics and series of a batch sweep; the headline figures are those of its smallest batch.
-
-    `throughput/crossing_batch`: the smallest batch whose whole interval lies below 1."""
-    by_batch = speedups(samples, "batch")
-    once = (samples["batch"] == samples["batch"].min()) & (samples["repeat"] == 0)
-    metrics, series = acceptance_metrics(samples[once])  # all other rows repeat these prompts
-    metrics |= _headline(by_batch.iloc[0])
-    metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
-    with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
-    losing = with_interval[with_interval["high"] < 1]["batch"]
-    if len(losing):
-        metrics["throughput/crossing_batch"] = losing.iloc[0]
-    columns = {
-        "speedup/at_batch": "speedup",
-        "throughput/at_batch": "tok_s",
-        "throughput/plain_at_batch": "plain_tok_s",
-    }
-    curves = {n: by_batch.set_index("batch")[c].to_dict() for n, c in columns.items()}
-    return metrics, series | curves
-
-
-def _headline(row: pd.Series) -> dict[str, float]:
-    return {
-        "speedup/measured": row["speedup"], "speedup/ci_low": row["low"],
-        "speedup/ci_high": row["high"], "throughput/tok_s": row["tok_s"],
-        "throughput/plain_tok_s": row["plain_tok_s"],
-    }  # fmt: skip
+@torch.inference_mode()
+def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
+    seqs = engine.begin(seqs)
+    tree, distances = lone_tree(engine), []
+    for _ in range(most):
+        draft = engine.drafter.propose(seqs, tree, engine.rng)
+        seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+        p = engine.sampling.law(seen.logits)
+        chosen = torch.zeros_like(p[:, 0]).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
+        q = chosen if draft.q is None else draft.q[:, 0]
+        drafted = bool((draft.tokens[:, 1] >= 0).all())
+        emitted = engine.rule.emitted(p[:, 0], q) if drafted else p[:, 0]
+        distances.append(float((emitted - p[:, 0]).abs().sum()) / 2)
+        verdict = engine.rule(draft, p, engine.rng)
+        if not tree.is_chain:
+            engine.target.keep(seqs, verdict)
+        engine.drafter.observe(seqs, tree, verdict, seen)
+        seqs.commit(verdict)
+        if not bool(seqs.live.any()):
+            break
+    return float(np.mean(distances))
 
 
 def latency(
@@ -199,8 +117,8 @@ def latency(
     max_new_tokens: int,
     repeats: int = 1,
 ) -> pd.DataFrame:
-    """One stream at a time: one row per gamma, prompt and repeat, with plain decoding's figures of
-    the same turn."""
+    """One stream at a time at every draft length, beside plain decoding of the same turn: `duel`
+    with a draft length as each arm, without the column arm."""
     arms: dict[Any, Pairing] = {gamma: pairing.with_(gamma=gamma) for gamma in gammas}
     return duel(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
 
@@ -208,8 +126,11 @@ def latency(
 def duel(
     arms: dict[Any, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
-    """One stream at a time: all arms and plain decoding take turns on every prompt. One row per
-    arm, prompt and repeat."""
+    """One stream at a time: all arms and plain decoding take turns on every prompt.
+
+    One row an arm, prompt and repeat: the columns of `acceptance`, and arm, repeat, ttft_s, s and
+    tokens (decoding time in seconds without prefill, delivered tokens), plain_s and plain_tokens
+    (the same of plain decoding)."""
     pairing = next(iter(arms.values()))
     engines: dict[Any, Engine] = {None: pairing.engine.plain()}
     engines |= {arm: other.engine for arm, other in arms.items()}
@@ -231,85 +152,6 @@ def duel(
     return pd.DataFrame(rows)
 
 
-def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
-    """Costs of a round, one row per arm: seconds to draft, to verify and for the rest (see
-    `_phases`). `step_s`: a plain step. `weights_mb` and `kv_bytes` (per token): the memory that the
-    drafter needs besides the target's."""
-    first = next(iter(arms.values()))
-    engines = {None: first.engine.plain(), **{arm: pairing.engine for arm, pairing in arms.items()}}
-    kinds = {arm: (engine, lone_tree(engine)) for arm, engine in engines.items()}
-    found = _phases(kinds, first.encode([p.text for p in prompts]), repeats)
-    step = sum(found.pop(None))
-    return pd.DataFrame(
-        {
-            "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
-            "guesses": len(lone_tree(engines[arm])) - 1,
-            "weights_mb": added_bytes(engines[arm]) / 1e6,
-            "kv_bytes": sum(m.kv_bytes_per_token for m in engines[arm].drafter.models
-                            if m.cache is not engines[arm].target.cache),
-        }
-        for arm, (draft, verify, rest) in found.items()
-    )  # fmt: skip
-
-
-def added_bytes(engine: Engine) -> int:
-    """Bytes of the drafter's weights that are not shared with the target."""
-    shared = {p.data_ptr() for p in held(engine.target.module.parameters())}
-    own = {
-        p.data_ptr(): p.numel() * p.element_size()
-        for module in _modules(engine.drafter)
-        for p in held(module.parameters())
-    }
-    return sum(size for pointer, size in own.items() if pointer not in shared)
-
-
-def _modules(drafter: Any) -> Iterator[torch.nn.Module]:
-    for part in vars(drafter).values():
-        if isinstance(part, torch.nn.Module):
-            yield part
-        elif isinstance(part, LM) and isinstance(part.module, torch.nn.Module):
-            yield part.module
-        elif hasattr(part, "propose"):
-            yield from _modules(part)
-
-
-def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
-    """Total variation between the law of a round's first emitted token and the target's law,
-    averaged over rounds; one value per prompt. 0 for an exact rule. For chains only."""
-    engine = pairing.engine
-    found = []
-    for prompt in tqdm(prompts, desc="bias", unit="prompt"):
-        seqs = Sequences.of(
-            pairing.encode([prompt.text]), max_new_tokens, slack=engine.policy.widest,
-            device=engine.target.device,
-        )  # fmt: skip
-        found.append(_bias(engine, seqs, max_new_tokens))
-    return pd.Series(found, index=[p.question_id for p in prompts], name="total_variation")
-
-
-@torch.inference_mode()
-def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
-    seqs = engine.begin(seqs)
-    tree, found = lone_tree(engine), []
-    for _ in range(most):
-        draft = engine.drafter.propose(seqs, tree, engine.rng)
-        seen = engine.target.verify(seqs, draft, engine.drafter.taps)
-        p = engine.sampling.law(seen.logits)
-        chosen = torch.zeros_like(p[:, 0]).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
-        q = chosen if draft.q is None else draft.q[:, 0]
-        made = bool((draft.tokens[:, 1] >= 0).all())
-        emitted = engine.rule.emitted(p[:, 0], q) if made else p[:, 0]
-        found.append(float((emitted - p[:, 0]).abs().sum()) / 2)
-        verdict = engine.rule(draft, p, engine.rng)
-        if not tree.is_chain:
-            engine.target.keep(seqs, verdict)
-        engine.drafter.observe(seqs, tree, verdict, seen)
-        seqs.commit(verdict)
-        if not bool(seqs.live.any()):
-            break
-    return float(np.mean(found))
-
-
 def throughput(
     pairing: Pairing,
     prompts: Sequence[Prompt],
@@ -317,12 +159,15 @@ def throughput(
     max_new_tokens: int,
     repeats: int = 2,
 ) -> pd.DataFrame:
-    """One row per batch of prompts and repeat, for each batch size.
+    """Speculation and plain decoding by turns on static batches of each size.
 
     Every size sees the same prompts: the first max(batches), repeated to fill a batch. A size with
-    fewer than `stats.FEWEST` samples is repeated more often. EOS is ignored and only rounds in
+    fewer than `statistics.FEWEST` samples is repeated more often. EOS is ignored and only rounds in
     which every row is live are counted, so the batch really has that size.
-    `context`: slots of the batch's buffer, without those of a draft."""
+
+    One row a batch of prompts and repeat, with columns pairing, gamma, batch, number (of the batch
+    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `duel`, of the whole batch; context
+    (slots of the batch's buffer, without those of a draft); and the counts of `acceptance`."""
     fast, plain = pairing.with_().engine, pairing.engine.plain()
     fast.eos = plain.eos = ()
     prompts = prompts[: max(batches)]
@@ -359,18 +204,41 @@ def full_batch(trace: Trace) -> tuple[float, int]:
     return full[-1].end_s - trace.prefill_s, sum(s.emitted for r in full for s in r.steps)
 
 
+def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
+    """What a round of each arm costs, in time (see `_phases`) and in memory.
+
+    One row an arm, with columns arm; draft_s, verify_s, rest_s (seconds of a round) and step_s (of
+    a plain step); guesses (draft tokens of a round); weights_mb and kv_bytes (MB, and bytes a
+    token, that the drafter needs besides the target's)."""
+    first = next(iter(arms.values()))
+    engines = {None: first.engine.plain(), **{arm: pairing.engine for arm, pairing in arms.items()}}
+    kinds = {arm: (engine, lone_tree(engine)) for arm, engine in engines.items()}
+    seconds = _phases(kinds, first.encode([p.text for p in prompts]), repeats)
+    step = sum(seconds.pop(None))
+    return pd.DataFrame(
+        {
+            "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
+            "guesses": len(lone_tree(engines[arm])) - 1,
+            "weights_mb": added_bytes(engines[arm]) / 1e6,
+            "kv_bytes": sum(m.kv_bytes_per_token for m in engines[arm].drafter.models
+                            if m.cache is not engines[arm].target.cache),
+        }
+        for arm, (draft, verify, rest) in seconds.items()
+    )  # fmt: skip
+
+
 def pass_costs(
     pairing: Pairing, prompts: Sequence[Prompt], gammas: Sequence[int], repeats: int = 40
 ) -> pd.DataFrame:
-    """Seconds to draft gamma tokens and to verify them, one row per gamma (see `_phases`).
+    """What a round costs at each draft length (see `_phases`).
 
-    The row gamma = 0 is a plain step. The rule and the commit are in `rest_s`.
-    """
+    One row a draft length, with columns gamma and draft_s, verify_s, rest_s (seconds to draft gamma
+    tokens, to verify them, and for the rule and the commit). The row gamma = 0 is a plain step."""
     kinds = {g: (pairing.engine, Tree.chain(g)) for g in sorted({0, *gammas})}
-    found = _phases(kinds, pairing.encode([p.text for p in prompts]), repeats)
+    seconds = _phases(kinds, pairing.encode([p.text for p in prompts]), repeats)
     return pd.DataFrame(
         {"gamma": gamma, "draft_s": draft, "verify_s": verify, "rest_s": rest}
-        for gamma, (draft, verify, rest) in found.items()
+        for gamma, (draft, verify, rest) in seconds.items()
     )
 
 
@@ -394,12 +262,12 @@ def _phases(
             if visit:
                 whole[kind] += rounds
                 apart[kind] += phases
-    found = {}
+    seconds = {}
     for kind in kinds:
         (all_s,), (draft, verify) = _typical(whole[kind]), _typical(apart[kind])
         share = min(1.0, all_s / (draft + verify))
-        found[kind] = draft * share, verify * share, max(0.0, all_s - draft - verify)
-    return found
+        seconds[kind] = draft * share, verify * share, max(0.0, all_s - draft - verify)
+    return seconds
 
 
 def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
@@ -427,7 +295,7 @@ def _rounds(
     whole: list[tuple[float, ...]] = []
     apart: list[tuple[float, ...]] = []
 
-    def found(report: list[list[int]]) -> int:
+    def drafted(report: list[list[int]]) -> int:
         [step] = engine.steps(report)
         if step.done:
             seqs.length.copy_(length)
@@ -437,7 +305,7 @@ def _rounds(
     while len(whole) < lead + VISIT_ROUNDS:
         begin = _clock(engine)
         for report, end in engine.launch(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
-            whole.append((found(report), end - begin))
+            whole.append((drafted(report), end - begin))
             begin = end
     while len(apart) < VISIT_ROUNDS:
         now = [_clock(engine)]
@@ -445,7 +313,7 @@ def _rounds(
         now.append(_clock(engine))
         engine.verified(seqs, draft)
         now.append(_clock(engine))
-        apart.append((found(engine.report(seqs, tree)), *np.diff(now)))
+        apart.append((drafted(engine.report(seqs, tree)), *np.diff(now)))
     return whole[lead:], apart
 
 
@@ -458,55 +326,25 @@ def _clock(engine: Engine) -> float:
     return clock(engine.target.device)
 
 
-def rounds_s(costs: pd.DataFrame) -> pd.Series:
-    """Seconds of a round, for each row of `pass_costs`."""
-    return costs[["draft_s", "verify_s", "rest_s"]].sum(axis=1)
+def added_bytes(engine: Engine) -> int:
+    """Bytes of the drafter's weights that are not shared with the target."""
+    shared = {p.data_ptr() for p in held(engine.target.module.parameters())}
+    own = {
+        p.data_ptr(): p.numel() * p.element_size()
+        for module in _modules(engine.drafter)
+        for p in held(module.parameters())
+    }
+    return sum(size for pointer, size in own.items() if pointer not in shared)
 
 
-def step_s(costs: pd.DataFrame) -> float:
-    """Seconds of a plain step, from `pass_costs`."""
-    return float(rounds_s(costs[costs["gamma"] == 0]).iloc[0])
-
-
-def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
-    """Speedup predicted from per-position acceptance and measured pass costs, one row per gamma.
-
-    record: acceptance at the longest draft; positions it never reached count as never accepted.
-    """
-    step = step_s(costs)
-    kept = [*record.conditional, *[0.0] * int(costs["gamma"].max())]
-    rows = []
-    for gamma, draft, verify, rest in costs.itertuples(index=False):
-        tokens = theory.tokens_of_round(kept[:gamma])
-        speedup = theory.measured_speedup(kept[:gamma], draft, verify + rest, step)
-        rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup})
-    return pd.DataFrame(rows)
-
-
-def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Speedup with its interval, tokens/s of both sides, acceptance length and rate, one row per
-    value of a column."""
-    rows = []
-    for key, part in samples.groupby(by):
-        s = statistics.speedup(*units(part, "plain_s", "plain_tokens", "s", "tokens"))
-        rows.append(
-            {by: key, "speedup": s.value, "low": s.low, "high": s.high}
-            | {"tok_s": part["tokens"].sum() / part["s"].sum()}
-            | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
-            | {"length": pooled(part).length, "rate": pooled(part).rate}
-        )
-    return pd.DataFrame(rows)
-
-
-def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
-    """Columns summed over repeats, one entry per unit of an interval: a prompt, or a batch of them.
-
-    With fewer than `MIN_BATCHES` batches each repeat is a unit: the interval then covers timing
-    noise only, and says nothing about other prompts."""
-    unit = "question_id" if "question_id" in samples else "number"
-    if unit == "question_id" or samples.get(unit, pd.Series()).nunique() >= MIN_BATCHES:
-        samples = samples.groupby(unit, sort=False)[list(columns)].sum()
-    return [samples[column].to_numpy() for column in columns]
+def _modules(drafter: Any) -> Iterator[torch.nn.Module]:
+    for part in vars(drafter).values():
+        if isinstance(part, torch.nn.Module):
+            yield part
+        elif isinstance(part, LM) and isinstance(part.module, torch.nn.Module):
+            yield part.module
+        elif hasattr(part, "propose"):
+            yield from _modules(part)
 
 
 def _take_turns(
@@ -518,6 +356,19 @@ def _take_turns(
         traces[arm] = arms[arm].generate(ids, max_new_tokens).trace
         bar.update()
     return traces
+
+
+def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -> None:
+    """Generate a few tokens of the first batch; where rounds are recorded, one whole batch of every
+    buffer size. The largest come first: engines share the target's cache, and recordings are lost
+    when it grows."""
+    for engine in sorted(engines, key=lambda engine: -engine.policy.widest):
+        if engine.recordings is None:
+            engine.generate(ids[0], WARM_UP_TOKENS)
+            continue
+        longest = {rounded(max(map(len, b)) + most + engine.policy.widest): b for b in ids}
+        for _, batch in sorted(longest.items(), reverse=True):
+            engine.generate(batch, most)
 
 
 def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:
@@ -534,31 +385,6 @@ def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:
         "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
         "passes": record.passes, "cut": record.cut, "record": record, "rounds": rounds,
     }  # fmt: skip
-
-
-def rounds(samples: pd.DataFrame) -> pd.DataFrame:
-    """The trace behind a table of samples, one row per round and stream, as logged in parquet."""
-    names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
-    about = [c for c in samples if samples[c].dtype != object and c not in names]
-    about += [c for c in ("pairing", "category") if c in samples and c not in about]
-    parts = [
-        pd.DataFrame(sample["rounds"], columns=names).assign(**sample[about].to_dict())
-        for _, sample in samples.drop(columns=["accepted", "drafted", "emitted"]).iterrows()
-    ]
-    return pd.concat(parts, ignore_index=True)
-
-
-def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -> None:
-    """Generate a few tokens of the first batch; where rounds are recorded, one whole batch of every
-    buffer size. The largest come first: engines share the target's cache, and recordings are lost
-    when it grows."""
-    for engine in sorted(engines, key=lambda engine: -engine.policy.widest):
-        if engine.recordings is None:
-            engine.generate(ids[0], WARM_UP_TOKENS)
-            continue
-        longest = {rounded(max(map(len, b)) + most + engine.policy.widest): b for b in ids}
-        for _, batch in sorted(longest.items(), reverse=True):
-            engine.generate(batch, most)
 
 
 def _row(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:

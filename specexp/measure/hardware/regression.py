@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specexp.errors import UserError
-from specexp.figures.hardware import WORK
+from specexp.measure.hardware.suites import WORK
 from specexp.measure.statistics import Interval
 
 MARGIN = 0.05

@@ -28,7 +28,7 @@ from specexp.commands import doctor
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import cpu, cuda_graphs
-from specexp.measure import interleave, one_pairing, statistics
+from specexp.measure import interleave, statistics, summaries
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
 from specexp.measure.hardware.peak_memory import peaks
@@ -43,6 +43,10 @@ from specexp.zoo import shelf
 
 NAMES = ("peers", "roofline", "round", "scale", "memory")
 PHASES = ("draft", "verify", "accept", "commit", "host")
+WORK = {
+    "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
+    "vLLM plain": "plain, vLLM", "draft over plain": "speculation",
+}  # fmt: skip  # the comparisons of `peers`, in words
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
 PROMPTS = 5  # how many prompts are used, evenly over categories
@@ -242,7 +246,7 @@ def a_round(
     times = [[t.decode_s for t in of] for of in traces.values()]
     tokens = [[t.emitted for t in of] for of in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1])
-    predicted = one_pairing.predicted(passes, record).set_index("gamma")["speedup"][gamma]
+    predicted = summaries.predicted(passes, record).set_index("gamma")["speedup"][gamma]
     return {
         "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
         **sides,

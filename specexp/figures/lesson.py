@@ -1,0 +1,213 @@
+"""The figures of 00_lesson, from the tables of `measure.lesson` and of one pairing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy.stats import binomtest
+
+from specexp.figures.pairings import crossing
+from specexp.figures.style import (
+    PLAIN,
+    PREDICTED,
+    SPECULATIVE,
+    batch_axis,
+    canvas,
+    ends,
+    panels,
+)
+from specexp.figures.tokens import symbols
+from specexp.measure import statistics
+from specexp.measure.lesson import LEAST, fit
+from specexp.measure.summaries import rounds_s, step_s
+
+COLOURS = {"accepted": "#029e73", "rejected": "#d55e00", "discarded": "#bbbbbb",
+           "corrected": "#ece133", "bonus": "#56b4e9"}  # fmt: skip
+
+
+def by_hand(table: pd.DataFrame) -> Figure:
+    """Rounds as lines of cells, from `judged`."""
+    lines, columns = table["round"].nunique(), int(table["at"].max())
+    table = table.assign(token=table["token"].map(_label))
+    width = max(1.9, table["token"].str.len().max() * 0.13)
+    with canvas(width * columns + 1.1, lines + 0.8) as (figure, axes):
+        axes.set(xlim=(0.5, columns + 0.5), ylim=(lines + 0.5, 0.5))
+        for _, row in table.iterrows():
+            x, y = row["at"], row["round"]
+            axes.bar(x, 0.92, 0.96, y - 0.46, color=COLOURS[row["outcome"]], alpha=0.4)
+            values = "   ".join(f"{x} = {_short(row[x])}" for x in "qp" if pd.notna(row[x]))
+            odds = f"min(1, p/q) = {_short(row['chance'])}" if pd.notna(row["chance"]) else ""
+            for dy, line in ((-0.1, values), (0.12, odds), (0.33, row["outcome"])):
+                axes.text(x, y + dy, line, ha="center", va="center", fontsize=10)
+            axes.text(x, y - 0.3, row["token"], ha="center", va="center", fontsize=11,
+                      weight="bold", parse_math=False)  # fmt: skip
+        axes.set_yticks(range(1, lines + 1), [f"round {n}" for n in range(1, lines + 1)])
+        names = [f"draft token {i}" for i in range(1, columns)]
+        axes.set_xticks(range(1, columns + 1), [*names, "the target's token"])
+        axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
+        axes.grid(False)
+        accepted = int((table["outcome"] == "accepted").sum())
+        tokens = accepted + int(table["outcome"].isin(["corrected", "bonus"]).sum())
+        figure.suptitle(
+            f"{accepted} of {int(table['q'].notna().sum())} draft tokens accepted: {tokens} tokens "
+            f"in {lines} target passes", x=0.01, ha="left",
+        )  # fmt: skip
+    return figure
+
+
+def _short(p: float) -> str:
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
+
+
+def _label(text: str) -> str:
+    """A token's text as a label: in one line, and in quotes, since many begin with a space."""
+    text = symbols(text)
+    return f'"{text if len(text) <= 12 else text[:11] + "…"}"'
+
+
+def overlap_bars(table: pd.DataFrame) -> Figure:
+    """q and p side by side, divided into what they share and what they do not; from `overlap`."""
+    x, alpha = np.arange(len(table)), table["shared"].sum()
+    with canvas(10, 4.4) as (figure, axes):
+        for dx, extra, name, label in (
+            (-0.2, "excess", "rejected", "(q − p)+: drafted and rejected"),
+            (0.2, "residual", "corrected", "(p − q)+: the residual, for corrections"),
+        ):
+            axes.bar(x + dx, table["shared"], 0.36, color=COLOURS["accepted"],
+                     label="min(p, q): drafted and accepted" if dx < 0 else None)  # fmt: skip
+            axes.bar(x + dx, table[extra], 0.36, table["shared"], color=COLOURS[name], label=label)
+            for at, height in zip(x, table["shared"] + table[extra], strict=True):
+                axes.text(at + dx, height, "q" if dx < 0 else "p", ha="center", va="bottom")
+        _tokens(axes, table)
+        axes.set(ylabel="probability of the next token")
+        axes.legend()
+        axes.set_title(f"A draft token is accepted with probability Σ min(p, q) = {alpha:.0%}; "
+                       f"the residual sums to the other {1 - alpha:.0%}")  # fmt: skip
+    return figure
+
+
+def _tokens(axes: Axes, table: pd.DataFrame) -> None:
+    labels = [_label(text) if token >= 0 else text
+              for token, text in zip(table["id"], table["token"], strict=True)]  # fmt: skip
+    axes.set_xticks(range(len(table)), labels, rotation=20)
+    axes.grid(axis="x", visible=False)
+    for label in axes.get_xticklabels():
+        label.set_parse_math(False)
+
+
+def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figure:
+    """Frequencies of draft tokens and of emitted tokens against p [V]; from `first_tokens` and
+    `overlap`."""
+    n, x = len(draws), np.arange(len(table))
+    with canvas(10, 4.4) as (figure, axes):
+        axes.bar(x, table["p"], 0.7, color=PLAIN, alpha=0.5, label="p: the target alone")
+        for dx, column, style, colour, label in (
+            (-0.15, "guess", "x", COLOURS["rejected"], "the draft tokens"),
+            (0.15, "emitted", "o", SPECULATIVE, "the tokens emitted"),
+        ):
+            counts = [int((draws[column] == token).sum()) for token in table["id"]]
+            counts[-1] = n - sum(counts)
+            intervals = [binomtest(k, n).proportion_ci(method="wilson") for k in counts]
+            share = np.array(counts) / n
+            error = [share - [e.low for e in intervals], [e.high for e in intervals] - share]
+            axes.errorbar(x + dx, share, np.maximum(error, 0), fmt=style, color=colour, capsize=3,
+                          label=label)  # fmt: skip
+        _tokens(axes, table)
+        axes.set(ylabel=f"share of {n:,} first tokens")
+        axes.legend()
+        ours, theirs = fit(draws["emitted"], p), fit(draws["guess"], p)
+        emitted = "follow" if ours > LEAST else "do NOT follow"
+        drafted = "do too" if theirs > LEAST else "do not"
+        axes.set_title(f"The tokens emitted {emitted} p; the draft tokens {drafted} "
+                       f"(p-values {_short(ours)} and {_short(theirs)})")  # fmt: skip
+    return figure
+
+
+def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
+    """Left: a pass over n tokens, from `passes`. Right: drafting, from `one_pairing.pass_costs`."""
+    drafts, last = costs[costs["gamma"] > 0], passes.iloc[-1]
+    drafting = drafts["draft_s"] / step_s(costs)
+    with panels(2, 11.5, 4.2) as (figure, (left, right)):
+        _curve(left, passes)
+        left.errorbar(passes["tokens"], passes["times"], ends(passes, "times"), fmt="none",
+                      ecolor=SPECULATIVE, capsize=3)  # fmt: skip
+        left.plot(passes["tokens"], passes["tokens"], ":", color=PLAIN,
+                  label="as many passes of one token")  # fmt: skip
+        left.set_ylim(0.7, 1.4 * passes["tokens"].max())
+        left.legend(loc="upper left")
+        left.set_title(f"A pass over {last['tokens']:.0f} tokens: {last['times']:.1f}x the time "
+                       "of one")  # fmt: skip
+        right.plot(drafts["gamma"], drafting, "o-", color=PREDICTED)
+        right.set(xlabel="draft length γ", ylabel="plain steps", ylim=(0, None))
+        right.set_xticks(drafts["gamma"])
+        each = drafting.sum() / drafts["gamma"].sum()
+        right.set_title(f"A draft token costs {each:.2f} plain steps")
+    return figure
+
+
+def _curve(axes: Axes, passes: pd.DataFrame) -> None:
+    axes.plot(passes["tokens"], passes["times"], "o-", color=SPECULATIVE, label="one pass")
+    batch_axis(axes, passes["tokens"])
+    axes.set(xlabel="tokens in the pass", ylabel="time, pass over one token = 1")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _speedups(axes: Axes, table: pd.DataFrame, by: str) -> None:
+    """Speedups with intervals; one that is very wide, from a busy machine, is cut off."""
+    axes.axhline(1, color=PLAIN, lw=1)
+    axes.errorbar(table[by], table["speedup"], ends(table), fmt="o-",
+                  color=SPECULATIVE, capsize=3, label="measured")  # fmt: skip
+    top = max(1, table["speedup"].max())
+    most = min(2 * top, max(top, table["high"].max()))
+    axes.set(ylabel="speedup over plain decoding", ylim=(0, 1.1 * most))
+
+
+def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFrame) -> Figure:
+    """Left: tokens and cost of a round over draft length. Right: their quotient, and the measured
+    speedup. From `one_pairing.pass_costs`, `summaries.predicted` and
+    `summaries.speedups(by="gamma")`."""
+    best = measured.loc[measured["speedup"].idxmax()]
+    speedup = statistics.Interval(best["speedup"], best["low"], best["high"])
+    pays = predicted.loc[predicted["speedup"] > 1, "gamma"]
+    with panels(2, 11.5, 4.2) as (figure, (left, right)):
+        left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
+                  label="tokens a round")  # fmt: skip
+        left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
+                  color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
+        _speedups(right, measured, "gamma")
+        right.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
+                   label="predicted: tokens / cost")  # fmt: skip
+        right.plot(best["gamma"], best["speedup"], "*", ms=17, color=SPECULATIVE, label="best")
+        for axes in (left, right):
+            axes.set_xlabel("draft length γ")
+            axes.set_xticks(predicted["gamma"])
+            axes.legend()
+        left.set(ylabel="tokens, or plain steps", ylim=(0, None))
+        left.set_title(f"Predicted to pay at γ = {', '.join(map(str, pays)) or 'none of these'}")
+        right.set_title(f"Best measured at γ = {best['gamma']:.0f}: {statistics.verdict(speedup)}")
+    return figure
+
+
+def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
+    """Left: how far gamma draft tokens move a batch along the curve of `passes`; batches that would
+    end beyond it are left out. Right: `summaries.speedups(by="batch")`."""
+    batches = [int(b) for b in by_batch["batch"] if b * (gamma + 1) <= passes["tokens"].max()]
+    with panels(2, 11.5, 4.2) as (figure, (left, right)):
+        _curve(left, passes)
+        for batch in batches:
+            tokens = [batch, batch * (gamma + 1)]
+            start, end = np.interp(tokens, passes["tokens"], passes["times"])
+            left.plot(tokens, [start, start], ":", color=PREDICTED)
+            left.annotate("", (tokens[1], end), (tokens[1], start),
+                          arrowprops={"arrowstyle": "->", "color": PREDICTED, "lw": 2})  # fmt: skip
+            left.text(tokens[1], end, f"batch {batch}: {end / start:.1f}x  ", ha="right",
+                      va="bottom")  # fmt: skip
+        left.set_ylim(top=1.4 * passes["times"].max())
+        left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
+        _speedups(right, by_batch, "batch")
+        batch_axis(right, by_batch["batch"])
+        right.set_title(crossing(by_batch))
+    return figure

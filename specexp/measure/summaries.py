@@ -1,0 +1,224 @@
+"""What tables of samples say: acceptance, speedups with intervals, predictions, logged metrics.
+
+The tables come from `one_pairing` and hold raw counts and seconds. Every ratio and interval is
+computed here, so that a stored table gives the same figures as a fresh one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from specexp import theory
+from specexp.measure import statistics
+from specexp.trace import Acceptance
+
+MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
+
+
+# --- acceptance ----------------------------------------------------------------------------------
+
+
+def pooled(samples: pd.DataFrame) -> Acceptance:
+    """The acceptance of all rows together, from their column `record`."""
+    return Acceptance.pooled(samples["record"])
+
+
+def drafted_share(samples: pd.DataFrame) -> float:
+    """Draft tokens over gamma times rounds, for chains in rows of `one_pairing.acceptance`. Below 1
+    where a lookup found no match, or drafts were cut at the end of the output."""
+    slots = sum(g * r.passes for g, r in zip(samples["gamma"], samples["record"], strict=True))
+    return pooled(samples).drafted / slots
+
+
+def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
+    """Acceptance length (tokens a target pass) of each rule minus that of the rule `over`.
+
+    samples: rows of `one_pairing.acceptance` at one temperature. One row a rule, with columns rule,
+    gain, and the ends low and high of its interval over prompts."""
+    columns = ["accepted", "passes"]
+    by_rule = {rule: part.set_index("question_id") for rule, part in samples.groupby("rule")}
+    base = by_rule.pop(over)
+    rows = []
+    for rule, part in by_rule.items():
+        pairs = part[columns].join(base[columns], rsuffix="_base")
+        gain = statistics.interval(
+            lambda a, n, b, m: a.sum(-1) / n.sum(-1) - b.sum(-1) / m.sum(-1),
+            *(pairs[c] for c in pairs),
+        )
+        rows.append({"rule": rule, "gain": gain.value, "low": gain.low, "high": gain.high})
+    return pd.DataFrame(rows)
+
+
+def rounds(samples: pd.DataFrame) -> pd.DataFrame:
+    """The trace behind a table of samples, as logged in parquet. One row a round and stream:
+    columns round, end_s, row, drafted, accepted, emitted, and what the samples say of themselves
+    (pairing, category, gamma, ...)."""
+    names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
+    about = [c for c in samples if samples[c].dtype != object and c not in names]
+    about += [c for c in ("pairing", "category") if c in samples and c not in about]
+    parts = [
+        pd.DataFrame(sample["rounds"], columns=names).assign(**sample[about].to_dict())
+        for _, sample in samples.drop(columns=["accepted", "drafted", "emitted"]).iterrows()
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+# --- speedup -------------------------------------------------------------------------------------
+
+
+def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The speedup over plain decoding, one row a value of the column `by`.
+
+    samples: rows of `one_pairing.latency`, `duel` or `throughput`. Columns: that one; speedup with
+    its interval low, high; tok_s and plain_tok_s (tokens a second); acceptance length and rate."""
+    rows = []
+    for key, part in samples.groupby(by):
+        s = statistics.speedup(*units(part, "plain_s", "plain_tokens", "s", "tokens"))
+        rows.append(
+            {by: key, "speedup": s.value, "low": s.low, "high": s.high}
+            | {"tok_s": part["tokens"].sum() / part["s"].sum()}
+            | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
+            | {"length": pooled(part).length, "rate": pooled(part).rate}
+        )
+    return pd.DataFrame(rows)
+
+
+def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
+    """Columns summed over repeats, one entry per unit of an interval: a prompt, or a batch of them.
+
+    With fewer than `MIN_BATCHES` batches each repeat is a unit: the interval then covers timing
+    noise only, and says nothing about other prompts."""
+    unit = "question_id" if "question_id" in samples else "number"
+    if unit == "question_id" or samples.get(unit, pd.Series()).nunique() >= MIN_BATCHES:
+        samples = samples.groupby(unit, sort=False)[list(columns)].sum()
+    return [samples[column].to_numpy() for column in columns]
+
+
+def rounds_s(costs: pd.DataFrame) -> pd.Series:
+    """Seconds of a round, for each row of `one_pairing.pass_costs`."""
+    return costs[["draft_s", "verify_s", "rest_s"]].sum(axis=1)
+
+
+def step_s(costs: pd.DataFrame) -> float:
+    """Seconds of a plain step, from `one_pairing.pass_costs`."""
+    return float(rounds_s(costs[costs["gamma"] == 0]).iloc[0])
+
+
+def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
+    """The speedup predicted from per-position acceptance and the costs of passes; nothing is
+    fitted.
+
+    costs: from `one_pairing.pass_costs`. record: acceptance at the longest draft; positions that it
+    never reached count as never accepted. One row a draft length, with columns gamma, tokens (of a
+    round) and speedup."""
+    step = step_s(costs)
+    acceptance = [*record.conditional, *[0.0] * int(costs["gamma"].max())]
+    rows = []
+    for gamma, draft, verify, rest in costs.itertuples(index=False):
+        tokens = theory.tokens_of_round(acceptance[:gamma])
+        speedup = theory.measured_speedup(acceptance[:gamma], draft, verify + rest, step)
+        rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup})
+    return pd.DataFrame(rows)
+
+
+# --- what is logged ------------------------------------------------------------------------------
+
+
+def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics of the acceptance of one pairing, and its series over positions in the draft."""
+    record = pooled(samples)
+    record.check()
+    rate = statistics.share(*units(samples, "accepted", "drafted"))
+    metrics = {
+        "acceptance/rate": record.rate,
+        "acceptance/rate_ci_low": rate.low,
+        "acceptance/rate_ci_high": rate.high,
+        "acceptance/length": record.length,
+        "counts/drafted": record.drafted,
+        "counts/accepted": record.accepted,
+        "counts/emitted": record.emitted,
+        "counts/rounds": record.passes,
+    }
+    if "category" in samples:
+        for category, part in samples.groupby("category"):
+            metrics[f"category/{category}"] = pooled(part).rate
+    series = {
+        "acceptance/at_position": list(record.marginal),
+        "acceptance/conditional": list(record.conditional),
+    }
+    return metrics, series
+
+
+def latency_metrics(
+    samples: pd.DataFrame, predictions: pd.DataFrame
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of a sweep of gamma, from `one_pairing.latency` and `predicted`. The
+    headline figures are those of the fastest draft length."""
+    measured = speedups(samples, "gamma")
+    best = measured.loc[measured["speedup"].idxmax()]
+    at_best = samples[samples["gamma"] == best["gamma"]]
+    metrics, series = acceptance_metrics(at_best)
+    by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
+    metrics |= _headline(best) | {
+        "speedup/predicted": by_gamma[best["gamma"]],
+        "speedup/best_gamma": best["gamma"],
+        "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
+        "latency/tpot_ms": 1e3 / best["tok_s"],
+        "latency/plain_tpot_ms": 1e3 / best["plain_tok_s"],
+    }
+    curves = {
+        "speedup/at_gamma": measured.set_index("gamma")["speedup"].to_dict(),
+        "speedup/predicted_at_gamma": by_gamma,
+    }
+    return metrics, series | curves
+
+
+def duel_metrics(
+    samples: pd.DataFrame, costs: pd.DataFrame
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics and series of one arm, from its rows of `one_pairing.duel` and the table of
+    `one_pairing.costs`."""
+    metrics, series = acceptance_metrics(samples)
+    row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
+    return metrics | _headline(speedups(samples, "arm").iloc[0]) | {
+        "latency/ttft_ms": 1e3 * samples["ttft_s"].median(),
+        "cost/draft_steps": row["draft_s"] / row["step_s"],
+        "cost/verify_steps": row["verify_s"] / row["step_s"],
+        "cost/rest_steps": row["rest_s"] / row["step_s"],
+        "memory/weights_mb": row["weights_mb"],
+        "memory/kv_bytes_per_token": row["kv_bytes"],
+    }, series  # fmt: skip
+
+
+def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of a sweep of the batch size, from `one_pairing.throughput`. The headline
+    figures are those of the smallest batch.
+
+    `throughput/crossing_batch`: the smallest batch whose whole interval lies below 1."""
+    by_batch = speedups(samples, "batch")
+    once = (samples["batch"] == samples["batch"].min()) & (samples["repeat"] == 0)
+    metrics, series = acceptance_metrics(samples[once])  # all other rows repeat these prompts
+    metrics |= _headline(by_batch.iloc[0])
+    metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
+    with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
+    losing = with_interval[with_interval["high"] < 1]["batch"]
+    if len(losing):
+        metrics["throughput/crossing_batch"] = losing.iloc[0]
+    columns = {
+        "speedup/at_batch": "speedup",
+        "throughput/at_batch": "tok_s",
+        "throughput/plain_at_batch": "plain_tok_s",
+    }
+    curves = {n: by_batch.set_index("batch")[c].to_dict() for n, c in columns.items()}
+    return metrics, series | curves
+
+
+def _headline(row: pd.Series) -> dict[str, float]:
+    return {
+        "speedup/measured": row["speedup"], "speedup/ci_low": row["low"],
+        "speedup/ci_high": row["high"], "throughput/tok_s": row["tok_s"],
+        "throughput/plain_tok_s": row["plain_tok_s"],
+    }  # fmt: skip

@@ -1,0 +1,70 @@
+"""Serving under load as an experiment: traffic from prompts, policies compared, their metrics.
+
+`offered`: the requests and when they arrive. `races`: servers of several policies at the same
+work, by turns on one machine. `served`: what their steps and responses say. `simulation`: the same
+servers on the cost table instead of the models. Notebooks read all of it from here.
+"""
+
+from specexp.measure.under_load.offered import Traffic, requests, slots_for, staggered, traffic
+from specexp.measure.under_load.races import (
+    bake_off,
+    certify_served,
+    in_turn,
+    notes,
+    open_race,
+    overhead_s,
+    prices,
+    race,
+)
+from specexp.measure.under_load.served import (
+    QUANTILES,
+    Run,
+    answered,
+    by_policy,
+    gaps,
+    metrics,
+    rates,
+    regrets,
+    served_metrics,
+    steps,
+    sums,
+    timeline,
+)
+from specexp.measure.under_load.simulation import (
+    compare_runs,
+    simulate,
+    simulated,
+    simulation_metrics,
+)
+
+__all__ = [
+    "QUANTILES",
+    "Run",
+    "Traffic",
+    "answered",
+    "bake_off",
+    "by_policy",
+    "certify_served",
+    "compare_runs",
+    "gaps",
+    "in_turn",
+    "metrics",
+    "notes",
+    "open_race",
+    "overhead_s",
+    "prices",
+    "race",
+    "rates",
+    "regrets",
+    "requests",
+    "served_metrics",
+    "simulate",
+    "simulated",
+    "simulation_metrics",
+    "slots_for",
+    "staggered",
+    "steps",
+    "sums",
+    "timeline",
+    "traffic",
+]

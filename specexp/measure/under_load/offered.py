@@ -1,0 +1,88 @@
+"""The requests that are offered to servers, and when they arrive."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from specexp.api import Pairing
+from specexp.measure.prompts import Prompt
+from specexp.serving import arrivals
+from specexp.serving.server import Answer, Arriving, Closed, Request, Timed
+
+
+def requests(
+    pairing: Pairing, prompts: Sequence[Prompt], count: int, max_new_tokens: int
+) -> list[Request]:
+    """`count` requests: the prompts, interleaved over their categories and repeated as needed."""
+    kinds: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        kinds.setdefault(prompt.category, []).append(prompt)
+    mixed = [p for row in itertools.zip_longest(*kinds.values()) for p in row if p]
+    ids = pairing.encode([p.text for p in mixed])
+    return [
+        Request(ids[i % len(ids)], max_new_tokens, stream=i, kind=mixed[i % len(ids)].category)
+        for i in range(count)
+    ]
+
+
+def staggered(offered: Sequence[Request], count: int) -> list[Request]:
+    """The same requests, the first `count` of them cut to rising lengths: they begin together, but
+    end one by one, so that the next prompts are not all prefilled in one step."""
+    first = [
+        replace(r, new=max(1, r.new * (i + 1) // count)) for i, r in enumerate(offered[:count])
+    ]
+    return [*first, *offered[count:]]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests and their arrival: in a closed loop of `concurrency` streams, or, if that is None,
+    at their own times."""
+
+    requests: tuple[Request, ...]
+    concurrency: int | None = None
+
+    def arriving(self) -> Arriving:
+        """A new source of these requests."""
+        if self.concurrency is None:
+            return Timed(self.requests)
+        return Closed(self.requests, self.concurrency)
+
+    def as_served(self, answers: Iterable[Answer]) -> Traffic:
+        """The same traffic with outputs as long as these, which may have ended before their
+        limits."""
+        written = {a.request.stream: max(1, len(a.tokens)) for a in answers}
+        cut = (replace(r, new=written.get(r.stream, r.new)) for r in self.requests)
+        return replace(self, requests=tuple(cut))
+
+
+def traffic(
+    pairing: Pairing,
+    prompts: Sequence[Prompt],
+    load: str,
+    count: int,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> Traffic:
+    """The load of that name (see `arrivals.parse`) with these prompts, `max_new_tokens` of output
+    each. A trace's lengths shorten both. Raises UserError for a load that is not one."""
+    arriving = arrivals.parse(load, count, seed)
+    if isinstance(arriving, arrivals.Closed):
+        repeated = requests(pairing, prompts, count, max_new_tokens)
+        return Traffic(tuple(repeated), arriving.concurrency)
+    whole = requests(pairing, prompts, len(arriving), max_new_tokens)
+    traced = load.startswith("trace:")
+    return Traffic(tuple(
+        replace(
+            r, at_s=a.at_s, prompt=r.prompt[: a.prompt] if traced else r.prompt,
+            new=min(a.output, r.new) if traced else r.new,
+        )
+        for r, a in zip(whole, arriving, strict=True)
+    ))  # fmt: skip
+
+
+def slots_for(offered: Sequence[Request], slack: int) -> int:
+    """Slots of a row for the longest of these requests and a draft of `slack` slots."""
+    return max(len(r.prompt) + r.new for r in offered) + slack

@@ -1,0 +1,247 @@
+"""Policies at the same work, by turns on one machine.
+
+Every server has a stopwatch of its own, so that a slow moment of the machine affects all of them. A
+turn ends after a number of tokens in a closed loop, and after a stretch of the server's own time in
+open traffic. Confidence intervals are over turns, paired between policies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from specexp.api import Pairing
+from specexp.errors import UserError
+from specexp.measure import break_even
+from specexp.measure.exactness import Exactness, compare
+from specexp.measure.prompts import Prompt
+from specexp.measure.under_load.offered import Traffic, requests, slots_for, staggered
+from specexp.measure.under_load.served import Run, sums
+from specexp.policy import Policy
+from specexp.serving import policies
+from specexp.serving.cost_table import Costs
+from specexp.serving.engine_rows import EngineBank, Stopwatch
+from specexp.serving.server import Closed, Request, Server, Timed, serve
+
+LEARNING = 2  # first turns that do not count: rounds are captured and policies learn
+PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affects all of them
+
+
+# --- a server of each policy ---------------------------------------------------------------------
+
+
+def bank(
+    pairing: Pairing,
+    policy: str,
+    rows: int,
+    offered: Sequence[Request],
+    slack: int,
+    timer: Any = None,
+) -> EngineBank:
+    """The rows of a server for these requests and drafts of up to `slack` slots; without a drafter
+    for the policy `plain`."""
+    engine = pairing.apart().engine
+    engine = engine.plain() if policy == "plain" else engine
+    return EngineBank(engine, rows, slots_for(offered, slack), slack, timer)
+
+
+def policy(pairing: Pairing, name: str, costs: Costs | None) -> Policy:
+    """`policies.of`, and `plain`: never drafting, on an engine without a drafter."""
+    return policies.of("never" if name == "plain" else name, costs, pairing.deepest)
+
+
+def widest(pairing: Pairing, names: Iterable[str], costs: Costs | None) -> int:
+    """Slots of the largest draft of these policies."""
+    return max(policy(pairing, name, costs).widest for name in names)
+
+
+def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
+    """The cost table for these requests, measured if need be; None if no policy reads it. Raises
+    UserError as `break_even.profile` does."""
+    if "goodput" not in names:
+        return None
+    return break_even.profile(pairing, longest=slots_for(offered, 0))
+
+
+def _alike(runs: Mapping[str, Run]) -> None:
+    """Give all servers the same number of rows: later banks may have found less memory."""
+    least = min(run.server.rows for run in runs.values())
+    for run in runs.values():
+        run.server.rows = least
+
+
+# --- closed loops --------------------------------------------------------------------------------
+
+
+def race(
+    pairing: Pairing,
+    names: Sequence[str],
+    costs: Costs | None,
+    offered: Sequence[Request],
+    concurrency: int,
+    tokens: int,
+    turns: int,
+    chunk: int = 512,
+) -> tuple[pd.DataFrame, dict[str, Run]]:
+    """A closed loop of `concurrency` streams under every policy, by turns; the requests repeat.
+
+    Returns a table and the runs. The table has one row a policy and turn, with columns policy, turn
+    and those of `sums`. The first turn begins when every row has been in use, and `LEARNING` turns
+    come before those that count. In a turn each server generates at least `tokens` tokens, a piece
+    at a time. chunk: prompt tokens that are prefilled between two rounds. Raises UserError for
+    requests that yield no tokens.
+    """
+    slack = widest(pairing, names, costs)
+    watches = {name: Stopwatch() for name in names}
+    runs = {}
+    for name in names:
+        rows_of_server = bank(pairing, name, concurrency, offered, slack, watches[name])
+        chosen = policy(pairing, name, costs)
+        server = Server(rows_of_server, chosen, chunk, queue=len(offered))
+        runs[name] = Run(server, Closed(offered, concurrency, again=True))
+    _alike(runs)
+    begun = dict.fromkeys(runs, 0)
+
+    def go(name: str, enough: float) -> None:
+        run, most = runs[name], len(runs[name].answers) + len(offered)
+        watches[name].start()
+        while sum(t.emitted for t in run.ticks[begun[name] :]) < enough:
+            run.advance()
+            if len(run.answers) > most:
+                why = "; ".join(notes(runs)) or "their outputs end at once"
+                raise UserError(f"{len(offered)} requests did not yield {tokens} tokens: {why}")
+        watches[name].stop()
+
+    for name, run in runs.items():
+        while not full(run, concurrency):
+            go(name, 1 + sum(t.emitted for t in run.ticks))
+    rows: list[dict[str, Any]] = []
+    for turn in range(-LEARNING, turns):
+        begun = {name: len(run.ticks) for name, run in runs.items()}
+        for piece in range(1, PIECES + 1):
+            for name in in_turn(runs, turn * PIECES + piece):
+                go(name, tokens * piece / PIECES)
+        if turn >= 0:
+            for name, run in runs.items():
+                rows.append({"policy": name, "turn": turn} | sums(run.ticks[begun[name] :]))
+    return pd.DataFrame(rows), runs
+
+
+def in_turn(names: Collection[str], number: int) -> list[str]:
+    """The names in a random order that depends on `number`: a server that runs after one that
+    drafts finds fewer of the target's weights in the CPU's caches, and no policy should suffer that
+    more often than another."""
+    return random.Random(number).sample(list(names), len(names))
+
+
+def full(run: Run, concurrency: int) -> bool:
+    """Whether every row of a closed loop has been in use."""
+    return len([a for a in run.answers if a.deliveries]) >= concurrency
+
+
+def bake_off(
+    pairing: Pairing,
+    names: Sequence[str],
+    costs: Costs | None,
+    prompts: Sequence[Prompt],
+    concurrency: Sequence[int],
+    max_new_tokens: int,
+    turns: int = 12,
+) -> pd.DataFrame:
+    """`race` at every number of streams, `turns` turns each. One row a load, policy and turn, with
+    columns policy, turn, those of `sums` and load (streams). Raises UserError as `race` does."""
+    parts = []
+    with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
+        for c in concurrency:
+            tokens = 256 + 20 * c
+            count = 2 * c + -(-(turns + LEARNING) * tokens // max_new_tokens)
+            offered = staggered(requests(pairing, prompts, count, max_new_tokens), c)
+            part, _ = race(pairing, names, costs, offered, c, tokens, turns)
+            parts.append(part.assign(load=c))
+            bar.update()
+    return pd.concat(parts, ignore_index=True)
+
+
+# --- open traffic --------------------------------------------------------------------------------
+
+
+def open_race(
+    pairing: Pairing,
+    names: Sequence[str],
+    costs: Costs | None,
+    offered: Traffic,
+    rows: int,
+    chunk: int = 512,
+    queue: int = 1024,
+    slice_s: float = 0.5,
+) -> dict[str, Run]:
+    """The same traffic under every policy. Servers take turns of `slice_s` seconds of their own
+    time, in which idle time is skipped. Before the first request arrives, the rounds of a server
+    are captured and it has been full once, since first rounds of a size are slow."""
+    arriving = offered.requests
+    slack = widest(pairing, names, costs)
+    watches = {name: Stopwatch() for name in names}
+    filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in arriving[:rows]]
+    runs = {}
+    for name in names:
+        rows_of_server = bank(pairing, name, rows, arriving, slack, watches[name])
+        chosen = policy(pairing, name, costs)
+        rows_of_server.rehearse(chosen.widest - 1)
+        watches[name].start()
+        filled = Server(rows_of_server, policy(pairing, name, costs), chunk, queue=rows)
+        serve(filled, Timed(filling))
+        watches[name].stop()
+        runs[name] = Run(Server(rows_of_server, chosen, chunk, queue), offered.arriving())
+    _alike(runs)
+    going, turn = list(names), 0
+    with tqdm(total=len(arriving) * len(names), desc="serving", unit="request", delay=1) as bar:
+        while going:
+            turn += 1
+            for name in in_turn(going, turn):
+                run, watch = runs[name], watches[name]
+                watch.start()
+                while run.server.now < turn * slice_s:
+                    if not run.advance():
+                        going.remove(name)
+                        break
+                watch.stop()
+            bar.update(sum(a.over for run in runs.values() for a in run.answers) - bar.n)
+    return runs
+
+
+# --- what a run leaves ---------------------------------------------------------------------------
+
+
+def overhead_s(runs: dict[str, Run]) -> float:
+    """Mean seconds a step that servers spend outside their rounds and prefills."""
+    ticks = [tick for run in runs.values() for tick in run.ticks]
+    return sum(t.end_s - t.begin_s - t.busy_s for t in ticks) / len(ticks)
+
+
+def notes(runs: dict[str, Run]) -> list[str]:
+    """Messages about memory that ran out and requests refused or failed, with the reasons."""
+    lines = []
+    for name, run in runs.items():
+        lines += [f"{name}: {line}" for line in run.server.notes]
+        lost = Counter((a.state, a.reason) for a in run.answers if a.state in ("refused", "failed"))
+        lines += [f"{name}: {n} {state}: {reason}" for (state, reason), n in lost.items()]
+    return lines
+
+
+def certify_served(pairing: Pairing, offered: Sequence[Request], concurrency: int) -> Exactness:
+    """Serve requests in a closed loop, greedily or under the rule Match, and compare every output
+    with plain decoding of that request alone. All rows draft, then half of them, then none, and so
+    on, so that drafters lag and catch up whatever a policy would choose here."""
+    coupled = pairing if pairing.options["temperature"] == 0 else pairing.with_(rule="match")
+    turning = policies.InTurn(min(3, pairing.deepest))
+    rows_of_server = bank(coupled, "in turn", concurrency, offered, turning.widest)
+    server = Server(rows_of_server, turning, queue=len(offered))
+    texts = [a.tokens for a in serve(server, Closed(offered, concurrency))]
+    prompts, streams = [list(r.prompt) for r in offered], [r.stream for r in offered]
+    return compare(pairing.engine, prompts, texts, max(r.new for r in offered), streams)

@@ -1,0 +1,217 @@
+"""What the steps and responses of servers say: rates, regrets, latencies, goodput."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from specexp.errors import UserError
+from specexp.measure import statistics
+from specexp.serving.server import Answer, Arriving, Server, Tick, advance
+
+QUANTILES = (50, 95, 99)
+LEAST = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
+
+
+@dataclass
+class Run:
+    """A server, where its requests come from, and the responses so far."""
+
+    server: Server
+    arriving: Arriving
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def ticks(self) -> list[Tick]:
+        return self.server.ticks
+
+    def advance(self) -> bool:
+        return advance(self.server, self.arriving, self.answers)
+
+
+# --- closed loops --------------------------------------------------------------------------------
+
+
+def sums(ticks: Sequence[Tick]) -> dict[str, float]:
+    """Totals over a server's steps: s and busy_s (seconds, and those of rounds and prefills),
+    tokens (emitted), rows, stream_s (seconds times streams), speculated (rows that had draft
+    tokens), drafted and accepted (draft tokens)."""
+    return {
+        "s": sum(t.end_s - t.begin_s for t in ticks),
+        "busy_s": sum(t.busy_s for t in ticks),
+        "tokens": sum(t.emitted for t in ticks),
+        "rows": sum(t.rows for t in ticks),
+        "stream_s": sum(t.live * (t.end_s - t.begin_s) for t in ticks),
+        "speculated": sum(t.speculated for t in ticks),
+        "drafted": sum(t.drafted for t in ticks),
+        "accepted": sum(t.accepted for t in ticks),
+    }
+
+
+def rates(samples: pd.DataFrame, base: str = "plain") -> pd.DataFrame:
+    """How fast each policy is at each load, from `bake_off`.
+
+    One row a load and policy, with columns load, policy, tok_s; the speedup over `base` with its
+    interval low, high over turns; and three shares: speculated (of rows), kept (of draft tokens
+    accepted), overhead (of the time, the scheduler's own)."""
+    rows = []
+    for load, at in samples.groupby("load"):
+        plain = at[at["policy"] == base].set_index("turn")
+        for name, part in at.groupby("policy", sort=False):
+            here = part.set_index("turn").loc[plain.index]
+            s = statistics.speedup(plain["s"], plain["tokens"], here["s"], here["tokens"])
+            rows.append({
+                "load": load, "policy": name, "tok_s": here["tokens"].sum() / here["s"].sum(),
+                "speedup": s.value, "low": s.low, "high": s.high,
+                "speculated": here["speculated"].sum() / here["rows"].sum(),
+                "kept": here["accepted"].sum() / max(1, here["drafted"].sum()),
+                "overhead": 1 - here["busy_s"].sum() / here["s"].sum(),
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def regrets(samples: pd.DataFrame) -> pd.DataFrame:
+    """The share of the rate that a policy loses to the best fixed choice at that load, which is
+    plain decoding or a draft length, picked with hindsight; from `bake_off`.
+
+    One row a load and policy, with columns load, policy, oracle (the best fixed choice), regret and
+    its interval low, high over turns; negative where the policy is faster. Raises UserError where
+    no policy is fixed."""
+    rows = []
+    for load, at in samples.groupby("load"):
+        total = at.groupby("policy", sort=False)[["tokens", "s"]].sum()
+        speed = total["tokens"] / total["s"]
+        fixed = [n for n in speed.index if n in ("plain", "never") or n.startswith("always")]
+        if not fixed:
+            raise UserError("regret needs a fixed policy to compare with: plain or always:GAMMA")
+        oracle = str(speed[fixed].idxmax())
+        best = at[at["policy"] == oracle].set_index("turn")
+        for name, part in at.groupby("policy", sort=False):
+            here = part.set_index("turn").loc[best.index]
+            s = statistics.speedup(best["s"], best["tokens"], here["s"], here["tokens"])
+            rows.append({"load": load, "policy": name, "oracle": oracle, "regret": 1 - s.value,
+                         "low": 1 - s.high, "high": 1 - s.low})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+# --- open traffic --------------------------------------------------------------------------------
+
+
+def answered(answers: Sequence[Answer]) -> pd.DataFrame:
+    """One row a request, times in seconds as serving benchmarks define them: ttft_s from arrival to
+    the first token, waiting (wait_s) included; tpot_s from the first token to the last, for each
+    token after the first; e2e_s from arrival to the last token. Also kind, state, came_s, and the
+    counts tokens, prompt, drafted, accepted, passes."""
+    rows = []
+    for a in answers:
+        first = a.deliveries[0][0] if a.deliveries else float("nan")
+        last, count = a.deliveries[-1] if a.deliveries else (float("nan"), 0)
+        rows.append({
+            "kind": a.request.kind, "state": a.state, "came_s": a.came_s,
+            "wait_s": (first if a.begun_s is None else a.begun_s) - a.came_s,
+            "ttft_s": first - a.came_s,
+            "tpot_s": (last - first) / (count - 1) if count > 1 else float("nan"),
+            "e2e_s": last - a.came_s, "tokens": count, "prompt": len(a.request.prompt),
+            "drafted": a.drafted, "accepted": a.accepted, "passes": a.passes,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def gaps(answers: Sequence[Answer]) -> np.ndarray:
+    """ITL: seconds between the deliveries of a request, all requests pooled. The tokens of a round
+    arrive together and count as one delivery."""
+    each = [np.diff([at for at, _ in a.deliveries]) for a in answers if len(a.deliveries) > 1]
+    return np.concatenate(each) if each else np.zeros(0)
+
+
+def served_metrics(
+    answers: Sequence[Answer], ticks: Sequence[Tick], ttft_ms: float, tpot_ms: float
+) -> dict[str, float]:
+    """The metrics that serving benchmarks report, for MLflow. Goodput: the requests answered within
+    both limits, as a share of all and a second. NaN where there are too few samples."""
+    table = answered(answers)
+    done = table[table["state"] == "done"]
+    seconds = (ticks[-1].end_s - min(a.came_s for a in answers)) if ticks else float("nan")
+    within = (1e3 * done["ttft_s"] <= ttft_ms) & ~(1e3 * done["tpot_s"] > tpot_ms)
+    total = sums(ticks)
+    figures = {
+        "throughput/tok_s": done["tokens"].sum() / seconds,
+        "throughput/req_s": len(done) / seconds,
+        "goodput/share": within.sum() / len(table),
+        "goodput/req_s": within.sum() / seconds,
+        "load/occupancy": total["stream_s"] / (total["s"] or float("nan")),
+        "load/speculated": total["speculated"] / max(1, total["rows"]),
+        "load/refused": (table["state"] == "refused").sum(),
+        "load/failed": (table["state"] == "failed").sum(),
+        "load/overhead": 1 - total["busy_s"] / (total["s"] or float("nan")),
+        "served/rate": total["accepted"] / max(1, total["drafted"]),
+    }
+    series = {"ttft": done["ttft_s"], "tpot": done["tpot_s"].dropna(), "e2e": done["e2e_s"],
+              "itl": gaps(answers)}  # fmt: skip
+    for name, values in series.items():
+        for q in QUANTILES:
+            at = float(np.percentile(values, q)) if len(values) >= LEAST[q] else float("nan")
+            figures[f"latency/{name}_p{q}_ms"] = 1e3 * at
+    return figures
+
+
+def by_policy(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFrame:
+    """`served_metrics` of every policy: one row each, the column policy first."""
+    return pd.DataFrame(
+        {"policy": name} | served_metrics(run.answers, run.ticks, ttft_ms, tpot_ms)
+        for name, run in runs.items()
+    )
+
+
+def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
+    """The load over time. One row a bin, with columns end_s (seconds); live and waiting (mean
+    requests); and two shares: speculated (of rows), kept (of draft tokens accepted). Raises
+    UserError when nothing was served."""
+    if not ticks:
+        raise UserError("nothing was served: every request was refused; see the answers' reasons")
+    table = pd.DataFrame([vars(t) for t in ticks])
+    at = pd.cut(table["end_s"], bins, labels=False)
+    total = table.groupby(at)[["speculated", "rows", "drafted", "accepted", "emitted"]].sum()
+    mean = table.groupby(at)[["end_s", "live", "waiting"]].mean()
+    return mean.assign(
+        speculated=total["speculated"] / total["rows"].clip(lower=1),
+        kept=total["accepted"] / total["drafted"].where(total["drafted"] > 0),
+    ).reset_index(drop=True)
+
+
+def steps(runs: dict[str, Run]) -> pd.DataFrame:
+    """One row a step and policy, in order, with the fields of `Tick` and policy as columns; logged
+    as a table."""
+    return pd.concat(
+        [
+            pd.DataFrame(vars(t) for t in run.ticks).assign(policy=name)
+            for name, run in runs.items()
+        ],
+        ignore_index=True,
+    )
+
+
+def metrics(
+    rated: pd.DataFrame, missed: pd.DataFrame, served: pd.DataFrame, policy: str
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics and series of one policy, for MLflow: of closed loops from `rates` and `regrets`, of
+    open traffic from `by_policy`. `speedup/measured` is that of the fewest streams."""
+    mine = rated[rated["policy"] == policy]
+    lost = missed[missed["policy"] == policy].set_index("load")["regret"]
+    first = mine.iloc[0]
+    figures = served.set_index("policy").loc[policy].dropna().to_dict() | {
+        "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
+        "speedup/ci_high": first["high"], "speedup/at_largest_batch": mine["speedup"].iloc[-1],
+        "regret/worst": lost.max(), "regret/mean": lost.mean(),
+    }  # fmt: skip
+    by_load = mine.set_index("load")
+    return figures, {
+        "speedup/at_batch": by_load["speedup"].to_dict(),
+        "throughput/at_batch": by_load["tok_s"].to_dict(),
+        "load/speculated_at_batch": by_load["speculated"].to_dict(),
+        "regret/at_batch": lost.to_dict(),
+    }

@@ -1,0 +1,110 @@
+"""SIMULATED: the same servers and policies on the cost table instead of the models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from specexp.measure.summaries import drafted_share, pooled
+from specexp.measure.under_load.offered import Traffic, slots_for
+from specexp.measure.under_load.races import overhead_s
+from specexp.measure.under_load.served import Run, served_metrics, sums
+from specexp.serving import policies
+from specexp.serving.cost_table import Costs
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedBank
+
+COMPARED = {
+    "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",
+    "latency/tpot_p95_ms": "TPOT p95 (ms)", "latency/e2e_p95_ms": "E2E p95 (ms)",
+}  # fmt: skip
+
+
+def simulate(
+    costs: Costs,
+    accepted: pd.DataFrame,
+    names: Sequence[str],
+    offered: Traffic,
+    rows: int,
+    chunk: int = 512,
+    queue: int = 1024,
+    overhead_s: float = 0.0,
+    pace: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, Run]:
+    """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
+
+    accepted: rows of `one_pairing.acceptance`; a request has the acceptance of its category, and
+    draft tokens as often. overhead_s: see `races.overhead_s`. pace: factors on the table's times of
+    rounds and of prefill, of which the policies do not know.
+    """
+    parts = [*accepted.groupby("category"), (None, accepted)]
+    by_kind = {kind: (pooled(part).conditional, drafted_share(part)) for kind, part in parts}
+    alike = {r.stream: by_kind.get(r.kind, by_kind[None]) for r in offered.requests}
+    costs = replace(costs, about=costs.about | {"grades": 1})  # simulated drafts have no grades
+    runs = {}
+    for name in names:
+        deepest = costs.gammas[-1] if name in ("goodput", "bandit") else policies.MOST
+        chosen = policies.of("never" if name == "plain" else name, costs, deepest)
+        slots = slots_for(offered.requests, chosen.widest)
+        bank = SimulatedBank(
+            costs.scaled(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
+            overhead_s=overhead_s, made=lambda stream: alike[stream][1],
+        )  # fmt: skip
+        runs[name] = Run(Server(bank, chosen, chunk, queue), offered.arriving())
+        while runs[name].advance():
+            pass
+    return runs
+
+
+def simulated(
+    costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Traffic, rows: int
+) -> tuple[dict[str, Run], tuple[float, float]]:
+    """SIMULATED: the same runs by `simulate`, on a machine as fast as the real one was during them,
+    and the two factors on the table's times that this takes. They are fitted so that the steps with
+    prefill, and those without, take as long in total as they really did, in the median of the
+    policies. (Within minutes a machine's speed changes by a third, which queues amplify.)"""
+    own_s, rounds, prefill = overhead_s(real), 1.0, 1.0
+
+    def off(runs: dict[str, Run], reading: bool) -> float:
+        def seconds(run: Run) -> float:
+            return sums([t for t in run.ticks if bool(t.read) == reading])["s"]
+
+        return float(np.median([seconds(real[n]) / max(seconds(runs[n]), 1e-9) for n in real]))
+
+    for _ in range(20):
+        pace = rounds, prefill
+        runs = simulate(costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=pace)
+        slower = off(runs, False), off(runs, True)
+        if np.allclose(slower, 1, atol=0.005):
+            break
+        rounds, prefill = rounds * slower[0], prefill * slower[1]
+    return runs, pace
+
+
+def compare_runs(
+    real: dict[str, Run], simulated: dict[str, Run], ttft_ms: float, tpot_ms: float
+) -> pd.DataFrame:
+    """Real and SIMULATED metrics: throughput and, where there are enough requests, 95th
+    percentiles. One row a policy and figure, with columns policy, figure, real, simulated."""
+    rows = []
+    for name in real:
+        ours, theirs = (
+            served_metrics(r.answers, r.ticks, ttft_ms, tpot_ms)
+            for r in (real[name], simulated[name])
+        )
+        rows += [
+            {"policy": name, "figure": figure, "real": ours[key], "simulated": theirs[key]}
+            for key, figure in COMPARED.items()
+        ]
+    return pd.DataFrame(rows).dropna()
+
+
+def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
+    """Relative error of the SIMULATED figures, the median over policies."""
+    off = (compared["simulated"] / compared["real"] - 1).abs().groupby(compared["figure"]).median()
+    names = {"tokens/s": "throughput", "TTFT p95 (ms)": "ttft_p95", "TPOT p95 (ms)": "tpot_p95",
+             "E2E p95 (ms)": "e2e_p95"}  # fmt: skip
+    return {f"simulated/{names[figure]}_off": float(value) for figure, value in off.items()}
