@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cost_tables import planted, rough
 
-from specexp import api
+from specexp import api, figures
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.measure import break_even, costs, one_pairing
+from specexp.measure import break_even, costs, one_pairing, summaries
 from specexp.measure.prompts import Prompt
 from specexp.serving.cost_table import Costs
 from specexp.trace import Acceptance
@@ -51,8 +51,10 @@ def test_profile_is_measured_once(pairing, measured, store):
     assert len(measured) == 1
     assert np.array_equal(first.verify, again.verify)
     assert first.about["drafter"] == pairing.drafter
-    assert break_even.place(pairing).parent == store / "costs"
-    assert re.fullmatch(r"[\w.-]+--[\w.-]+--[0-9a-f]{12}\.json", break_even.place(pairing).name)
+    assert break_even.table_path(pairing).parent == store / "costs"
+    assert re.fullmatch(
+        r"[\w.-]+--[\w.-]+--[0-9a-f]{12}\.json", break_even.table_path(pairing).name
+    )
     break_even.profile(pairing, **SETTINGS, force=True)
     assert len(measured) == 2
 
@@ -96,39 +98,39 @@ def test_old_profile_is_warned_about(pairing, measured, caplog):
     break_even.profile(pairing, **SETTINGS)
     assert not caplog.records
     yesterday = time.time() - 24.4 * 3600
-    os.utime(break_even.place(pairing), (yesterday, yesterday))
+    os.utime(break_even.table_path(pairing), (yesterday, yesterday))
     break_even.profile(pairing, **SETTINGS)
     [line] = [record.getMessage() for record in caplog.records]
     assert "was measured 24 hours ago" in line
-    assert str(break_even.place(pairing)) in line
+    assert str(break_even.table_path(pairing)) in line
     break_even.profile(pairing, **SETTINGS, force=True)
     assert len(caplog.records) == 1
 
 
 def test_profile_is_kept_by_device(pairing, measured, monkeypatch):
     break_even.profile(pairing, **SETTINGS)
-    here = break_even.place(pairing)
+    here = break_even.table_path(pairing)
     whole = costs.fingerprint
     monkeypatch.setattr(costs, "fingerprint", lambda *a: whole(*a) | {"threads": 99})
     assert break_even.profile(pairing, **SETTINGS).about["threads"] == 99
-    assert break_even.place(pairing) != here
+    assert break_even.table_path(pairing) != here
     assert len(measured) == 2
-    here.replace(break_even.place(pairing))  # a table of elsewhere in the place of this one
+    here.replace(break_even.table_path(pairing))  # a table of elsewhere in the place of this one
     break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 3
 
 
 def test_damaged_profile_is_measured_again(pairing, measured):
     break_even.profile(pairing, **SETTINGS)
-    break_even.place(pairing).write_text("{")
+    break_even.table_path(pairing).write_text("{")
     break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 2
-    assert Costs.load(break_even.place(pairing)).batches == (1, 2)
+    assert Costs.load(break_even.table_path(pairing)).batches == (1, 2)
 
 
 def test_profile_is_kept_by_rule_and_drafter(pairing, store):
     others = [pairing, pairing.with_(rule="reject"), pairing.with_(drafter="ngram", rule="auto")]
-    assert len({break_even.place(r) for r in others}) == 3
+    assert len({break_even.table_path(r) for r in others}) == 3
 
 
 # --- break-even ----------------------------------------------------------------------------------
@@ -272,41 +274,41 @@ def series_of(series):
 )
 def test_maps_draw_any_table(table, tmp_path):
     compared = break_even.compare(table, SAMPLES, throughputs(table, 1.1))
-    figures = [
-        break_even.cost_curves(table), break_even.break_even_alpha_map(table, [64]),
-        break_even.break_even(table, SAMPLES, compared=compared),
-        break_even.break_even(table, SAMPLES, [64]),
+    drawn = [
+        figures.break_even.cost_curves(table), figures.break_even.alpha_map(table, [64]),
+        figures.break_even.speedup_map(table, SAMPLES, compared=compared),
+        figures.break_even.speedup_map(table, SAMPLES, [64]),
     ]  # fmt: skip
-    for figure in figures:
+    for figure in drawn:
         figure.savefig(tmp_path / "figure.png")
         assert figure.get_suptitle()
-    assert [len(f.axes) for f in figures] == [2, 2, 3, 2]
+    assert [len(f.axes) for f in drawn] == [2, 2, 3, 2]
 
 
 @pytest.mark.parametrize("few", [planted().upto(1), replace(
     planted(), batches=(1,), verify=planted().verify[:1], draft=planted().draft[:1]
 )])  # fmt: skip
 def test_maps_draw_one_gamma_or_one_batch(few, tmp_path):
-    for figure in break_even.break_even_alpha_map(few), break_even.break_even(few, SAMPLES):
+    for figure in figures.break_even.alpha_map(few), figures.break_even.speedup_map(few, SAMPLES):
         figure.savefig(tmp_path / "figure.png")
 
 
 def test_made_is_a_share_of_requested_tokens():
     records = [Acceptance(6, 5, 0, (3, 1)), Acceptance(20, 9, 0, (0, 4))]
     samples = pd.DataFrame({"gamma": [3, 5], "record": records})
-    assert one_pairing.made(samples) == 26 / (3 * 4 + 5 * 4)
+    assert summaries.drafted_share(samples) == 26 / (3 * 4 + 5 * 4)
 
 
 def test_title_says_where_it_pays():
-    said = break_even.paying(planted(), SAMPLES, 64)
+    said = figures.break_even.paying(planted(), SAMPLES, 64)
     assert "x predicted at batch 1 with γ = " in said
     assert "pays up to batch" in said
-    assert "at no batch" in break_even.paying(planted(draft=1.0), SAMPLES, 64)
+    assert "at no batch" in figures.break_even.paying(planted(draft=1.0), SAMPLES, 64)
 
 
 def test_disturbed_table_is_called_doubtful():
-    assert "doubtful" not in break_even.in_words(planted().fit(), 64)
-    assert "doubtful" in break_even.in_words(rough().fit(), 64)
+    assert "doubtful" not in figures.break_even.in_words(planted().fit(), 64)
+    assert "doubtful" in figures.break_even.in_words(rough().fit(), 64)
 
 
 def profile(monkeypatch, capsys, *args):

@@ -8,10 +8,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from specexp import api
+from specexp import api, figures
 from specexp.errors import UserError
-from specexp.figures import pairings
-from specexp.measure import one_pairing
+from specexp.measure import one_pairing, summaries
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
 from specexp.tracking import compare
@@ -56,7 +55,7 @@ def test_acceptance_has_a_row_for_every_pairing_and_prompt_and_its_counts_agree(
 
 def test_metrics_are_pooled_over_prompts_not_averaged(acceptance):
     own = acceptance[acceptance["pairing"] != "ngram"]
-    metrics, series = one_pairing.acceptance_metrics(own)
+    metrics, series = summaries.acceptance_metrics(own)
     assert metrics["acceptance/rate"] == own["accepted"].sum() / own["drafted"].sum()
     assert metrics["counts/rounds"] == own["passes"].sum()
     code = own[own["category"] == "code"]
@@ -68,7 +67,7 @@ def test_latency_pairs_every_gamma_with_plain_decoding_of_the_same_text(latency)
     assert len(latency) == 2 * 2 * len(PROMPTS)
     assert (latency["tokens"] == latency["plain_tokens"]).all()
     assert (latency[["s", "plain_s", "ttft_s"]] > 0).all().all()
-    by_gamma = one_pairing.speedups(latency, "gamma").set_index("gamma")
+    by_gamma = summaries.speedups(latency, "gamma").set_index("gamma")
     part = latency[latency["gamma"] == 3]
     plain = part["plain_s"].sum() / part["plain_tokens"].sum()
     fast = part["s"].sum() / part["tokens"].sum()
@@ -85,25 +84,25 @@ def test_the_order_of_the_arms_turns_from_prompt_to_prompt(pairing, monkeypatch)
 
 def test_a_prompt_that_is_repeated_makes_no_interval_narrower(latency, throughput):
     part, names = latency[latency["gamma"] == 3], ["acceptance/rate_ci_low", "acceptance/rate"]
-    often = one_pairing.acceptance_metrics(pd.concat([part] * 20))[0]
-    assert [often[n] for n in names] == [one_pairing.acceptance_metrics(part)[0][n] for n in names]
-    of_speed = one_pairing.speedups(pd.concat([part] * 20), "gamma")
+    often = summaries.acceptance_metrics(pd.concat([part] * 20))[0]
+    assert [often[n] for n in names] == [summaries.acceptance_metrics(part)[0][n] for n in names]
+    of_speed = summaries.speedups(pd.concat([part] * 20), "gamma")
     columns = ["speedup", "low", "high"]
-    pd.testing.assert_frame_equal(of_speed[columns], one_pairing.speedups(part, "gamma")[columns])
+    pd.testing.assert_frame_equal(of_speed[columns], summaries.speedups(part, "gamma")[columns])
     many = pd.concat([throughput[throughput["batch"] == 1]] * 20)
     assert many["number"].nunique() == 3
-    of_batches = one_pairing.speedups(many, "batch")[columns]
+    of_batches = summaries.speedups(many, "batch")[columns]
     pd.testing.assert_frame_equal(
-        of_batches, one_pairing.speedups(many[: len(many) // 20], "batch")[columns]
+        of_batches, summaries.speedups(many[: len(many) // 20], "batch")[columns]
     )
-    found = one_pairing.throughput_metrics(throughput)[0]
+    found = summaries.throughput_metrics(throughput)[0]
     once = throughput[(throughput["batch"] == 1) & (throughput["repeat"] == 0)]
-    assert found["acceptance/rate_ci_low"] == one_pairing.acceptance_metrics(once)[0][names[0]]
+    assert found["acceptance/rate_ci_low"] == summaries.acceptance_metrics(once)[0][names[0]]
     assert found["counts/drafted"] == once["drafted"].sum()
 
 
 def test_a_batch_seen_once_says_neither_that_it_pays_nor_that_it_does_not():
-    assert "pay" not in pairings.crossing(sweep((2, 2, 2), (0.5, 0.5, 0.5))).lower()
+    assert "pay" not in figures.pairings.crossing(sweep((2, 2, 2), (0.5, 0.5, 0.5))).lower()
 
 
 def test_throughput_counts_only_rounds_in_which_every_row_is_live(pairing, throughput):
@@ -114,7 +113,7 @@ def test_throughput_counts_only_rounds_in_which_every_row_is_live(pairing, throu
     assert tokens == sum(step.emitted for r in full for step in r.steps)
     assert s == full[-1].end_s - made.prefill_s
     assert tokens <= made.emitted
-    metrics, series = one_pairing.throughput_metrics(throughput)
+    metrics, series = summaries.throughput_metrics(throughput)
     assert set(series["speedup/at_batch"]) == {1, 4}
     assert metrics["speedup/at_largest_batch"] == series["speedup/at_batch"][4]
 
@@ -155,7 +154,7 @@ def test_costs_and_prediction_start_from_the_plain_step(pairing):
         {"gamma": [0, 2], "draft_s": [0, 0.5], "verify_s": [0.9, 1.1], "rest_s": [0.1, 0.2]}
     )
     record = Acceptance(drafted=8, emitted=8, cut=0, histogram=(1, 2, 1))
-    predicted = one_pairing.predicted(costs, record).set_index("gamma")
+    predicted = summaries.predicted(costs, record).set_index("gamma")
     assert predicted.loc[0, "speedup"] == 1
     assert predicted.loc[2, "tokens"] == record.length == 2
     assert predicted.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
@@ -164,7 +163,7 @@ def test_costs_and_prediction_start_from_the_plain_step(pairing):
 def test_what_a_round_costs_is_logged_whole_in_plain_steps(latency):
     costs = {"arm": ["x"], "draft_s": 2.0, "verify_s": 5.0, "rest_s": 1.0, "step_s": 4.0,
              "weights_mb": 0.0, "kv_bytes": 0}  # fmt: skip
-    metrics, _ = one_pairing.duel_metrics(latency.assign(arm="x"), pd.DataFrame(costs))
+    metrics, _ = summaries.duel_metrics(latency.assign(arm="x"), pd.DataFrame(costs))
     names = ("cost/draft_steps", "cost/verify_steps", "cost/rest_steps")
     assert [metrics[name] for name in names] == [0.5, 1.25, 0.25]
 
@@ -181,7 +180,7 @@ def test_where_nothing_is_drafted_there_is_no_acceptance(pairing):
 
 
 def test_rounds_are_kept_one_row_each(latency):
-    rounds = one_pairing.rounds(latency)
+    rounds = summaries.rounds(latency)
     assert len(rounds) == latency["passes"].sum()
     assert rounds["emitted"].sum() == latency["emitted"].sum()
     assert {"question_id", "gamma", "repeat", "end_s", "drafted", "accepted"} <= set(rounds)
@@ -189,17 +188,17 @@ def test_rounds_are_kept_one_row_each(latency):
 
 def test_every_figure_is_drawn_with_a_title(acceptance, latency, throughput, pairing):
     costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
-    predicted = one_pairing.predicted(costs, one_pairing.pooled(latency[latency["gamma"] == 3]))
+    predicted = summaries.predicted(costs, summaries.pooled(latency[latency["gamma"] == 3]))
     warm = one_pairing.acceptance([pairing], PROMPTS, 8, [0.0, 1.0])
-    by_batch = one_pairing.speedups(throughput, "batch")
-    figures = [
-        pairings.by_category(acceptance), pairings.by_position(acceptance),
-        pairings.by_temperature(warm),
-        pairings.over_gamma(one_pairing.speedups(latency, "gamma"), predicted),
-        pairings.round_costs(costs),
-        pairings.throughput(by_batch), pairings.over_batch(by_batch),
+    by_batch = summaries.speedups(throughput, "batch")
+    drawn = [
+        figures.pairings.by_category(acceptance), figures.pairings.by_position(acceptance),
+        figures.pairings.by_temperature(warm),
+        figures.pairings.over_gamma(summaries.speedups(latency, "gamma"), predicted),
+        figures.pairings.round_costs(costs),
+        figures.pairings.throughput(by_batch), figures.pairings.over_batch(by_batch),
     ]  # fmt: skip
-    for figure in figures:
+    for figure in drawn:
         assert title(figure)
         assert figure.axes[0].has_data()
     assert not plt.get_fignums()
@@ -231,16 +230,16 @@ def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:
     ],
 )
 def test_the_crossing_is_claimed_only_where_intervals_allow_it(speedups, said):
-    assert said in pairings.crossing(sweep(*speedups))
-    assert said in title(pairings.over_batch(sweep(*speedups)))
+    assert said in figures.pairings.crossing(sweep(*speedups))
+    assert said in title(figures.pairings.over_batch(sweep(*speedups)))
 
 
 def test_a_gain_within_the_noise_is_not_called_faster():
     measured = pd.DataFrame({"gamma": [2], "speedup": [1.1], "low": [0.9], "high": [1.3]})
     predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
-    assert "No clear difference" in title(pairings.over_gamma(measured, predicted))
+    assert "No clear difference" in title(figures.pairings.over_gamma(measured, predicted))
     measured["low"] = 1.05
-    assert "1.10x faster" in title(pairings.over_gamma(measured, predicted))
+    assert "1.10x faster" in title(figures.pairings.over_gamma(measured, predicted))
 
 
 def test_what_libraries_brought_is_left_alone_and_what_was_loaded_is_not(tiny_folders, tmp_path):
@@ -261,7 +260,7 @@ def test_runs_of_different_categories_share_a_picture():
     names = ["params.drafter", "metrics.category/code", "metrics.category/prose"]
     rows = [("ngram", 0.5, None), ("model", None, 0.25), ("none", None, None)]
     runs = pd.DataFrame(rows, columns=names).assign(experiment="acceptance")
-    figure = pairings.runs_by_category(runs)
+    figure = figures.runs.by_category(runs)
     assert "ngram on code (50%)" in title(figure)
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ngram", "model"]
 
@@ -277,17 +276,17 @@ def test_only_runs_that_are_alike_are_averaged():
         ("latency", None, "other", "3", "big", "0", 0.9),
     ]
     runs = pd.DataFrame(rows, columns=names)
-    axes = pairings.runs_by_category(runs).axes[0]
+    axes = figures.runs.by_category(runs).axes[0]
     assert [t.get_text() for t in axes.get_yticklabels()] == ["ngram, gamma 3", "ngram, gamma 5"]
     assert [t.get_text() for t in axes.texts] == ["60%", "30%"]
     assert "10_acceptance" in axes.get_xlabel()
-    assert "run 10" in pairings.runs_by_category(runs.tail(2)).axes[0].texts[0].get_text()
+    assert "run 10" in figures.runs.by_category(runs.tail(2)).axes[0].texts[0].get_text()
 
 
 def test_figures_of_no_runs_say_what_to_run():
     for figure in (
-        pairings.rate_and_speedup(pd.DataFrame()),
-        pairings.rate_and_speedup(  # each of two runs has one of the two
+        figures.runs.rate_and_speedup(pd.DataFrame()),
+        figures.runs.rate_and_speedup(  # each of two runs has one of the two
             pd.DataFrame(
                 {
                     "metrics.acceptance/rate": [0.5, None],
@@ -297,7 +296,7 @@ def test_figures_of_no_runs_say_what_to_run():
                 }
             )
         ),
-        pairings.runs_by_category(pd.DataFrame()),
-        pairings.runs_over_batch(compare.curves(pd.DataFrame(), "speedup/at_batch")),
+        figures.runs.by_category(pd.DataFrame()),
+        figures.runs.over_batch(compare.curves(pd.DataFrame(), "speedup/at_batch")),
     ):
         assert "run " in figure.axes[0].texts[0].get_text()

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 from support.cost_tables import planted
 
-from specexp import api
+from specexp import api, figures
 from specexp.errors import UserError
-from specexp.figures import under_load as load_plots
 from specexp.measure import under_load
 from specexp.measure.prompts import Prompt
+from specexp.measure.under_load import races, served
 from specexp.policy import Fixed
 from specexp.serving.arrivals import Arrival, write_csv
 from specexp.serving.server import Answer, Closed, Request, Server, Tick, Timed, serve
@@ -86,7 +86,7 @@ def test_gaps_lie_between_deliveries_not_tokens():
 @pytest.fixture
 def few(monkeypatch):
     """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(under_load, "LEAST", dict.fromkeys(under_load.QUANTILES, 1))
+    monkeypatch.setattr(served, "LEAST", dict.fromkeys(under_load.QUANTILES, 1))
 
 
 def test_a_quantile_is_told_of_samples_enough_to_tell_it_from():
@@ -95,8 +95,10 @@ def test_a_quantile_is_told_of_samples_enough_to_tell_it_from():
         found = under_load.served_metrics([ANSWERS[0]] * count, TICKS, 1e4, 1e4)
         told[count] = [q for q in under_load.QUANTILES if found[f"latency/ttft_p{q}_ms"] == 1000]
     assert told == {59: [50], 60: [50, 95], 661: [50, 95], 662: [50, 95, 99]}
-    assert under_load.said("latency/ttft_p99_ms", float("nan")) == "-"
-    figure = load_plots.latencies(under_load.figures({"plain": run(ANSWERS, TICKS)}, 1e4, 1e4))
+    assert figures.under_load.as_text("latency/ttft_p99_ms", float("nan")) == "-"
+    figure = figures.under_load.latencies(
+        under_load.by_policy({"plain": run(ANSWERS, TICKS)}, 1e4, 1e4)
+    )
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["p50"]
 
 
@@ -234,7 +236,7 @@ def test_what_is_logged_is_the_row_of_the_policy(few):
     made = samples(plain=[(1, 10)] * 3, **{"always:3": [(1, 20)] * 3, "goodput": [(1, 25)] * 3})
     more = samples(plain=[(1, 80)] * 3, **{"always:3": [(1, 40)] * 3, "goodput": [(1, 76)] * 3})
     both = pd.concat([made.assign(load=1), more.assign(load=9)])
-    served = under_load.figures(
+    served = under_load.by_policy(
         {"goodput": run(ANSWERS, TICKS), "plain": run(ANSWERS[1:2], TICKS)}, 1e4, 1e4
     )
     rated, missed = under_load.rates(both), under_load.regrets(both)
@@ -467,7 +469,7 @@ def test_a_race_of_few_requests_begins_again_until_its_turns_are_done(pairing):
 
 def test_a_race_of_requests_that_bring_nothing_ends(pairing, monkeypatch):
     asked = [Request([1] * 9, 1 << 20)] * 3
-    monkeypatch.setattr(under_load, "slots_for", lambda asked, room: 64)
+    monkeypatch.setattr(races, "slots_for", lambda offered, slack: 64)
     with pytest.raises(UserError, match=r"3 requests did not yield 10 tokens: plain: .* refused"):
         under_load.race(pairing, ["plain"], None, asked, 2, tokens=10, turns=3)
 
@@ -500,7 +502,7 @@ def test_what_is_served_is_certified(pairing, monkeypatch):
         answers[2].tokens[1] ^= 1
         return answers
 
-    monkeypatch.setattr(under_load, "serve", spoiled)
+    monkeypatch.setattr(races, "serve", spoiled)
     assert under_load.certify_served(pairing, asked, 3).bugs == 1
 
 
@@ -545,7 +547,7 @@ def test_the_title_of_a_bake_off_says_what_its_table_says(tmp_path):
     made = samples(plain=[(1, 10)] * 3, **{"always:3": [(1, 20)] * 3, "goodput": [(1, 19)] * 3})
     more = samples(plain=[(1, 80)] * 3, **{"always:3": [(1, 40)] * 3, "goodput": [(1, 77)] * 3})
     both = pd.concat([made.assign(load=1), more.assign(load=9)])
-    figure = load_plots.bake_off(under_load.rates(both), under_load.regrets(both))
+    figure = figures.under_load.bake_off(under_load.rates(both), under_load.regrets(both))
     assert drawn(figure, tmp_path) == (
         "always:3: 2.00x with 1 and 0.50x with 9 streams; goodput loses 5.0% at worst to the best "
         "fixed choice"
@@ -557,32 +559,36 @@ def test_the_title_of_a_bake_off_says_what_its_table_says(tmp_path):
     assert lines["always:3"] == pytest.approx([2.0, 0.5])
     assert lines["goodput"] == pytest.approx([1.9, 77 / 80])
     fixed = both[both["policy"] != "goodput"]
-    said = drawn(load_plots.bake_off(under_load.rates(fixed), under_load.regrets(fixed)), tmp_path)
+    said = drawn(
+        figures.under_load.bake_off(under_load.rates(fixed), under_load.regrets(fixed)), tmp_path
+    )
     assert said == "always:3: 2.00x with 1 and 0.50x with 9 streams"
     one = fixed[fixed["load"] == 9]
-    said = drawn(load_plots.bake_off(under_load.rates(one), under_load.regrets(one)), tmp_path)
+    said = drawn(
+        figures.under_load.bake_off(under_load.rates(one), under_load.regrets(one)), tmp_path
+    )
     assert said == "always:3: 0.50x with 9 streams"
 
 
 def test_the_title_of_timelines_says_who_is_ready_first_and_last(tmp_path):
     slow, fast = [*TICKS, tick(5.0, 31.0, live=1)], TICKS
     tables = {"plain": under_load.timeline(slow, 5), "goodput": under_load.timeline(fast, 5)}
-    said = drawn(load_plots.timelines(tables), tmp_path)
+    said = drawn(figures.under_load.timelines(tables), tmp_path)
     assert said == "The same arrivals: all answered after 5 s under goodput, 31 s under plain"
     del tables["plain"]
-    said = drawn(load_plots.timelines(tables), tmp_path)
+    said = drawn(figures.under_load.timelines(tables), tmp_path)
     assert said == "The same arrivals: all answered after 5 s under goodput"
 
 
 def test_the_title_of_latencies_names_who_kept_most_limits(tmp_path, few):
-    served = under_load.figures(
+    served = under_load.by_policy(
         {"plain": run(ANSWERS, TICKS), "goodput": run(ANSWERS[1:2], TICKS)}, 500, 1
     )
-    figure = load_plots.latencies(served)
+    figure = figures.under_load.latencies(served)
     assert drawn(figure, tmp_path) == "Most requests within the limits: goodput, 100%"
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     assert heights == pytest.approx([1000, 1000, 1000, 250, 250, 250])
-    assert drawn(load_plots.latencies(served, "said"), tmp_path) == "said"
+    assert drawn(figures.under_load.latencies(served, "said"), tmp_path) == "said"
 
 
 def test_what_is_simulated_says_so(tmp_path):
@@ -590,7 +596,7 @@ def test_what_is_simulated_says_so(tmp_path):
         "policy": ["plain", "goodput"] * 2, "figure": ["tokens/s"] * 2 + ["TTFT p95 (ms)"] * 2,
         "real": [100.0, 200.0, 50.0, 80.0], "simulated": [110.0, 190.0, 50.0, 60.0],
     })  # fmt: skip
-    figure = load_plots.simulated(compared)
+    figure = figures.under_load.simulated(compared)
     assert drawn(figure, tmp_path) == (
         "SIMULATED against real: 8% off in the median, at worst 25% (TTFT p95 (ms), goodput)"
     )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specexp import api
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.measure import one_pairing
+from specexp.measure import one_pairing, summaries
 from specexp.measure.exactness import certify
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
@@ -137,7 +137,7 @@ def test_the_engine_accepts_what_the_card_says(pairs, pair):
     facts, target, draft = pairs[pair]
     pairing = api.build(str(target), str(draft), gamma=4)
     prompts = [Prompt(i, "mine", (text,)) for i, text in enumerate(TEXTS)]
-    record = one_pairing.pooled(one_pairing.acceptance([pairing], prompts, 300))
+    record = summaries.pooled(one_pairing.acceptance([pairing], prompts, 300))
     refused = record.passes - record.histogram[4]
     tested = record.accepted + refused
     seen = facts["agreement"]["reached"]

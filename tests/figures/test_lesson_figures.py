@@ -1,0 +1,95 @@
+"""The figures of the lesson say what their tables say."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from specexp import figures
+
+JUDGED = pd.DataFrame(
+    [
+        {"round": 1, "at": 1, "token": "a", "q": 0.5, "p": 0.6, "chance": 1.0,
+         "outcome": "accepted"},
+        {"round": 1, "at": 2, "token": " b\n", "q": 0.4, "p": 0.1, "chance": 0.25,
+         "outcome": "rejected"},
+        {"round": 1, "at": 2, "token": "c", "p": 0.3, "outcome": "corrected"},
+        {"round": 2, "at": 1, "token": "d", "q": 0.4, "p": 0.4, "chance": 1.0,
+         "outcome": "accepted"},
+        {"round": 2, "at": 2, "token": "e", "q": 0.4, "p": 0.4, "chance": 1.0,
+         "outcome": "accepted"},
+        {"round": 2, "at": 3, "token": "a name of many letters", "p": 0.3, "outcome": "bonus"},
+    ]
+)  # fmt: skip
+OVERLAP = pd.DataFrame(
+    {"id": [7, 3, -1], "token": [" x", "y", "1,234 others"], "p": [0.6, 0.3, 0.1],
+     "q": [0.2, 0.5, 0.3], "shared": [0.2, 0.3, 0.1], "residual": [0.4, 0.0, 0.0],
+     "excess": [0.0, 0.2, 0.2]}
+)  # fmt: skip
+
+
+def title(axes) -> str:
+    return axes.get_title(loc="left")
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_by_hand_has_a_cell_for_every_token_and_counts_them():
+    figure = figures.lesson.by_hand(JUDGED)
+    [axes] = figure.axes
+    assert len(axes.patches) == len(JUDGED)
+    assert figure.get_suptitle() == "3 of 4 draft tokens accepted: 5 tokens in 2 target passes"
+    assert "min(1, p/q) = 0.25" in texts(axes)
+    assert {'" b⏎"', '"a name of m…"'} <= set(texts(axes))
+
+
+def test_overlap_bars_state_alpha_and_quote_tokens_only():
+    [axes] = figures.lesson.overlap_bars(OVERLAP).axes
+    assert "= 60%" in title(axes)
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ['" x"', '"y"', "1,234 others"]
+
+
+def test_frequencies_say_whether_tokens_follow_p():
+    p = np.zeros(10)
+    p[[7, 3, 1]] = 0.6, 0.3, 0.1
+    of_p, of_q = [7] * 600 + [3] * 300 + [1] * 100, [7] * 200 + [3] * 500 + [1] * 300
+    draws = pd.DataFrame({"guess": of_q, "emitted": of_p})
+    [axes] = figures.lesson.frequencies(draws, OVERLAP, p).axes
+    assert title(axes).startswith("The tokens emitted follow p; the draft tokens do not")
+    [axes] = figures.lesson.frequencies(draws.assign(emitted=of_q), OVERLAP, p).axes
+    assert "emitted do NOT follow p" in title(axes)
+
+
+PASSES = pd.DataFrame({"tokens": [1, 4, 16], "ms": [1.0, 1.5, 6.0], "times": [1.0, 1.5, 6.0]})
+PASSES = PASSES.assign(low=PASSES["times"], high=PASSES["times"])
+COSTS = pd.DataFrame({"gamma": [0, 2, 4], "draft_s": [0.0, 0.5, 1.0],
+                      "verify_s": [1.0, 1.2, 1.5], "rest_s": 0.0})  # fmt: skip
+MEASURED = pd.DataFrame({"gamma": [2, 4], "speedup": [1.3, 0.8], "low": [1.2, 0.7],
+                         "high": [1.4, 0.9]})  # fmt: skip
+
+
+def test_price_states_pass_and_draft_costs():
+    left, right = figures.lesson.price(PASSES, COSTS).axes
+    assert title(left) == "A pass over 16 tokens: 6.0x the time of one"
+    assert title(right) == "A draft token costs 0.25 plain steps"
+
+
+def test_together_states_prediction_and_best():
+    predicted = pd.DataFrame({"gamma": [0, 2, 4], "speedup": [1.0, 1.2, 0.9], "tokens": [1, 2, 2]})
+    left, right = figures.lesson.together(COSTS, predicted, MEASURED).axes
+    assert title(left) == "Predicted to pay at γ = 2"
+    assert title(right) == "Best measured at γ = 2: 1.30x faster"
+
+
+def test_tension_leaves_out_batches_beyond_the_curve():
+    by_batch = MEASURED.rename(columns={"gamma": "batch"}).assign(batch=[1, 8])
+    left, right = figures.lesson.tension(PASSES, by_batch, 3).axes
+    assert [text.strip() for text in texts(left) if text] == ["batch 1: 1.5x"]  # 8 end at 32
+    assert title(right) == "1.30x at batch 1; stops paying between batch 1 and 8"
+
+
+@pytest.mark.parametrize("name", figures.__all__)
+def test_every_figure_module_is_reached_by_name(name):
+    assert getattr(figures, name).__name__ == f"specexp.figures.{name}"
