@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy
-from specexp.serving.goodput import GAMMAS, Goodput, Prices
+from specexp.serving.goodput import GAMMAS, Goodput
+from specexp.serving.goodput.prices import CostTable
 from specexp.trace import Step
 from specexp.tree import MOST, Tree
 
@@ -136,7 +137,7 @@ class Bandit:
 NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"
 
 
-def of(name: str, costs: Prices | None = None, deepest: int = MOST) -> Policy:
+def of(name: str, costs: CostTable | None = None, deepest: int = MOST) -> Policy:
     """The policy of that name. costs: the table that `goodput` reads; deepest: the longest draft
     that the drafter can make. Raises UserError, one line, for unknown names and longer drafts."""
     kind, _, argument = name.partition(":")

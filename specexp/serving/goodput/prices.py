@@ -1,0 +1,153 @@
+"""What a round costs here and now: the cost table, corrected for today's machine, and the drafter's
+prefill.
+
+The table was measured on a calm machine; how much longer rounds take now is learned for each draft
+length, apart for 1, 2, 3-4, 5-8, ... rows (`Slowdown`). A drafter that reads prompts must catch up
+before it drafts: with each request as it arrives, and with what it lacks of a row, which is spread
+over the rounds that it will serve.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple, Protocol
+
+from specexp.policy import Load, Plan, Stream
+from specexp.serving.cost_table import CALM
+from specexp.serving.goodput.forecast import decoding
+from specexp.serving.goodput.slowdown import Slowdown
+from specexp.trace import Step
+
+LONG = 32  # tokens of catch-up in a round, from which on its time says little about drafting
+
+
+class CostTable(Protocol):
+    """What rounds cost on a calm machine: see `cost_table.Costs`."""
+
+    @property
+    def packs(self) -> bool: ...
+    @property
+    def grades(self) -> int: ...
+    def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
+    def level_s(self, rows: float, depth: int, context: float) -> float: ...
+    def catch_up_s(self, length: float) -> float: ...
+
+
+class Round(NamedTuple):
+    """A round that the policy was told of. seconds: None if later rounds like it will not take as
+    long."""
+
+    load: Load
+    plan: Plan
+    steps: Sequence[Step]
+    seconds: float | None
+
+
+@dataclass
+class Prices:
+    costs: CostTable
+    deepest: int  # of a draft
+    horizon: int = 32  # rounds over which catching up is spread
+    calm: int = CALM  # plain rounds after a draft that are not timed: its weights fill the caches
+    memory: float = 64.0  # rounds without a request before the first, or it would seem a flood
+
+    tables: dict[tuple[int, int], tuple[list[list[float]], list[float]]] = field(
+        default_factory=dict, init=False
+    )  # see `table`, by (rows, context)
+    slowdowns: dict[int, Slowdown] = field(default_factory=dict, init=False)  # by size class
+    plainly: int = field(init=False)  # rounds since somebody drafted
+    # requests that arrived; all three fade
+    arrived: float = field(default=0.0, init=False)
+    lacked: float = field(default=0.0, init=False)  # tokens of them that the drafter had not read
+    lasted: float = field(init=False)  # rounds in which they came
+
+    def __post_init__(self) -> None:
+        self.plainly, self.lasted = self.calm, self.memory
+
+    def table(self, load: Load) -> tuple[list[list[float]], list[float]]:
+        """`levels` and `verify` of `Forecast`, read from the cost table once for each size: a
+        server's contexts are few."""
+        b, context = self._paid(load), load.context
+        if (b, context) not in self.tables:
+            levels = [
+                [0.0, *(self.costs.level_s(n, d, context) for n in range(1, b + 1))]
+                for d in range(1, self.deepest + 1)
+            ]
+            most = self.deepest * b
+            verify = [self.costs.verify_s(b, 1 + m / b, context) for m in range(most + 1)]
+            self.tables[b, context] = levels, verify
+        return self.tables[b, context]
+
+    def slowdown(self, load: Load) -> Slowdown:
+        """That of rounds of this size class."""
+        return self._slowdown(size_class(self._paid(load)))
+
+    def _slowdown(self, size: int) -> Slowdown:
+        """At first with half of the errors of the nearest size class."""
+        if size not in self.slowdowns:
+            others = [(abs(other - size), s.mean) for other, s in self.slowdowns.items()]
+            self.slowdowns[size] = Slowdown(self.deepest)
+            if others:
+                self.slowdowns[size].mean = [x / 2 for x in min(others)[1]]
+        return self.slowdowns[size]
+
+    def start_s(self, rows: Mapping[int, Stream], plan: Plan) -> list[float]:
+        """[rows]: seconds a round that are charged to a row if it drafts, `plan` being in force."""
+        arriving = 0.0
+        if self.arrived:
+            lacked = self.lacked / self.arrived
+            arriving = self.arrived / self.lasted * self.costs.catch_up_s(lacked)
+        behind = [0 if plan.depth(row) else s.behind for row, s in rows.items()]
+        share = arriving / len(rows)
+        return [share + self.costs.catch_up_s(n) / self.horizon if n else share for n in behind]
+
+    def learn(self, rounds: Sequence[Round]) -> None:
+        """Compare the times of rounds with the cost table, and count the requests that arrived."""
+        ratios = defaultdict[tuple[int, int], list[float]](list)  # measured over predicted time
+        for load, plan, steps, seconds in rounds:
+            depth, behind = plan.tree.depth, 0
+            self.plainly = 0 if depth else self.plainly + 1
+            for row, stream in enumerate(load.streams):
+                if stream and (lacks := stream.behind):
+                    if not stream.rounds:
+                        self.arrived, self.lacked = self.arrived + 1, self.lacked + lacks
+                    if depth and plan.depth(row):
+                        behind += lacks
+            calm = depth or self.plainly > self.calm
+            if calm and behind < LONG and seconds is not None:
+                predicted = self._table_s(load, plan, steps)
+                predicted += self.costs.catch_up_s(behind) if behind else 0.0
+                ratios[size_class(self._paid(load)), depth].append(seconds / predicted)
+        for (size, depth), each in ratios.items():
+            self._slowdown(size).observe(depth, median(each), len(each))
+        self.lasted += len(rounds)
+
+    def forget(self, share: float) -> None:
+        """Let the counts of requests fade to this share."""
+        self.arrived, self.lacked = share * self.arrived, share * self.lacked
+        self.lasted *= share
+
+    def _table_s(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
+        """Seconds of such a round by the table, catching up apart."""
+        levels, verify = self.table(load)
+        depth, drafted = plan.tree.depth, plan.tree.depth * load.rows
+        counts = [load.rows] * depth
+        if depth and self.costs.packs:
+            depths = [plan.depth(row) for row in decoding(load)]
+            counts = [len([g for g in depths if g > d]) for d in range(depth)]
+            drafted = sum(step.drafted for step in steps)
+        drafting = sum([level[n] for level, n in zip(levels, counts, strict=False)])
+        return drafting + verify[drafted]
+
+    def _paid(self, load: Load) -> int:
+        """Rows that a pass is paid for."""
+        return load.rows - load.streams.count(None) if self.costs.packs else load.rows
+
+
+def size_class(rows: int) -> int:
+    """0, 1, 2, 3, ... for 1, 2, 3-4, 5-8, ... rows: the table errs in another way about one row
+    than about eight."""
+    return (rows - 1).bit_length()

@@ -1,0 +1,133 @@
+"""Loads and cost tables made up for tests of policies, and servers that are simulated on them."""
+
+from dataclasses import fields
+
+import numpy as np
+
+from specexp.policy import Load, Plan, Stream
+from specexp.serving.cost_table import Costs
+from specexp.serving.goodput import GAMMAS, Goodput
+from specexp.serving.goodput.acceptance import Acceptance
+from specexp.serving.goodput.choice import Choice
+from specexp.serving.goodput.prices import Prices
+from specexp.serving.goodput.trials import Trials
+from specexp.serving.server import Closed, Request, Server, serve
+from specexp.serving.simulated_rows import SimulatedBank
+from specexp.trace import Step
+from specexp.tree import Tree
+
+BATCHES, CHAINS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5)
+
+
+def seconds(
+    b: int, gamma: int, floor: float = 1e-2, token: float = 1e-4, guess: float = 5e-4
+) -> float:
+    """A round: a floor, what each token in the pass adds, and so much for a guess of every row."""
+    return floor + b * (gamma + 1) * token + guess * gamma
+
+
+def table(
+    dear: dict[int, float] | None = None, packs: bool = False, grades: int = 1, **law: float
+) -> Costs:
+    """`seconds` as a table; passes of a draft length in `dear` take so many times as long; packs:
+    guesses that are not made cost nothing; grades: so many the drafter tells apart."""
+    dear = dear or {}
+    guess = law.pop("guess", 5e-4)
+    verify = [[[seconds(b, g, guess=0, **law) * dear.get(g, 1)] for g in CHAINS] for b in BATCHES]
+    draft = [[[guess * g] for g in CHAINS] for _ in BATCHES]
+    return Costs(
+        {"passes": "native" if packs else "fused", "grades": grades},
+        BATCHES, tuple(g + 1 for g in CHAINS), (512,), np.array(verify), CHAINS, np.array(draft),
+        (1, 1000), np.array([1e-3, 1e-1]), np.array([1e-4, 1e-2]),
+    )  # fmt: skip
+
+
+def load(rows: int, *streams: Stream, waiting: int = 0) -> Load:
+    return Load(rows, 512, waiting, streams or (Stream(),) * rows)
+
+
+def chosen(policy, rows: int) -> int:
+    plan = policy.choose(load(rows))
+    assert not plan.budget
+    return plan.tree.depth
+
+
+def depths(plan: Plan, rows: int) -> list[int]:
+    return [plan.depth(row) for row in range(rows)]
+
+
+def tuned(costs: Costs, gammas: tuple[int, ...] = GAMMAS, **knobs) -> Goodput:
+    """Goodput with these knobs, each given to the parts that have it."""
+    deepest, used = max(gammas), set()
+
+    def part(kind, *args):
+        own = {f.name for f in fields(kind) if f.init} & knobs.keys()
+        used.update(own)
+        return kind(*args, **{name: knobs[name] for name in own})
+
+    parts = (
+        part(Acceptance, costs.grades, deepest), part(Prices, costs, deepest),
+        part(Choice, gammas), part(Trials),
+    )  # fmt: skip
+    assert used == knobs.keys()
+    return Goodput(costs, gammas, *parts)
+
+
+def informed(kept: list[int], costs: Costs, **knobs) -> Goodput:
+    """Goodput that has seen long drafts of which so many tokens were kept, and believes exactly
+    that."""
+    believing = {
+        "prior_tokens": 1e-9,
+        "row_weight": 1e-9,
+        "fade": 1.0,
+        "margin": 0.0,
+        "interval": 0,
+    }
+    policy = tuned(costs, **(believing | knobs))
+    deepest = max(policy.choice.gammas)
+    steps = [Step(0, deepest, k, k + 1) for k in kept]
+    policy.learn(load(2), Plan(Tree.chain(deepest)), steps, None)
+    policy.digest()
+    policy.choice.left = 0
+    return policy
+
+
+class Recorded:
+    """A policy, and what it chose when."""
+
+    def __init__(self, policy):
+        self.policy, self.choices = policy, []
+
+    @property
+    def widest(self):
+        return self.policy.widest
+
+    def choose(self, load):
+        self.choices.append((load, self.policy.choose(load)))
+        return self.choices[-1][1]
+
+    def learn(self, *outcome):
+        self.policy.learn(*outcome)
+
+    def drafts(self) -> list[int]:
+        """The longest draft of every round."""
+        return [plan.tree.depth for _, plan in self.choices]
+
+
+def alike(chance: float, depth: int = 5):
+    return lambda stream: [chance] * depth
+
+
+def closed_loop(
+    policy, costs, conditional, streams: int, count: int, new: int = 200, seed: int = 0
+):
+    """A closed loop of `count` requests on a bank that these costs are true of."""
+    bank = SimulatedBank(costs, conditional, streams, 512, policy.widest, seed)
+    server = Server(bank, policy, chunk=4096)
+    todo = [Request(range(20), new - 7 * (i % 5), stream=i) for i in range(count)]
+    serve(server, Closed(todo, streams))
+    return server
+
+
+def speed(server: Server) -> float:
+    return sum(t.emitted for t in server.ticks) / server.now
