@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.fast import fused_eagle
 from specexp.growth import Level, grow
 from specexp.models.head_files import read
-from specexp.models.heads import Eagle, check, load
-from specexp.models.lm import LM, PREFILL, Forward, Unfused
+from specexp.models.heads import Eagle, check, load, network
+from specexp.models.lm import LM, PREFILL, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -31,9 +30,7 @@ class EagleLayer(Drafter):
         self.name = net.shape.kind
         self.net, self.sampling = net, sampling
         name = f"{self.name} of {target.name}"
-        self.lm = LM(
-            net, name, target.vocab, fused_eagle.of(net, name, target.vocab) or Unfused(net)
-        )
+        self.lm = LM(net, name, target.vocab, network(net, name, target.vocab))
         self.models: tuple[LM, ...] = (self.lm,)
         self.taps = net.shape.taps
         self.context = self.lm.context = target.context  # its positions are the target's

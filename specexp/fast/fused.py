@@ -18,11 +18,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from specexp.errors import first_line, ran_out
 from specexp.fast import cpu
 from specexp.fast.cpu import Native
-from specexp.models import int8
+from specexp.models import heads, int8, lm
 from specexp.models.cache import SlotCache
+from specexp.models.lm import Network
+from specexp.ops import kernel
 
 log = logging.getLogger("specexp")
 Net = TypeVar("Net")
@@ -80,14 +84,15 @@ def few_rows(x: Tensor) -> bool:
     return x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
 
 
+@kernel(heads.product, "cpu")
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of x [n, inputs]. For few rows x @ weight.T takes a CPU two to five times as long
     as weight @ x.T, and a single row uses only one core, so it is doubled (LOG.md)."""
     if not few_rows(x) or int8.is_quantised(weight):
         return F.linear(x, weight, bias)
     rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
-    made = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
-    return made if bias is None else made + bias
+    products = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
+    return products if bias is None else products + bias
 
 
 class Layer:
@@ -205,36 +210,46 @@ class Fused:
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
-def of(module: Any, name: str, vocab: int) -> Fused | Native | None:
-    """The module's fused passes, with logits of the first `vocab` tokens. None, after a warning
-    that says why, if there are none."""
-    known = _KNOWN.setdefault(module, {})
-    if vocab not in known:
-        known[vocab], why = _fuse(module, vocab)
-        if why:
-            log.warning("%s is run by transformers, unfused: %s", name, why)
-    return known[vocab]
+@kernel(lm.network, "cpu", "cuda")
+def network(module: Any, name: str, vocab: int) -> Network:
+    """The module's fused passes, compiled if they can be; none after a warning that says why. All
+    LMs of one module and vocabulary share them."""
+    if not isinstance(module, PreTrainedModel):
+        return NotImplemented
+    networks = _FUSED.setdefault(module, {})
+    if vocab not in networks:
+        networks[vocab], why = _fuse(module, vocab)
+        warn(name, networks[vocab], why)
+    return networks[vocab] or NotImplemented
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[int, Fused | Native | None]] = WeakKeyDictionary()
+_FUSED: WeakKeyDictionary[Any, dict[int, Fused | Native | None]] = WeakKeyDictionary()
 # Relative difference of logits that rounding alone explains, through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
+def warn(name: str, net: object, why: str) -> None:
+    """Log why a module is run by `net` and by nothing faster, if there is a reason."""
+    if why:
+        how = "in torch's operations, uncompiled" if net else "as it is, unfused"
+        log.warning("%s is run %s, because %s", name, how, why)
+
+
 @torch.inference_mode()
 def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
-    kind = type(module).__name__
-    if kind not in FAMILIES:
-        return None, f"{kind} is none of {', '.join(sorted(FAMILIES))}"
+    family = type(module).__name__
+    if family not in FAMILIES:
+        return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
+
+    tokens = probe(module)
     try:
         base, head = module.model, module.lm_head.weight[:vocab]
         fused = Fused(base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight)
-    except AttributeError as e:
-        return None, str(e)
-    tokens = probe(module)
-    wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
+        wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
+    except Exception as e:  # what calls itself by a family's name may be anything
+        return None, failure(e)
     return agreed(ways(fused), len(fused.layers), tokens, wanted)
 
 
@@ -262,20 +277,32 @@ def agreed(
     nets: Iterable[Net], layers: int, tokens: Tensor, wanted: Tensor, **inputs: Tensor
 ) -> tuple[Net | None, str]:
     """The last of these networks such that it and all before it give the wanted logits of tokens
-    [1, n]; or None and the reason."""
-    best, why = None, ""
+    [1, n], or None; and why none after it was taken, if there are more."""
+    best: Net | None = None
     for net in nets:
-        off = _off(net, layers, tokens, wanted, inputs)
-        if not off <= ROUNDING.get(wanted.dtype, 0.0):
-            why = f"its logits differ by {off:.1e} of their size from those of its module"
-            break
+        try:
+            difference = _difference(net, layers, tokens, wanted, inputs)
+        except Exception as e:
+            return best, failure(e)
+        if not difference <= ROUNDING.get(wanted.dtype, 0.0):
+            why = f"its logits differ by {difference:.1e} of their size from those of its module"
+            return best, why
         best = net
-    return best, "" if best else why
+    return best, ""
 
 
-def _off(net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> float:
+def failure(e: Exception) -> str:
+    """What a network raised, in words. Raises it again if memory ran out: no fault of a network."""
+    if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
+        raise e
+    return f"it fails with {type(e).__name__}: {first_line(e)}"
+
+
+def _difference(
+    net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]
+) -> float:
     """The relative difference from the wanted logits, where those are finite."""
     at, cache = aimed(layers, tokens)
-    made, _ = net(tokens, at, None, cache, (), None, **inputs)
-    known = wanted.isfinite()
-    return float((made - wanted)[known].float().norm() / wanted[known].float().norm())
+    logits, _ = net(tokens, at, None, cache, (), None, **inputs)
+    finite = wanted.isfinite()
+    return float((logits - wanted)[finite].float().norm() / wanted[finite].float().norm())

@@ -7,19 +7,17 @@ the module is run as it is.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from specexp.fast import fused
 from specexp.fast.cpu import Native
 from specexp.fast.fused import Fused, product
+from specexp.models import heads
 from specexp.models.cache import SlotCache
 from specexp.models.heads import Eagle
-
-log = logging.getLogger("specexp")
+from specexp.models.lm import Network
+from specexp.ops import kernel
 
 
 class FusedEagle:
@@ -52,30 +50,29 @@ class FusedEagle:
         return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
 
 
-def of(eagle: Eagle, name: str, vocab: int | None = None) -> FusedEagle | None:
-    """The layer's fused passes, with logits of the first `vocab` tokens, by default of all. None,
-    after a warning that says why, if there are none."""
-    found, why = _fuse(eagle, vocab or eagle.shape.vocab)
-    if why:
-        log.warning("%s is run as it is: %s", name, why)
-    return found
+@kernel(heads.network, "cpu", "cuda")
+def network(eagle: Eagle, name: str, vocab: int) -> Network:
+    """The layer's fused passes, compiled if they can be; none after a warning that says why."""
+    net, why = _fuse(eagle, vocab)
+    fused.warn(name, net, why)
+    return net or NotImplemented
 
 
 @torch.inference_mode()
 def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
-    net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)
-
-    def ways() -> Iterator[FusedEagle]:
-        return (FusedEagle(eagle, way) for way in fused.ways(net))
-
     tokens = fused.probe(eagle)
     features = torch.linspace(-1, 1, tokens.shape[1] * eagle.shape.width, device=eagle.device)
     features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
     at, cache = fused.aimed(1, tokens)
-    wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
-    return fused.agreed(ways(), 1, tokens, wanted, features=features)
+    try:
+        net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)
+        wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
+    except Exception as e:
+        return None, fused.failure(e)
+    ways = (FusedEagle(eagle, way) for way in fused.ways(net))
+    return fused.agreed(ways, 1, tokens, wanted, features=features)
 
 
 def _one(eagle: Eagle, vocab: int) -> Fused:

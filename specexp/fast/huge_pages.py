@@ -12,27 +12,30 @@ from typing import Any
 
 import torch
 
-from specexp.models import int8
+from specexp.models import int8, load
+from specexp.ops import kernel
 
 LARGE = 1 << 21  # bytes of a huge page
 LINE = 64  # bytes of a cache line
 
 
+@kernel(load.settle, "cpu")
 def settle(module: Any) -> None:
     """Move a module's parameters to huge pages, matrices first, otherwise in order. Quantised
     weights stay where they are, and so does a module smaller than one page."""
     plain = (p for p in module.parameters() if p.device.type == "cpu" and not int8.is_quantised(p))
     weights = sorted(plain, key=lambda p: p.dim() < 2)
-    size = sum(_room(p) for p in weights)
+    size = sum(_padded(p) for p in weights)
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    places = torch.frombuffer(memory, dtype=torch.uint8).split([_room(p) for p in weights])
-    for p, place in zip(weights, places, strict=True):
-        p.data = place[: p.nbytes].view(p.dtype).view(p.shape).copy_(p.data)
+    parts = torch.frombuffer(memory, dtype=torch.uint8).split([_padded(p) for p in weights])
+    for p, part in zip(weights, parts, strict=True):
+        p.data = part[: p.nbytes].view(p.dtype).view(p.shape).copy_(p.data)
 
 
-def _room(p: torch.Tensor) -> int:
+def _padded(p: torch.Tensor) -> int:
+    """Its bytes, in whole cache lines."""
     return -(-p.nbytes // LINE) * LINE

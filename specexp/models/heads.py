@@ -26,8 +26,15 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specexp.errors import UserError, first_line
-from specexp.fast.fused import product
 from specexp.models import head_files
+from specexp.models.lm import Network, Unfused
+from specexp.ops import op
+
+
+@op
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, inputs] times weight [outputs, inputs], plus bias [outputs]."""
+    return F.linear(x, weight, bias)
 
 
 class ResBlock(nn.Module):
@@ -230,6 +237,12 @@ class Eagle(nn.Module):
             everywhere = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
             logits = everywhere.index_copy(-1, self.draft_ids, logits)
         return SimpleNamespace(logits=logits, hidden_states=(made,))
+
+
+@op
+def network(eagle: Eagle, name: str, vocab: int) -> Network:
+    """What runs an EAGLE layer; see `lm.network`. Its only tap, 0, is the features it makes."""
+    return Unfused(eagle)
 
 
 def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:

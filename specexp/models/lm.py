@@ -20,6 +20,7 @@ from specexp.models import memory
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
 from specexp.models.servable import reach
+from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import tree_mask
 
@@ -75,6 +76,16 @@ class Unfused:
         )  # fmt: skip
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
+
+
+@op
+def network(module: Any, name: str, vocab: int) -> Network:
+    """What runs a module; by default the module itself.
+
+    A kernel returns a network whose logits it has compared with the module's own; it may leave out
+    those past the first `vocab`. `name`: what its log calls the module.
+    """
+    return Unfused(module)
 
 
 class LM:

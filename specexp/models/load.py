@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from specexp.errors import UserError, first_line, ran_out
-from specexp.fast import fused, huge_pages
 from specexp.models import int8, memory
-from specexp.models.lm import LM, Unfused
+from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib
 from specexp.models.servable import servable
+from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -82,7 +82,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         if suffix:
             int8.quantise(module, device)
         _IN_USE[key] = module = module.to(device)
-        huge_pages.settle(module)
+        settle(module)
     return of_module(module, name, vocab)
 
 
@@ -101,20 +101,24 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
     config = module.config.get_text_config()
     servable(config, name)
     vocab = vocab or config.vocab_size
-    pretrained = isinstance(module, PreTrainedModel)
-    net = (pretrained and fused.of(module, name, vocab)) or Unfused(module)
-    lm = LM(module, name, vocab, net)
-    if isinstance(net, Unfused) and pretrained and module not in _PROBED:
+    lm = LM(module, name, vocab, network(module, name, vocab))
+    if isinstance(lm.net, Unfused) and isinstance(module, PreTrainedModel):
         probe(lm.apart())
-        _PROBED.add(module)
     return lm
+
+
+@op
+def settle(module: Any) -> None:
+    """Move a module's weights to where passes read them sooner; by default, nowhere."""
 
 
 def probe(lm: LM) -> None:
     """Raise UserError if the LM's logits over a tree are not its module's own of each path.
 
-    Its cache is replaced.
+    A module is probed once. The LM's cache is replaced.
     """
+    if lm.module in _PROBED:
+        return
     refusal = f"{lm.name} ({lm.config.model_type}) cannot be served; choose another model: "
     try:
         difference = _difference(lm)
@@ -127,6 +131,7 @@ def probe(lm: LM) -> None:
             f"{refusal}its logits over a tree differ by {difference:.1e} of their size from those "
             "of each path alone"
         )
+    _PROBED.add(lm.module)
 
 
 @torch.inference_mode()

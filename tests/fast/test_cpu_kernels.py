@@ -62,7 +62,7 @@ def compiled(name: str = "llama", dtype: torch.dtype = torch.float32) -> LM:
 @pytest.fixture(autouse=True)
 def _fresh():
     """Every test tries its modules anew."""
-    fused._KNOWN.clear()
+    fused._FUSED.clear()
 
 
 def apart(ours, theirs) -> float:

@@ -17,7 +17,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from specexp import ops
 from specexp.fast import fused
+from specexp.fast.cpu import Native
 from specexp.fast.fused import Fused
 from specexp.models.lm import LM, Unfused
 from specexp.models.load import of_module
@@ -56,7 +58,7 @@ def _as_they_are(monkeypatch):
     the difference there is. What is compiled has its own tests."""
     monkeypatch.setenv("SPECEXP_NATIVE", "off")
     monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)
-    monkeypatch.setattr(fused, "_KNOWN", WeakKeyDictionary())
+    monkeypatch.setattr(fused, "_FUSED", WeakKeyDictionary())
 
 
 def made(name: str, dtype: torch.dtype = torch.float64):
@@ -208,8 +210,58 @@ def test_a_network_that_disagrees_with_its_module_is_run_by_transformers(spoil, 
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(net, "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
-    assert line.startswith("mine is run by transformers, unfused: ")
+    assert line.startswith("mine is run as it is, unfused, because ")
     assert said in line
+
+
+def fails(*_, **__):
+    raise ValueError("no such stride")
+
+
+@pytest.mark.parametrize("part", ["__init__", "__call__"])
+def test_network_that_raises_is_unfused_and_the_log_says_why(part, caplog, monkeypatch):
+    monkeypatch.setattr(Fused, part, fails)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert isinstance(of_module(made("llama"), "mine").net, Unfused)
+    [line] = [r.getMessage() for r in caplog.records]
+    why = "it fails with ValueError: no such stride"
+    assert line == f"mine is run as it is, unfused, because {why}"
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+def test_compiled_pass_that_is_wrong_leaves_the_fused_one(fault, caplog, monkeypatch):
+    def halved(net, *args, **inputs):
+        logits, states = run(net, *args, **inputs)
+        return logits / 2, states
+
+    run = Native.__call__
+    monkeypatch.delenv("SPECEXP_NATIVE")
+    monkeypatch.setattr(Native, "__call__", fails if fault == "raises" else halved)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert isinstance(of_module(made("llama", torch.float32), "mine").net, Fused)
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line.startswith("mine is run in torch's operations, uncompiled, because it")
+    assert {"raises": "no such stride", "differs": "differ by 5.0e-01"}[fault] in line
+
+
+def test_memory_that_runs_out_while_fusing_is_no_fault_of_the_network(monkeypatch):
+    def out(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Fused, "__call__", out)
+    with pytest.raises(torch.OutOfMemoryError):
+        of_module(made("llama"))
+
+
+def test_switched_off_every_network_is_its_module(monkeypatch):
+    monkeypatch.setenv("SPECEXP_FAST", "off")
+    ops.forget()
+    whole, cut = of_module(made("llama")), engine("early_exit").drafter.lm
+    assert [type(lm.net) for lm in (whole, cut)] == [Unfused, Unfused]
+    assert isinstance(engine("eagle").drafter.lm.net, Unfused)
+    monkeypatch.undo()
+    ops.forget()
 
 
 @pytest.mark.parametrize("family", ["gemma", "gpt2", "neox"])

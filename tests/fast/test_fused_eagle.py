@@ -9,10 +9,12 @@ from conftest import on_every_device
 from support.norms import DEFAULTS, with_norms
 from support.tiny import PROMPTS, V, heads
 
-from specexp.fast import fused, fused_eagle
+from specexp.fast import fused
 from specexp.fast.cpu import Native
 from specexp.fast.fused import Fused
+from specexp.fast.fused_eagle import FusedEagle
 from specexp.models import head_files
+from specexp.models import heads as layers
 from specexp.models.heads import Eagle, save
 from specexp.models.lm import LM, Unfused
 from specexp.sequences import Sequences
@@ -68,7 +70,7 @@ def passed(eagle: Eagle, net) -> tuple[torch.Tensor, torch.Tensor]:
 def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
     """By how much they differ from those of the layer as it is in float64, of their size."""
     eagle = made(kind, dtype, device)
-    ours = passed(eagle, fused_eagle.of(eagle, "it"))
+    ours = passed(eagle, layers.network(eagle, "it", V))
     exact = made(kind, dtype, device).to(torch.float64)
     for weight in (*exact.parameters(), *(part.weight for part in exact.borrowed)):
         weight.data = weight.data.to(torch.float64)
@@ -79,7 +81,7 @@ def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
 
 def tells_apart(eagle: Eagle) -> bool:
     """Whether tokens that the head does not know are impossible, and nothing is said of none."""
-    lm = LM(eagle, "it", V, fused_eagle.of(eagle, "it"))
+    lm = LM(eagle, "it", V, layers.network(eagle, "it", V))
     lm.allocate(2, 4)
     tokens = torch.tensor([[5, -1, 7], [-1, 3, -1]])
     at = torch.arange(3).expand(2, -1)
@@ -108,7 +110,7 @@ def plain(monkeypatch):
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):
-    assert isinstance(fused_eagle.of(made(kind, dtype, device), "it").net, Fused)
+    assert isinstance(layers.network(made(kind, dtype, device), "it", V).net, Fused)
     other_sums = device == "cuda" and dtype == torch.float32
     assert off(kind, dtype, device) < (1e-5 if other_sums else NEAR[dtype])
 
@@ -117,7 +119,7 @@ def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_do_compiled_ones(kind, dtype):
-    assert isinstance(fused_eagle.of(made(kind, dtype), "it").net, Native)
+    assert isinstance(layers.network(made(kind, dtype), "it", V).net, Native)
     assert off(kind, dtype) < NEAR[dtype]
 
 
@@ -128,7 +130,7 @@ def test_tokens_that_the_head_does_not_know_are_impossible():
 
 def test_a_token_alone_whose_logits_nobody_wants():
     eagle = made("eagle3", torch.float32)
-    lm = LM(eagle, "it", V, fused_eagle.of(eagle, "it"))
+    lm = LM(eagle, "it", V, layers.network(eagle, "it", V))
     lm.allocate(1, 4)
     seqs, at = Sequences.of([[1]], 1, slack=2), torch.zeros(1, 1, dtype=torch.int64)
     asked = seqs, at + 3, at, at, None, (0,)
@@ -142,7 +144,7 @@ def test_a_token_alone_whose_logits_nobody_wants():
 def test_the_layer_stays_what_it_was_and_can_be_saved(tmp_path):
     eagle = made("eagle3", torch.float32)
     weights = {name: tensor.clone() for name, tensor in eagle.state_dict().items()}
-    assert fused_eagle.of(eagle, "it")
+    assert isinstance(layers.network(eagle, "it", V), FusedEagle)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in eagle.state_dict().items())
     save(tmp_path, eagle, "target")
     held = head_files.read(tmp_path).tensors()
@@ -168,7 +170,7 @@ def test_a_layer_of_another_kind_is_run_as_it_is(spoil, said, caplog):
     eagle = made("eagle", torch.float32)
     spoil(eagle)
     with caplog.at_level(logging.WARNING, "specexp"):
-        assert fused_eagle.of(eagle, "mine") is None
+        assert isinstance(layers.network(eagle, "mine", V), Unfused)
     [line] = [r.getMessage() for r in caplog.records]
-    assert line.startswith("mine is run as it is: ")
+    assert line.startswith("mine is run as it is, unfused, because ")
     assert said in line
