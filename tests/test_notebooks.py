@@ -48,7 +48,7 @@ def prompts_file(tmp_path_factory):
     return str(file)
 
 
-def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders, prompts_file):
+def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders, prompts_file):
     """One store: every experiment by the runner, then the comparison over their runs."""
     target, draft = tiny_folders
     files = []
@@ -89,7 +89,7 @@ def test_the_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_fold
     assert f"{len(SMALL)} finished runs" in compared.read_text()
 
 
-def test_the_comparison_of_nothing_says_what_to_run(store, tmp_path):
+def test_compare_without_runs_says_what_to_run(store, tmp_path):
     assert "run `make demo`" in execute("90_compare", tmp_path).read_text()
 
 
@@ -120,9 +120,7 @@ LM.verify = lambda lm, seqs, draft, taps=(): whole(lm, seqs.__class__(**{
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_divergence_that_is_no_tie_fails_the_run(
-    name, store, tmp_path, tiny_folders, prompts_file
-):
+def test_planted_divergence_fails_the_notebook(name, store, tmp_path, tiny_folders, prompts_file):
     """A cache off by one is planted before the check: the notebook stops and logs nothing."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     built = next(i for i, c in enumerate(notebook.cells) if "api.build(" in c.source)
@@ -137,6 +135,13 @@ def test_a_divergence_that_is_no_tie_fails_the_run(
     [error] = (store / "failed").glob("*/error.txt")
     assert "AssertionError" in error.read_text()
     assert not (store / "results").exists()
+
+
+def test_defaults_pass_every_check(tmp_path):
+    files = [tmp_path / f"{name}.yaml" for name in SMALL]
+    for file in files:
+        file.write_text(yaml.safe_dump({"notebook": str(NOTEBOOKS / f"{file.stem}.ipynb")}))
+    assert len(points.load(files)) == len(SMALL)
 
 
 def test_shipped_grids_pass_every_check():

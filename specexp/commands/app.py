@@ -553,7 +553,7 @@ def bench(
     earlier = regression.read(against, parameters, names) if against else None
     report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:
-        out = lab.place(out, options)
+        out = lab.report_path(out, options)
         _writable(out)
     pairing = api.build(**options)
     report["about"] = lab.about(pairing.target.device, pairing.target.dtype)

@@ -37,19 +37,19 @@ def heading(about: dict[str, Any]) -> str:
     )
 
 
-def tables(name: str, found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+def tables(name: str, suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     """A suite's tables, and the notes below them."""
     views: dict[str, Callable[[dict[str, Any]], tuple[list[Table], list[str]]]] = {
         "peers": _peers, "roofline": _roofline, "round": _round, "scale": _scale,
         "memory": _memory,
     }  # fmt: skip
-    return views[name](found)
+    return views[name](suite)
 
 
-def figure(name: str, found: dict[str, Any]) -> Figure:
+def figure(name: str, suite: dict[str, Any]) -> Figure:
     drawn = {"peers": over_peers, "roofline": floors, "round": phases, "scale": growth,
              "memory": shares}  # fmt: skip
-    return drawn[name](found)
+    return drawn[name](suite)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -63,31 +63,31 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def times(found: dict[str, float]) -> str:
+def times(ratio: dict[str, float]) -> str:
     """1.05x [0.91, 1.25]; without the interval if there is only one unit."""
-    if found["low"] == found["high"]:
-        return f"{found['value']:.2f}x"
-    return f"{found['value']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
+    if ratio["low"] == ratio["high"]:
+        return f"{ratio['value']:.2f}x"
+    return f"{ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
-def per_cent(found: dict[str, float]) -> str:
+def per_cent(share: dict[str, float]) -> str:
     """53 % [48, 61]"""
-    return f"{found['value'] * 100:.0f} % [{found['low'] * 100:.0f}, {found['high'] * 100:.0f}]"
+    return f"{share['value'] * 100:.0f} % [{share['low'] * 100:.0f}, {share['high'] * 100:.0f}]"
 
 
-def _peers(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+def _peers(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     table = _table(
-        f"peers: {found['drafter']}, γ = {found['gamma']}, {found['new_tokens']} new tokens for "
-        f"{found['prompts']} prompts, repeats {found['repeats']}",
+        f"peers: {suite['drafter']}, γ = {suite['gamma']}, {suite['new_tokens']} new tokens for "
+        f"{suite['prompts']} prompts, repeats {suite['repeats']}",
         "tokens/s", "batch", "theirs", "specexp", "specexp / theirs", "same output",
     )  # fmt: skip
-    for row in found["rows"]:
+    for row in suite["rows"]:
         theirs = "-" if row["their_tok_s"] is None else f"{row['their_tok_s']:.1f}"
         table.add_row(
             WORK[row["work"]], str(row["batch"]), theirs, f"{row['tok_s']:.1f}",
             times(row["ratio"]) if row["ratio"] else "-", _equal(row["equal"]),
         )  # fmt: skip
-    notes = [f"{WORK[row['work']]}: {row['missing']}" for row in found["rows"] if row["missing"]]
+    notes = [f"{WORK[row['work']]}: {row['missing']}" for row in suite["rows"] if row["missing"]]
     return [table], [
         *notes,
         "whole calls, prefill included, EOS ignored; theirs: transformers' generate() on the same "
@@ -97,20 +97,20 @@ def _peers(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     ]
 
 
-def _equal(found: dict[str, Any] | None) -> str:
+def _equal(output: dict[str, Any] | None) -> str:
     """Share of equal tokens, rows that differ at a near tie, and rows that differ otherwise."""
-    if found is None:
+    if output is None:
         return "-"
     kinds = (("ties", "ties"), ("others", "unexplained"))
-    counts = [f"{name}: {found[kind]}" for kind, name in kinds if found[kind]]
-    return ", ".join([f"{found['share'] * 100:.1f} %", *counts])
+    counts = [f"{name}: {output[kind]}" for kind, name in kinds if output[kind]]
+    return ", ".join([f"{output['share'] * 100:.1f} %", *counts])
 
 
-def _roofline(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
-    copy, rows = found["copy"], found["rows"]
+def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    copy, rows = suite["copy"], suite["rows"]
     memory = _table(
         f"roofline: a copy moves {copy['gb_s']:.1f} GB/s ({copy['bytes'] / 2e6:.0f} MB read and as "
-        f"many written); {found['turns']} turns",
+        f"many written); {suite['turns']} turns",
         "pass", "tokens", "ms", "must read", "GB/s", "of copy's GB/s",
     )  # fmt: skip
     products = _table("", "pass", "tokens", "bare products, ms", "pass / bare", "pass / one token")
@@ -135,12 +135,12 @@ def _roofline(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     return [memory, products], notes
 
 
-def _round(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
-    sides = found["plain"], found["fast"]
+def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
+    sides = suite["plain"], suite["fast"]
     table = _table(
-        f"round: {found['drafter']}, one stream, {found['texts']} prompts, repeats "
-        f"{found['turns'] // found['texts']}; ms a round",
-        "phase", "plain", "share", f"γ = {found['gamma']}", "share",
+        f"round: {suite['drafter']}, one stream, {suite['texts']} prompts, repeats "
+        f"{suite['turns'] // suite['texts']}; ms a round",
+        "phase", "plain", "share", f"γ = {suite['gamma']}", "share",
     )  # fmt: skip
     for phase in PHASES:
         both = [side["phases"][phase] for side in sides]
@@ -149,10 +149,10 @@ def _round(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     sums, overheads = ([side[key] for side in sides] for key in ("sum_over_round", "overhead"))
     table.add_row("sum / clean", *(c for s in sums for c in ("", times(s))))
     table.add_row("overhead", *(c for o in overheads for c in ("", per_cent(o))))
-    speedup, accepted = found["speedup"], found["acceptance"]
+    speedup, accepted = suite["speedup"], suite["acceptance"]
     return [table], [
-        "accept: law and rule; commit: observe and commit; host: reading the report and Python "
-        "between rounds;",
+        "accept: distribution and rule; commit: observe and commit; host: reading the report and "
+        "Python between rounds;",
         "clean loop: a round without clocks between phases; overhead: its part outside draft and "
         "target passes",
         f"acceptance length {accepted['length']:.2f}: speedup {times(speedup['measured'])} "
@@ -160,20 +160,20 @@ def _round(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
     ]
 
 
-def _scale(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+def _scale(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     table = _table(
-        f"scale: a pass over one row, one token and {found['context']} slots, one axis varied at a "
-        f"time; {found['turns']} turns", "axis", "", "ms", "over the first", left=2,
+        f"scale: a pass over one row, one token and {suite['context']} slots, one axis varied at a "
+        f"time; {suite['turns']} turns", "axis", "", "ms", "over the first", left=2,
     )  # fmt: skip
     last = None
-    for row in found["rows"]:
+    for row in suite["rows"]:
         value = str(row["value"])
         if row["axis"] == "model":
             value += f" ({row['parameters'] / 1e6:.1f}M), {row['vocabulary']}"
         axis = AXES[row["axis"]] if row["axis"] != last else ""
         table.add_row(axis, value, f"{row['ms']:.2f}", times(row["over_first"]))
         last = row["axis"]
-    return [table], [fitted(found["fit"])]
+    return [table], [fitted(suite["fit"])]
 
 
 def fitted(fit: dict[str, Any]) -> str:
@@ -186,18 +186,18 @@ def fitted(fit: dict[str, Any]) -> str:
     return f"{line}: a poor fit (R² {fit['r2']:.2f}); was the machine busy?"
 
 
-def _memory(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
+def _memory(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     table = _table(
-        f"memory: {found['drafter']}, {found['new_tokens']} new tokens; MB at the peak",
+        f"memory: {suite['drafter']}, {suite['new_tokens']} new tokens; MB at the peak",
         "batch", "slots", *PARTS, "predicted", "measured", "ratio", left=0,
     )  # fmt: skip
-    for row in found["rows"]:
+    for row in suite["rows"]:
         sizes = (f"{row[key] / 1e6:.1f}" for key in (*PARTS.values(), "predicted", "measured"))
         table.add_row(str(row["batch"]), str(row["slots"]), *sizes, f"{row['ratio']:.3f}x")
     caches = [
         f"{m['model']}: {m['stated']:,} bytes of keys and values a token by its config, "
         f"{m['held']:,.0f} allocated"
-        for m in found["models"]
+        for m in suite["models"]
     ]
     return [table], [
         *caches,
@@ -210,9 +210,9 @@ def _memory(found: dict[str, Any]) -> tuple[list[Table], list[str]]:
 # --- figures -------------------------------------------------------------------------------------
 
 
-def over_peers(found: dict[str, Any]) -> Figure:
+def over_peers(suite: dict[str, Any]) -> Figure:
     """Tokens/s of both sides, one pair of bars per comparison."""
-    rows = [row for row in found["rows"] if row["ratio"]]
+    rows = [row for row in suite["rows"] if row["ratio"]]
     with canvas(8.5, 1.6 + 0.6 * len(rows)) as (drawn, axes):
         for at, row in enumerate(rows):
             axes.barh(at - 0.2, row["their_tok_s"], 0.38, color=PLAIN)
@@ -229,20 +229,20 @@ def over_peers(found: dict[str, Any]) -> Figure:
 
 
 def _verdict(ratio: dict[str, float]) -> str:
-    found = Interval(**ratio)
-    return times(ratio) if found.low == found.high else statistics.verdict(found)
+    interval = Interval(**ratio)
+    return times(ratio) if interval.low == interval.high else statistics.verdict(interval)
 
 
-def floors(found: dict[str, Any]) -> Figure:
+def floors(suite: dict[str, Any]) -> Figure:
     """Every pass beside its two references: its bytes at the copy's bandwidth, and its bare matrix
     products."""
-    rows = found["rows"]
+    rows = suite["rows"]
     with canvas(8.5, 1.6 + 0.8 * len(rows)) as (drawn, axes):
         for at, row in enumerate(rows):
-            memory = 1e-6 * row["bytes"] / found["copy"]["gb_s"]
+            memory = 1e-6 * row["bytes"] / suite["copy"]["gb_s"]
             bars = ((memory, PLAIN), (row["bare_ms"], PREDICTED), (row["ms"], SPECULATIVE))
-            for place, (ms, colour) in enumerate(bars, -1):
-                axes.barh(at + 0.26 * place, ms, 0.25, color=colour)
+            for line, (ms, colour) in enumerate(bars, -1):
+                axes.barh(at + 0.26 * line, ms, 0.25, color=colour)
         labels = ("its bytes at the copy's bandwidth", "bare matrix products", "the pass")
         for colour, label in zip((PLAIN, PREDICTED, SPECULATIVE), labels, strict=True):
             axes.barh(0, 0, color=colour, label=label)
@@ -262,9 +262,9 @@ def _count(tokens: int) -> str:
     return f"{tokens} tokens" if tokens > 1 else "1 token"
 
 
-def phases(found: dict[str, Any]) -> Figure:
+def phases(suite: dict[str, Any]) -> Figure:
     """A plain and a speculative round as stacked phases; the mark is the clean loop's round."""
-    sides = {"plain": found["plain"], f"γ = {found['gamma']}": found["fast"]}
+    sides = {"plain": suite["plain"], f"γ = {suite['gamma']}": suite["fast"]}
     with canvas(8.5, 3.0) as (drawn, axes):
         palette = sns.color_palette("colorblind", len(PHASES))
         for at, side in enumerate(sides.values()):
@@ -277,21 +277,21 @@ def phases(found: dict[str, Any]) -> Figure:
                       label="" if at else "clean loop")  # fmt: skip
         axes.set_yticks(range(len(sides)), list(sides))
         axes.invert_yaxis()
-        axes.set_xlabel(f"ms a round, {found['drafter']}")
+        axes.set_xlabel(f"ms a round, {suite['drafter']}")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        speedup = found["speedup"]
+        speedup = suite["speedup"]
         axes.set_title(
-            f"Overhead {per_cent(found['fast']['overhead'])} of a round; speedup "
+            f"Overhead {per_cent(suite['fast']['overhead'])} of a round; speedup "
             f"{times(speedup['measured'])} measured, {speedup['from_passes']:.2f}x predicted"
         )
     return drawn
 
 
-def growth(found: dict[str, Any]) -> Figure:
+def growth(suite: dict[str, Any]) -> Figure:
     """Cost of a pass over batch, tokens a row and context, relative to a one-token pass."""
     with panels(3, 13.5, 4.0) as (drawn, every):
         for axes, axis in zip(every, ("batch", "tokens", "context"), strict=True):
-            rows = [row for row in found["rows"] if row["axis"] == axis]
+            rows = [row for row in suite["rows"] if row["axis"] == axis]
             x = [row["value"] for row in rows]
             ratios = [row["over_first"] for row in rows]
             error = [
@@ -305,14 +305,14 @@ def growth(found: dict[str, Any]) -> Figure:
             axes.set_xlabel({"batch": "batch (rows)", "tokens": "tokens a row",
                              "context": "context (slots)"}[axis])  # fmt: skip
             axes.set_ylim(0, None)
-        every[0].set_ylabel(f"relative to one token ({found['rows'][0]['ms']:.2f} ms)")
-        drawn.suptitle(f"A{fitted(found['fit'])[1:]}", x=0.01, ha="left")
+        every[0].set_ylabel(f"relative to one token ({suite['rows'][0]['ms']:.2f} ms)")
+        drawn.suptitle(f"A{fitted(suite['fit'])[1:]}", x=0.01, ha="left")
     return drawn
 
 
-def shares(found: dict[str, Any]) -> Figure:
+def shares(suite: dict[str, Any]) -> Figure:
     """Predicted memory as stacked parts, one bar per batch; the mark is the measured peak."""
-    rows = found["rows"]
+    rows = suite["rows"]
     with canvas(8.5, 1.8 + 0.5 * len(rows)) as (drawn, axes):
         palette = sns.color_palette("colorblind", len(PARTS))
         left = [0.0] * len(rows)
@@ -325,7 +325,7 @@ def shares(found: dict[str, Any]) -> Figure:
                       label="" if at else "measured")  # fmt: skip
         axes.set_yticks(range(len(rows)), [f"batch {row['batch']}" for row in rows])
         axes.invert_yaxis()
-        axes.set_xlabel(f"MB at the peak, {found['drafter']}")
+        axes.set_xlabel(f"MB at the peak, {suite['drafter']}")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         off = max(abs(row["ratio"] - 1) for row in rows)
         axes.set_title(f"Peak memory is within {off:.1%} of the prediction from configs")

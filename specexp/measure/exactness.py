@@ -3,9 +3,9 @@
 Greedy output is compared with plain greedy decoding. Sampled output is compared under common noise:
 with the rule Match, speculative output must equal plain sampling exactly. The two paths sum the
 same numbers in different orders, so a near tie may go either way. At the first difference of a row
-the law is recomputed in float32 without a cache: the difference is a `tie` if both tokens are
-within rounding of winning there, else a `bug`. (Tests prove by exact enumeration that the exact
-rules keep the law; what a run can still get wrong is caches, masks and positions.)
+the logits are computed again in float32 without a cache: the difference is a `tie` if both tokens
+are within rounding of winning there, else a `bug`. (Tests prove by exact enumeration that the exact
+rules keep the distribution; what a run can still get wrong is caches, masks and positions.)
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Divergence:
 class Exactness:
     """The result of a check. `tokens`: how many agree before each row's first difference.
 
-    `lossy`: name of the engine's rule if it changes the target's law, whatever the comparison
-    found; `replaced`: its name if Match was run in its place; both else "".
+    `lossy`: name of the engine's rule if it changes the target's distribution, whatever the
+    comparison shows; `replaced`: its name if Match was run in its place; both else "".
     """
 
     rows: int
@@ -74,17 +74,18 @@ class Exactness:
         }
 
     def __str__(self) -> str:
-        found = "identical" if not self.divergences else f"{self.ties} near ties, {self.bugs} bugs"
+        result = "identical" if not self.divergences else f"{self.ties} near ties, {self.bugs} bugs"
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
         how = f", Match in place of {self.replaced}," if self.replaced else ""
-        line = f"{self.tokens} tokens in {rows}{how} compared with plain decoding: {found}"
+        line = f"{self.tokens} tokens in {rows}{how} compared with plain decoding: {result}"
         return f"{line}; but the rule is {self.lossy}" if self.lossy else line
 
 
 def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Exactness:
     """Decode the prompts both ways, all rows in one ragged batch, and classify every difference.
 
-    Greedy output is made by the engine's own rule, sampled output by Match."""
+    prompts: token ids of each row. Greedy output is made by the engine's own rule, sampled output
+    by Match."""
     coupled = copy.copy(engine)
     if engine.sampling.temperature > 0:
         coupled.rule = Match()
@@ -106,19 +107,19 @@ def compare(
     sampled = engine.sampling.temperature > 0
     lossy = rule.name if rule.lossy and sampled else ""
     replaced = rule.name if not rule.samples and sampled else ""
-    found, reference = Exactness(len(prompts), lossy, replaced), Reference(engine.target)
+    exact, reference = Exactness(len(prompts), lossy, replaced), Reference(engine.target)
     for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
         if same is None and len(a) != len(b):
             same = min(len(a), len(b))  # one ended earlier, which rounding cannot explain
-        found.tokens += len(a) if same is None else same
+        exact.tokens += len(a) if same is None else same
         if same is None:
             continue
         x, y = (t[same] if same < len(t) else -1 for t in (a, b))
         text = [*prompt, *a[:same]]
         tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, streams[row], reference)
-        found.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
-    return found
+        exact.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
+    return exact
 
 
 def near_winners(
@@ -136,8 +137,8 @@ def near_winners(
     key = mix(mix(torch.tensor([stream], device=device)) + len(text))
     winners: set[int] = set()
     for top_p in {sampling.top_p, min(1.0, sampling.top_p + eps), sampling.top_p * (1 - eps)}:
-        law = replace(sampling, top_p=top_p).law(logits[None])
-        race = Noise(engine.seed).race(law, key, TOKEN).log()[0]
+        p = replace(sampling, top_p=top_p).law(logits[None])
+        race = Noise(engine.seed).race(p, key, TOKEN).log()[0]
         near = race >= race.max() - 2 * slack / sampling.temperature
         winners |= set(torch.nonzero(near).flatten().tolist())
     return winners

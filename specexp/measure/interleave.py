@@ -26,7 +26,7 @@ class Turn(NamedTuple):
     """One call of an arm: its duration and its result."""
 
     seconds: float
-    made: Any = None
+    result: Any = None
 
 
 def clock(device: torch.device) -> float:
@@ -48,9 +48,10 @@ def take(
 
     Uncounted warm-up turns come first, on `warm` (where rounds are recorded: items of every shape),
     or else on the first item. Each arm is called `lead` more times just before every timed call, on
-    the same item. about: the label of the progress bar.
+    the same item. about: the label of the progress bar. Returns the turns of each arm, one an item,
+    in the order of the items.
     """
-    seen: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
+    turns: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
     with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, unit="call") as bar:
         for number, item in enumerate([*first, *items], 1 - len(first)):
@@ -58,12 +59,12 @@ def take(
                 for _ in range(lead):
                     arms[arm](item)
                 begin = clock(device)
-                made = arms[arm](item)
+                result = arms[arm](item)
                 took = clock(device) - begin
                 if number > 0:
-                    seen[arm].append(Turn(took, made))
+                    turns[arm].append(Turn(took, result))
                 bar.update()
-    return seen
+    return turns
 
 
 def seconds(turns: Sequence[Turn]) -> list[float]:

@@ -60,18 +60,18 @@ def load(
 
 
 def _of(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
-    known = {prompt.category: None for prompt in prompts}
-    if unknown := [category for category in categories if category not in known]:
-        raise UserError(f"no prompts of category {_names(unknown)}; there are {_names(known)}")
+    present = {prompt.category: None for prompt in prompts}
+    if unknown := [category for category in categories if category not in present]:
+        raise UserError(f"no prompts of category {_names(unknown)}; there are {_names(present)}")
     return [prompt for prompt in prompts if prompt.category in categories]
 
 
 def _in_turns(prompts: list[Prompt]) -> list[Prompt]:
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     turn = []
     for prompt in prompts:
-        turn.append(seen[prompt.category])
-        seen[prompt.category] += 1
+        turn.append(counts[prompt.category])
+        counts[prompt.category] += 1
     return [prompts[at] for at in sorted(range(len(prompts)), key=turn.__getitem__)]
 
 

@@ -1,7 +1,8 @@
 """Bootstrap confidence intervals for ratios and rates, whatever is measured.
 
-The resampled unit is the prompt (or the repeat), never the token, because the guesses within one
-output are not independent. A speedup is called faster or slower only if its interval excludes 1.
+The resampled unit is the prompt (or the repeat), never the token, because the draft tokens within
+one output are not independent. A speedup is called faster or slower only if its interval excludes
+1.
 
 A percentile bootstrap over six units covers the true value 84 % of the time instead of 95 %, so
 both ends are moved outwards by the ratio of Student's t quantile to the normal one.
@@ -45,19 +46,19 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> Any:
     return above.sum(-1) / np.maximum(below.sum(-1), _TINY)
 
 
-def _within(least: float, found: Interval, most: float) -> Interval:
-    return found._replace(low=max(least, found.low), high=min(most, found.high))
+def _within(least: float, whole: Interval, most: float) -> Interval:
+    return whole._replace(low=max(least, whole.low), high=min(most, whole.high))
 
 
 def speedup(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike
 ) -> Interval:
     """Seconds per delivered token of plain decoding over speculation's; paired units [n]."""
-    found = interval(
+    times = interval(
         lambda ps, pt, fs, ft: (ps.sum(-1) / pt.sum(-1)) / (fs.sum(-1) / ft.sum(-1)),
         plain_s, plain_tokens, fast_s, fast_tokens,
     )  # fmt: skip
-    return _within(0, found, np.inf)
+    return _within(0, times, np.inf)
 
 
 def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
@@ -72,12 +73,12 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
     value, n = float(statistic(*data)), data[0].size
     if n < 2:
         return Interval(value, value, value)
-    found = bootstrap(
+    resampled = bootstrap(
         data, lambda *x, axis: statistic(*x),
         paired=True, vectorized=True, method="percentile", n_resamples=2000, rng=0,
     )  # fmt: skip
     wider = t.ppf(0.975, n - 1) / norm.ppf(0.975) * np.sqrt(n / (n - 1))
-    low, high = (value + wider * (float(end) - value) for end in found.confidence_interval)
+    low, high = (value + wider * (float(end) - value) for end in resampled.confidence_interval)
     return Interval(value, low, high)
 
 

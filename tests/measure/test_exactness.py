@@ -9,7 +9,7 @@ from conftest import tiny_llama
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
-from specexp.measure import exactness as lab
+from specexp.measure import exactness as exactness
 from specexp.measure.exactness import Reference, certify, compare, near_winners
 from specexp.models.int8 import quantise
 from specexp.models.lm import LM
@@ -33,22 +33,22 @@ def engine(temperature=0.0, dtype=torch.float32, drafter="model", **sampling) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_the_engine_passes(dtype, temperature, drafter):
-    found = certify(engine(temperature, dtype, drafter), PROMPTS, 24)
-    assert found.bugs == 0
-    assert found.metrics["exact/pass"] == 1
+def test_engine_output_is_exact(dtype, temperature, drafter):
+    exact = certify(engine(temperature, dtype, drafter), PROMPTS, 24)
+    assert exact.bugs == 0
+    assert exact.metrics["exact/pass"] == 1
     if dtype != torch.bfloat16:
-        assert found.ties == 0
-        assert found.tokens == 24 * 3
+        assert exact.ties == 0
+        assert exact.tokens == 24 * 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_check_of_another_rule_than_that_of_the_run_says_so(temperature):
-    said = str(certify(engine(temperature), PROMPTS, 4))
-    assert ("Match in place of reject" in said) == (temperature > 0)
+def test_certify_says_when_match_replaces_the_rule(temperature):
+    line = str(certify(engine(temperature), PROMPTS, 4))
+    assert ("Match in place of reject" in line) == (temperature > 0)
 
 
-def test_top_k_and_top_p_pass():
+def test_top_k_and_top_p_are_exact():
     assert certify(engine(0.9, top_k=7, top_p=0.8), PROMPTS, 24).bugs == 0
 
 
@@ -62,20 +62,20 @@ class AcceptAll(Match):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_rule_that_keeps_everything_is_a_bug(monkeypatch, temperature):
+def test_rule_that_accepts_everything_is_a_bug(monkeypatch, temperature):
     broken = engine(temperature)
     if temperature:
         monkeypatch.setattr("specexp.measure.exactness.Match", AcceptAll)
     else:
         broken.rule = AcceptAll()  # greedy output is made by the engine's own rule
-    found = certify(broken, PROMPTS, 24)
-    assert found.bugs == 3
-    assert found.metrics["exact/pass"] == 0
-    assert "bugs" in str(found)
+    exact = certify(broken, PROMPTS, 24)
+    assert exact.bugs == 3
+    assert exact.metrics["exact/pass"] == 0
+    assert "bugs" in str(exact)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_cache_that_is_off_by_one_is_a_bug(monkeypatch, temperature):
+def test_kv_cache_off_by_one_is_a_bug(monkeypatch, temperature):
     verify = LM.verify
 
     def shifted(self, seqs, draft, taps=()):
@@ -89,65 +89,67 @@ def test_a_cache_that_is_off_by_one_is_a_bug(monkeypatch, temperature):
     assert certify(engine(temperature), PROMPTS, 24).bugs > 0
 
 
-def test_a_row_that_stops_early_is_a_bug(monkeypatch):
+def test_row_that_stops_early_is_a_bug(monkeypatch):
     whole = Engine.generate
 
     def cut(self, prompts, max_new_tokens, streams=None):
-        made = whole(self, prompts, max_new_tokens, streams)
+        output = whole(self, prompts, max_new_tokens, streams)
         if len(self.policy.tree) > 1:
-            made.tokens[1] = made.tokens[1][:-1]
-        return made
+            output.tokens[1] = output.tokens[1][:-1]
+        return output
 
     monkeypatch.setattr(Engine, "generate", cut)
-    found = certify(engine(), PROMPTS, 12)
-    assert [d.kind for d in found.divergences] == ["bug"]
-    assert found.divergences[0].row == 1
+    exact = certify(engine(), PROMPTS, 12)
+    assert [d.kind for d in exact.divergences] == ["bug"]
+    assert exact.divergences[0].row == 1
 
 
-def test_a_near_tie_is_a_tie_and_a_clear_lead_is_not():
-    made = engine()
-    head = made.target.module.lm_head.weight
-    text, reference = PROMPTS[0], Reference(made.target)
-    logits = made.target.module(torch.tensor([text])).logits[0, -1]
+def test_near_tie_is_a_tie_and_clear_lead_is_not():
+    checked = engine()
+    head = checked.target.module.lm_head.weight
+    text, reference = PROMPTS[0], Reference(checked.target)
+    logits = checked.target.module(torch.tensor([text])).logits[0, -1]
     best = int(logits.argmax())
     other = (best + 1) % 32
-    assert near_winners(made, text, 0, reference) == {best}
+    assert near_winners(checked, text, 0, reference) == {best}
     head.data[other] = head.data[best] * (1 + 1e-6)
-    assert near_winners(made, text, 0, reference) == {best, other}
+    assert near_winners(checked, text, 0, reference) == {best, other}
     head.data[other] = head.data[best] * 0.9
-    assert near_winners(made, text, 0, reference) == {best}
+    assert near_winners(checked, text, 0, reference) == {best}
 
 
 @pytest.mark.parametrize("free", [1 << 40, 0])
-def test_the_float32_copy_is_made_once_for_all_differences(monkeypatch, free):
-    made = engine(dtype=torch.bfloat16)
-    plain = made.plain().generate(PROMPTS, 8).tokens
+def test_float32_copy_is_made_once(monkeypatch, free):
+    checked = engine(dtype=torch.bfloat16)
+    plain = checked.plain().generate(PROMPTS, 8).tokens
     odd = [[*row[:3], (row[3] + 1) % 32, *row[4:]] for row in plain]
     copied, deepcopy = [], copy.deepcopy
-    monkeypatch.setattr(lab, "free_memory", lambda device: free)
-    monkeypatch.setattr(lab.copy, "deepcopy", lambda *a: copied.append(deepcopy(*a)) or copied[-1])
-    assert compare(made, PROMPTS, plain, 8, range(3)).divergences == []
+    monkeypatch.setattr(exactness, "free_memory", lambda device: free)
+    monkeypatch.setattr(
+        exactness.copy, "deepcopy", lambda *a: copied.append(deepcopy(*a)) or copied[-1]
+    )
+    assert compare(checked, PROMPTS, plain, 8, range(3)).divergences == []
     assert copied == []
-    assert len(compare(made, PROMPTS, odd, 8, range(3)).divergences) == 3
+    assert len(compare(checked, PROMPTS, odd, 8, range(3)).divergences) == 3
     [module] = [m for m in copied if isinstance(m, torch.nn.Module)]
-    weights, before = module.state_dict(), made.target.module.state_dict()
+    weights, before = module.state_dict(), checked.target.module.state_dict()
     assert all(w.dtype == torch.float32 for w in weights.values())
     assert all(torch.equal(w, before[name].float()) for name, w in weights.items())
-    assert made.target.module.lm_head.weight.dtype == torch.bfloat16
+    assert checked.target.module.lm_head.weight.dtype == torch.bfloat16
 
 
-def test_tied_weights_stay_tied_in_the_float32_copy():
+def test_float32_copy_keeps_tied_weights():
     target = of_module(tiny_llama(0, tie_word_embeddings=True).to(torch.bfloat16), "target")
     whole = copy.deepcopy(target.module).float()
     reference = Reference(target)
     wanted = whole(torch.tensor([PROMPTS[0]])).logits[0, -1, :32]
     assert torch.equal(reference.logits(PROMPTS[0]), wanted)
-    made = reference._module
-    assert made.lm_head.weight is made.model.embed_tokens.weight
+    copied = reference._module
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
 
 
 @pytest.mark.torchao
-def test_differences_under_quantised_weights_in_bfloat16_are_judged():
+def test_reference_of_quantised_bfloat16_weights():
     module = tiny_llama(0).to(torch.bfloat16).eval()
     quantise(module, "cpu")
     logits = Reference(of_module(module, "target")).logits(PROMPTS[0])

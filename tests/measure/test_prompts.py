@@ -29,7 +29,7 @@ def refusal(folder: Path, content: str | bytes) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_set_has_sixteen_different_prompts_of_its_category(name: str) -> None:
+def test_shipped_set_has_sixteen_prompts_of_its_category(name: str) -> None:
     prompts = load(name)
     assert len(prompts) == len({prompt.text for prompt in prompts}) == 16
     assert {prompt.category for prompt in prompts} == {name}
@@ -40,7 +40,7 @@ def test_a_shipped_set_has_sixteen_different_prompts_of_its_category(name: str) 
     assert max(len(p.text) for p in prompts) > 1.5 * min(len(p.text) for p in prompts), "ragged"
 
 
-def test_all_is_the_shipped_sets_with_every_id_once() -> None:
+def test_all_has_every_shipped_prompt_once() -> None:
     prompts = load("all")
     rows = zip(*map(load, NAMES), strict=True)
     assert prompts == [prompt for row in rows for prompt in row]
@@ -50,14 +50,14 @@ def test_all_is_the_shipped_sets_with_every_id_once() -> None:
 
 def test_editing_prompts_end_where_the_repetition_begins() -> None:
     for prompt in load("editing"):
-        passage, asked = prompt.text.split("\n\n")[0], prompt.text.rsplit("\n\n", 1)[1]
-        begun = asked.split("\n", 1)[1]
-        heading = asked.split("\n", 1)[0]
+        passage, task = prompt.text.split("\n\n")[0], prompt.text.rsplit("\n\n", 1)[1]
+        begun = task.split("\n", 1)[1]
+        heading = task.split("\n", 1)[0]
         if heading not in ("CSV:", "JSON lines:"):
             assert passage.split("\n", 1)[1].startswith(begun.rstrip("\n"))
 
 
-def test_a_file_of_the_benchmarks_loads_unchanged(tmp_path: Path) -> None:
+def test_spec_bench_file_loads_unchanged(tmp_path: Path) -> None:
     questions = [
         {
             "question_id": 81,
@@ -107,7 +107,7 @@ def test_bom_carriage_returns_and_blank_lines_are_tolerated(tmp_path: Path) -> N
         (b"\xff\xfe{\x00", "not UTF-8 at byte 1"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, broken: str | bytes, word: str) -> None:
+def test_broken_line_is_named(tmp_path: Path, broken: str | bytes, word: str) -> None:
     raw = broken if isinstance(broken, bytes) else broken.encode()
     message = refusal(tmp_path, line("a").encode() + raw)
     assert "question.jsonl: line 2: " in message
@@ -115,19 +115,19 @@ def test_a_broken_line_is_named(tmp_path: Path, broken: str | bytes, word: str) 
     assert len(message) < 300 + len(str(tmp_path))
 
 
-def test_all_broken_lines_are_in_one_message_five_of_them_named(tmp_path: Path) -> None:
+def test_five_broken_lines_are_named_in_one_message(tmp_path: Path) -> None:
     message = refusal(tmp_path, line(1) + "{\n" * 8)
     assert [f"line {n}:" in message for n in range(1, 10)] == [False] + [True] * 5 + [False] * 3
     assert message.endswith("; and 3 more")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\n \r\n\n"])
-def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_empty_prompts_file_is_refused(tmp_path: Path, content: bytes) -> None:
     assert "is empty" in refusal(tmp_path, content)
 
 
 @pytest.mark.parametrize(
-    ("asked", "word"),
+    ("name", "word"),
     [
         ("cod", "'code'"),
         ("editting", "'editing'"),
@@ -135,24 +135,24 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
         ("no/such/folder/zzzz", "shipped are code, prose"),
     ],
 )
-def test_a_missing_file_comes_with_the_nearest_name(asked: str, word: str) -> None:
-    with pytest.raises(UserError, match=f"no prompts at {asked}.*{word}"):
-        load(asked)
+def test_missing_prompts_suggest_the_nearest_set(name: str, word: str) -> None:
+    with pytest.raises(UserError, match=f"no prompts at {name}.*{word}"):
+        load(name)
 
 
-def test_the_nearest_name_may_be_a_neighbour(tmp_path: Path) -> None:
+def test_missing_prompts_suggest_a_neighbouring_file(tmp_path: Path) -> None:
     write(tmp_path, line())
     with pytest.raises(UserError, match=r"did you mean 'question.jsonl'"):
         load(tmp_path / "questions.jsonl")
 
 
 @pytest.mark.parametrize("path", [".", "a\0b", "x" * 5000])
-def test_what_is_no_file_is_refused(path: str) -> None:
+def test_unreadable_prompts_are_refused(path: str) -> None:
     with pytest.raises(UserError, match="cannot read prompts"):
         load(path)
 
 
-def test_categories_keep_theirs_and_an_unknown_one_is_refused() -> None:
+def test_categories_filter_and_refuse_unknown_ones() -> None:
     chosen = load("all", categories=["messy", "code"])
     both = zip(load("code"), load("messy"), strict=True)
     assert chosen == [prompt for pair in both for prompt in pair]
@@ -161,7 +161,7 @@ def test_categories_keep_theirs_and_an_unknown_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 5, 7, 23, 80, 200])
-def test_limit_takes_evenly_from_the_front_of_each_category(limit: int) -> None:
+def test_limit_takes_evenly_from_each_category(limit: int) -> None:
     chosen = load("all", limit=limit)
     taken = {name: [p for p in chosen if p.category == name] for name in NAMES}
     assert len(chosen) == min(limit, 80)
@@ -171,12 +171,12 @@ def test_limit_takes_evenly_from_the_front_of_each_category(limit: int) -> None:
     assert [p.category for p in chosen] == [NAMES[i % 5] for i in range(len(chosen))]
 
 
-def test_limit_with_a_small_category_goes_on_with_the_others(tmp_path: Path) -> None:
+def test_limit_goes_on_after_a_small_category(tmp_path: Path) -> None:
     path = write(tmp_path, line(1, "a") + "".join(line(n, "b") for n in range(2, 9)))
     assert [p.question_id for p in load(path, limit=4)] == [1, 2, 3, 4]
 
 
-def test_a_limit_below_one_is_refused() -> None:
+def test_limit_below_one_is_refused() -> None:
     with pytest.raises(UserError, match="limit"):
         load("all", limit=0)
 

@@ -25,43 +25,45 @@ def pairs(kind: str, speedup: float, rng: np.random.Generator, n: int = 40) -> t
 
 @pytest.mark.parametrize("n", [6, 10, 40])
 @pytest.mark.parametrize("kind", ["normal", "lognormal", "bimodal"])
-def test_the_interval_covers_the_truth_about_as_often_as_it_says(kind, n):
+def test_interval_coverage_is_nominal(kind, n):
     rng = np.random.default_rng(1)
-    found = [statistics.speedup(*pairs(kind, 1.5, rng, n)) for _ in range(800)]
-    covered = np.mean([i.low <= 1.5 <= i.high for i in found])
+    intervals = [statistics.speedup(*pairs(kind, 1.5, rng, n)) for _ in range(800)]
+    covered = np.mean([i.low <= 1.5 <= i.high for i in intervals])
     assert 0.93 <= covered <= 0.97, covered
 
 
-def test_an_interval_stays_within_what_is_possible():
+def test_interval_stays_within_possible_values():
     assert statistics.share([9, 10], [10, 10]).high == 1
     assert statistics.ratio([0, 9], [10, 1]).low == 0
     assert statistics.speedup([9, 1], [1, 1], [1, 9], [1, 1]).low == 0
 
 
-def test_two_equal_arms_are_rarely_called_different():
+def test_equal_arms_are_rarely_called_different():
     rng = np.random.default_rng(2)
-    said = [statistics.verdict(statistics.speedup(*pairs("normal", 1.0, rng))) for _ in range(400)]
-    assert np.mean([s != "no clear difference" for s in said]) <= 0.09
+    verdicts = [
+        statistics.verdict(statistics.speedup(*pairs("normal", 1.0, rng))) for _ in range(400)
+    ]
+    assert np.mean([s != "no clear difference" for s in verdicts]) <= 0.09
 
 
-def test_a_five_percent_gain_under_three_percent_noise_is_found_with_the_right_sign():
+def test_small_gain_under_noise_is_detected():
     rng = np.random.default_rng(3)
-    found = 0
+    detected = 0
     for _ in range(100):
         tokens = np.full(40, 50)
         plain, fast = (0.01 * tokens * rng.normal(1, 0.03, 40) for _ in range(2))
         interval = statistics.speedup(plain, tokens, fast / 1.05, tokens)
         assert interval.value > 1
-        found += interval.low > 1
-    assert found >= 95
+        detected += interval.low > 1
+    assert detected >= 95
 
 
-def test_both_sides_count_delivered_tokens():
+def test_speedup_counts_delivered_tokens():
     assert statistics.speedup([2.0], [10], [1.0], [10]).value == 2
     assert statistics.speedup([2.0], [10], [1.0], [5]).value == 1
 
 
-def test_one_unit_has_no_spread_and_unequal_series_are_refused():
+def test_interval_of_one_unit_and_of_unequal_series():
     assert statistics.ratio([1], [2]) == (0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="equally long"):
         statistics.ratio([1, 2], [1])
@@ -69,12 +71,12 @@ def test_one_unit_has_no_spread_and_unequal_series_are_refused():
         statistics.ratio([], [])
 
 
-def test_a_drafter_that_never_drafts_has_rate_zero():
+def test_rate_of_nothing_drafted_is_zero():
     assert statistics.ratio([0, 0], [0, 0]).value == 0
 
 
 @pytest.mark.parametrize(
-    ("interval", "said"),
+    ("interval", "words"),
     [
         ((1.5, 1.2, 1.8), "1.50x faster"),
         ((0.5, 0.4, 0.9), "2.00x slower"),
@@ -82,5 +84,5 @@ def test_a_drafter_that_never_drafts_has_rate_zero():
         ((1.5, 1.5, 1.5), "1.50x in one sample"),
     ],
 )
-def test_faster_is_said_only_of_an_interval_that_excludes_one(interval, said):
-    assert statistics.verdict(statistics.Interval(*interval)) == said
+def test_verdict_needs_an_interval_without_one(interval, words):
+    assert statistics.verdict(statistics.Interval(*interval)) == words

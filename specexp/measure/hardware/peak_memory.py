@@ -29,22 +29,22 @@ class Alive(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known: set[int] = set()
+        self.counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(made):
-            if isinstance(x, Tensor) and _address(x) not in given | self.known:
+        output = func(*args, **(kwargs or {}))
+        inputs = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(output):
+            if isinstance(x, Tensor) and _address(x) not in inputs | self.counted:
                 storage, at = x.untyped_storage(), _address(x)
-                self.known.add(at)
+                self.counted.add(at)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._gone, at, storage.nbytes())
-        return made
+        return output
 
     def _gone(self, at: int, size: int) -> None:
-        self.known.discard(at)
+        self.counted.discard(at)
         self.now -= size
 
 
@@ -55,26 +55,26 @@ def _address(x: Tensor) -> int:
 @contextmanager
 def peak(device: torch.device) -> Iterator[list[int]]:
     """Yields a list, to which the peak is appended at the end: bytes above the start."""
-    found: list[int] = []
+    peaks: list[int] = []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield found
-        found.append(torch.cuda.max_memory_allocated(device) - before)
+        yield peaks
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
         return
     with Alive() as alive:
-        yield found
-    found.append(alive.peak)
+        yield peaks
+    peaks.append(alive.peak)
 
 
 def weights(modules: Sequence[Any]) -> int:
     """Bytes of the storage behind these modules' parameters and buffers, each counted once."""
-    found = {}
+    sizes = {}
     for module in modules:
         if isinstance(module, nn.Module):
             for x in held([*module.parameters(), *module.buffers()]):
-                found[_address(x)] = x.untyped_storage().nbytes()
-    return sum(found.values())
+                sizes[_address(x)] = x.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 def predicted(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Need:
@@ -105,7 +105,10 @@ def peaks(
     pairing: Pairing, texts: Sequence[str], batches: Sequence[int], max_new_tokens: int
 ) -> dict[str, Any]:
     """Predicted and measured peak per batch size, and the bytes of keys and values per token for
-    each model, as its config states and as its cache holds. Prompts repeat to fill a batch."""
+    each model, as its config states and as its KV cache holds. Prompts repeat to fill a batch.
+
+    As plain data, all in bytes: a row per batch with batch, slots, weights, cache, work, predicted,
+    measured and their ratio; a row per model with stated and held bytes a token."""
     ids, rows, models = pairing.encode(texts), [], []
     if (
         pairing.target.device.type == "cuda"
@@ -115,12 +118,12 @@ def peaks(
         engine = pairing.apart().engine
         engine.eos = ()
         prompts = [ids[i % len(ids)] for i in range(batch)]
-        with peak(pairing.target.device) as found:
+        with peak(pairing.target.device) as highest:
             engine.generate(prompts, max_new_tokens)
         assert engine.target.cache is not None
         slots = engine.target.cache.size
         need = predicted(engine, batch, slots, max(map(len, prompts)))
-        measured = need.weights + found[0]
+        measured = need.weights + highest[0]
         rows.append(
             {"batch": batch, "slots": slots, "weights": need.weights, "cache": need.cache}
             | {"work": need.work, "predicted": need.total, "measured": measured}

@@ -82,11 +82,11 @@ def peers(
         )
     rows = [
         {"work": work, "batch": size}
-        | compared(seen.get(("theirs", their)), seen["ours", our])
+        | compared(turns.get(("theirs", their)), turns["ours", our])
         | {"missing": missing.get(their)}
-        | {"equal": equal(engines["plain"], asked, seen.get(("theirs", their)), new)}
-        | {"ours_equal": equal(engines["plain"], asked, seen["ours", our], new)}
-        for size, seen, asked, pairs in ((1, alone, ids, ALONE), (batch, packed, crowd, TOGETHER))
+        | {"equal": equal(engines["plain"], texts, turns.get(("theirs", their)), new)}
+        | {"ours_equal": equal(engines["plain"], texts, turns["ours", our], new)}
+        for size, turns, texts, pairs in ((1, alone, ids, ALONE), (batch, packed, crowd, TOGETHER))
         for work, their, our in pairs
     ]
     return {
@@ -97,32 +97,32 @@ def peers(
 
 def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, Any]:
     """Delivered tokens/s of both sides over all turns, and the ratio of ours to theirs."""
-    found: dict[str, Any] = {"tok_s": float(_tokens(ours).sum() / sum(interleave.seconds(ours)))}
+    own: dict[str, Any] = {"tok_s": float(_tokens(ours).sum() / sum(interleave.seconds(ours)))}
     if not theirs:
-        return found | {"their_tok_s": None, "ratio": None}
+        return own | {"their_tok_s": None, "ratio": None}
     ratio = statistics.speedup(
         interleave.seconds(theirs), _tokens(theirs), interleave.seconds(ours), _tokens(ours)
     )
     their_tok_s = float(_tokens(theirs).sum() / sum(interleave.seconds(theirs)))
-    return found | {"their_tok_s": their_tok_s, "ratio": ratio._asdict()}
+    return own | {"their_tok_s": their_tok_s, "ratio": ratio._asdict()}
 
 
 def equal(
-    plain: Engine, ids: Texts, seen: Sequence[Turn] | None, max_new_tokens: int
+    plain: Engine, ids: Texts, turns: Sequence[Turn] | None, max_new_tokens: int
 ) -> dict[str, float] | None:
     """How far an arm's first greedy outputs for `ids` equal those of `plain`: the share of tokens
     before each row's first difference, and the rows that differ at a near tie or for any other
     reason. None for sampled output, whose noise differs."""
-    if seen is None or plain.sampling.temperature > 0:
+    if turns is None or plain.sampling.temperature > 0:
         return None
-    texts = [row for turn in seen for row in turn.made][: len(ids)]
-    found = compare(plain, ids, texts, max_new_tokens, range(len(ids)))
-    share = found.tokens / (len(ids) * max_new_tokens)
-    return {"share": share, "ties": found.ties, "others": found.bugs}
+    texts = [row for turn in turns for row in turn.result][: len(ids)]
+    exact = compare(plain, ids, texts, max_new_tokens, range(len(ids)))
+    share = exact.tokens / (len(ids) * max_new_tokens)
+    return {"share": share, "ties": exact.ties, "others": exact.bugs}
 
 
-def _tokens(seen: Sequence[Turn]) -> np.ndarray:
-    return np.array([sum(map(len, turn.made)) for turn in seen])
+def _tokens(turns: Sequence[Turn]) -> np.ndarray:
+    return np.array([sum(map(len, turn.result)) for turn in turns])
 
 
 # --- the arms ------------------------------------------------------------------------------------
@@ -139,20 +139,20 @@ def others(pairing: Pairing, max_new_tokens: int) -> tuple[dict[str, Writer], di
         "prompt_lookup_num_tokens": pairing.options["gamma"],
         "max_matching_ngram_size": SUFFIX,
     }
-    found = {"plain": transformers(module, new), "lookup": transformers(module, new, **lookup)}
+    writers = {"plain": transformers(module, new), "lookup": transformers(module, new, **lookup)}
     missing = {}
     if why := unassisted(pairing):
         missing["draft"] = why
     else:
         [draft] = _draft_module(pairing)
-        found["draft"] = transformers(module, new, assistant_model=draft)
+        writers["draft"] = transformers(module, new, assistant_model=draft)
     if importlib.util.find_spec("vllm") is None:
         missing["vllm"] = "vLLM is not installed"
     elif split(pairing.options["target"])[1]:
         missing["vllm"] = f"vLLM cannot load {pairing.target.name}"
     else:
-        found["vllm"] = vllm(pairing, new)
-    return found, missing
+        writers["vllm"] = vllm(pairing, new)
+    return writers, missing
 
 
 def unassisted(pairing: Pairing) -> str:
@@ -181,12 +181,12 @@ def transformers(module: Any, max_new_tokens: int, **how: Any) -> Writer:
         width = max(map(len, texts))
         ids = [[0] * (width - len(row)) + row for row in texts]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in texts]
-        made = module.generate(
+        output = module.generate(
             input_ids=torch.tensor(ids, device=module.device),
             attention_mask=torch.tensor(mask, device=module.device),
             max_new_tokens=max_new_tokens, **how,
         )  # fmt: skip
-        return [row[width:] for row in made.tolist()]
+        return [row[width:] for row in output.tolist()]
 
     return write
 
@@ -194,17 +194,17 @@ def transformers(module: Any, max_new_tokens: int, **how: Any) -> Writer:
 @contextmanager
 def same_settings(modules: Sequence[Any], gamma: int, sampling: Sampling) -> Iterator[None]:
     """While active, the modules `generate` as specexp does: without EOS, greedily or from the same
-    law, and with a constant draft length of gamma."""
-    law: dict[str, Any] = {"do_sample": False}
+    distribution, and with a constant draft length of gamma."""
+    how: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
-        law = {"do_sample": True, "temperature": sampling.temperature,
+        how = {"do_sample": True, "temperature": sampling.temperature,
                "top_k": sampling.top_k, "top_p": sampling.top_p}  # fmt: skip
     kept = [(module, module.generation_config) for module in modules]
     try:
         for module, config in kept:
             module.generation_config = type(config)(
                 eos_token_id=None, pad_token_id=0, num_assistant_tokens=gamma,
-                num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0, **law,
+                num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0, **how,
             )  # fmt: skip
         yield
     finally:
@@ -225,8 +225,8 @@ def vllm(pairing: Pairing, max_new_tokens: int) -> Writer:
     )
 
     def write(texts: Texts) -> Texts:
-        asked = [{"prompt_token_ids": row} for row in texts]
-        made = engine.generate(asked, sampling, use_tqdm=False)
-        return [list(answer.outputs[0].token_ids) for answer in made]
+        prompts = [{"prompt_token_ids": row} for row in texts]
+        responses = engine.generate(prompts, sampling, use_tqdm=False)
+        return [list(response.outputs[0].token_ids) for response in responses]
 
     return write

@@ -77,10 +77,10 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Every ratio that both reports have."""
-    before = {what: found for what, found, _ in _ratios(then["suites"])}
+    before = {what: ratio for what, ratio, _ in _ratios(then["suites"])}
     return [
-        Change(what, before[what], found, rises)
-        for what, found, rises in _ratios(now["suites"])
+        Change(what, before[what], ratio, rises)
+        for what, ratio, rises in _ratios(now["suites"])
         if what in before
     ]
 
@@ -99,21 +99,21 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
         yield f"{what} / bare products", Interval(**row["over_bare"]), False
         if row["tokens"] > 1:
             yield f"{what} / one", Interval(**row["over_step"]), False
-    if found := suites.get("round"):
+    if rounds := suites.get("round"):
         for side in ("plain", "fast"):
-            yield f"round: {side}, outside passes", Interval(**found[side]["overhead"]), False
-        yield "round: speedup", Interval(**found["speedup"]["measured"]), True
+            yield f"round: {side}, outside passes", Interval(**rounds[side]["overhead"]), False
+        yield "round: speedup", Interval(**rounds["speedup"]["measured"]), True
 
 
-def table(found: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
+def table(compared: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
     """One row per ratio; worse ones in red."""
     title = "against an earlier run"
     if then.get("about", {}).get("device") != now["about"]["device"]:
         title += f" on another device ({then.get('about', {}).get('device')})"
-    made = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
+    rows = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
                  box=None, header_style="bold")  # fmt: skip
-    for change in found:
+    for change in compared:
         verdict = Text("better", "green") if change.better else Text()
         verdict = Text("worse", "red") if change.worse else verdict
-        made.add_row(Text(change.what), str(change.then), str(change.now), verdict)
-    return made
+        rows.add_row(Text(change.what), str(change.then), str(change.now), verdict)
+    return rows

@@ -68,13 +68,13 @@ def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
 
 def matrices(module: nn.Module) -> list[Tensor]:
     """The weights [out, in] of all linear layers, LM head included. GPT-2 stores them [in, out]."""
-    found: list[Any] = []
+    weights: list[Any] = []
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            found.append(part.weight)
+            weights.append(part.weight)
         elif type(part).__name__ == "Conv1D":
-            found.append(part.weight.T)
-    return found
+            weights.append(part.weight.T)
+    return weights
 
 
 def a_pass(
@@ -88,8 +88,8 @@ def a_pass(
     length = max(1, context - slack)
     text = [token % lm.vocab for token in islice(cycle(ids), length + tokens)]
     seqs = Sequences.of([text[:length]] * batch, 0, slack=context - length, device=lm.device)
-    guesses = torch.tensor([text[length : length + tokens - 1]] * batch, device=lm.device)
-    draft = seqs.draft(Tree.chain(tokens - 1).nodes(lm.device), guesses.long())
+    drafted = torch.tensor([text[length : length + tokens - 1]] * batch, device=lm.device)
+    draft = seqs.draft(Tree.chain(tokens - 1).nodes(lm.device), drafted.long())
     lm.allocate(*seqs.tokens.shape)
     lm.prefill(seqs, 0, length - 1)
     run = cuda_graphs.capture(torch.inference_mode()(lambda: lm.verify(seqs, draft)), lm.device)
@@ -106,7 +106,10 @@ def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
 
 
 def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, Any]:
-    """One row per model (see `causal`) and pass, over 1 token and over gamma + 1."""
+    """One row per model (see `causal`) and pass, over 1 token and over gamma + 1, as plain data:
+    model, tokens, context (slots), bytes (that it must read), ms and bare_ms (median), gb_s, and
+    the intervals of_copy (share of the copy's bandwidth), over_bare and over_step (ratios). Beside
+    the rows: turns, gamma, and the copy's bytes, ms and gb_s."""
     gamma, ids = pairing.options["gamma"], [t for row in pairing.encode(texts) for t in row]
     copy, copied = copying(pairing.target.device)
     arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
@@ -114,12 +117,14 @@ def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, 
         for tokens in (1, gamma + 1):
             arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
             arms[at, tokens, "bare"] = products(lm.module, tokens)
-    seen = interleave.take(arms, range(repeats * PASSES), pairing.target.device, "roofline", lead=1)
-    copy_s = interleave.median_s(seen["copy"])
+    turns = interleave.take(
+        arms, range(repeats * PASSES), pairing.target.device, "roofline", lead=1
+    )
+    copy_s = interleave.median_s(turns["copy"])
     rows = []
     for at, lm in enumerate(causal(pairing)):
         for tokens in (1, gamma + 1):
-            took, bare = seen[at, tokens], seen[at, tokens, "bare"]
+            took, bare = turns[at, tokens], turns[at, tokens, "bare"]
             read = pass_bytes(lm, 1, tokens, _context(lm))
             rows.append(
                 {"model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read}
@@ -128,9 +133,9 @@ def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, 
                     "bare_ms": 1e3 * interleave.median_s(bare),
                 }
                 | {"gb_s": 1e-9 * read / interleave.median_s(took)}
-                | {"of_copy": interleave.ratio(seen["copy"], took, read / copied)._asdict()}
+                | {"of_copy": interleave.ratio(turns["copy"], took, read / copied)._asdict()}
                 | {"over_bare": interleave.ratio(took, bare)._asdict()}
-                | {"over_step": interleave.ratio(took, seen[at, 1])._asdict()}
+                | {"over_step": interleave.ratio(took, turns[at, 1])._asdict()}
             )
     about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
     return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}

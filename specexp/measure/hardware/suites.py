@@ -67,7 +67,7 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def place(out: Path, options: dict[str, Any]) -> Path:
+def report_path(out: Path, options: dict[str, Any]) -> Path:
     """The file to write: `out` itself, or, if that is a folder, a file in it named by device, dtype
     and target."""
     if out.suffix and not out.is_dir():
@@ -230,7 +230,7 @@ def a_round(
     seen = interleave.take(
         arms, items, pairing.target.device, "round", lead=1
     )  # rounds get recorded then
-    made = {arm: [turn.made for turn in found] for arm, found in seen.items()}
+    made = {arm: [turn.result for turn in found] for arm, found in seen.items()}
     sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
     traces = {side: [trace for trace, _ in made[side, "clean"]] for side in ("plain", "fast")}
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
@@ -324,9 +324,9 @@ def scale(
         "tokens": [(1, n, short) for n in tokens],
         "context": [(1, 1, c) for c in contexts],
     }
-    places = dict.fromkeys(place for along in axes.values() for place in along)
+    points = dict.fromkeys(point for along in axes.values() for point in along)
     arms: dict[Any, Callable[[Any], Any]] = {
-        place: a_pass(target, ids, *place, slack=min(max(TOKENS), short // 2)) for place in places
+        point: a_pass(target, ids, *point, slack=min(max(TOKENS), short // 2)) for point in points
     }
     models = dict(enumerate(_models(pairing)))
     for at, lm in models.items():
@@ -334,22 +334,22 @@ def scale(
     head = target.module.get_output_embeddings()
     heads = _heads(head.weight)
     arms |= {("vocabulary", V): multiply for V, multiply in heads.items()}
-    seen = interleave.take(arms, range(repeats * PASSES), target.device, "scale", lead=1)
+    turns = interleave.take(arms, range(repeats * PASSES), target.device, "scale", lead=1)
     rows = [
-        _row(axis, place[at], seen[place], seen[along[0]])
+        _row(axis, point[at], turns[point], turns[along[0]])
         for at, (axis, along) in enumerate(axes.items())
-        for place in along
+        for point in along
     ]
-    rows += [_row("vocabulary", V, seen["vocabulary", V], seen["vocabulary", min(heads)])
+    rows += [_row("vocabulary", V, turns["vocabulary", V], turns["vocabulary", min(heads)])
              for V in heads]  # fmt: skip
     rows += [
-        _row("model", lm.name, seen["model", at], seen["model", 0])
+        _row("model", lm.name, turns["model", at], turns["model", 0])
         | {"parameters": lm.parameters, "vocabulary": lm.vocab,
            "bytes": weight_bytes(lm.module, 1)}
         for at, lm in models.items()
     ]  # fmt: skip
     n, c, t = zip(
-        *((b * k, c, interleave.median_s(seen[b, k, c])) for b, k, c in places), strict=True
+        *((b * k, c, interleave.median_s(turns[b, k, c])) for b, k, c in points), strict=True
     )
     fit = Fit.of(n, c, t)
     return {
@@ -383,14 +383,14 @@ def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
 
 def _models(pairing: Pairing) -> list[LM]:
     """The target and the drafter's models; for a target from the zoo, all models of the zoo."""
-    found = causal(pairing)
-    known = {model.name: model for model in shelf.models(shelf.SHELF)}
-    if pairing.options["target"] in known:
-        names = {lm.name for lm in found}
+    models = causal(pairing)
+    shipped = {model.name: model for model in shelf.models(shelf.SHELF)}
+    if pairing.options["target"] in shipped:
+        names = {lm.name for lm in models}
         dtype, device = pairing.options["dtype"], str(pairing.target.device)
-        found += [
+        models += [
             load(model.path, model.name, dtype, device)
-            for model in known.values()
+            for model in shipped.values()
             if model.role in ("target", "draft", "control") and model.name not in names
         ]
-    return found
+    return models

@@ -1,0 +1,139 @@
+"""Figures of serving under load say what their tables say."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+from support.cost_tables import planted
+
+from specexp import figures
+from specexp.measure import under_load
+from specexp.measure.under_load import served
+from specexp.policy import Fixed
+from specexp.serving.server import Answer, Closed, Request, Server, Tick, Timed, serve
+from specexp.serving.simulated_rows import SimulatedBank, requests
+from specexp.tree import Tree
+
+
+def answer(came_s, *deliveries, begun_s=None, state="done", kind="code", prompt=3, **counts):
+    request = Request(range(prompt), 9, came_s, kind=kind)
+    return Answer(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
+
+
+def tick(begin_s, end_s, busy_s=0.0, **counts):
+    none = dict.fromkeys(
+        ("waiting", "read", "live", "rows", "speculated", "drafted", "accepted", "emitted"), 0
+    )
+    return Tick(begin_s, end_s, busy_s, **none | counts)
+
+
+ANSWERS = [
+    answer(1.0, (2.0, 1), (2.5, 3), (3.5, 5), begun_s=1.5, drafted=6, accepted=2, passes=3),
+    answer(2.0, (2.25, 1), begun_s=2.125, prompt=7, kind="chat"),
+    answer(2.0, (3.0, 4), begun_s=2.5),
+    answer(2.5, state="refused"),
+    answer(3.0, (3.5, 2), begun_s=3.25, state="cancelled"),
+]
+TICKS = [
+    tick(1.0, 2.0, 0.75, live=1, rows=2, speculated=2, drafted=3, accepted=1, emitted=2, waiting=4),
+    tick(2.0, 2.5, 0.5, live=2, rows=2, speculated=0, emitted=2, waiting=2),
+    tick(3.0, 5.0, 1.75, live=3, rows=4, speculated=1, drafted=5, accepted=3, emitted=9),
+]
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Quantiles are told of any number of samples."""
+    monkeypatch.setattr(served, "LEAST", dict.fromkeys(under_load.QUANTILES, 1))
+
+
+def samples(**policies):
+    """turns (seconds, tokens) of each policy at one load."""
+    rows = [
+        {"policy": name, "turn": turn, "s": s, "busy_s": s / 2, "tokens": n, "rows": 4,
+         "speculated": turn, "drafted": 4, "accepted": turn}
+        for name, turns in policies.items()
+        for turn, (s, n) in enumerate(turns)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def run(answers, ticks):
+    return under_load.Run(SimpleNamespace(ticks=ticks), Timed([]), answers)
+
+
+def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=4, **options):
+    fixed = Fixed(Tree.chain(gamma))
+    bank = SimulatedBank(planted(), conditional, rows, 512, fixed.widest, **options)
+    server = Server(bank, fixed)
+    todo = requests([(0.0, 20, 300)] * count)
+    return server, serve(server, Closed(todo, rows))
+
+
+def drawn(figure, folder) -> str:
+    figure.savefig(folder / "figure.png")
+    return figure.get_suptitle()
+
+
+def test_bake_off_title_matches_its_table(tmp_path):
+    few = samples(plain=[(1, 10)] * 3, **{"always:3": [(1, 20)] * 3, "goodput": [(1, 19)] * 3})
+    more = samples(plain=[(1, 80)] * 3, **{"always:3": [(1, 40)] * 3, "goodput": [(1, 77)] * 3})
+    both = pd.concat([few.assign(load=1), more.assign(load=9)])
+    figure = figures.under_load.bake_off(under_load.rates(both), under_load.regrets(both))
+    assert drawn(figure, tmp_path) == (
+        "always:3: 2.00x with 1 and 0.50x with 9 streams; goodput loses 5.0% at worst to the best "
+        "fixed choice"
+    )
+    left, right = figure.axes
+    assert [t.get_text() for t in left.get_legend().get_texts()] == ["always:3", "goodput"]
+    assert [t.get_text() for t in right.get_legend().get_texts()] == ["goodput"]
+    lines = {line.get_label(): line.get_ydata().tolist() for line in left.lines[1:]}
+    assert lines["always:3"] == pytest.approx([2.0, 0.5])
+    assert lines["goodput"] == pytest.approx([1.9, 77 / 80])
+    fixed = both[both["policy"] != "goodput"]
+    title = drawn(
+        figures.under_load.bake_off(under_load.rates(fixed), under_load.regrets(fixed)), tmp_path
+    )
+    assert title == "always:3: 2.00x with 1 and 0.50x with 9 streams"
+    one = fixed[fixed["load"] == 9]
+    title = drawn(
+        figures.under_load.bake_off(under_load.rates(one), under_load.regrets(one)), tmp_path
+    )
+    assert title == "always:3: 0.50x with 9 streams"
+
+
+def test_timelines_title_names_first_and_last(tmp_path):
+    slow, fast = [*TICKS, tick(5.0, 31.0, live=1)], TICKS
+    tables = {"plain": under_load.timeline(slow, 5), "goodput": under_load.timeline(fast, 5)}
+    title = drawn(figures.under_load.timelines(tables), tmp_path)
+    assert title == "The same arrivals: all answered after 5 s under goodput, 31 s under plain"
+    del tables["plain"]
+    title = drawn(figures.under_load.timelines(tables), tmp_path)
+    assert title == "The same arrivals: all answered after 5 s under goodput"
+
+
+def test_latencies_title_names_the_best_policy(tmp_path, few):
+    served = under_load.by_policy(
+        {"plain": run(ANSWERS, TICKS), "goodput": run(ANSWERS[1:2], TICKS)}, 500, 1
+    )
+    figure = figures.under_load.latencies(served)
+    assert drawn(figure, tmp_path) == "Most requests within the limits: goodput, 100%"
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    assert heights == pytest.approx([1000, 1000, 1000, 250, 250, 250])
+    assert drawn(figures.under_load.latencies(served, "title"), tmp_path) == "title"
+
+
+def test_simulated_figure_says_simulated(tmp_path):
+    compared = pd.DataFrame({
+        "policy": ["plain", "goodput"] * 2, "figure": ["tokens/s"] * 2 + ["TTFT p95 (ms)"] * 2,
+        "real": [100.0, 200.0, 50.0, 80.0], "simulated": [110.0, 190.0, 50.0, 60.0],
+    })  # fmt: skip
+    figure = figures.under_load.simulated(compared)
+    assert drawn(figure, tmp_path) == (
+        "SIMULATED against real: 8% off in the median, at worst 25% (TTFT p95 (ms), goodput)"
+    )
+    assert [a.get_ylabel() for a in figure.axes] == [
+        "SIMULATED tokens/s", "SIMULATED TTFT p95 (ms)"
+    ]  # fmt: skip
+    dots = [tuple(d) for a in figure.axes for c in a.collections[:2] for d in c.get_offsets()]
+    assert dots == [(100, 110), (200, 190), (50, 50), (80, 60)]

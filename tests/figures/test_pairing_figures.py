@@ -1,0 +1,95 @@
+"""Figures of one pairing say what its tables say, and claim no more."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from specexp import api, figures
+from specexp.measure import one_pairing, summaries
+from specexp.measure.prompts import Prompt
+
+PROMPTS = [
+    Prompt(1, "code", ("def mean(values):",)),
+    Prompt(2, "code", ("return sum(values) / len(values)",)),
+    Prompt(3, "messy", ("zz qq mean mean mean",)),
+]
+
+
+@pytest.fixture(scope="module")
+def pairing(tiny_folders):
+    return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
+
+
+@pytest.fixture(scope="module")
+def acceptance(pairing):
+    return one_pairing.acceptance([pairing, pairing.with_(drafter="ngram")], PROMPTS, 10)
+
+
+@pytest.fixture(scope="module")
+def latency(pairing):
+    return one_pairing.latency(pairing, PROMPTS, [1, 3], 10, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def throughput(pairing):
+    return one_pairing.throughput(pairing, PROMPTS, [1, 4], 10, repeats=2)
+
+
+def test_crossing_claims_nothing_of_one_sample():
+    assert "pay" not in figures.pairings.crossing(sweep((2, 2, 2), (0.5, 0.5, 0.5))).lower()
+
+
+def test_every_pairing_figure_has_a_title(acceptance, latency, throughput, pairing):
+    costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
+    predicted = summaries.predicted(costs, summaries.pooled(latency[latency["gamma"] == 3]))
+    warm = one_pairing.acceptance([pairing], PROMPTS, 8, [0.0, 1.0])
+    by_batch = summaries.speedups(throughput, "batch")
+    drawn = [
+        figures.pairings.by_category(acceptance), figures.pairings.by_position(acceptance),
+        figures.pairings.by_temperature(warm),
+        figures.pairings.over_gamma(summaries.speedups(latency, "gamma"), predicted),
+        figures.pairings.round_costs(costs),
+        figures.pairings.throughput(by_batch), figures.pairings.over_batch(by_batch),
+    ]  # fmt: skip
+    for figure in drawn:
+        assert title(figure)
+        assert figure.axes[0].has_data()
+    assert not plt.get_fignums()
+
+
+def title(figure) -> str:
+    above = figure.get_suptitle()
+    return above or figure.axes[0].get_title(loc="left")
+
+
+def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:
+    batches = [2**i for i in range(len(speedups))]
+    rows = [
+        {"batch": b, "speedup": v, "low": lo, "high": hi, "tok_s": 100 * v * b,
+         "plain_tok_s": 100 * b, "rate": 0.5, "length": 2.0}
+        for b, (v, lo, hi) in zip(batches, speedups, strict=True)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "claim"),
+    [
+        ([(2, 1.9, 2.1), (1.2, 1.1, 1.3), (0.8, 0.7, 0.9)], "stops paying between batch 2 and 4"),
+        ([(2, 1.9, 2.1), (1.0, 0.9, 1.1), (0.8, 0.7, 0.9)], "stops paying between batch 1 and 4"),
+        ([(2, 1.9, 2.1), (1.2, 1.1, 1.3)], "Pays at every batch size tried"),
+        ([(0.9, 0.8, 0.95), (0.5, 0.4, 0.6)], "Pays at no batch size tried"),
+        ([(1.1, 0.9, 1.3), (0.9, 0.8, 1.1)], "1.10x at batch 1, 0.90x at batch 2"),
+    ],
+)
+def test_crossing_is_claimed_only_by_intervals(speedups, claim):
+    assert claim in figures.pairings.crossing(sweep(*speedups))
+    assert claim in title(figures.pairings.over_batch(sweep(*speedups)))
+
+
+def test_gain_within_noise_is_not_called_faster():
+    measured = pd.DataFrame({"gamma": [2], "speedup": [1.1], "low": [0.9], "high": [1.3]})
+    predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
+    assert "No clear difference" in title(figures.pairings.over_gamma(measured, predicted))
+    measured["low"] = 1.05
+    assert "1.10x faster" in title(figures.pairings.over_gamma(measured, predicted))

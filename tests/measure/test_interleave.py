@@ -1,0 +1,54 @@
+"""Arms take turns, and only the turns are timed."""
+
+import time
+import types
+
+import pytest
+import torch
+
+from specexp.measure import interleave
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """now.s: what every clock says, until somebody moves it on."""
+    now = types.SimpleNamespace(s=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
+    return now
+
+
+def test_arms_alternate_in_reversed_order(now):
+    called = []
+
+    def arm(name, cost):
+        def call(item):
+            called.append((name, item))
+            now.s += cost
+            return f"{name}{item}"
+
+        return call
+
+    turns = interleave.take({"a": arm("a", 2), "b": arm("b", 1)}, [1, 2, 3], CPU, "test")
+    assert called[:2] == [("a", 1), ("b", 1)]  # warm-up
+    assert [name for name, _ in called[2:]] == ["b", "a", "a", "b", "b", "a"]
+    assert [turn.result for turn in turns["a"]] == ["a1", "a2", "a3"]
+    assert interleave.seconds(turns["a"]) == [2, 2, 2]
+    assert interleave.ratio(turns["a"], turns["b"], 3) == (6, 6, 6)
+
+
+def test_lead_calls_are_not_timed(now):
+    def arm(_):
+        now.s += 1
+
+    turns = interleave.take({"a": arm}, [0, 0], CPU, "test", lead=2)
+    assert interleave.seconds(turns["a"]) == [1, 1]
+    assert now.s == 9
+
+
+def test_warm_up_items_are_not_counted():
+    called = []
+    turns = interleave.take({"a": called.append}, [3, 4, 3, 4], CPU, "test", warm=[4, 3])
+    assert called == [4, 3, 3, 4, 3, 4]
+    assert len(turns["a"]) == 4

@@ -1,0 +1,145 @@
+"""Other engines do the same work on the same weights; what differs is found."""
+
+import importlib.machinery
+import importlib.util
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from specexp import api
+from specexp.measure import interleave
+from specexp.measure.hardware import peers
+from specexp.measure.prompts import Prompt
+from specexp.sampling import Sampling
+
+PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
+
+
+@pytest.fixture
+def pairing(tiny_folders):
+    return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """now.s: what every clock says, until somebody moves it on."""
+    now = types.SimpleNamespace(s=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
+    return now
+
+
+def test_peers_write_equal_texts(pairing):
+    modules = [lm.module for lm in pairing.engine.models]
+    kept = [module.generation_config for module in modules]
+    for config in kept:
+        config.eos_token_id = list(range(pairing.target.vocab))  # any token would end a text
+    report = peers.peers(pairing, PROMPTS, [2], 10, 2)
+    assert [module.generation_config for module in modules] == kept
+    assert [(r["work"], r["batch"]) for r in report["rows"]] == [
+        ("plain", 1), ("draft", 1), ("lookup", 1), ("vLLM plain", 1),
+        ("plain", 2), ("draft over plain", 2),
+    ]  # fmt: skip
+    for row in report["rows"]:
+        assert row["ours_equal"]["share"] == 1
+        if row["missing"] is None:
+            assert row["equal"] == {"share": 1, "ties": 0, "others": 0}
+            assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
+
+
+def test_peer_ratios_are_of_delivered_tokens(pairing, monkeypatch, now):
+    def writer(cost, tokens):
+        def write(texts):
+            now.s += cost
+            return [[1] * tokens for _ in texts]
+
+        return write
+
+    monkeypatch.setattr(peers, "ours", lambda engine, new: writer(2, 10))
+    monkeypatch.setattr(
+        peers, "others",
+        lambda pairing, new: ({"plain": writer(3, 10), "draft": writer(2, 5)}, {"lookup": "gone"}),
+    )  # fmt: skip
+    monkeypatch.setattr(peers, "equal", lambda *_: None)
+    report = peers.peers(pairing, PROMPTS, [1, 4, 16], 10, 2)
+    plain, draft, lookup, _, crowd, over = report["rows"]
+    assert (plain["tok_s"], plain["their_tok_s"]) == (5, pytest.approx(10 / 3))
+    assert plain["ratio"]["value"] == pytest.approx(1.5)
+    assert draft["ratio"]["value"] == pytest.approx(2)
+    assert (lookup["ratio"], lookup["missing"]) == (None, "gone")
+    assert (crowd["batch"], crowd["tok_s"], over["ratio"]["value"]) == (4, 20, pytest.approx(1.5))
+
+
+def test_assisted_generation_drafts_gamma_tokens_every_round(pairing):
+    widths = []
+    target, draft = (lm.module for lm in pairing.engine.models)
+    hook = target.register_forward_pre_hook(
+        lambda module, args, more: widths.append(more["input_ids"].shape[1]), with_kwargs=True
+    )
+    write = peers.transformers(target, 30, assistant_model=draft)
+    with peers.same_settings([target, draft], 3, Sampling()):
+        [row] = write([[5, 6, 7]])
+    hook.remove()
+    assert len(row) == 30
+    assert widths[0] == 3 + 3  # the prompt and the first guesses
+    assert set(widths[1:-3]) == {1 + 3}
+
+
+def test_sampled_peers_share_settings_not_texts(pairing):
+    with peers.same_settings([pairing.target.module], 3, Sampling(0.7, 5, 0.9)):
+        config = pairing.target.module.generation_config
+        assert (config.do_sample, config.temperature, config.top_k) == (True, 0.7, 5)
+        assert (config.top_p, config.eos_token_id) == (0.9, None)
+    plain = pairing.with_(temperature=0.7).engine.plain()
+    assert peers.equal(plain, [[1]], [interleave.Turn(1.0, [[1]])], 1) is None
+
+
+def test_equal_finds_a_planted_difference(pairing):
+    plain = pairing.engine.plain()
+    plain.eos = ()
+    ids = pairing.encode([p.text for p in PROMPTS])
+    first, second = plain.generate(ids, 10).tokens
+    turns = [interleave.Turn(1.0, [first]), interleave.Turn(1.0, [second])]
+    assert peers.equal(plain, ids, turns, 10) == {"share": 1, "ties": 0, "others": 0}
+    logits = plain.target.module(input_ids=torch.tensor([ids[1] + second[:4]])).logits[0, -1]
+    wrong = [*second[:4], int(logits.argmin()), *second[5:]]
+    turns = [interleave.Turn(1.0, [first]), interleave.Turn(1.0, [wrong])]
+    assert peers.equal(plain, ids, turns, 10) == {"share": 14 / 20, "ties": 0, "others": 1}
+    short = [interleave.Turn(1.0, [first]), interleave.Turn(1.0, [second[:7]])]
+    assert peers.equal(plain, ids, short, 10) == {"share": 17 / 20, "ties": 0, "others": 1}
+
+
+def test_missing_peer_says_why(pairing, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    _, missing = peers.others(pairing.with_(drafter="ngram"), 4)
+    assert missing == {
+        "draft": "assisted generation needs a draft model, and ngram is not one",
+        "vllm": "vLLM is not installed",
+    }
+    monkeypatch.setattr(pairing.engine.drafter.lm, "config", types.SimpleNamespace(vocab_size=7))
+    assert "mistakes for different tokenizers" in peers.unassisted(pairing)
+
+
+def test_vllm_ignores_eos_and_writes_as_many_tokens(pairing, monkeypatch):
+    options = {}
+
+    class Fake:
+        def __init__(self, **how):
+            options.update(how)
+
+        def generate(self, prompts, sampling, use_tqdm):
+            answers = [[t + 1 for t in p["prompt_token_ids"]] for p in prompts]
+            outs = [types.SimpleNamespace(token_ids=tuple(a)) for a in answers]
+            return [types.SimpleNamespace(outputs=[out]) for out in outs]
+
+    fake = types.ModuleType("vllm")
+    fake.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
+    fake.LLM, fake.SamplingParams = Fake, lambda **how: options.update(how)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    writers, missing = peers.others(pairing, 6)
+    assert writers["vllm"]([[1, 2], [3]]) == [[2, 3], [4]]
+    assert "vllm" not in missing
+    assert (options["max_tokens"], options["ignore_eos"], options["temperature"]) == (6, True, 0)
+    assert options["model"] == pairing.options["target"]
