@@ -8,8 +8,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from specexp import api
 from specexp.grids import points, runner
+from specexp.measure import parameters
 from specexp.tracking import runs
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -123,7 +123,7 @@ LM.verify = lambda lm, seqs, draft, taps=(): whole(lm, seqs.__class__(**{
 def test_planted_divergence_fails_the_notebook(name, store, tmp_path, tiny_folders, prompts_file):
     """A cache off by one is planted before the check: the notebook stops and logs nothing."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    built = next(i for i, c in enumerate(notebook.cells) if "api.build(" in c.source)
+    built = next(i for i, c in enumerate(notebook.cells) if "parameters.insist(params)" in c.source)
     notebook.cells.insert(built + 1, nbformat.v4.new_code_cell(BROKEN))
     nbformat.write(notebook, tmp_path / f"{name}.ipynb")
     target, draft = tiny_folders
@@ -148,4 +148,4 @@ def test_shipped_grids_pass_every_check():
     files = sorted((NOTEBOOKS / "grids").glob("*.yaml"))
     every = points.load(files)
     assert len(every) >= 30
-    assert not any(api.check(point.params) for point in every)
+    assert not any(parameters.check(point.params) for point in every)

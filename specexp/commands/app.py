@@ -164,6 +164,7 @@ def generate(
     Example: `specexp generate --prompt "def mean(values):" --gamma 4 --rounds`
     """
     from specexp import api
+    from specexp.measure import parameters
     from specexp.measure.exactness import certify
     from specexp.measure.prompts import Prompt, load
 
@@ -180,7 +181,7 @@ def generate(
         chosen = load(str(prompts), None, limit)
     else:
         chosen = [Prompt(0, "command line", (prompt,))]
-    api.insist(options | {"max_new_tokens": max_new_tokens}, chosen)
+    parameters.insist(options | {"max_new_tokens": max_new_tokens}, chosen)
     pairing = api.build(**options)
     for text in (p.text for p in chosen):
         if not as_json:
@@ -305,7 +306,7 @@ def profile(
     """
     from specexp import api
     from specexp.figures.break_even import cost_curves
-    from specexp.measure import break_even
+    from specexp.measure import break_even, parameters
     from specexp.measure.prompts import Prompt
 
     rows, slots = _numbers("batches", batches), _numbers("contexts", contexts)
@@ -315,7 +316,7 @@ def profile(
     }  # fmt: skip
     gamma = api.usual_gamma(options) if gamma_max is None else gamma_max
     options["gamma"] = gamma
-    api.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
+    parameters.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if out:
         _picture(out)
     pairing = api.build(**options)
@@ -417,6 +418,7 @@ def serve(
     """
     from specexp import api
     from specexp.figures import under_load
+    from specexp.measure import parameters
     from specexp.measure import prompts as questions
     from specexp.measure import under_load as serving
 
@@ -432,7 +434,7 @@ def serve(
         "count": count, "rows": rows, "chunk": chunk, "queue": queue, "ttft_ms": ttft_ms,
         "tpot_ms": tpot_ms,
     }  # fmt: skip
-    api.insist(asked)
+    parameters.insist(asked)
     picture = _picture(out) if out else None
     pairing = api.build(**options)
     texts = questions.load(prompts)

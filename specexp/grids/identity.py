@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from specexp import api
 from specexp.fast import cpu
-from specexp.measure import prompts
+from specexp.measure import parameters, prompts
 from specexp.models import int8
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -56,7 +55,7 @@ class Surroundings:
         key = os.getcwd(), repr(read), notebook  # paths may be relative
         if key not in self.known:
             parts = {"notebook": notebook[:16], "code": self.code}
-            if sources := api.sources(dict(params)):
+            if sources := parameters.sources(dict(params)):
                 parts["models"] = digest(sorted([name_of(s), model_digest(s)] for s in sources))
                 if slower := engine(params.get("device", "auto")):
                     parts["engine"] = slower

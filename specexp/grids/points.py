@@ -31,6 +31,7 @@ from specexp.grids.grid_file import (
     read,
 )
 from specexp.grids.notebooks import Parameter, parameters_of, shown
+from specexp.measure import parameters
 
 __all__ = ["MANY", "ROOT", "Point", "load", "parameters_of"]
 
@@ -226,15 +227,15 @@ def _sizes(sheet: Sheet) -> str:
 class Checks:
     """Checks the points of a sheet against their models, and finds the lines of what is wrong.
 
-    To save time, parameters that `build` judges on their own (`build.ALONE`) are checked once per
+    To save time, the parameters judged on their own (`parameters.ALONE`) are checked once per
     value, all others once per combination of values.
     """
 
     def __init__(self, sheet: Sheet, once: api.Once, surroundings: identity.Surroundings) -> None:
         self.sheet, self.once, self.surroundings = sheet, once, surroundings
         self.seen: set[Any] = set()
-        self.together = [name for name in sheet.varying if name not in api.ALONE]
-        self.alone = [name for name in sheet.varying if name in api.ALONE]
+        self.together = [name for name in sheet.varying if name not in parameters.ALONE]
+        self.alone = [name for name in sheet.varying if name in parameters.ALONE]
         self.wrong: dict[str, list[tuple[dict[str, Any], int | None]]] = {}
 
     def see(self, params: dict[str, Any], entry: int | None) -> None:
@@ -248,7 +249,7 @@ class Checks:
 
     def problems_of(self, params: dict[str, Any]) -> list[str]:
         try:
-            problems = api.problems_of(params, None, self.once)
+            problems = parameters.problems_of(params, None, self.once)
             if not problems:
                 self.surroundings.of(params, self.sheet.notebook.digest)
             return problems

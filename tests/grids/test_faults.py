@@ -27,7 +27,6 @@ from support.faults import (
     quick_place,
 )
 
-from specexp import api
 from specexp.grids import points as grid
 from specexp.grids import runner
 from specexp.tracking import runs
@@ -569,7 +568,6 @@ def test_a_store_that_was_moved_goes_on_where_it_is(bench):
 
 @pytest.fixture
 def points(tmp_path, monkeypatch):
-    monkeypatch.setattr(api, "check", lambda params: [])
     monkeypatch.setattr(runner, "PATIENCE_S", 0)
 
     def call(*xs: int) -> list[grid.Point]:

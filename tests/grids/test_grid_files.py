@@ -17,6 +17,7 @@ from specexp.errors import UserError
 from specexp.fast import cpu
 from specexp.grids import identity, notebooks, yaml_lines
 from specexp.grids import points as grid
+from specexp.measure import parameters
 from specexp.models.load import read_tokenizer
 from specexp.tracking import runs
 
@@ -419,7 +420,7 @@ def test_only_what_is_not_there_is_refused(load, text):
 
 def test_what_only_chose_is_blamed_on_its_own_line(load, monkeypatch):
     monkeypatch.setattr(
-        api, "problems_of", lambda params, *_: ["x is 9"] if params["x"] == 9 else []
+        parameters, "problems_of", lambda params, *_: ["x is 9"] if params["x"] == 9 else []
     )
     text = HEAD + "grid:\n  x: [1,\n   9]\n  how: [a, b]\ninclude:\n- {x: 2}\n- {x: 9, how: c}"
     assert refusal(load, text, only=["x=9", "how=a"]) == ["4: x is 9"]
@@ -864,7 +865,7 @@ def test_what_makes_no_sense_is_told_on_the_line_of_the_value_to_blame(load, cas
 
 
 def test_what_no_value_is_to_blame_for_is_told_once_on_the_line_of_the_grid(load, monkeypatch):
-    monkeypatch.setattr(api, "problems_of", lambda *_: ["the world is flat"])
+    monkeypatch.setattr(parameters, "problems_of", lambda *_: ["the world is flat"])
     assert refusal(load, HEAD + "experiment: a\ngrid: {x: [1, 2]}") == ["3: the world is flat"]
     assert refusal(load, "experiment: a\n" + HEAD) == ["2: the world is flat"]
 
@@ -877,10 +878,10 @@ def test_a_model_that_only_the_identity_reads_is_missed_before_anything_runs(loa
 
 
 def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
-    monkeypatch.setattr(api.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(api.torch.cuda, "device_count", lambda: 2)
-    assert api.check({"device": "cuda:1"}) == []
-    assert api.check({"device": "cuda:2"}) == [
+    monkeypatch.setattr(parameters.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(parameters.torch.cuda, "device_count", lambda: 2)
+    assert parameters.check({"device": "cuda:1"}) == []
+    assert parameters.check({"device": "cuda:2"}) == [
         "device 'cuda:2' does not exist; GPUs here: 2, from cuda:0"
     ]
 
@@ -888,9 +889,9 @@ def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
 def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
     base = {"target": "target-10m", "drafter": "medusa", "gamma": 1}
     said = "policy 'always:5' drafts 5; this drafter does 0 to 3"
-    assert api.check(base | {"policies": ["always:3", "plain", "goodput"]}) == []
-    assert api.check(base | {"policies": ["always:3", "always:5"]}) == [said]
-    assert api.check(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]
+    assert parameters.check(base | {"policies": ["always:3", "plain", "goodput"]}) == []
+    assert parameters.check(base | {"policies": ["always:3", "always:5"]}) == [said]
+    assert parameters.check(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]
 
 
 @pytest.mark.parametrize(
@@ -908,7 +909,7 @@ def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
     ],
 )  # fmt: skip
 def test_what_would_fail_late_is_missed_at_once(params, said):
-    assert api.check(params) == [said]
+    assert parameters.check(params) == [said]
 
 
 @pytest.mark.parametrize("method", ["", "model:", "crossed:", "planted:0.5,"])
@@ -918,14 +919,14 @@ def test_a_draft_whose_head_is_too_short_for_its_tokenizer_is_missed(
     tokenizer = read_tokenizer(tiny_folders[0])
     tokenizer.save_pretrained(tmp_path)
     tiny_llama(0, 1, vocab=len(tokenizer) - 3).save_pretrained(tmp_path)
-    [said] = api.check({"target": tiny_folders[0], "drafter": f"{method}{tmp_path}"}, [])
+    [said] = parameters.check({"target": tiny_folders[0], "drafter": f"{method}{tmp_path}"}, [])
     assert said.startswith(f"{tmp_path} has {len(tokenizer) - 3} logits for a tokenizer of")
 
 
 def test_a_draft_of_another_tokenizer_is_named_as_it_was_asked_for(tiny_folders):
-    [said] = api.check({"target": "target-10m", "drafter": tiny_folders[1]})
+    [said] = parameters.check({"target": "target-10m", "drafter": tiny_folders[1]})
     assert said.endswith(f"translate with drafter crossed:{tiny_folders[1]}")
-    assert api.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
+    assert parameters.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
 
 
 def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
@@ -942,30 +943,33 @@ def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
 
 def test_all_that_is_wrong_with_a_notebook_is_said_in_its_first_cell_of_work():
     with pytest.raises(UserError, match=r"limit is 0; .*\ngammas is empty"):
-        api.insist({"limit": 0, "gammas": []})
+        parameters.insist({"limit": 0, "gammas": []})
     for number in (10, 20, 30, 40, 50, 60):
         [file] = (grid.ROOT / "notebooks").glob(f"{number}_*.ipynb")
         cells = json.loads(file.read_text())["cells"]
-        [built] = [cell["source"] for cell in cells if "build.build(" in "".join(cell["source"])]
-        assert built[0] == "build.insist(params)\n"
+        work = [cell["source"] for cell in cells if cell["cell_type"] == "code"][2]
+        assert work[0] == "measure.parameters.insist(params)\n"
 
 
 def test_rivals_are_checked_at_the_temperature_at_which_they_are_drawn():
     base = {"target": "target-10m", "drafter": "sibling-3m", "rivals": ["ngram"], "rule": "reject"}
-    assert api.check(base | {"temperatures": [0.0, 1.0]}) == []
-    [said] = api.check(base | {"temperature": 1.0})
+    assert parameters.check(base | {"temperatures": [0.0, 1.0]}) == []
+    [said] = parameters.check(base | {"temperature": 1.0})
     assert "chosen, not drawn" in said
-    [said] = api.check(base | {"temperatures": [0.0, 1.0], "drafter": "suffix"})
+    [said] = parameters.check(base | {"temperatures": [0.0, 1.0], "drafter": "suffix"})
     assert "suffix" in said
 
 
 def test_prompts_that_are_too_long_are_one_line():
-    [said] = api.check({"target": "target-10m", "max_new_tokens": 10**6})
+    [said] = parameters.check({"target": "target-10m", "max_new_tokens": 10**6})
     assert said.endswith("more prompts are too long)")
 
 
 def test_the_usual_draft_length_is_one_that_the_drafter_can():
-    assert api.check({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]}) == []
+    assert (
+        parameters.check({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]})
+        == []
+    )
     assert api.build(drafter="medusa").engine.policy.tree.depth == 3
 
 
@@ -975,7 +979,7 @@ def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
             return []
         raise ZeroDivisionError("by\nnothing") if params["x"] == 3 else ValueError("no")
 
-    monkeypatch.setattr(api, "problems_of", broken)
+    monkeypatch.setattr(parameters, "problems_of", broken)
     assert refusal(load, HEAD + "grid:\n  x: [2,\n   3]") == [
         "3: cannot be checked: ValueError: no",
         "4: cannot be checked: ZeroDivisionError: by nothing",
@@ -984,7 +988,9 @@ def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
 
 def test_every_value_and_every_combination_is_checked_and_none_twice(load, monkeypatch):
     asked = []
-    monkeypatch.setattr(api, "problems_of", lambda params, *_: asked.append(dict(params)) or [])
+    monkeypatch.setattr(
+        parameters, "problems_of", lambda params, *_: asked.append(dict(params)) or []
+    )
     points = load(HEAD + "grid: {x: [1, 2, 3], how: [a, b]}\nseeds: [0, 1, 2, 3]")
     assert len(points) == 24
     assert {(p["x"], p["how"]) for p in asked} == {(x, how) for x in (1, 2, 3) for how in "ab"}
@@ -996,11 +1002,11 @@ def test_what_is_checked_alone_is_the_same_whatever_the_others_are():
     """Points are left out of the checks in reliance on `build.ALONE`."""
     base = {n: p.default for n, p in notebooks.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
     wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
-    assert set(wrong) <= api.ALONE
+    assert set(wrong) <= parameters.ALONE
     for name, value in wrong.items():
-        [said] = api.check(base | {name: value})
+        [said] = parameters.check(base | {name: value})
         for other in ({"gamma": 1}, {"drafter": "ngram"}, {"temperatures": [0.5]}):
-            assert api.check(base | other | {name: value}) == [said]
+            assert parameters.check(base | other | {name: value}) == [said]
 
 
 # --- hostile texts -------------------------------------------------------------------------------

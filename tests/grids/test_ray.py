@@ -16,7 +16,6 @@ import pytest
 from conftest import TRIVIAL
 from test_runner import alive, go, statuses, until
 
-from specexp import api
 from specexp.errors import UserError
 from specexp.grids import identity
 from specexp.grids import points as grid
@@ -30,11 +29,6 @@ from specexp.tracking import runs
 
 NODE = socket.gethostname()
 ray = pytest.mark.ray
-
-
-@pytest.fixture(autouse=True)
-def no_semantics(monkeypatch):
-    monkeypatch.setattr(api, "check", lambda params: [])
 
 
 @pytest.fixture(scope="session")
@@ -133,9 +127,8 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
     todo = points(how=["well", "hangs"])
     code = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parents[n]) for n in (0, 1)]}; "
-        "from pathlib import Path; from test_ray import OnRay, api, grid, overheard; "
+        "from pathlib import Path; from test_ray import OnRay, grid, overheard; "
         "from specexp.grids import runner; "
-        "api.check = lambda params: []; "
         f"points = grid.load([{str(tmp_path / 'trivial.yaml')!r}]); "
         f"place = overheard(OnRay(points, {address!r}), Path({str(tmp_path / 'told')!r})); "
         "sys.exit(runner.run(points, place=place))"

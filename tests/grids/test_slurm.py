@@ -15,7 +15,6 @@ import pytest
 import submitit
 from test_runner import go, statuses, until
 
-from specexp import api
 from specexp.errors import UserError
 from specexp.grids.execute import Failure
 from specexp.grids.machines import local, slurm
@@ -70,7 +69,6 @@ def site(tmp_path, monkeypatch):
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(api, "check", lambda params: [])
     monkeypatch.setattr(slurm, "ASK_S", 2.0)
     submitit.SlurmJob.watcher.clear()  # every site numbers its jobs from 1
     yield folder

@@ -16,7 +16,7 @@ from specexp import api
 from specexp.errors import UserError
 from specexp.fast.fused import Fused
 from specexp.grids import identity
-from specexp.measure import costs, one_pairing
+from specexp.measure import costs, one_pairing, parameters
 from specexp.measure.exactness import certify
 from specexp.measure.hardware import peak_memory, roofline
 from specexp.measure.prompts import Prompt
@@ -38,7 +38,9 @@ def small(folder: str) -> str:
 
 def check(target: str, drafter: str, **more) -> list[str]:
     texts = [Prompt(0, "mine", (TEXTS[0],))]
-    return api.check({"target": target, "drafter": drafter, "max_new_tokens": 8} | more, texts)
+    return parameters.check(
+        {"target": target, "drafter": drafter, "max_new_tokens": 8} | more, texts
+    )
 
 
 def quantised_layers(module: nn.Module) -> list[str]:

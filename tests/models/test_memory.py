@@ -13,6 +13,7 @@ from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import cpu
+from specexp.measure import parameters
 from specexp.measure.hardware import peak_memory
 from specexp.measure.prompts import Prompt
 from specexp.models import load, memory
@@ -162,11 +163,11 @@ def test_a_crossed_draft_has_a_longer_text_and_slots_come_in_steps(tiny_folders)
         pairing.generate(["def mean(values):"], 20)
         models = pairing.engine.models
         held = sum(peak_memory.held_per_token(m) * m.cache.batch * m.cache.size for m in models)
-        [options] = api._each(base | {"drafter": name})
-        plan, ready = api._check_pairing(api.Once(), *options.items())
+        [options] = parameters.each_pairing(base | {"drafter": name})
+        plan, ready = api.prepare(api.Once(), *options.items())
         tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
         assert ready.slots == slots
-        assert held <= api.needed(plan, ready, torch.float32, 1, tokens).cache
+        assert held <= parameters.needed(plan, ready, torch.float32, 1, tokens).cache
 
 
 def test_sizes_are_said_so_that_one_can_read_them():
@@ -203,7 +204,7 @@ def little(monkeypatch):
 def check(folders, **more):
     texts = [Prompt(0, "mine", ("def mean(values):",))]
     named = {"target": folders[0], "drafter": folders[1], "gamma": 2, "max_new_tokens": 20}
-    return api.check(named | more, texts)
+    return parameters.check(named | more, texts)
 
 
 def test_what_does_not_fit_is_refused_before_loading_and_what_would_is_said(

@@ -28,7 +28,7 @@ from specexp.commands import doctor
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import cpu, cuda_graphs
-from specexp.measure import interleave, statistics, summaries
+from specexp.measure import interleave, parameters, statistics, summaries
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
 from specexp.measure.hardware.peak_memory import peaks
@@ -90,7 +90,7 @@ def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) ->
     batches = options.get("batches", [1])
     # rows of the largest batch that generates: `memory` runs every batch, `peers` one
     most = max(batches) if "memory" in names else max(peers.MOST, min(batches))
-    problems += api.check(options | {"batches": [min(b, most) for b in batches]}, texts)
+    problems += parameters.check(options | {"batches": [min(b, most) for b in batches]}, texts)
     if problems:
         raise UserError("\n".join(problems))
 
