@@ -41,7 +41,7 @@ _LEAST = {
 }  # fmt: skip
 _POSITIVE = ("ttft_ms", "tpot_ms", "offered", "tpot_steps")
 _NEEDED = (
-    "gammas", "batches", "contexts", "measured_batches", "streams", "temperatures", "trees",
+    "gammas", "batches", "contexts", "measured_batches", "streams", "temperatures",
     "loads",
 )  # fmt: skip
 ALONE = {
