@@ -612,6 +612,8 @@ def models(as_json: AsJson = False) -> None:
     for method, about in drafters.described():
         methods.add_row(method, about)
     console.print(methods)
+    if shelf.shipped() is None:
+        console.print(f"\n{shelf.GET}", soft_wrap=True)
     note = "\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights."
     console.print(note, soft_wrap=True)
 
@@ -648,45 +650,6 @@ def store_rebuild() -> None:
 
     rebuild.show(rebuild.rebuild(console), console)
     raise typer.Exit(0 if audit.show(console) else 4)
-
-
-@store_app.command("copy")
-def store_copy(
-    to: Annotated[str, typer.Argument(help="sqlite:///PATH, http://... or postgresql://...")],
-    source: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--from", help="The store to copy; default: where runs are tracked now."),
-    ] = None,
-) -> None:
-    """Copy every run to another MLflow store and compare both; repeated, it copies only new runs.
-
-    Example: `specexp store copy http://127.0.0.1:5000`
-    """
-    from specexp.tracking import copy_store
-
-    raise typer.Exit(0 if copy_store.copy(to, source, console) else 1)
-
-
-@store_app.command("serve")
-def store_serve(
-    port: Port = 5000,
-    host: Host = "127.0.0.1",
-    backend: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="Database, such as postgresql://USER:PASSWORD@HOST/NAME; the environment variable "
-            "keeps the password out of `ps`. Default: the store's own database.",
-            envvar="MLFLOW_BACKEND_STORE_URI",
-        ),
-    ] = None,
-) -> None:  # fmt: skip
-    """Serve runs and artifacts to several people or machines with MLflow's own server.
-
-    Example: `specexp store serve --backend postgresql:///specexp`
-    """
-    from specexp.tracking import mlflow_server
-
-    mlflow_server.serve(port, host, backend)
 
 
 def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]:

@@ -18,6 +18,7 @@ from specexp.fast import cpu
 from specexp.measure.interleave import clock
 from specexp.models.memory import free_memory
 from specexp.tracking import results
+from specexp.tracking.provenance import version
 from specexp.zoo import shelf
 
 SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
@@ -43,15 +44,15 @@ def examine(console: Console) -> bool:
     root = results.root()
     free = shutil.disk_usage(_existing(root)).free
     facts.add_row("store", Text(f"{root}, {free / 2**30:.1f} GiB free"))
-    facts.add_row("zoo", Text(", ".join(m.name for m in shelf.models()) or "missing"))
+    zoo = ", ".join(m.name for m in shelf.models())
+    facts.add_row("zoo", Text(zoo or "none: your own models work without"))
     console.print(facts)
     console.print(speeds(device))
     problems = [("missing", problem) for problem in missing()]
     if not os.access(_existing(root), os.W_OK):
         problems.append(("not writable", f"{root}: set SPECEXP_MLRUNS to a folder you can write"))
-    if not shelf.models():
-        advice = "get a complete checkout, or run `specexp zoo train`"
-        problems.append(("missing", f"the zoo's models: {advice}"))
+    if not zoo:
+        problems.append(("missing", f"the zoo's models: {shelf.GET}"))
     for what, problem in problems:
         console.print(Text(what, "bold red") + Text(f" {problem}", ""), soft_wrap=True)
     if not problems:
@@ -140,14 +141,6 @@ def described(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     return f"cpu ({cpu.vectors()}); no CUDA device found"
-
-
-def version(name: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _existing(path: os.PathLike[str]) -> str:

@@ -14,12 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import try_to_load_from_cache
 
-from specexp.fast import cpu
 from specexp.measure import parameters, prompts
 from specexp.models import int8
+from specexp.tracking.provenance import device_class, switched_off
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCE = (".py", ".cpp", ".h")
@@ -30,7 +29,6 @@ _FILES = (
 )  # fmt: skip
 _MODELS = ("target", "targets", "draft", "drafts", "drafter", "drafters", "rivals")
 _DATA = ("prompts", "arrivals")
-SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS")
 
 
 def digest(value: Any) -> str:
@@ -57,7 +55,7 @@ class Surroundings:
             parts = {"notebook": notebook[:16], "code": self.code}
             if sources := parameters.sources(dict(params)):
                 parts["models"] = digest(sorted([name_of(s), model_digest(s)] for s in sources))
-                if slower := engine(params.get("device", "auto")):
+                if slower := switched_off(params.get("device", "auto")):
                     parts["engine"] = slower
             if files := list(_data_files(read)):
                 parts["data"] = digest([file_digest(file) for file in files])
@@ -75,21 +73,6 @@ def code_digest() -> str:
         if path.suffix in SOURCE and not hidden and path.is_file():
             total.update(path.read_bytes())
     return total.hexdigest()
-
-
-def device_class(device: str) -> str:
-    """The GPU's name or "cpu", so that results of different devices have different keys."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
-
-
-def engine(device: str) -> str:
-    """Which parts of the engine are switched off or cannot be compiled; empty if none."""
-    off = [f"{name} off" for name in SWITCHES if os.environ.get(name) == "off"]
-    if device_class(device) == "cpu" and not cpu.compiler():
-        off.append("no compiler")
-    return ", ".join(off)
 
 
 def name_of(source: str) -> str:

@@ -65,7 +65,7 @@ def run(
             with results.alone("setup", lambda said: board.say(said, once=True)):
                 try:
                     runs.initialise()
-                except runs.Away as e:
+                except runs.StoreUnreachable as e:
                     board.say(f"cannot publish to MLflow for now, points run all the same: {e}")
                 for name in {name for p in points for name in p.grids}:
                     results.remember(name, {p.run_key for p in points if name in p.grids})
@@ -82,14 +82,14 @@ def run(
         compare.show(console, {p.run_key for p in points})
     except results.StoreBusy as e:
         return _error(console, "busy", str(e), BUSY)
-    except runs.Damaged as e:
+    except runs.StoreCorrupt as e:
         return _error(console, "damaged", str(e), DAMAGED)
     except OSError as e:
         if e.errno in results.FULL:
             said = f"{e.strerror}: {e.filename or results.root()}, {_free()}; {FREE_SPACE}"
             return _error(console, "disk full", said, DISK_FULL)
         return _error(console, "error", f"{e}; {RESUME}", FAILED)
-    except runs.Away as e:
+    except runs.StoreUnreachable as e:
         console.print(Text(f"no comparison, MLflow cannot be read now: {e}"), soft_wrap=True)
     if board.failed:
         why = results.root() / "failed" / "*" / ERROR
@@ -277,10 +277,10 @@ class Work:
         with self._publishing:
             try:
                 attempts(runs.publish, folder)
-            except runs.Refused as e:
+            except runs.StoreRejected as e:
                 self.refused.add(folder)
                 self.board.say(f"MLflow refused {folder}: {e}", once=True)
-            except runs.Away as e:
+            except runs.StoreUnreachable as e:
                 self._away = True
                 if folder not in self.unpublished:
                     self.unpublished.append(folder)
@@ -338,7 +338,7 @@ def _signals(work: Work) -> Iterator[None]:
 
 def _is_temporary(e: BaseException) -> bool:
     """Whether publishing may succeed later."""
-    return isinstance(e, runs.Away) and not isinstance(e, runs.Refused)
+    return isinstance(e, runs.StoreUnreachable) and not isinstance(e, runs.StoreRejected)
 
 
 def _write_point(point: Point, attempt: Path) -> None:

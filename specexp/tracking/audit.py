@@ -63,7 +63,7 @@ def _look() -> list[Promise]:
         unsound = track.backend().sound()
         shown: dict[str, list[Any]] | None = _shown()
         unreadable = tuple(f"{line}{_REBUILD}" for line in unsound)
-    except (track.Damaged, track.Away) as e:
+    except (track.StoreCorrupt, track.StoreUnreachable) as e:
         shown, unreadable = None, (str(e),)
     busy |= set(store.claims())
     results = {key: p for key, p in results.items() if key not in busy}

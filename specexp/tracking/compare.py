@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specexp.measure import prompts
 from specexp.tracking import results
 from specexp.tracking import runs as track
 
@@ -27,7 +26,7 @@ def headline(result: Path) -> str:
 
 def show(console: Console, run_keys: Collection[str]) -> None:
     """Print the finished runs of these points as tables, then where to find everything. Raises
-    Away."""
+    StoreUnreachable."""
     runs = track.runs()
     if len(runs):
         made = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
@@ -51,7 +50,7 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
     that it fits."""
     view = overview(runs.drop(columns="experiment"))
     if "speedup" in view:
-        view = view.drop(columns=[c for c in prompts.NAMES if c in view])
+        view = view.drop(columns=[c for c in categories(runs) if c in view])
     title = Text(experiment, "table.title")
     out = Table(*view, title=title, title_justify="left", box=None, header_style="bold")
     for row in view.itertuples(index=False):
@@ -69,7 +68,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
         if column in NAMED or (runs[column] != runs[column].iloc[0]).any():
             view[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
-    for category in prompts.NAMES:
+    for category in categories(runs):
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
@@ -85,6 +84,12 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
     return view[[c for c in view if view[c].astype(bool).any()]]
+
+
+def categories(runs: pd.DataFrame) -> list[str]:
+    """The categories of prompts whose acceptance rate was logged."""
+    logged = [column for column in runs if column.startswith("metrics.category/")]
+    return sorted(column.partition("/")[2] for column in logged)
 
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:

@@ -25,7 +25,7 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 def show(port: int, host: str = "127.0.0.1") -> None:
     """Print a link per experiment and become the UI, unless runs are tracked on a server, which has
-    one. Raises UserError, Away, Damaged."""
+    one. Raises UserError, StoreUnreachable, StoreCorrupt."""
     place = runs.backend()
     if runs.own() and not runs.has_database():
         raise UserError(f"no runs in {results.root()} yet: run `make demo`, or a notebook, first")
@@ -40,21 +40,6 @@ def show(port: int, host: str = "127.0.0.1") -> None:
     if not place.served:
         _warn(host)
         _become(place, host, port)
-
-
-def serve(port: int, host: str = "127.0.0.1", address: str | None = None) -> None:
-    """Become a server for several people or machines, over `address` or the store's own database.
-    Raises UserError, Away, Damaged."""
-    place = Backend.at(address, results.root()) if address else runs.database()
-    if place.served:
-        raise UserError(f"{place} is already a server: give postgresql://... or sqlite:///...")
-    _check_free(host, port)
-    with results.alone("setup"):
-        place.prepare(known=not address and runs.had_runs())
-    print(f"runs       {place}\nartifacts  {place.artifacts}")
-    print(f"to use it  export MLFLOW_TRACKING_URI={_address(host, port)}")
-    _warn(host)
-    _become(place, host, port)
 
 
 def command(place: Backend, host: str, port: int) -> list[str]:

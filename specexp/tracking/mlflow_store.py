@@ -19,7 +19,7 @@ import shutil
 import sqlite3
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -56,17 +56,17 @@ _QUIET = {
 }  # fmt: skip
 
 
-class Away(UserError):
+class StoreUnreachable(UserError):
     """MLflow cannot be reached or is busy now. Results are safe and can be published later."""
 
     code = 1
 
 
-class Refused(Away):
+class StoreRejected(StoreUnreachable):
     """MLflow rejects the request as invalid, so that trying again is useless."""
 
 
-class Damaged(UserError):
+class StoreCorrupt(UserError):
     """The database cannot be read."""
 
     code = 4
@@ -135,7 +135,8 @@ class Backend:
 
     @contextlib.contextmanager
     def reaching(self) -> Iterator[None]:
-        """Translate errors of MLflow into Away, Refused, Damaged, or OSError if a disk is full."""
+        """Translate errors of MLflow into StoreUnreachable, StoreRejected or StoreCorrupt; into
+        OSError if a disk is full."""
         from mlflow.exceptions import MlflowException
         from requests import RequestException
         from sqlalchemy.exc import SQLAlchemyError
@@ -152,18 +153,23 @@ class Backend:
             short = next((what for words, what in _AWAY.items() if words in said), None)
             line = f"{self}: {short or redact.hide(said.strip().splitlines()[0][:200])}"
             refused = not short and getattr(e, "error_code", "") in _REFUSALS
-            raise (Refused if refused else Away)(line) from e
+            raise (StoreRejected if refused else StoreUnreachable)(line) from e
 
-    def damaged(self, what: str) -> Damaged:
-        return Damaged(f"{self} {what}{self.remedy}")
+    def damaged(self, what: str) -> StoreCorrupt:
+        return StoreCorrupt(f"{self} {what}{self.remedy}")
 
     # --- the database ----------------------------------------------------------------------------
 
     def prepare(self, known: bool = False) -> None:
         """Create the database if there is none, and check that it can be read. One process at a
-        time may do so. `known`: it had runs, so an empty one is damaged. Raises Away, Damaged."""
+        time may do so. `known`: it had runs, so an empty one is damaged.
+
+        Raises UserError if its folder is missing, StoreUnreachable, StoreCorrupt.
+        """
         if self.served:
             return
+        if self.file and not self.file.parent.is_dir():
+            raise UserError(f"the folder {self.file.parent} does not exist: create it first")
         empty = self.empty()
         with self.reaching():
             if empty and known:
@@ -175,8 +181,8 @@ class Backend:
             self._create_tables(self.uri)
 
     def empty(self) -> bool:
-        """Whether it is a SQLite file that is missing or has no tables. Raises Damaged if it is not
-        MLflow's, or Away."""
+        """Whether it is a SQLite file that is missing or has no tables. Raises StoreCorrupt if it
+        is not MLflow's, or StoreUnreachable."""
         if not self.file or not self.file.exists():
             return bool(self.file)
         if not self.file.is_file():
@@ -271,14 +277,14 @@ class Backend:
             return None
         return PROXIED + (re.sub(r"[^A-Za-z0-9_-]+", "-", experiment).strip("-") or "experiment")
 
-    def put(self, run: Any, folder: Path) -> None:
-        """Copy every file of a folder to a run's artifacts. Raises as `reaching` does."""
+    def put(self, run: Any, folder: Path, files: Iterable[Path]) -> None:
+        """Copy files of a folder to a run's artifacts. Raises as `reaching` does."""
         place = self._place(run)
         if place:
-            copy_files(folder, place)
+            copy_files(files, folder, place)
         else:
             with self.reaching():  # one by one: MLflow's log_artifacts skips unreadable folders
-                for path in _files(folder):
+                for path in files:
                     inside = path.parent.relative_to(folder).as_posix()
                     into = None if inside == "." else inside
                     self.client.log_artifact(run.info.run_id, str(path), into)
@@ -287,7 +293,7 @@ class Backend:
         """Copy a run's artifacts to an existing folder."""
         place = self._place(run)
         if place:
-            copy_files(place, folder)
+            copy_files(_files(place), place, folder)
             return
         with self.reaching():
             if self.client.list_artifacts(run.info.run_id):
@@ -341,9 +347,9 @@ def hidden(address: str) -> str:
     return re.sub(r"([?&](?:\w*password|passfile|user)=)[^&]*", r"\1...", bare)
 
 
-def copy_files(folder: Path, into: Path) -> None:
-    """Copy every regular file, replacing existing ones. Raises OSError if one cannot be copied."""
-    for path in _files(folder):
+def copy_files(files: Iterable[Path], folder: Path, into: Path) -> None:
+    """Copy files of a folder, replacing existing ones. Raises OSError if one cannot be copied."""
+    for path in files:
         copy = into / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)

@@ -49,7 +49,7 @@ def rebuild(console: Console) -> Rebuilt:
                     if ours:
                         try:
                             runs.publish(folder)
-                        except runs.Refused as e:
+                        except runs.StoreRejected as e:
                             refused[folder] = str(e)
     done = [f for f in whole if f not in refused]
     results = sum(f.parent.name == "results" for f in done)
@@ -66,7 +66,7 @@ def show(made: Rebuilt, console: Console) -> None:
     if made.aside:
         names = ", ".join(path.name for path in made.aside)
         lines += [f"the old files are now {names}: delete them once you have checked the new ones",
-                  "restart `specexp ui` or `specexp store serve` if one is running"]  # fmt: skip
+                  "restart `specexp ui` or `mlflow server` if one is running"]  # fmt: skip
     console.print(Text("\n".join(lines)), soft_wrap=True)
 
 

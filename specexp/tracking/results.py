@@ -43,7 +43,8 @@ class StoreBusy(UserError):
 
 
 def root() -> Path:
-    return shelf.made("")
+    """The store's folder, see `shelf.store`."""
+    return shelf.store()
 
 
 def folder(name: str) -> Path:

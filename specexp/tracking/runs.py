@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import re
-import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -25,10 +23,15 @@ from typing import Any
 import pandas as pd
 
 from specexp.errors import UserError
-from specexp.tracking import mlflow_view, results
-from specexp.tracking.mlflow_store import Away, Backend, Damaged, Refused
+from specexp.tracking import mlflow_view, provenance, results
+from specexp.tracking.mlflow_store import (
+    Backend,
+    StoreCorrupt,
+    StoreRejected,
+    StoreUnreachable,
+)
 
-__all__ = ["Away", "Damaged", "Refused"]
+__all__ = ["StoreCorrupt", "StoreRejected", "StoreUnreachable"]
 REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
 _STEP = re.compile(r"-?\d{1,18}")
@@ -36,7 +39,6 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
 _LONGEST_NAME = 250  # MLflow rejects longer ones
 _LONGEST_PARAM = 6000  # MLflow truncates longer ones
-_VERSIONS = ("specexp", "torch", "transformers")
 
 
 # --- what notebooks call -------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def log(
         "params": dict(params),
         "metrics": {name: float(value) for name, value in metrics.items()},
         "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
-        "tags": {**provenance(str(params.get("device", "auto"))), **(tags or {})},
+        "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
     problems = problems_of(record)
     if problems:
@@ -95,10 +97,10 @@ def log(
             with results.alone("setup"):
                 initialise()
             publish(result)
-        except Refused as e:
+        except StoreRejected as e:
             print(f"kept in {result}; MLflow refused it: {e}")
             return
-        except Away as e:
+        except StoreUnreachable as e:
             retry = "publish it later with `specexp store rebuild`"
             print(f"kept in {result}; not in MLflow yet, {retry}: {e}")
             return
@@ -154,43 +156,6 @@ def problems_of(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def provenance(device: str = "auto") -> dict[str, str]:
-    """Tags that say what a run was made with: versions, device, threads, load, commit."""
-    import torch
-
-    from specexp.commands import doctor
-    from specexp.grids import identity
-
-    versions = {f"version.{name}": doctor.version(name) or "unknown" for name in _VERSIONS}
-    commit, dirty = os.environ.get("SPECEXP_GIT", "").split() or _git_state()
-    slower = identity.engine(device)
-    return {
-        **versions,
-        **({"engine": slower} if slower else {}),
-        "version.python": platform.python_version(),
-        "device": identity.device_class(device),
-        "threads": str(torch.get_num_threads()),
-        "load": f"{os.getloadavg()[0]:.2f}",
-        "git.commit": commit,
-        "git.dirty": dirty,
-    }
-
-
-def _git_state() -> list[str]:
-    """The commit, and "true" if tracked files differ from it, else "false"."""
-    changed = _git("status", "--porcelain", "--untracked-files=no")
-    return [_git("rev-parse", "HEAD"), str(bool(changed)).lower()]
-
-
-def _git(*args: str) -> str:
-    asked = ["git", *args]
-    try:
-        done = subprocess.run(asked, cwd=results.ROOT, capture_output=True, text=True, check=False)
-    except OSError:  # not installed
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 # --- MLflow --------------------------------------------------------------------------------------
 
 
@@ -221,7 +186,7 @@ def client() -> Any:
 
 def initialise() -> None:
     """Create the database if it is missing, else check that it can be read. One process at a time
-    may do so (`store.alone`). Raises Away, Damaged."""
+    may do so (`store.alone`). Raises StoreUnreachable, StoreCorrupt."""
     backend().prepare(known=own() and had_runs())
 
 
@@ -260,6 +225,11 @@ def marker(folder: Path) -> Path:
     return folder / f"published-{results.digest(backend().uri.encode())[:8]}"
 
 
+def _is_marker(path: Path, folder: Path) -> bool:
+    """Whether this is a file that `marker` names, for any store."""
+    return path.parent == folder and path.name.partition("-")[0] == "published"
+
+
 def publishable(folder: Path) -> bool:
     """Whether a result is intact and valid for MLflow, or enough of a failed attempt is left to be
     published: those are not fsynced.
@@ -284,7 +254,8 @@ def publish(folder: Path) -> str:
     """Publish a result or failed attempt to MLflow, unless it has been; returns the run's id.
 
     The folder's tags.json holds the run's tags, with `run_key`, `attempt`, `status` and `ended`.
-    Raises Away, Refused, Damaged, or OSError if the disk is full or the folder cannot be read.
+    Raises StoreUnreachable, StoreRejected, StoreCorrupt, or OSError if the disk is full or the
+    folder cannot be read.
     """
     if not published(folder):
         with backend().reaching():
@@ -341,7 +312,7 @@ def _create_run(
         mlflow.set_experiment_tag(experiment, mlflow_view.TAG, shown)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    place.put(run, folder)
+    place.put(run, folder, [p for p in results.files_in(folder) if not _is_marker(p, folder)])
     mlflow.set_terminated(run.info.run_id, status, ended)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
@@ -375,8 +346,8 @@ def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 
 
 def has_database() -> bool:
-    """Whether there is a database to read: a store has none before its first run. Raises Damaged
-    if it has lost the one it had, or Away."""
+    """Whether there is a database to read: a store has none before its first run. Raises
+    StoreCorrupt if it has lost the one it had, or StoreUnreachable."""
     if not backend().empty():
         return True
     if own() and had_runs():
@@ -386,7 +357,7 @@ def has_database() -> bool:
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
     """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. `grid`: only
-    runs of this grid's points, whichever grid ran them. Raises Away, Damaged."""
+    runs of this grid's points, whichever grid ran them. Raises StoreUnreachable, StoreCorrupt."""
     place, keys = backend(), results.keys_of(grid or "")
     found = [
         (e.name, run)

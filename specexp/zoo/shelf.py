@@ -1,19 +1,30 @@
 """Lists and finds the zoo's models: those that ship in `data/zoo`, then twins made here.
 
+It knows where things stand: the checkout, if the package is used from one, the zoo and the store.
 It reads each model's `zoo.json` and imports nothing heavy. It does not know how models are trained
 or loaded.
 """
 
 import difflib
+import importlib
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from specexp.errors import UserError
 
-SHELF = Path(__file__).resolve().parents[2] / "data" / "zoo"
+_ABOVE = Path(__file__).resolve().parents[2]
+CHECKOUT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
+"""The repository that this package is used from; None for an installed package."""
+GET = (
+    "an installed specexp has no models of its own: clone the repository, which contains them in "
+    "data/zoo, and set SPECEXP_ZOO to that folder; your own models work without"
+)
 ROLES = ("target", "draft", "medusa", "eagle3", "eagle", "control")
+METHODS = {"model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle")}
 
 
 @dataclass(frozen=True)
@@ -30,51 +41,93 @@ class ZooModel:
     about: str
 
 
-def made(what: str) -> Path:
-    """The folder `what` of the store, for models made here.
+# --- folders --------------------------------------------------------------------------------------
 
-    The store is SPECEXP_MLRUNS or, by default, `mlruns/` at the repository root, which is not in
-    git. Raises UserError if SPECEXP_MLRUNS is a relative path.
-    """
-    store = Path(os.environ.get("SPECEXP_MLRUNS") or SHELF.parents[1] / "mlruns")
-    if not store.is_absolute():
+
+def shipped() -> Path | None:
+    """The folder of the models that ship: SPECEXP_ZOO, or the checkout's `data/zoo`; None if there
+    is neither. Raises UserError if SPECEXP_ZOO is not a whole path or holds no model."""
+    if not (named := os.environ.get("SPECEXP_ZOO")):
+        return CHECKOUT / "data" / "zoo" if CHECKOUT else None
+    folder = _whole("SPECEXP_ZOO", Path(named))
+    if not any(folder.glob("*/zoo.json")):
         raise UserError(
-            f"SPECEXP_MLRUNS is {str(store)!r}, which is a different folder for every notebook: "
+            f"SPECEXP_ZOO is {named!r}, where no folder has a zoo.json: give the data/zoo of a "
+            "clone of the repository"
+        )
+    return folder
+
+
+def store() -> Path:
+    """The folder of everything made here: SPECEXP_MLRUNS, or `mlruns/` of the checkout, which is
+    not in git; for an installed package `specexp/mlruns` in the home folder.
+
+    Raises UserError if SPECEXP_MLRUNS is not a whole path.
+    """
+    if named := os.environ.get("SPECEXP_MLRUNS"):
+        return _whole("SPECEXP_MLRUNS", Path(named))
+    return (CHECKOUT or Path.home() / "specexp") / "mlruns"
+
+
+def made(what: str) -> Path:
+    """The folder `what` of the store, for models made here."""
+    return store() / what
+
+
+def _whole(variable: str, folder: Path) -> Path:
+    if not folder.is_absolute():
+        raise UserError(
+            f"{variable} is {str(folder)!r}, which is a different folder for every notebook: "
             "give the whole path"
         )
-    return store.resolve() / what
+    return folder.resolve()
+
+
+def making() -> ModuleType:
+    """The package `making` of the checkout's zoo, which trained the shipped models on a text of its
+    own. Raises UserError for an installed package, which does not contain it."""
+    if CHECKOUT is None:
+        raise UserError(
+            "the zoo's recipes and training text are not part of an installed specexp: run this in "
+            "a clone of the repository (heads are also trained on a text of yours: --text FILE)"
+        )
+    zoo = str(CHECKOUT / "data" / "zoo")
+    if zoo not in sys.path:
+        sys.path.append(zoo)
+    return importlib.import_module("making")
+
+
+# --- models ---------------------------------------------------------------------------------------
 
 
 def models(shelf: Path | None = None) -> list[ZooModel]:
     """The models of a folder in the order of ROLES, the largest first within each role.
 
-    By default the models that ship, then the twins.
+    By default the models that ship, if they are here, then the twins.
     """
     if shelf is None:
-        return models(SHELF) + models(made("twins"))
-    found = []
+        zoo = shipped()
+        return (models(zoo) if zoo else []) + models(made("twins"))
+    listed = []
     for card in shelf.glob("*/zoo.json"):
         facts = json.loads(card.read_text())
-        known = {key: facts[key] for key in ZooModel.__annotations__ if key != "path"}
-        found.append(ZooModel(path=card.parent, **known))
-    return sorted(found, key=lambda model: (ROLES.index(model.role), -model.parameters))
+        fields = {key: facts[key] for key in ZooModel.__annotations__ if key != "path"}
+        listed.append(ZooModel(path=card.parent, **fields))
+    return sorted(listed, key=lambda model: (ROLES.index(model.role), -model.parameters))
 
 
 def find(name: str, shelf: Path | None = None) -> Path:
     """The folder of the zoo model called `name`. Raises UserError if there is none."""
-    known = {model.name: model.path for model in models(shelf)}
-    if name in known:
-        return known[name]
-    if not known:
-        raise UserError(
-            f"no zoo at {shelf or SHELF}: use a checkout of the repository, which contains it"
-        )
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    paths = {model.name: model.path for model in models(shelf)}
+    if name in paths:
+        return paths[name]
+    if shelf is None and shipped() is None:
+        raise UserError(f"no zoo model {name!r} here: {GET}")
+    if not paths:
+        raise UserError(f"no zoo model {name!r}: no folder in {shelf or shipped()} has a zoo.json")
+    near = difflib.get_close_matches(name, paths, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"no zoo model is called {name!r}{hint} (there are {', '.join(known)})")
-
-
-METHODS = {"model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle")}
+    raise UserError(f"no zoo model is called {name!r}{hint} (there are {', '.join(paths)})")
 
 
 def drafts_for(target: str, method: str = "model", shelf: Path | None = None) -> list[ZooModel]:

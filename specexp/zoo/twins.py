@@ -127,6 +127,7 @@ def make(
     impossible request, existing folders, or too little disk or memory.
     """
     shape, out = _asked(params, alpha, damp, dtype, vocab), out or shelf.made("twins")
+    shelf.find("target-10m")  # whose tokenizer they get
     name = f"twin-{params.lower()}"
     folders = {f"{name}-draft": shape.first(shape.draft), f"{name}-target": shape}
     for folder in folders:
@@ -288,7 +289,7 @@ def write(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     shape.config(dtype).save_pretrained(folder)
     GenerationConfig(bos_token_id=END, eos_token_id=END, pad_token_id=END).save_pretrained(folder)
-    zoo = shelf.find("target-10m", shelf.SHELF)
+    zoo = shelf.find("target-10m")
     shutil.copyfile(zoo / "tokenizer.json", folder / "tokenizer.json")
     options = json.loads((zoo / "tokenizer_config.json").read_text())
     options["model_max_length"] = shape.context

@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from conftest import TRIVIAL, tiny_llama
 from hypothesis import HealthCheck, example, given, settings
@@ -19,7 +20,7 @@ from specexp.grids import identity, notebooks, yaml_lines
 from specexp.grids import points as grid
 from specexp.measure import parameters
 from specexp.models.load import read_tokenizer
-from specexp.tracking import runs
+from specexp.tracking import provenance
 
 ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
 GRIDS = sorted((grid.ROOT / "notebooks" / "grids").glob("*.yaml"))
@@ -239,7 +240,7 @@ def test_opening_saving_and_running_a_notebook_keeps_the_key_and_editing_code_do
 def compiled(monkeypatch):
     """Pretend that nothing is switched off and that there is a compiler."""
     monkeypatch.setattr(cpu, "compiler", lambda: "c++")
-    for name in identity.SWITCHES:
+    for name in provenance.SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -273,28 +274,28 @@ def test_the_key_changes_with_a_model_its_data_and_the_device(
     assert changed(before, point()) == {"data", "device"}
 
 
-@pytest.mark.parametrize("name", identity.SWITCHES)
+@pytest.mark.parametrize("name", provenance.SWITCHES)
 def test_what_is_not_compiled_is_another_point_than_what_is(folder, compiled, monkeypatch, name):
     file = folder / "g.yaml"
     file.write_text(f"notebook: {ACCEPTANCE}\nfixed: {{drafter: ngram, device: cpu}}\n")
     [usual] = grid.load([file])
-    assert "engine" not in runs.provenance()
+    assert "engine" not in provenance.tags()
     monkeypatch.setenv(name, "off")
     [off] = grid.load([file])
     assert changed(usual, off) == {"engine"}
     monkeypatch.setattr(cpu, "compiler", lambda: None)
-    assert identity.engine("cpu") == f"{name} off, no compiler"
+    assert provenance.switched_off("cpu") == f"{name} off, no compiler"
     monkeypatch.delenv(name)
     [none] = grid.load([file])
     assert changed(usual, none) == {"engine"}
 
 
 def test_a_gpu_is_known_by_its_name(monkeypatch):
-    monkeypatch.setattr(identity.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(identity.torch.cuda, "get_device_name", lambda device: f"GPU at {device}")
-    assert identity.device_class("auto") == "GPU at cuda"
-    assert identity.device_class("cuda:1") == "GPU at cuda:1"
-    assert identity.device_class("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU at {device}")
+    assert provenance.device_class("auto") == "GPU at cuda"
+    assert provenance.device_class("cuda:1") == "GPU at cuda:1"
+    assert provenance.device_class("cpu") == "cpu"
 
 
 def test_the_ends_of_a_large_file_and_its_size_are_hashed(tmp_path, monkeypatch):

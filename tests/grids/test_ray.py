@@ -17,7 +17,6 @@ from conftest import TRIVIAL
 from test_runner import alive, go, statuses, until
 
 from specexp.errors import UserError
-from specexp.grids import identity
 from specexp.grids import points as grid
 from specexp.grids.execute import Failure
 from specexp.grids.machines import local
@@ -25,7 +24,7 @@ from specexp.grids.machines import ray as cluster
 from specexp.grids.machines import worker as remote
 from specexp.grids.machines.ray import OnRay
 from specexp.grids.machines.worker import Outcome, Task, packed, unpack
-from specexp.tracking import runs
+from specexp.tracking import provenance, runs
 
 NODE = socket.gethostname()
 ray = pytest.mark.ray
@@ -144,12 +143,12 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
     assert runner.wait(60) == 130
     assert statuses() == {todo[0].run_key: "FINISHED", todo[1].run_key: "KILLED"}
     [commit] = runs.runs()["tags.git.commit"]
-    assert commit == runs.provenance()["git.commit"]
+    assert commit == provenance.tags()["git.commit"]
     until(lambda: not any(alive(p) for p in [worker, *below]))
 
 
 def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
-    native, graphs = identity.SWITCHES
+    native, graphs = provenance.SWITCHES
     monkeypatch.setenv(native, "off")
     monkeypatch.delenv(graphs, raising=False)
     [point] = points(x=[1])

@@ -226,7 +226,7 @@ def test_a_store_may_be_called_anything(tmp_path, monkeypatch, name):
 
 def test_what_stops_a_grid_is_told_to_the_letter(store, points, monkeypatch):
     def damaged() -> None:
-        raise runs.Damaged("a [red]door[/] at [/x] :cat:")
+        raise runs.StoreCorrupt("a [red]door[/] at [/x] :cat:")
 
     monkeypatch.setattr(runs, "initialise", damaged)
     code, said = go(points(x=[1]))

@@ -24,14 +24,21 @@ def free_port() -> int:
 
 
 class Mlflow:
-    """MLflow's server over `place`, which can be stopped and restarted at the same `url`."""
+    """MLflow's server over `place`, which can be stopped and restarted at the same `url`.
+    running: one that was just started, on `port`."""
 
-    def __init__(self, place: Backend, host: str = "127.0.0.1") -> None:
-        self.place, self.host, self.port = place, host, free_port()
+    def __init__(
+        self, place: Backend, host: str = "127.0.0.1", port: int | None = None,
+        running: subprocess.Popen[bytes] | None = None,
+    ) -> None:  # fmt: skip
+        self.place, self.host, self.port, self.running = place, host, port or free_port(), running
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> "Mlflow":
-        self.start()
+        if self.running:
+            self.await_answer()
+        else:
+            self.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -44,15 +51,18 @@ class Mlflow:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 240
+        self.await_answer()
+
+    def await_answer(self) -> None:
+        assert self.running
         while self.status("/health") != 200:
             assert self.running.poll() is None
-            assert time.monotonic() < deadline
             time.sleep(0.3)
 
     def stop(self) -> None:
+        assert self.running
         self.running.terminate()
-        self.running.wait(120)
+        self.running.wait()
 
     def status(self, path: str = "/", data: bytes | None = None, **headers: str) -> int:
         """The HTTP status of a request; 0 if there is no answer."""
@@ -102,13 +112,12 @@ def postgres():
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder, **options,
         )  # fmt: skip
         try:
-            deadline = time.monotonic() + 60
             while subprocess.run(
                 [str(tools / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)], check=False
             ).returncode:
-                assert time.monotonic() < deadline
+                assert running.poll() is None
                 time.sleep(0.2)
             yield f"postgresql://lab:p%3Aw%2F%40-secret@127.0.0.1:{port}/postgres"
         finally:
             running.terminate()
-            running.wait(60)
+            running.wait()

@@ -46,9 +46,9 @@ KINDS = (
 PATIENCE_S = 5.0
 CELLS = (
     "x: int = 0  # a number",
-    "import os\nimport time\n\nfrom specexp.tracking import runs\n\n"
+    "import os\nimport time\n\nfrom specexp.tracking import provenance, runs\n\n"
     "params = runs.parameters(globals())\n"
-    "runs.provenance = lambda device: {}  # would import torch",
+    "provenance.tags = lambda device: {}  # would import torch",
     "with open(os.environ['LEDGER'], 'a') as ledger:\n"
     "    print(os.path.basename(os.environ['SPECEXP_ATTEMPT']), file=ledger)",
     "for n in range(5):\n    time.sleep(0.01)\n    print(n)",
@@ -239,7 +239,7 @@ class Soak:
 
 
 def main() -> None:
-    from specexp.tracking.runs import provenance
+    from specexp.tracking import provenance
 
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--kills", type=int, default=1000)
@@ -257,13 +257,14 @@ def main() -> None:
             for _ in progress(made[do].run(), description=f"{do} killed", total=kills):
                 pass
     soak, control = made["grid"], made["naive"].figures()
+    tags = provenance.tags()
     figures = {
         **soak.figures(),
         "short": soak.short(),
         "control": {name: control[name] for name in ("kills", "grids", "wrong")},
         "seconds": round(time.monotonic() - begin),
         "seed": asked.seed,
-        **{name: provenance()[name] for name in ("version.specexp", "git.commit", "load")},
+        **{name: tags[name] for name in ("version.specexp", "git.commit", "load")},
         "cores": os.cpu_count(),
     }
     asked.out.write_text(json.dumps(figures, indent=1) + "\n")

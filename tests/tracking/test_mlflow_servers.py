@@ -2,11 +2,15 @@
 
 import json
 import multiprocessing
+import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,7 +21,7 @@ from specexp import api
 from specexp.commands import app
 from specexp.grids import runner
 from specexp.grids.machines import local
-from specexp.tracking import audit, compare, copy_store, mlflow_server, rebuild, runs
+from specexp.tracking import audit, compare, mlflow_server, rebuild, runs
 from specexp.tracking import results as disk
 from specexp.tracking.mlflow_store import Backend
 
@@ -111,12 +115,14 @@ def become(monkeypatch):
     return call
 
 
-def test_serving_says_what_to_do_and_warns_of_what_it_opens(store, become, capsys, monkeypatch):
+def test_ui_warns_of_what_it_opens_and_names_its_hosts(store, become, capsys, monkeypatch):
     port = str(free_port())
-    code, args, env = become("store", "serve", "--port", port)
+    runs.log("mine", {"drafter": "ngram"}, METRICS)
+    capsys.readouterr()
+    code, args, env = become("ui", "--port", port)
     out, err = capsys.readouterr()
     assert code == 0
-    assert f"export MLFLOW_TRACKING_URI=http://127.0.0.1:{port}" in out
+    assert f"http://127.0.0.1:{port}/#/experiments/" in out
     assert "password" not in err
     assert "--serve-artifacts" in args
     assert env["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
@@ -124,45 +130,81 @@ def test_serving_says_what_to_do_and_warns_of_what_it_opens(store, become, capsy
     assert env["MLFLOW_BACKEND_STORE_URI"] == f"sqlite:///{store / 'mlflow.db'}"
 
     monkeypatch.setenv("MLFLOW_SERVER_ALLOWED_HOSTS", "lab.example, *")
+    code, args, _ = become("ui", "--port", port, "--host", "0.0.0.0")
+    out, err = capsys.readouterr()
+    assert code == 0
+    assert "no password" in err
+    assert len(err.strip().splitlines()) == 1
+    hosts = args[args.index("--allowed-hosts") + 1].split(",")
+    assert {f"{socket.gethostname()}:{port}", f"127.0.0.1:{port}", "lab.example"} <= set(hosts)
+    assert not any("*" in host for host in hosts)
+    assert f"http://{socket.gethostname()}:{port}" in out
+
+
+def test_ui_refuses_a_port_or_host_it_cannot_listen_on(store, become, capsys):
     runs.log("mine", {"drafter": "ngram"}, METRICS)
-    for command in (("store", "serve"), ("ui",)):
-        code, args, _ = become(*command, "--port", port, "--host", "0.0.0.0")
-        out, err = capsys.readouterr()
-        assert code == 0
-        assert "no password" in err
-        assert len(err.strip().splitlines()) == 1
-        hosts = args[args.index("--allowed-hosts") + 1].split(",")
-        assert {f"{socket.gethostname()}:{port}", f"127.0.0.1:{port}", "lab.example"} <= set(hosts)
-        assert not any("*" in host for host in hosts)
-        assert f"http://{socket.gethostname()}:{port}" in out
-
-
-def test_serving_refuses_what_cannot_work_in_one_line(store, become, capsys):
+    capsys.readouterr()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        for args, said in (
+        for options, reason in (
             (("--port", port), "is in use"),
-            (("--host", "203.0.113.7"), "cannot listen"),
-            (("--backend", "http://127.0.0.1:9"), "is already a server"),
-            (("--backend", "file:///x"), "sqlite:///PATH"),
+            (("--host", "203.0.113.7", "--port", str(free_port())), "cannot listen"),
         ):
-            code, found, _ = become("store", "serve", "--port", str(free_port()), *args)
+            code, command, _ = become("ui", *options)
             err = capsys.readouterr().err
             assert code == 2
-            assert said in err
-            assert not found
+            assert reason in err
+            assert not command
             assert len(err.strip().splitlines()) == 1
 
 
-def test_serving_a_database_that_is_away_says_so_without_its_password(store, become, capsys):
+def test_unreachable_database_is_named_without_its_password(store, become, capsys, monkeypatch):
     pytest.importorskip("psycopg2")
-    code, *_ = become("store", "serve", "--backend", "postgresql://me:hush@127.0.0.1:9/db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:hush@127.0.0.1:9/db")
+    code, *_ = become("store", "rebuild")
     err = capsys.readouterr().err
     assert code == 1
     assert "connection refused" in err
     assert "hush" not in err
+
+
+def lines_of(page: str, word: str) -> str:
+    """The shell block of mlruns/README.md that contains a word."""
+    [block] = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if word in block]
+    return block
+
+
+def test_server_of_the_page_takes_a_rebuild_once(store, tmp_path, monkeypatch):
+    for number in range(3):
+        runs.log("mine", {"drafter": "ngram", "x": number}, METRICS, {"a/curve": [0.5] * 1200})
+    page = (disk.ROOT / "mlruns" / "README.md").read_text()
+    port, home = free_port(), tmp_path / "mlruns of the server"
+    home.mkdir()
+    lines = lines_of(page, "mlflow server").replace("5000", str(port))
+    lines = lines.replace("postgresql:///specexp", "sqlite:///mlflow.db")
+    lines = lines.replace("cd mlruns", f"cd '{home}'").replace(
+        "mlflow server", "exec mlflow server"
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = subprocess.Popen(["sh", "-ec", lines], env=os.environ | {"PATH": path})
+    with Mlflow(Backend.of(home / "mlflow.db"), port=port, running=command) as mlflow:
+        for host in (f"localhost:{port}", f"127.0.0.1:{port}"):
+            assert mlflow.status(Host=host) == 200
+        hosts = [h.format(port=port) for h in FOREIGN]
+        assert {h: mlflow.status(Host=h) for h in hosts} == dict.fromkeys(hosts, 403)
+
+        address = lines_of(page, "export MLFLOW_TRACKING_URI")
+        assert f"export MLFLOW_TRACKING_URI={mlflow.url}" in address.replace("5000", str(port))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.url)
+        for _ in range(2):
+            assert rebuild.rebuild(Console(quiet=True)).results == 3
+            assert audit.problems() == []
+        place = runs.backend()
+        [mine] = [e for e in place.experiments() if e.name == "mine"]
+        assert len(place.runs(mine.experiment_id, deleted=True)) == 3
+        assert len(list((home / "artifacts").glob("*/*/artifacts/result.json"))) == 3
 
 
 # --- grids over a server -------------------------------------------------------------------------
@@ -260,9 +302,7 @@ def _publishes(root, uri, number):
 
 @pytest.mark.slow
 @pytest.mark.postgres
-def test_postgres_takes_four_writers_and_copies_come_back_as_they_went(
-    tmp_path, monkeypatch, migrated
-):
+def test_postgres_takes_four_writers_and_a_rebuild(tmp_path, monkeypatch, migrated):
     quiet = Console(quiet=True)
     with postgres() as address, Mlflow(Backend.at(address, tmp_path / "served")) as mlflow:
         mlflow.place.prepare()
@@ -288,21 +328,11 @@ def test_postgres_takes_four_writers_and_copies_come_back_as_they_went(
         shutil.copy(migrated / "mlflow.db", tmp_path / "mine" / "mlflow.db")
         for i in range(3):
             runs.log("mine", {"drafter": "ngram", "i": i}, METRICS, {"a/curve": [0.1] * 1200})
-        over_http = Backend.at(mlflow.url, tmp_path)
-        there = copy_store.transfer(runs.database(), over_http, quiet)
-        assert (there.made, there.differences) == (3, [])
-        assert there.seen["metric points"] == 3 * 1202
-
-        (tmp_path / "back").mkdir()
-        shutil.copy(migrated / "mlflow.db", tmp_path / "back" / "mlflow.db")
-        back = Backend.at(f"sqlite:///{tmp_path / 'back' / 'mlflow.db'}", tmp_path)
-        done = copy_store.transfer(over_http, back, quiet)
-        assert (done.made, done.differences) == (23, [])
-        direct = copy_store.transfer(mlflow.place, back, quiet)
-        assert (direct.made, direct.there, direct.differences) == (0, 23, [])
-        home = copy_store.transfer(back, runs.database(), quiet)
-        assert (home.made, home.there, home.differences) == (20, 3, [])
-        assert audit.problems() == []
+        for address in (mlflow.url, mlflow.place.uri):  # the second finds all of them there
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+            assert rebuild.rebuild(quiet).results == 3
+            assert audit.problems() == []
+            assert len(runs.runs()) == 23
         seen = " ".join(
             " ".join(psutil.Process(p.pid).cmdline())
             for p in [psutil.Process(mlflow.running.pid),

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import io
 import json
-import math
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from mlflow.entities import Dataset, DatasetInput, Metric, Param
 from rich.console import Console
 
 from specexp import api
@@ -23,10 +21,10 @@ from specexp.errors import UserError
 from specexp.grids import runner as run
 from specexp.grids.execute import Failure
 from specexp.grids.machines import local
-from specexp.tracking import audit, copy_store, rebuild
+from specexp.tracking import audit, rebuild, results
 from specexp.tracking import results as store
 from specexp.tracking import runs as track
-from specexp.tracking.mlflow_store import Away, Backend, Damaged, hidden
+from specexp.tracking.mlflow_store import Backend, StoreCorrupt, StoreUnreachable, hidden
 
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
 SERIES = {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32: 0.9}}
@@ -160,7 +158,7 @@ def test_a_database_that_is_busy_for_a_moment_hides_nothing(filled, monkeypatch)
     def busy():
         looks.append(1)
         if len(looks) == 1:
-            raise Away("another program has locked it")
+            raise StoreUnreachable("another program has locked it")
         return real()
 
     monkeypatch.setattr(audit, "_shown", busy)
@@ -173,7 +171,7 @@ def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
 
     def away():
         looks.append(1)
-        raise Away(f"no answer to connection {len(looks)}")
+        raise StoreUnreachable(f"no answer to connection {len(looks)}")
 
     monkeypatch.setattr(audit, "_shown", away)
     assert audit.problems() == ["no answer to connection 2"]
@@ -236,8 +234,7 @@ def shown(place=None):
                 for n in r.data.metrics
             }
             times = r.info.start_time, r.info.end_time
-            tags = {k: v for k, v in r.data.tags.items() if k != "copied.from"}
-            found.append((e.name, r.info.run_name, r.info.status, times, r.data.params, tags,
+            found.append((e.name, r.info.run_name, r.info.status, times, r.data.params, r.data.tags,
                           points, place.digests(r)))  # fmt: skip
     return sorted(found, key=repr)
 
@@ -326,9 +323,9 @@ def test_what_is_no_database_of_mlflows_is_refused_whoever_reads_it(filled, how)
     (filled / "mlflow.db-shm").unlink(missing_ok=True)
     HOSTILE[how](filled / "mlflow.db")
     for reads in (track.initialise, track.runs):
-        with pytest.raises(Damaged, match="specexp store rebuild"):
+        with pytest.raises(StoreCorrupt, match="specexp store rebuild"):
             reads()
-    with pytest.raises(Damaged, match="results are safe"):
+    with pytest.raises(StoreCorrupt, match="results are safe"):
         track.log("mine", {"drafter": "ngram"}, METRICS)
     assert any("specexp store rebuild" in line for line in audit.problems())
 
@@ -361,7 +358,7 @@ def test_a_database_that_cannot_be_opened_now_is_not_called_damaged(filled, monk
         raise sqlite3.OperationalError("unable to open database file")
 
     monkeypatch.setattr(sqlite3, "connect", connect)
-    with pytest.raises(Away, match="cannot be opened: check permissions"):
+    with pytest.raises(StoreUnreachable, match="cannot be opened: check permissions"):
         track.backend().empty()
 
 
@@ -369,7 +366,7 @@ def test_a_database_that_cannot_be_opened_now_is_not_called_damaged(filled, monk
 def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
     store, points, monkeypatch, number
 ):
-    real, refused = track.store.load, []
+    real, refused = results.load, []
 
     def load(path):
         if not refused:
@@ -377,7 +374,7 @@ def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
             raise OSError(number, os.strerror(number), str(path))
         return real(path)
 
-    monkeypatch.setattr(track.store, "load", load)
+    monkeypatch.setattr(results, "load", load)
     code, said = go(points(1, 2))
     assert code == 1
     assert f"error: [Errno {number}]" in said
@@ -413,7 +410,7 @@ def test_a_journal_of_a_deleted_database_does_not_reach_the_new_one(filled):
     )
     subprocess.run([sys.executable, "-c", code, filled / "mlflow.db"], check=False)
     (filled / "mlflow.db").unlink()
-    with pytest.raises(Damaged):
+    with pytest.raises(StoreCorrupt):
         track.initialise()
     made = rebuild.rebuild(quiet())
     assert any(p.name.endswith("-wal") for p in made.aside)
@@ -542,7 +539,7 @@ def test_a_store_can_be_moved_and_copied(filled, points, monkeypatch, tmp_path):
     assert go(points(1, 13))[0] == 1
     before = shown()
     for number, moved in enumerate((shutil.move, shutil.copytree)):
-        old = track.store.root()
+        old = store.root()
         new = tmp_path / f"anderer Ort # 100% ü {number}"
         moved(old, new)
         shutil.rmtree(old, ignore_errors=True)
@@ -671,149 +668,94 @@ def test_two_stores_that_share_a_server_leave_each_others_runs_alone(
     assert len([r for r in shown() if r[2] == "FINISHED"]) == 2
 
 
-# --- copies --------------------------------------------------------------------------------------
+# --- other stores --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def place(tmp_path, migrated):
-    """place("name") -> an empty MLflow database that belongs to no store."""
+def created(monkeypatch) -> list[str]:
+    """The run keys for which runs are created from now on."""
+    from mlflow import MlflowClient
 
-    def call(name):
-        (tmp_path / name).mkdir(exist_ok=True)
-        db = tmp_path / name / "mlflow.db"
-        if not db.exists():
-            shutil.copy(migrated / "mlflow.db", db)
-        return Backend.at(f"sqlite:///{db}", tmp_path / name)
+    real, keys = MlflowClient.create_run, []
 
-    return call
+    def create(self, experiment_id, start_time=None, tags=None, run_name=None):
+        keys.append(tags["run_key"])
+        return real(self, experiment_id, start_time, tags, run_name)
 
-
-def odd_runs(place, tmp_path):
-    """Fill a database with the irregularities of real ones."""
-    mlflow = place.client
-    one = mlflow.create_experiment("ein Name / mit: allem", place.location("x"), {"note": "n"})
-    parent = mlflow.create_run(one, 1_000, {"mlflow.user": "somebody"}, "parent")
-    child = mlflow.create_run(one, 2_000, {"mlflow.parentRunId": parent.info.run_id}, "child ü")
-    curve = [Metric("a/curve", math.sin(i), 5_000 + i, i) for i in range(1500)]
-    mlflow.log_batch(child.info.run_id, curve[:1000], [Param(f"p{i}", "v") for i in range(100)])
-    mlflow.log_batch(
-        child.info.run_id, curve[1000:], [Param(f"q{i}", "w" * 500) for i in range(30)]
-    )
-    for step, value in enumerate([float("nan"), float("inf"), -0.0, 1e-320]):
-        mlflow.log_metric(child.info.run_id, "odd", value, 7, step)
-    mlflow.log_metric(child.info.run_id, "odd", 3.0, 6, 1)  # twice at a step
-    inputs = DatasetInput(Dataset("d", "0f", "local", "{}", "s", "p"), [])
-    mlflow.log_inputs(child.info.run_id, [inputs])
-    files = tmp_path / "files"
-    (files / "deep" / "er").mkdir(parents=True)
-    (files / "deep" / "er" / "a file.bin").write_bytes(os.urandom(3000))
-    (files / "empty").write_bytes(b"")
-    place.put(child, files)
-    mlflow.set_terminated(parent.info.run_id, "FAILED", 9_000)
-    mlflow.set_terminated(child.info.run_id, "KILLED", 9_500)
-    dropped = mlflow.create_run(one, 3_000, {}, "dropped")
-    mlflow.set_terminated(dropped.info.run_id, "FINISHED", 9_900)
-    mlflow.delete_run(dropped.info.run_id)
-    mlflow.create_run("0", 4_000, {}, "still running")
-    gone = mlflow.create_experiment("gone", place.location("gone"))
-    mlflow.set_terminated(mlflow.create_run(gone, 1, {}, "in gone").info.run_id, "FINISHED", 2)
-    mlflow.delete_experiment(gone)
-    return 5
+    monkeypatch.setattr(MlflowClient, "create_run", create)
+    return keys
 
 
-def all_runs(place):
-    found = [r for e in place.experiments(True) for r in place.runs(e.experiment_id, deleted=True)]
-    return [r for r in found if "copied.half" not in r.data.tags]
+def test_rebuild_adds_to_another_store_only_what_it_lacks(filled, points, monkeypatch, tmp_path):
+    assert go(points(1, 13))[0] == 1
+    here = shown()
+    (tmp_path / "backup").mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/backup/mlflow.db")
+    assert len([line for line in audit.problems() if "0 times" in line]) == 5
+    keys = created(monkeypatch)
+    rebuilt = rebuild.rebuild(quiet())
+    assert (rebuilt.results, rebuilt.failures, rebuilt.aside) == (4, 1, ())
+    assert len(keys) == 5
+    assert audit.problems() == []
+    assert shown() == here
+
+    stranger = track.client().create_run(track.experiment_id("mine"), tags={"run_key": "theirs"})
+    ids = {r.info.run_id for r in active()}
+    rebuild.rebuild(quiet())
+    assert len(keys) == 6  # the stranger's
+    assert {r.info.run_id for r in active()} == ids
+
+    lost = first(filled)
+    track.client().delete_run(run_of_key(lost.name))
+    track.log("mine", {"drafter": "ngram", "x": "new"}, METRICS)
+    keys.clear()
+    rebuild.rebuild(quiet())
+    assert keys == [lost.name]
+    assert stranger.info.run_id in {r.info.run_id for r in active()}
+    track.client().delete_run(stranger.info.run_id)
+    assert audit.problems() == []
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    rebuild.rebuild(quiet())
+    assert audit.problems() == []
+    assert len(shown()) == 6
 
 
-def test_a_copy_has_everything_and_a_second_one_adds_nothing(place, tmp_path):
-    here, there, back = place("here"), place("there"), place("back")
-    count = odd_runs(here, tmp_path)
-    for source, target in ((here, there), (there, back)):
-        done = copy_store.transfer(source, target, quiet())
-        assert (done.made, done.there, done.differences) == (count, 0, [])
-        assert done.seen["metric points"] == 1505
-        assert done.seen["parameters"] == 130
-        assert done.seen["artifacts"] == 2
-        again = copy_store.transfer(source, target, quiet())
-        assert (again.made, again.there, again.differences) == (0, count, [])
-    home = copy_store.transfer(back, here, quiet())
-    assert (home.made, home.there, home.differences) == (0, count, [])
-    stages = {r.info.run_name: r.info.lifecycle_stage for r in all_runs(back)}
-    assert stages == {
-        "parent": "active", "child ü": "active", "dropped": "deleted", "still running": "active",
-        "in gone": "deleted",
-    }  # fmt: skip
-    assert {e.name: e.lifecycle_stage for e in back.experiments(True)}["gone"] == "deleted"
-    ids = {r.info.run_name: r for r in all_runs(back)}
-    assert ids["child ü"].data.tags["mlflow.parentRunId"] == ids["parent"].info.run_id
-    assert ids["child ü"].info.run_id not in {r.info.run_id for r in all_runs(here)}
+def active() -> list:
+    place = track.backend()
+    return [r for e in place.experiments() for r in place.runs(e.experiment_id)]
 
 
-def test_a_copy_that_was_cut_short_goes_on_and_leaves_nothing_half(place, tmp_path, monkeypatch):
-    here, there = place("here"), place("there")
-    count = odd_runs(here, tmp_path)
+def test_rebuild_that_was_killed_leaves_nothing_half_elsewhere(filled, monkeypatch, tmp_path):
+    here = shown()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/backup.db")
     real = Backend.put
-    for left in (1, 2):  # so many artifacts are written, then we are killed
-        budget = [None] * left
+    for _ in range(2):  # one run gets its files, then we are killed
+        budget = [None]
 
-        def dies(self, run, folder, budget=budget):
+        def dies(self, run, folder, files, budget=budget):
             if not budget:
                 raise KeyboardInterrupt
             budget.pop()
-            real(self, run, folder)
+            real(self, run, folder, files)
 
         monkeypatch.setattr(Backend, "put", dies)
         with pytest.raises(KeyboardInterrupt):
-            copy_store.transfer(here, there, quiet())
+            rebuild.rebuild(quiet())
     monkeypatch.setattr(Backend, "put", real)
-    done = copy_store.transfer(here, there, quiet())
-    assert done.differences == []
-    assert done.made < count
-    assert len(all_runs(there)) == count
-    active = [r for e in there.experiments() for r in there.runs(e.experiment_id)]
-    assert not [r for r in active if "copied.half" in r.data.tags]
+    rebuild.rebuild(quiet())
+    assert shown() == here
+    assert audit.problems() == []
 
 
-def test_a_run_that_went_on_after_it_was_copied_is_copied_again(place, tmp_path):
-    here, there = place("here"), place("there")
-    odd_runs(here, tmp_path)
-    copy_store.transfer(here, there, quiet())
-    [running] = here.runs("0")
-    here.client.log_metric(running.info.run_id, "late", 1.0)
-    here.client.set_terminated(running.info.run_id, "FINISHED")
-    done = copy_store.transfer(here, there, quiet())
-    assert (done.made, done.differences) == (1, [])
-    assert len(there.runs("0")) == 1
-
-
-def test_the_comparison_after_a_copy_sees_every_difference(place, tmp_path):
-    """The control: a comparison that finds nothing would pass everything."""
-    here, there = place("here"), place("there")
-    odd_runs(here, tmp_path)
-    copy_store.transfer(here, there, quiet())
-    [child] = [r for r in all_runs(there) if r.info.run_name == "child ü"]
-    there.client.set_tag(child.info.run_id, "new", "tag")
-    there.client.log_metric(child.info.run_id, "a/curve", 0.0, 1, 3)
-    there.client.log_param(child.info.run_id, "new", 1)
-    (there._place(child) / "empty").write_bytes(b"!")
-    there.client.update_run(child.info.run_id, name="other")
-    said = " ".join(copy_store.transfer(here, there, quiet()).differences)
-    for what in ("tags", "metrics", "parameters", "artifacts", "name"):
-        assert f"): {what} in " in said
-
-
-def test_nonsense_is_refused_in_one_line_before_anything_is_copied(place, tmp_path, monkeypatch):
-    here = place("here")
-    same = Backend.at(f"sqlite:///{tmp_path}/here/../here/mlflow.db", tmp_path)
-    with pytest.raises(UserError, match="itself"):
-        copy_store.transfer(here, same, quiet())
-    with pytest.raises(UserError, match="create it first"):
-        copy_store.transfer(here, Backend.at(f"sqlite:///{tmp_path}/no/x.db", tmp_path), quiet())
-    with pytest.raises(UserError, match="does not exist"):
-        copy_store.transfer(Backend.at(f"sqlite:///{tmp_path}/x.db", tmp_path), here, quiet())
-    with pytest.raises(Away, match="connection refused"):
-        copy_store.transfer(here, Backend.at("http://127.0.0.1:9", tmp_path), quiet())
+def test_rebuild_to_a_place_that_cannot_be_is_one_line(filled, tmp_path, monkeypatch):
+    for address, kind, line in (
+        (f"sqlite:///{tmp_path}/no/x.db", UserError, "no does not exist: create it first"),
+        ("http://127.0.0.1:9", StoreUnreachable, "connection refused"),
+        ("file:///x", UserError, r"sqlite:///PATH"),
+    ):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        with pytest.raises(kind, match=line):
+            rebuild.rebuild(quiet())
     for address in ("", "somewhere", "file:///x", "ftp://x", "sqlite:///", "postgres://a:b@c/d"):
         with pytest.raises(UserError, match=r"sqlite:///PATH"):
             Backend.at(address, tmp_path)
@@ -832,10 +774,10 @@ def test_passwords_in_addresses_are_never_shown(tmp_path, monkeypatch):
         with pytest.raises(UserError) as refused, Backend(address, tmp_path).reaching():
             raise track_error(address)
         assert "hush" not in str(refused.value)
-    monkeypatch.setattr(sys, "argv", ["specexp", "store", "copy", "postgresql://me:hush@host/db"])
+    monkeypatch.setattr(sys, "argv", ["specexp", "ui", "postgresql://me:hush@host/db"])
     with store.claim("k"):
         assert "hush" not in str(store.holder("k"))
-        assert "store copy" in str(store.holder("k"))
+        assert "specexp ui" in str(store.holder("k"))
 
 
 def track_error(address):

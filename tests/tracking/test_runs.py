@@ -221,11 +221,12 @@ def test_the_shared_view_is_small_and_names_only_known_metrics(store):
     assert "viewStateShareKey=specexp" in view.url("1", 5000)
 
 
-def test_a_server_imports_nothing_from_where_it_was_asked_for(store, tmp_path, monkeypatch):
+def test_ui_imports_nothing_from_the_current_folder(store, tmp_path, monkeypatch):
     there = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.execvpe", lambda *_: there.append(Path.cwd()))
-    mlflow_server.serve(0)
+    track.log("mine", {"drafter": "ngram"}, METRICS)
+    mlflow_server.show(0)
     assert there == [store]
 
 

@@ -348,8 +348,12 @@ def test_bad_requests_are_one_clear_line(tmp_path):
 
 
 def test_the_shelf_lists_and_finds_what_ships():
-    assert [model.name for model in shelf.models(shelf.SHELF)] == [*NAMES[:-1], *HEADS, NAMES[-1]]
-    assert shelf.find("sibling-3m") == shelf.SHELF / "sibling-3m"
+    assert [model.name for model in shelf.models(shelf.shipped())] == [
+        *NAMES[:-1],
+        *HEADS,
+        NAMES[-1],
+    ]
+    assert shelf.find("sibling-3m") == shelf.shipped() / "sibling-3m"
     assert [model.name for model in shelf.drafts_for("target-10m")] == NAMES[2:4]
     assert shelf.default_draft("target-10m").name == "sibling-3m"
     assert shelf.default_draft("target-10m", "medusa").name == "target-10m-medusa"
@@ -359,12 +363,32 @@ def test_the_shelf_lists_and_finds_what_ships():
 def test_an_unknown_name_gets_the_known_ones_and_a_hint(tmp_path):
     with pytest.raises(UserError, match=r"did you mean 'sibling-3m'\? \(there are target-10m, "):
         shelf.find("siblng-3m")
-    with pytest.raises(UserError, match="no zoo at"):
+    with pytest.raises(UserError, match=r"no zoo model 'target-10m': no folder in .* zoo\.json"):
         shelf.find("target-10m", tmp_path)
     with pytest.raises(UserError, match="no draft model for 'random-tiny'"):
         shelf.default_draft("random-tiny")
     with pytest.raises(UserError, match="no medusa heads for 'random-tiny'; name one as medusa:"):
         shelf.default_draft("random-tiny", "medusa")
+
+
+def test_installed_package_says_how_to_get_the_zoo(tmp_path, monkeypatch):
+    shipped = shelf.shipped()
+    monkeypatch.setattr(shelf, "CHECKOUT", None)
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
+    assert (shelf.shipped(), shelf.models()) == (None, [])
+    with pytest.raises(UserError, match=r"'target-10m' here: .*clone.* SPECEXP_ZOO"):
+        shelf.find("target-10m")
+    with pytest.raises(UserError, match="clone of the repository"):
+        shelf.making()
+    monkeypatch.setenv("SPECEXP_ZOO", str(shipped))
+    assert shelf.find("target-10m") == shipped / "target-10m"
+    for folder, reason in ((str(tmp_path), "no folder has a zoo.json"), ("zoo", "the whole path")):
+        monkeypatch.setenv("SPECEXP_ZOO", folder)
+        with pytest.raises(UserError, match=reason):
+            shelf.models()
+    monkeypatch.delenv("SPECEXP_MLRUNS")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert shelf.store() == tmp_path / "specexp" / "mlruns"
 
 
 @pytest.mark.parametrize("moves", [1, 2, 3])
@@ -389,7 +413,7 @@ def test_while_twins_are_replaced_there_is_no_target(tmp_path, monkeypatch, move
 
 
 def test_the_zoo_is_small_and_its_weights_are_safetensors():
-    files = [path for path in shelf.SHELF.rglob("*") if path.is_file()]
+    files = [path for path in shelf.shipped().rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 44_600_000
     assert {path.suffix for path in files} == {".json", ".md", ".safetensors"}
 

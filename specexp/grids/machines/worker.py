@@ -23,9 +23,9 @@ from typing import Protocol
 from specexp.errors import UserError
 from specexp.grids import kernels
 from specexp.grids.execute import Failure, Watch, execute
-from specexp.grids.identity import SWITCHES, code_digest
+from specexp.grids.identity import code_digest
 from specexp.grids.points import Point
-from specexp.tracking import results, runs
+from specexp.tracking import provenance, results
 
 MOST_BYTES = 200_000_000
 RETRIES = 3
@@ -188,8 +188,8 @@ class Tasks:
         self._forked, self._together = forked, together
         self._modules = kernels.modules_of(sorted({p.notebook for p in points}))
         self._code = code_digest()
-        about = runs.provenance()
-        self._environment = {name: os.environ.get(name, "") for name in SWITCHES} | {
+        about = provenance.tags()
+        self._environment = {name: os.environ.get(name, "") for name in provenance.SWITCHES} | {
             "SPECEXP_GIT": f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
         }
 

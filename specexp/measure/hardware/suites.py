@@ -384,7 +384,7 @@ def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
 def _models(pairing: Pairing) -> list[LM]:
     """The target and the drafter's models; for a target from the zoo, all models of the zoo."""
     models = causal(pairing)
-    shipped = {model.name: model for model in shelf.models(shelf.SHELF)}
+    shipped = {m.name: m for m in shelf.models() if m.path.parent == shelf.shipped()}
     if pairing.options["target"] in shipped:
         names = {lm.name for lm in models}
         dtype, device = pairing.options["dtype"], str(pairing.target.device)
