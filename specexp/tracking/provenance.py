@@ -14,7 +14,7 @@ import subprocess
 from specexp.zoo import shelf
 
 PACKAGES = ("specexp", "torch", "transformers")
-SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS")
+SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS", "SPECEXP_FAST")
 
 
 def tags(device: str = "auto") -> dict[str, str]:

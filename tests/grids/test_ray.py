@@ -148,7 +148,7 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
 
 
 def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
-    native, graphs = provenance.SWITCHES
+    native, graphs, *_ = provenance.SWITCHES
     monkeypatch.setenv(native, "off")
     monkeypatch.delenv(graphs, raising=False)
     [point] = points(x=[1])
