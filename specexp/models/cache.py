@@ -28,7 +28,7 @@ class Slots(CacheLayerMixin):
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
         self.cache: Any = proxy(cache)  # a reference cycle would delay freeing the buffers
-        self.of: tuple[slice, int] | None = None  # the rows and slots that `window` shows
+        self.shown: tuple[slice, int] | None = None  # the rows and slots that `window` shows
         self.window: tuple[Tensor, Tensor]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -43,15 +43,17 @@ class Slots(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        wanted = rows, seen = self.cache.rows, self.cache.seen
-        if self.of != wanted:
-            self.of, self.window = wanted, (self.keys[rows, :, :seen], self.values[rows, :, :seen])
+        shown = rows, seen = self.cache.rows, self.cache.seen
+        if self.shown != shown:
+            self.shown = shown
+            self.window = self.keys[rows, :, :seen], self.values[rows, :, :seen]
         keys, values = self.window
         keys.scatter_(2, self.cache.slots.expand_as(key_states), key_states)
         values.scatter_(2, self.cache.slots.expand_as(value_states), value_states)
         return keys, values
 
     def keep(self, rows: slice, source: Tensor, slots: Tensor) -> None:
+        """Copy slots `source` [b, n] of these b rows to `slots` [b, n]."""
         for buffer in (self.keys[rows], self.values[rows]):
             B, H, _, d = buffer.shape
             moved = buffer.gather(2, source[:, None, :, None].expand(B, H, -1, d))

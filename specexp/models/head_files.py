@@ -47,11 +47,12 @@ class Head:
     names: dict[str, str]
 
     def tensors(self) -> dict[str, Tensor]:
+        """The weights, by heads.py's names, on the CPU."""
         if self.file.suffix == ".safetensors":
-            with safe_open(self.file, "pt") as held:
-                return {name: held.get_tensor(theirs) for name, theirs in self.names.items()}
-        held = _unpickled(self.file)
-        return {name: held[theirs].clone() for name, theirs in self.names.items()}
+            with safe_open(self.file, "pt") as file:
+                return {name: file.get_tensor(theirs) for name, theirs in self.names.items()}
+        tensors = _unpickled(self.file)
+        return {name: tensors[theirs].clone() for name, theirs in self.names.items()}
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -90,9 +91,9 @@ def read(source: str | Path) -> Head:
 
     Raises UserError if they are in none of the known layouts.
     """
-    bare, how = int8.split(str(source))
-    if how:
-        raise UserError(f"{bare}: heads are read as they are; leave out {how}")
+    bare, suffix = int8.split(str(source))
+    if suffix:
+        raise UserError(f"{bare}: heads are read as they are; leave out {suffix}")
     folder = _local(bare)
     if not (folder / "config.json").is_file():
         raise UserError(f"{source} has no config.json; point at a folder of {LAYOUTS}")
@@ -112,8 +113,8 @@ def read(source: str | Path) -> Head:
         )
     inner = config.get("transformer_layer_config")
     config = config | inner if isinstance(inner, dict) else config
-    found = {ours: shapes[name] for ours, name in names.items()}
-    return Head(kind, str(source), config, found, file, names)
+    renamed = {ours: shapes[name] for ours, name in names.items()}
+    return Head(kind, str(source), config, renamed, file, names)
 
 
 def _our_name(name: str) -> str | None:
@@ -151,11 +152,11 @@ def _local(source: str) -> Path:
 
 def _weights(folder: Path, source: str) -> Path:
     for pattern in _WEIGHTS:
-        found = sorted(folder.glob(pattern))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            listed = ", ".join(f.name for f in found)
+        files = sorted(folder.glob(pattern))
+        if len(files) == 1:
+            return files[0]
+        if files:
+            listed = ", ".join(f.name for f in files)
             raise UserError(f"{source} has several weight files ({listed}); heads come in one")
     raise UserError(f"{source} has no weights: looked for {', '.join(_WEIGHTS)}")
 
@@ -163,8 +164,9 @@ def _weights(folder: Path, source: str) -> Path:
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as held:
-                return {name: tuple(held.get_slice(name).get_shape()) for name in held.keys()}  # noqa: SIM118
+            with safe_open(file, "pt") as opened:
+                names = opened.keys()
+                return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
         return {name: tuple(t.shape) for name, t in _unpickled(file).items()}
     except (SafetensorError, OSError, RuntimeError) as e:
         raise UserError(f"cannot read {file.name}: {first_line(e)}") from e
@@ -173,15 +175,15 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def _unpickled(file: Path) -> dict[str, Tensor]:
     zipped = zipfile.is_zipfile(file)  # the format since torch 1.6; older files cannot be mapped
     try:
-        held = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as e:  # a hostile or broken pickle may raise anything
         raise UserError(
             f"{file.name} is a pickle that holds more than tensors, or is broken, and is not "
             "loaded: convert it to safetensors"
         ) from e
-    if not isinstance(held, dict) or not all(isinstance(t, Tensor) for t in held.values()):
+    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         raise UserError(f"{file.name} is not a dictionary of tensors")
-    return held
+    return content
 
 
 def write(
@@ -199,11 +201,11 @@ def write(
     `architectures` of its config if known, are recorded as the verifier.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps", "norms")}
-    about: dict[str, Any]
+    published: dict[str, Any]
     if kind == "medusa":
-        about = {
+        published = {
             "model_type": "medusa",
             "medusa_num_heads": config["heads"],
             "medusa_num_layers": config["layers"],
@@ -212,17 +214,17 @@ def write(
             "base_model_name_or_path": target,
         }
     elif kind == "eagle":
-        about = layer | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in held}
+        published = layer | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}
     else:
-        held = {n.replace("midlayer.", "layers.0."): t for n, t in held.items()}
-        ids = torch.arange(len(held["d2t"])) + held["d2t"].cpu()
+        tensors = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
+        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"].cpu()
         t2d = torch.zeros(config["vocab_size"], dtype=torch.bool)
-        held["t2d"] = t2d.index_fill(0, ids, True)
+        tensors["t2d"] = t2d.index_fill(0, ids, True)
         proposal = {
             "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }  # fmt: skip
-        about = {
+        published = {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
             "speculators_version": "0.9.0",
@@ -238,5 +240,5 @@ def write(
             **{name: name in config["norms"] for name in NORMS},
         }
     name = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
-    save_file(held, folder / name, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(about, indent=2, default=str) + "\n")
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(published, indent=2, default=str) + "\n")

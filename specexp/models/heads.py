@@ -2,8 +2,8 @@
 
 Tensor names are those of the published checkpoints. Embeddings, and the LM head of EAGLE-1, are
 borrowed from the target, so a head's `state_dict` holds only what was trained. Attention, MLP,
-norms and rotary positions are transformers' own. This file knows nothing about drafts (drafters/)
-or training (zoo/heads.py).
+norms and rotary positions are transformers' own. How they make drafts is in drafters/, how they are
+trained in zoo/heads.py.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class Eagle(nn.Module):
             normed = layer.hidden_norm(features)
             read = torch.cat([layer.input_layernorm(embedded), normed], -1)
             residual = normed if "norm_before_residual" in norms else features
-            made = layer(read, residual, **attention)
-            return self.norm(made) if "norm_output" in norms else made
+            output = layer(read, residual, **attention)
+            return self.norm(output) if "norm_output" in norms else output
         mixed = self.fc(torch.cat([embedded, features], -1))
         return self.layers[0](mixed, mixed, **attention)
 
@@ -228,15 +228,15 @@ class Eagle(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,
         past_key_values: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> SimpleNamespace:  # fmt: skip
-        made = self.features(
+        features = self.features(
             input_ids, features, position_ids,
             attention_mask=attention_mask, past_key_values=past_key_values,
         )  # fmt: skip
-        logits = self.draft_logits(made[:, -logits_to_keep:])
+        logits = self.draft_logits(features[:, -logits_to_keep:])
         if self.shape.fused:
             everywhere = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
             logits = everywhere.index_copy(-1, self.draft_ids, logits)
-        return SimpleNamespace(logits=logits, hidden_states=(made,))
+        return SimpleNamespace(logits=logits, hidden_states=(features,))
 
 
 @op
@@ -250,42 +250,42 @@ def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
 
     config: the target's. Raises UserError with both numbers, or the names of the tensors.
     """
-    said = f"{head.source} are {head.kind} heads"
+    subject = f"{head.source} are {head.kind} heads"
     if head.kind not in kinds:
-        raise UserError(f"{said}; this drafter takes {' or '.join(kinds)}: name its own method")
+        raise UserError(f"{subject}; this drafter takes {' or '.join(kinds)}: name its own method")
     if head.kind != "medusa":
         for name in NEEDED:
             if not isinstance(head.config.get(name), int):
-                raise UserError(f"{said}; config.json gives no whole number for {name}")
+                raise UserError(f"{subject}; config.json gives no whole number for {name}")
     for what, ours, theirs in _sizes(head, config):
         if ours != theirs:
             raise UserError(
-                f"{said} for {what} {theirs}, and {target} has {ours}: they were made for another "
-                "target"
+                f"{subject} for {what} {theirs}, and {target} has {ours}: they were made for "
+                "another target"
             )
     if head.kind == "eagle" and head.norms:
-        raise UserError(f"{said} with {', '.join(head.norms)}, which only eagle3 heads have")
+        raise UserError(f"{subject} with {', '.join(head.norms)}, which only eagle3 heads have")
     try:
         with torch.device("meta"):
-            made = _build(head, config, None)
+            net = _build(head, config, None)
     except UserError:
         raise
     except Exception as e:  # what transformers raises for such values in config.json
-        raise UserError(f"{said}; config.json describes no such layer: {first_line(e)}") from e
-    if isinstance(made, Eagle):
+        raise UserError(f"{subject}; config.json describes no such layer: {first_line(e)}") from e
+    if isinstance(net, Eagle):
         L = config.num_hidden_layers
-        if bad := [t for t in made.shape.taps if not 0 <= t <= L]:
-            raise UserError(f"{said} reading layer {bad[0]}, and {target} has {L} layers")
-    wanted = {n: tuple(t.shape) for n, t in made.state_dict().items()}
-    found = {n: s for n, s in head.shapes.items() if n != EMBED}
+        if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
+            raise UserError(f"{subject} reading layer {bad[0]}, and {target} has {L} layers")
+    wanted = {n: tuple(t.shape) for n, t in net.state_dict().items()}
+    shapes = {n: s for n, s in head.shapes.items() if n != EMBED}
     if wanted.get("d2t") == (config.vocab_size,):
-        found.setdefault("d2t", wanted["d2t"])  # optional for a full vocabulary
-    for what, names in (("lacks", wanted.keys() - found), ("has unknown", found.keys() - wanted)):
+        shapes.setdefault("d2t", wanted["d2t"])  # optional for a full vocabulary
+    for what, names in (("lacks", wanted.keys() - shapes), ("has unknown", shapes.keys() - wanted)):
         if names:
-            raise UserError(f"{said}; the file {what} {', '.join(sorted(names)[:5])}")
+            raise UserError(f"{subject}; the file {what} {', '.join(sorted(names)[:5])}")
     for name, size in wanted.items():
-        if found[name] != size:
-            raise UserError(f"{said}; {name} is {found[name]} where {size} is expected")
+        if shapes[name] != size:
+            raise UserError(f"{subject}; {name} is {shapes[name]} where {size} is expected")
 
 
 EMBED = "embed_tokens.weight"
@@ -347,41 +347,39 @@ def _build(head: head_files.Head, config: Any, target: Any) -> Medusa | Eagle:
 def load(head: head_files.Head, target: Any) -> Medusa | Eagle:
     """Heads with their weights, in the dtype and on the device of `target`, a transformers model.
     Call `check` first. Raises UserError for weights that are not finite or a wrong d2t."""
-    made = _build(head, target.config.get_text_config(), target)
+    net = _build(head, target.config.get_text_config(), target)
     tensors = head.tensors()
-    own = tensors.pop(EMBED, None)
-    made.load_state_dict({n: t for n, t in made.state_dict().items() if n == "d2t"} | tensors)
-    if isinstance(made, Eagle) and made.shape.fused:
-        ids = made.draft_ids
-        if ids.min() < 0 or ids.max() >= made.shape.vocab or len(ids.unique()) < len(ids):
+    embedding = tensors.pop(EMBED, None)  # its own, in place of the target's
+    net.load_state_dict({n: t for n, t in net.state_dict().items() if n == "d2t"} | tensors)
+    if isinstance(net, Eagle) and net.shape.fused:
+        ids = net.draft_ids
+        if ids.min() < 0 or ids.max() >= net.shape.vocab or len(ids.unique()) < len(ids):
             raise UserError(f"{head.source}: d2t names tokens outside the vocabulary, or one twice")
-    for name, tensor in made.state_dict().items():
+    for name, tensor in net.state_dict().items():
         if not torch.isfinite(tensor.float()).all():
             raise UserError(f"{head.source}: {name} holds NaN or infinite weights")
-    made = made.to(target.device).eval().requires_grad_(False)
-    for weight in made.parameters():  # rotary frequencies are buffers and stay float32
+    net = net.to(target.device).eval().requires_grad_(False)
+    for weight in net.parameters():  # rotary frequencies are buffers and stay float32
         weight.data = weight.data.to(target.dtype)
-    if isinstance(made, Eagle) and own is not None:
-        own = own.to(target.device, target.dtype)
-        if not torch.equal(own, made.borrowed[0].weight):
-            made.borrowed = (nn.Embedding.from_pretrained(own), made.borrowed[1])
-    return made
+    if isinstance(net, Eagle) and embedding is not None:
+        embedding = embedding.to(target.device, target.dtype)
+        if not torch.equal(embedding, net.borrowed[0].weight):
+            net.borrowed = (nn.Embedding.from_pretrained(embedding), net.borrowed[1])
+    return net
 
 
-def save(
-    folder: Path, made: Medusa | Eagle, target: str, architectures: Sequence[str] = ()
-) -> None:
-    """Write heads in the layout in which their kind is published (formats.py). `architectures`:
+def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence[str] = ()) -> None:
+    """Write heads in the layout in which their kind is published (head_files.py). `architectures`:
     from the target's config."""
-    tensors = {name: tensor.cpu() for name, tensor in made.state_dict().items()}
-    if isinstance(made, Medusa):
-        vocab, width = made.readouts[0].shape
+    tensors = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
+    if isinstance(net, Medusa):
+        vocab, width = net.readouts[0].shape
         config = {
-            "heads": len(made), "layers": made.blocks, "hidden_size": width,
+            "heads": len(net), "layers": net.blocks, "hidden_size": width,
             "vocab_size": vocab,
         }  # fmt: skip
         return head_files.write(folder, "medusa", config, tensors, target)
-    shape = made.shape
+    shape = net.shape
     config = shape.config().to_diff_dict() | {
         "vocab_size": shape.vocab, "draft_vocab_size": shape.draft_vocab, "taps": shape.taps,
         "norms": shape.norms,

@@ -7,7 +7,7 @@ biases and other kinds of layers are unchanged, and so are activations, keys and
 draft can only cost acceptance; a quantised target is a different target, whose output is kept
 exactly.
 
-This file does not know where models come from or what runs them; lm.py does.
+This file does not know where models come from (load.py) or what runs them (lm.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def split(name: str) -> tuple[str, str]:
 
     Raises UserError for `NAME+` followed by anything else.
     """
-    named = re.fullmatch(r"(.+)\+(\w+)", name)
-    if not named or os.path.isdir(name):
+    match = re.fullmatch(r"(.+)\+(\w+)", name)
+    if not match or os.path.isdir(name):
         return name, ""
-    if named[2] != "int8":
+    if match[2] != "int8":
         raise UserError(
-            f"{name}: weights can be quantised as {named[1]}+int8, and +{named[2]} is unknown"
+            f"{name}: weights can be quantised as {match[1]}+int8, and +{match[2]} is unknown"
         )
-    return named[1], "+int8"
+    return match[1], "+int8"
 
 
 def check(config: Any, name: str) -> None:
@@ -66,8 +66,8 @@ def quantise(module: Any, device: str) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     wanted = set(linears(module))
-    how = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's settings are global
-    quantize_(module, how, lambda part, _: part in wanted, device=device)
+    config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's settings are global
+    quantize_(module, config, lambda part, _: part in wanted, device=device)
 
 
 def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -92,10 +92,10 @@ def by_rows(x: Tensor) -> bool:
 def joined(weights: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Join the rows of matrices quantised by rows; `join` does that to their plain parts."""
     first: Any = weights[0]
-    made = {name: join([_parts(w)[name] for w in weights]) for name in _parts(first)}
+    parts = {name: join([_parts(w)[name] for w in weights]) for name in _parts(first)}
     size = torch.Size((sum(map(len, weights)), *first.shape[1:]))
-    _, how = first.__tensor_flatten__()
-    whole: Tensor = type(first).__tensor_unflatten__(made, how, size, first.stride())
+    _, context = first.__tensor_flatten__()
+    whole: Tensor = type(first).__tensor_unflatten__(parts, context, size, first.stride())
     return whole
 
 

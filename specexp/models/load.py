@@ -31,7 +31,8 @@ from specexp.tree import Tree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
-_IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()  # modules by what was loaded how
+# modules in use, by source, files, dtype and device
+_IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 _PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
 
 
@@ -230,8 +231,8 @@ def _check_device(dtype: str, device: str) -> None:
 
 def _check_memory(config: Any, bare: str, name: str, dtype: str, device: str) -> None:
     # on a CPU the whole of a model is there before it is quantised
-    held = [config, read_config(bare)] if device == "cpu" else [config]
-    need = max(weight_bytes(c, DTYPES[dtype]) for c in held)
+    stages = [config, read_config(bare)] if device == "cpu" else [config]
+    need = max(weight_bytes(c, DTYPES[dtype]) for c in stages)
     free = memory.free_memory(torch.device(device))
     if need > free:
         raise UserError(

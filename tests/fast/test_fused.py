@@ -88,7 +88,7 @@ def passed(lm: LM, taps: tuple[int, ...]):
 @on_every_device
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETS)
-def test_fused_passes_are_those_of_transformers(name, dtype, device):
+def test_fused_pass_matches_transformers(name, dtype, device):
     net = made(name, dtype).to(device)
     taps = (0, 1, net.config.num_hidden_layers)
     lm, plain = of_module(net), unfused(net)
@@ -105,7 +105,7 @@ def test_fused_passes_are_those_of_transformers(name, dtype, device):
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_fused_text_is_the_text_of_transformers_whatever_drafts(kind, tree):
+def test_fused_text_matches_transformers_for_every_drafter(kind, tree):
     greedy = engine(kind, tree, "match")
     assert isinstance(greedy.target.net, Fused)
     assert greedy.generate(PROMPTS, NEW).tokens == expected("llama")
@@ -115,7 +115,7 @@ def test_fused_text_is_the_text_of_transformers_whatever_drafts(kind, tree):
     assert drawn.generate(PROMPTS, NEW).tokens == plain.generate(PROMPTS, NEW).tokens
 
 
-def test_logits_of_the_last_places_are_those_of_all_of_them():
+def test_last_logits_match_full_logits():
     for lm in (of_module(made("llama")), unfused(made("llama"))):
         seqs = Sequences.of(PROMPTS, 4, slack=1)
         lm.allocate(*seqs.tokens.shape)
@@ -133,7 +133,7 @@ def storages(net) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "biased", "qwen3"])
-def test_the_module_stays_what_it_was_and_nothing_is_held_twice(name):
+def test_fusing_keeps_module_and_storage(name):
     net, ids = made(name), torch.tensor([PROMPTS[0]])
     weights = {k: v.clone() for k, v in net.state_dict().items()}
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_the_module_stays_what_it_was_and_nothing_is_held_twice(name):
     assert all(torch.equal(v, weights[k]) for k, v in net.state_dict().items())
 
 
-def test_a_joined_module_is_saved_and_loaded_whole(tmp_path):
+def test_fused_module_is_saved_and_loaded_whole(tmp_path):
     net = made("llama", torch.float32)
     of_module(net)
     net.save_pretrained(tmp_path)
@@ -163,7 +163,7 @@ def test_weights_that_change_in_place_change_the_passes():
     assert torch.allclose(after, passed(unfused(net), ())[1].logits, atol=1e-5)
 
 
-def test_lower_layers_of_a_joined_module_share_its_weights():
+def test_early_exit_of_a_fused_module_shares_its_weights():
     from specexp.drafters.early_exit import lower
 
     net = made("llama")
@@ -173,7 +173,7 @@ def test_lower_layers_of_a_joined_module_share_its_weights():
     assert cut.net.layers[0].up.data_ptr() == whole.net.layers[0].up.data_ptr()
 
 
-def test_a_module_is_tried_once():
+def test_module_is_fused_once():
     net = made("llama")
     assert of_module(net).net is of_module(net).net
 
@@ -204,7 +204,7 @@ def renamed(net):
         (renamed, "up_proj"),
     ],
 )  # fmt: skip
-def test_a_network_that_disagrees_with_its_module_is_run_by_transformers(spoil, said, caplog):
+def test_network_that_differs_is_unfused_and_logged(spoil, said, caplog):
     net = made("llama")
     spoil(net)
     with caplog.at_level(logging.WARNING, "specexp"):
@@ -219,7 +219,7 @@ def fails(*_, **__):
 
 
 @pytest.mark.parametrize("part", ["__init__", "__call__"])
-def test_network_that_raises_is_unfused_and_the_log_says_why(part, caplog, monkeypatch):
+def test_network_that_raises_is_unfused_and_logged(part, caplog, monkeypatch):
     monkeypatch.setattr(Fused, part, fails)
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(made("llama"), "mine").net, Unfused)
@@ -230,7 +230,7 @@ def test_network_that_raises_is_unfused_and_the_log_says_why(part, caplog, monke
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("fault", ["raises", "differs"])
-def test_compiled_pass_that_is_wrong_leaves_the_fused_one(fault, caplog, monkeypatch):
+def test_faulty_compiled_pass_falls_back_to_fused(fault, caplog, monkeypatch):
     def halved(net, *args, **inputs):
         logits, states = run(net, *args, **inputs)
         return logits / 2, states
@@ -245,7 +245,7 @@ def test_compiled_pass_that_is_wrong_leaves_the_fused_one(fault, caplog, monkeyp
     assert {"raises": "no such stride", "differs": "differ by 5.0e-01"}[fault] in line
 
 
-def test_memory_that_runs_out_while_fusing_is_no_fault_of_the_network(monkeypatch):
+def test_out_of_memory_while_fusing_is_raised(monkeypatch):
     def out(*_, **__):
         raise torch.OutOfMemoryError
 
@@ -254,7 +254,7 @@ def test_memory_that_runs_out_while_fusing_is_no_fault_of_the_network(monkeypatc
         of_module(made("llama"))
 
 
-def test_switched_off_every_network_is_its_module(monkeypatch):
+def test_fast_off_leaves_every_network_unfused(monkeypatch):
     monkeypatch.setenv("SPECEXP_FAST", "off")
     ops.forget()
     whole, cut = of_module(made("llama")), engine("early_exit").drafter.lm
@@ -265,7 +265,7 @@ def test_switched_off_every_network_is_its_module(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["gemma", "gpt2", "neox"])
-def test_other_families_are_run_by_transformers(family, caplog):
+def test_other_families_are_unfused(family, caplog):
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(copy.deepcopy(module(family)), "mine").net, Unfused)
     assert "is none of LlamaForCausalLM" in caplog.text

@@ -109,7 +109,7 @@ def plain(monkeypatch):
 @on_every_device
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):
+def test_fused_eagle_matches_the_layer(plain, kind, dtype, device):
     assert isinstance(layers.network(made(kind, dtype, device), "it", V).net, Fused)
     other_sums = device == "cuda" and dtype == torch.float32
     assert off(kind, dtype, device) < (1e-5 if other_sums else NEAR[dtype])
@@ -118,17 +118,17 @@ def test_fused_layers_make_what_the_layer_makes(plain, kind, dtype, device):
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_so_do_compiled_ones(kind, dtype):
+def test_compiled_eagle_matches_the_layer(kind, dtype):
     assert isinstance(layers.network(made(kind, dtype), "it", V).net, Native)
     assert off(kind, dtype) < NEAR[dtype]
 
 
 @pytest.mark.compiler
-def test_tokens_that_the_head_does_not_know_are_impossible():
+def test_tokens_outside_the_draft_vocabulary_are_impossible():
     assert tells_apart(made("eagle3", torch.float32))
 
 
-def test_a_token_alone_whose_logits_nobody_wants():
+def test_eagle_pass_without_logits_makes_the_same_features():
     eagle = made("eagle3", torch.float32)
     lm = LM(eagle, "it", V, layers.network(eagle, "it", V))
     lm.allocate(1, 4)
@@ -141,7 +141,7 @@ def test_a_token_alone_whose_logits_nobody_wants():
     assert torch.equal(states, wanted)
 
 
-def test_the_layer_stays_what_it_was_and_can_be_saved(tmp_path):
+def test_fusing_keeps_the_eagle_layer_and_its_files(tmp_path):
     eagle = made("eagle3", torch.float32)
     weights = {name: tensor.clone() for name, tensor in eagle.state_dict().items()}
     assert isinstance(layers.network(eagle, "it", V), FusedEagle)
@@ -166,7 +166,7 @@ def broken(eagle):
 @pytest.mark.parametrize(
     ("spoil", "said"), [(biased, "has a bias"), (odd, "differ by"), (broken, "differ by nan")]
 )
-def test_a_layer_of_another_kind_is_run_as_it_is(spoil, said, caplog):
+def test_eagle_layer_that_differs_is_unfused_and_logged(spoil, said, caplog):
     eagle = made("eagle", torch.float32)
     spoil(eagle)
     with caplog.at_level(logging.WARNING, "specexp"):

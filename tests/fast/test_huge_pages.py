@@ -26,7 +26,7 @@ def storages(module: nn.Module) -> set[int]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @torch.inference_mode()
-def test_a_model_says_what_it_said(tied):
+def test_settled_weights_and_logits_are_unchanged(tied):
     moved = model(tie_word_embeddings=tied)
     still, tokens = copy.deepcopy(moved), torch.arange(20)[None] * 7 % 4096
     huge_pages.settle(moved)
@@ -37,7 +37,7 @@ def test_a_model_says_what_it_said(tied):
     assert torch.equal(moved(input_ids=tokens).logits, still(input_ids=tokens).logits)
 
 
-def test_matrices_that_are_read_together_need_not_be_joined_any_more():
+def test_settled_matrices_are_joined_without_a_copy():
     module = model()
     huge_pages.settle(module)
     before = storages(module)
@@ -48,14 +48,14 @@ def test_matrices_that_are_read_together_need_not_be_joined_any_more():
     assert storages(module) <= before | {bias.untyped_storage().data_ptr()}
 
 
-def test_what_would_not_fill_a_page_stays_where_it_is():
+def test_module_smaller_than_a_page_is_not_moved():
     module = model(vocab_size=64)
     before = storages(module)
     huge_pages.settle(module)
     assert storages(module) == before
 
 
-def test_a_system_without_large_pages_is_served_all_the_same(monkeypatch):
+def test_system_without_huge_pages_moves_nothing(monkeypatch):
     module = model()
     before = storages(module)
     monkeypatch.delattr(huge_pages.mmap, "MADV_HUGEPAGE")

@@ -1,40 +1,26 @@
-"""Heads on disk, in every published layout, and what drafting with them must propose."""
+"""Heads on disk, in every published layout."""
 
 import copy
-import dataclasses
 import fnmatch
-import functools
-import itertools
 import json
 import shutil
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_llama, tiny_tokenizer
 from safetensors.torch import save_file
+from support.definitions import causal
 from support.norms import DEFAULTS, with_norms
-from support.tiny import PROMPTS, Alphabet, V, engine, heads, module
-from tokenizers.processors import TemplateProcessing
+from support.tiny import PROMPTS, V, engine, heads, module
 
-from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
-from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.medusa import MedusaHeads
-from specexp.drafters.planted import Planted
 from specexp.errors import UserError
 from specexp.models import head_files
-from specexp.models.heads import Eagle, check, default_taps, load, medusa_size, save
+from specexp.models.heads import check, default_taps, load, medusa_size, save
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
-from specexp.sequences import Sequences
 from specexp.tree import Tree
-from specexp.zoo.heads import accuracy, laws_of, loss_of, make, train_heads
-from specexp.zoo.recipes import HEADS, Course, Phase
-from specexp.zoo.rows import Rows
-from specexp.zoo.train import fit
 
 KINDS = ["medusa", "eagle", "eagle3"]
 E, HIDDEN, DRAFT_V = 32, 64, 20
@@ -132,7 +118,7 @@ def put(folder, config, held, file="model.safetensors"):
 
 @pytest.mark.parametrize("file", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_published_heads_are_read_bit_for_bit_and_generate(tmp_path, layout, file):
+def test_published_heads_load_bit_for_bit_and_generate(tmp_path, layout, file):
     config, held = published(layout)
     head = head_files.read(put(tmp_path / "head", config, held, file))
     kind = layout.split(",")[0].split(" ")[0].replace("-", "").replace("eagle1", "eagle")
@@ -155,7 +141,7 @@ def test_published_heads_are_read_bit_for_bit_and_generate(tmp_path, layout, fil
     assert pairing.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
 
 
-def test_a_head_of_the_full_vocabulary_needs_no_map(tmp_path):
+def test_full_vocabulary_head_needs_no_d2t(tmp_path):
     config, held = published("eagle-3")
     held = {n: t for n, t in held.items() if n not in ("d2t", "t2d")}
     held["lm_head.weight"] = torch.randn(V, E)
@@ -169,7 +155,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("on", ["speculators", *head_files.NORMS, "speculators, today's"])
-def test_the_eagle3_layer_is_the_one_worked_out_by_hand(tmp_path, on):
+def test_eagle3_layer_matches_hand_computation(tmp_path, on):
     """Two places that each see only themselves: whatever the positions, what attention reads is
     the place's own value."""
     config, held = published(on)
@@ -213,7 +199,7 @@ TAPS = {
 
 
 @pytest.mark.parametrize(("said", "taps"), TAPS.values(), ids=TAPS)
-def test_taps_are_counted_as_transformers_counts_states(tmp_path, said, taps):
+def test_taps_are_numbered_as_hidden_states(tmp_path, said, taps):
     config, held = published("eagle-3")
     head = head_files.read(put(tmp_path / "head", config | said, held))
     assert head.taps == taps
@@ -224,11 +210,11 @@ def test_taps_are_counted_as_transformers_counts_states(tmp_path, said, taps):
     assert load(head, deep).shape.taps == (taps or default_taps(12))
 
 
-def test_default_taps_are_in_the_order_of_the_layers():
+def test_default_taps_are_in_layer_order():
     assert [default_taps(L) for L in (12, 4, 2)] == [(2, 6, 9), (1, 2, 2), (1, 1, 2)]
 
 
-def test_norms_may_be_named_in_the_eagle_config(tmp_path):
+def test_norms_are_read_from_eagle_config(tmp_path):
     config, _ = published("eagle-3")
     said = {"eagle_config": {"norm_before_fc": True}}
     held = eagle3_tensors("midlayer", ("norm_before_fc",))
@@ -238,7 +224,7 @@ def test_norms_may_be_named_in_the_eagle_config(tmp_path):
 
 
 @pytest.mark.parametrize("on", [DEFAULTS, ("fc_norm",)], ids="+".join)
-def test_norms_are_saved_with_the_heads(tmp_path, on):
+def test_saved_heads_keep_their_norms(tmp_path, on):
     made = with_norms(*on)
     save(tmp_path, made, "target")
     head = head_files.read(tmp_path)
@@ -250,7 +236,7 @@ def test_norms_are_saved_with_the_heads(tmp_path, on):
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_of_several_files_on_the_hub_only_the_one_that_is_read_is_fetched(tmp_path, monkeypatch):
+def test_only_the_preferred_weight_file_is_downloaded(tmp_path, monkeypatch):
     config, held = published("medusa")
     hub = put(tmp_path / "hub", config, held)
     for other in ("pytorch_model.bin", "heads.pt"):
@@ -277,7 +263,7 @@ def test_of_several_files_on_the_hub_only_the_one_that_is_read_is_fetched(tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_is_read_back_the_same(tmp_path, kind):
+def test_saved_heads_are_read_back_equal(tmp_path, kind):
     target, made = module(), heads(kind)
     save(tmp_path, made, "target")
     head = head_files.read(tmp_path)
@@ -292,7 +278,7 @@ def test_what_is_saved_is_read_back_the_same(tmp_path, kind):
         assert again.config.to_dict() == made.config.to_dict()
 
 
-def test_eagle3_is_saved_for_vllm(tmp_path):
+def test_eagle3_is_saved_in_the_layout_of_vllm(tmp_path):
     save(tmp_path, heads("eagle3"), "org/target", ["Qwen3ForCausalLM"])
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
@@ -310,7 +296,7 @@ def test_eagle3_is_saved_for_vllm(tmp_path):
 @pytest.mark.speculators
 @torch.no_grad()
 @pytest.mark.parametrize("on", [(), DEFAULTS, ("fc_norm",)], ids="+".join)
-def test_the_package_of_the_speculators_format_says_what_we_say(tmp_path, on):
+def test_eagle3_logits_match_the_speculators_package(tmp_path, on):
     """Its own class takes every tensor, and its layer makes the same logits."""
     from speculators import SpeculatorModelConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
@@ -409,7 +395,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("files", "kinds", "said"), BAD.values(), ids=BAD)
-def test_heads_that_do_not_fit_are_refused_in_one_line(tmp_path, files, kinds, said):
+def test_unfit_heads_are_a_one_line_error(tmp_path, files, kinds, said):
     with pytest.raises(UserError) as refused:
         check(head_files.read(put(tmp_path / "head", *files)), module().config, "target", *kinds)
     assert said in str(refused.value)
@@ -421,7 +407,7 @@ class Hostile:
         return print, ("never",)
 
 
-def test_files_that_are_no_heads_are_refused(tmp_path, capsys):
+def test_files_that_are_no_heads_are_a_one_line_error(tmp_path, capsys):
     config, held = published("medusa")
     cases = {"none of Medusa": put(tmp_path / "a", config, {"x": torch.zeros(2)})}
     cases["several weight files"] = put(
@@ -452,306 +438,3 @@ def test_files_that_are_no_heads_are_refused(tmp_path, capsys):
     head = head_files.read(put(tmp_path / "g", config, held))
     with pytest.raises(UserError, match=r"0.1.weight holds NaN"):
         load(head, module())
-
-
-# What is proposed, against the definition computed without any cache -----------------------------
-
-
-@torch.no_grad()
-def states(text: list[int], taps) -> torch.Tensor:
-    """[len(text) - 1, taps*E]: the target's states over all but the last token."""
-    out = module()(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True)
-    return torch.cat([out.hidden_states[t][0] for t in taps], -1)
-
-
-def causal(n: int) -> torch.Tensor:
-    return torch.full((n, n), -1e300, dtype=torch.float64).triu(1)[None, None]
-
-
-@torch.no_grad()
-def eagle_law(net, text: list[int], path: list[int]) -> torch.Tensor:
-    """Log-probabilities [V] after a path of guesses, by running the layer over the whole chain of
-    pairs again for every guess."""
-    features = net.fuse(states(text, net.shape.taps))
-    tokens = torch.tensor(text[1:])
-    for ahead in range(len(path) + 1):
-        n = len(tokens)
-        made = net.features(
-            tokens[None], features[None], torch.arange(n)[None], attention_mask=causal(n)
-        )
-        features = torch.cat([features, made[0, -1:]])
-        tokens = torch.cat([tokens, torch.tensor(path[ahead : ahead + 1])])
-    said = net.draft_logits(made[0, -1]).log_softmax(-1)
-    ids = net.draft_ids if net.shape.fused else torch.arange(V)
-    return torch.full((V,), -torch.inf, dtype=said.dtype).index_copy(0, ids, said)
-
-
-def eagle_says(net, text: list[int], count: int) -> list[int]:
-    guesses: list[int] = []
-    for _ in range(count):
-        guesses.append(int(eagle_law(net, text, guesses).argmax()))
-    return guesses
-
-
-@torch.no_grad()
-def medusa_says(net, text: list[int], count: int) -> list[int]:
-    return net(states(text, (2,))[-1]).argmax(-1).tolist()[:count]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_guess_of_every_round_is_the_one_defined(kind):
-    """Ragged rows, accepted runs of every length; some guesses are accepted by luck alone, so the
-    text is steered: what the drafter proposes is accepted as often as the toss of a coin says."""
-    made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
-    made.drafter.sampling = Sampling()
-    says = medusa_says if kind == "medusa" else eagle_says
-    net = made.drafter.heads if kind == "medusa" else made.drafter.net
-    prompts = [p for p in PROMPTS if len(p) > 1]
-    seqs = Sequences.of(prompts, 30, slack=4)
-    made.begin(seqs)
-    kept = set()
-    for _ in range(12):
-        texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
-        report = made.round(seqs, Tree.chain(3))
-        kept |= set(report[:, 0].tolist())
-        for text, row in zip(texts, report.tolist(), strict=True):
-            if row[1]:
-                assert row[-3:] == says(net, text, 3)
-    assert len(kept) >= 2, "an accepted guess and a rejected one, or caches were not exercised"
-
-
-@torch.no_grad()
-def law_after(kind: str, drafter, text: list[int], path: list[int]) -> torch.Tensor:
-    """Log-probabilities [V] of the drafter after a path, without any cache."""
-    if kind == "medusa":
-        return drafter.heads(states(text, (2,))[-1])[len(path)].log_softmax(-1)
-    if kind.startswith("eagle"):
-        return eagle_law(drafter.net, text, path)
-    net = drafter.lm.module
-    return net(torch.tensor([text + path]), use_cache=False).logits[0, -1].log_softmax(-1)
-
-
-def likeliest(says, guesses: int, depth: int, width: int) -> set[tuple[int, ...]]:
-    """EAGLE-2's tree by the book: beams of `width`, then the likeliest of all that came up."""
-    beams, found = [((), 0.0)], []
-    for _ in range(depth):
-        born = []
-        for path, score in beams:
-            law = says(list(path))
-            born += [((*path, t), score + float(law[t])) for t in law.topk(width).indices.tolist()]
-        found += born
-        beams = sorted(born, key=lambda scored: -scored[1])[:width]
-    return {path for path, _ in sorted(found, key=lambda scored: -scored[1])[:guesses]}
-
-
-@pytest.mark.parametrize("shape", [(9, 3), (5, 4), (12, 2)], ids=str)
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "early_exit", "model"])
-def test_a_grown_tree_is_that_of_the_book_in_every_row_and_round(kind, shape):
-    tree = Tree.grown(*shape)
-    made = engine(kind, tree)
-    prompts = [p for p in PROMPTS if len(p) > 1]
-    seqs = Sequences.of(prompts, 20, slack=tree.room)
-    made.begin(seqs)
-    drafts = []
-    propose = made.drafter.propose
-    made.drafter.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
-    for _ in range(3):
-        texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
-        made.round(seqs, tree)
-        nodes, tokens = drafts[-1].nodes, drafts[-1].tokens
-        for row, text in enumerate(texts):
-            ways = [nodes.ancestors[row, i].nonzero()[1:, 0] for i in range(1, len(tree))]
-            paths = [tuple(tokens[row, way].tolist()) for way in ways]
-            says = functools.partial(law_after, kind, made.drafter, text)
-            assert set(paths) == likeliest(says, *shape, tree.width)
-
-
-def test_the_draft_of_all_layers_is_the_target_itself():
-    for temperature in (0.0, 0.9):
-        made = engine("null", Tree.chain(4), "reject", temperature=temperature)
-        made.drafter = EarlyExit(made.target, 2, made.sampling)
-        for step in made.generate(PROMPTS, 20).trace.steps():
-            assert step.accepted == step.drafted == 4
-
-
-def test_cross_entropy_of_the_heads_own_law_is_least():
-    """`loss_of` is least where the heads say what the target says."""
-    law = torch.rand(2, 5, 7).softmax(-1)
-
-    def says(logits):
-        return lambda batch: iter([(logits, law)])
-
-    right = loss_of(says(law.log()), "cpu")(torch.zeros(1))
-    wrong = loss_of(says(law.log() + torch.randn(2, 5, 7)), "cpu")(torch.zeros(1))
-    assert right < wrong
-    assert float(right) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), abs=1e-3)
-    assert accuracy(says(law.log()), torch.zeros(1), "cpu") == [1.0]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_asks_what_drafting_asks_and_answers_what_the_target_does(kind):
-    """Guess `number` of a chain that leaves the text anywhere: what is said of it, and its law."""
-    net, target = heads(kind), module()
-    drawn = torch.randint(0, V, (1, 14), generator=torch.Generator().manual_seed(1))
-    text, drafter = drawn[0].tolist(), SimpleNamespace(heads=net, net=net)
-    ids = net.draft_ids if kind == "eagle3" else torch.arange(V)
-    for number, (logits, law) in enumerate(laws_of(net, target, 3)(drawn)):
-        for known in (2, 6, 10):
-            here, whole = known - 2, known + number
-            said = law_after(kind, drafter, text[:known], text[known:whole])[ids]
-            right = target(drawn[:, :whole], use_cache=False).logits[0, -1].softmax(-1)[ids]
-            assert torch.allclose(logits[0, here].log_softmax(-1), said, atol=1e-9), (known, number)
-            assert torch.allclose(law[0, here].double(), right, atol=1e-6), (known, number)
-
-
-def test_planted_guesses_are_right_as_often_as_dialled():
-    for temperature in (0.0, 1.0):
-        for alpha in (0.0, 0.6, 1.0):
-            made = engine("model", Tree.chain(4), "match", temperature=temperature)
-            made.drafter = Planted(alpha, made.target, made.drafter, made.sampling, made.seed, 4)
-            trace = made.generate(PROMPTS * 12, 40).trace
-            tried = [(s.accepted, s.drafted) for s in trace.steps()]
-            flips = sum(min(a + 1, d) for a, d in tried)
-            rate = sum(a for a, _ in tried) / flips
-            assert rate == pytest.approx(
-                alpha, abs=5 * (0.25 / flips) ** 0.5 if alpha == 0.6 else 0
-            )
-            assert made.generate(PROMPTS, 20).tokens == made.plain().generate(PROMPTS, 20).tokens
-
-
-def test_a_draft_that_spells_every_token_alike_is_accepted_whole():
-    """The same network with its vocabulary shifted: only a broken translation could differ."""
-    shifted = copy.deepcopy(module())
-    for weight in (shifted.model.embed_tokens.weight, shifted.lm_head.weight):
-        weight.data = weight.data.roll(5, 0)
-    whole = Alphabet(5)
-    whole.get_vocab = lambda: {chr(65 + i): (i + 5) % V for i in range(V)}
-    for temperature in (0.0, 0.9):
-        made = engine("null", Tree.chain(3), "reject", temperature=temperature)
-        draft = of_module(shifted, "shifted")
-        made.drafter = Crossed(draft, TokenMap(Alphabet(0), whole, V), made.sampling)
-        for step in made.generate(PROMPTS, 24).trace.steps():
-            assert step.accepted == step.drafted == 3
-
-
-def test_a_token_the_draft_lacks_is_respelt_and_never_guessed():
-    made = engine("crossed", Tree.chain(3), "reject", temperature=1.5)
-    trace = made.generate(PROMPTS * 4, 40).trace
-    guesses = [g for s in trace.steps() for g in s.guesses]
-    assert max(guesses) < V - 6
-    assert any(t >= V - 6 for row in made.generate(PROMPTS * 4, 40).tokens for t in row)
-    text = made.drafter.texts
-    for row in range(3):
-        told = made.drafter.token_map.tokenized_prompt(PROMPTS[row])
-        assert text.tokens[row, : len(told)].tolist() == told
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_of_a_tiny_head_fall(tmp_path, kind):
-    target = tiny_llama(0).eval().requires_grad_(False)
-    drawn = np.random.default_rng(0).integers(1, V, 5000)
-    head = make(HEADS[kind].quick(), target, torch.from_numpy(np.bincount(drawn, minlength=V)))
-    loss = loss_of(laws_of(head, target, 3), "cpu")
-    course = Course((Phase(40, 4, 32),))
-    losses = fit(kind, course, Rows({"noise": [drawn]}), tmp_path, head, loss, compiled=False)
-    assert np.mean(losses[-5:]) < np.mean(losses[:5])
-
-
-def test_heads_are_trained_for_a_target_that_is_not_of_the_zoo(tmp_path):
-    """The whole of training, and what it leaves."""
-    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
-    folder = tmp_path / "mine"
-    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    text = tmp_path / "text.txt"
-    text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
-    for kind in KINDS:
-        seen = {}
-        made = train_heads(
-            kind, folder, tmp_path / "out", tmp_path / "work", quick=True, text=text,
-            watch=lambda step, figures, seen=seen: seen.update({step: figures}),
-        )  # fmt: skip
-        facts = json.loads((made / "zoo.json").read_text())
-        assert facts["role"] == kind
-        assert facts["target"] == "mine"
-        card = (made / "README.md").read_text()
-        assert f"zoo train --heads {kind} --target mine --text text.txt`" in card
-        assert "Check the licences of the target and the text" in card
-        assert "license: mit" not in card
-        assert {"training/loss", "accuracy/at_1"} <= set(seen[max(seen)])
-        check(
-            head_files.read(made), module().config.__class__.from_pretrained(folder), "mine", kind
-        )
-    with pytest.raises(UserError, match="heads 'hydra' are unknown"):
-        train_heads("hydra", folder)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_layer_goes_on_past_the_length_that_its_file_names(kind, dtype):
-    whole = heads(kind, dtype)
-    short = Eagle(dataclasses.replace(whole.shape, context=8), *whole.borrowed)
-    short.load_state_dict(whole.state_dict())
-    texts = []
-    for net in (whole, short.to(dtype)):
-        made = engine("null", Tree.chain(3), dtype=dtype)
-        made.drafter = EagleLayer(net, made.target, made.sampling)
-        texts.append([r.steps for r in made.generate(PROMPTS, 24).trace.rounds])
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_prompt_of_one_token_is_drafted_for_whatever_lies_behind_and_beside_it(kind):
-    guesses = []
-    for left, others in ((3, []), (9, []), (0, [[1, 2, 3]])):
-        made = engine(kind, Tree.chain(3))
-        seqs = Sequences.of([[5], *others], 8, slack=4)
-        seqs.tokens[0, 1:] = left
-        seqs = made.begin(seqs)
-        guesses.append(made.drafter.propose(seqs, Tree.chain(3), made.rng).tokens[0].tolist())
-    assert guesses[0] == guesses[1] == guesses[2]
-
-
-@torch.inference_mode()
-def test_a_prompt_that_is_read_in_parts_is_told_once_and_read_from_its_beginning():
-    """Every letter of it takes the draft two pieces."""
-    prompt = [26 + i % 6 for i in range(24)]
-    texts, caches = [], []
-    for parts in ([23], [4, 9, 23]):
-        made = engine("crossed", Tree.chain(3))
-        made.allocate(1, 64)
-        seqs = Sequences.of([prompt], 8, slack=4)
-        made.drafter.most = 4  # as after rounds of others
-        made.drafter.prefill(seqs, None)
-        for start, stop in itertools.pairwise([0, *parts]):
-            part = dataclasses.replace(seqs, length=torch.tensor([stop + 1]))
-            made.drafter.catch_up(part, stop - start)
-        made.drafter.propose(seqs, Tree.chain(3), made.rng)
-        text = made.drafter.texts
-        texts.append(text.tokens[0, : text.length[0]].tolist())
-        caches.append(made.drafter.lm.cache.layers[0].keys[0, :, :47])
-    assert texts[0] == texts[1] == [1, 2] * 24
-    assert torch.allclose(*caches, atol=1e-12)
-
-
-def test_a_prompt_begins_as_the_drafts_own_texts_do():
-    ours, theirs = tiny_tokenizer("a mean of values"), tiny_tokenizer("values of a mean")
-    theirs.add_special_tokens({"bos_token": "<s>"})
-    theirs.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
-    )
-    token_map = TokenMap(ours, theirs, len(ours))
-    prompt = [ours.bos_token_id, *ours("a mean").input_ids]
-    assert token_map.tokenized_prompt(prompt) == theirs("a mean").input_ids
-    assert theirs.bos_token_id not in token_map.tokenized(prompt)
-
-
-@pytest.mark.parametrize("shape", [(9, 1), (9, 3)], ids=str)
-def test_every_guess_of_a_grown_tree_is_a_child_of_its_parent(shape):
-    made = engine("model", tree := Tree.grown(*shape))
-    seqs = made.begin(Sequences.of(PROMPTS, 8, slack=tree.room))
-    nodes = made.drafter.propose(seqs, tree, made.rng).nodes
-    for parents, children in zip(nodes.parents.tolist(), nodes.children.tolist(), strict=True):
-        listed = {(child, up) for up, row in enumerate(children) for child in row if child >= 0}
-        assert listed == set(enumerate(parents)) - {(0, 0)}

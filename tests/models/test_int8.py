@@ -54,7 +54,7 @@ def quantised_layers(module: nn.Module) -> list[str]:
 # names
 
 
-def test_a_name_is_a_model_and_how_its_weights_are_kept(tmp_path, monkeypatch):
+def test_split_separates_the_int8_suffix(tmp_path, monkeypatch):
     assert int8.split("sibling-3m+int8") == ("sibling-3m", "+int8")
     assert int8.split("org/name+int8") == ("org/name", "+int8")
     for name in ("sibling-3m", "org/name", "c++", "+int8", "a+int-8"):
@@ -65,7 +65,7 @@ def test_a_name_is_a_model_and_how_its_weights_are_kept(tmp_path, monkeypatch):
     assert int8.split("odd+int8+int8") == ("odd+int8", "+int8")
 
 
-def test_a_folder_that_is_called_so_is_loaded_as_it_is(tiny_folders, tmp_path):
+def test_folder_named_int8_is_loaded_plain(tiny_folders, tmp_path):
     odd = shutil.copytree(tiny_folders[1], tmp_path / "draft+int8")
     pairing = api.build(tiny_folders[0], str(odd), gamma=2)
     assert pairing.engine.drafter.name == "draft+int8"
@@ -75,14 +75,14 @@ def test_a_folder_that_is_called_so_is_loaded_as_it_is(tiny_folders, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["target", "drafter"])
-def test_other_ways_to_quantise_are_refused_in_one_line(tiny_folders, place):
+def test_unknown_quantisation_suffix_is_a_one_line_error(tiny_folders, place):
     names = dict(zip(("target", "drafter"), tiny_folders, strict=True))
     names[place] += "+int4"
     [line] = check(**names)
     assert line.endswith(f"as {names[place][:-5]}+int8, and +int4 is unknown")
 
 
-def test_without_torchao_the_mend_is_named(tiny_folders, monkeypatch):
+def test_missing_torchao_error_names_the_install_command(tiny_folders, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda n, *a: None if n == "torchao" else found(n, *a)
@@ -92,27 +92,27 @@ def test_without_torchao_the_mend_is_named(tiny_folders, monkeypatch):
     assert check(*tiny_folders) == []
 
 
-def test_float64_is_refused_before_and_at_loading(tiny_folders):
+def test_float64_int8_is_refused_before_and_at_loading(tiny_folders):
     [line] = check(tiny_folders[0], small(tiny_folders[1]), dtype="float64")
     assert "float64 cannot be +int8" in line
     with pytest.raises(UserError, match="float64 cannot be"):
         load.load(small(tiny_folders[1]), "mine", "float64", "cpu")
 
 
-def test_a_model_without_linear_layers_is_refused(tmp_path):
+def test_model_without_linear_layers_is_refused(tmp_path):
     gpt2().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"has no nn\.Linear to quantise"):
         load.read_config(small(str(tmp_path)))
 
 
-def test_a_model_that_is_quantised_already_is_refused():
+def test_quantised_checkpoint_plus_int8_is_refused():
     config = tiny_llama(0).config
     config.quantization_config = {"bits": 4}
     with pytest.raises(UserError, match=r"quantised as it is: leave out \+int8"):
         int8.check(config, "mine")
 
 
-def test_heads_are_read_and_trained_plain(tiny_folders):
+def test_heads_refuse_the_int8_suffix(tiny_folders):
     with pytest.raises(UserError, match=r"heads are read as they are; leave out \+int8"):
         head_files.read(small(tiny_folders[0]))
     with pytest.raises(UserError, match=r"leave out \+int8"):
@@ -124,7 +124,7 @@ def test_heads_are_read_and_trained_plain(tiny_folders):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_linear_layers_are_and_the_head_and_the_embedding_are_not(tmp_path, tied, dtype):
+def test_linear_layers_are_quantised_except_head_and_embedding(tmp_path, tied, dtype):
     tiny_llama(0, tie_word_embeddings=tied).save_pretrained(tmp_path)
     plain, made = (load.load(name, "mine", dtype, "cpu") for name in (tmp_path, small(tmp_path)))
     names = [n for n, m in made.module.named_modules() if isinstance(m, nn.Linear)]
@@ -137,7 +137,7 @@ def test_linear_layers_are_and_the_head_and_the_embedding_are_not(tmp_path, tied
     assert isinstance(made.net, Fused)
 
 
-def test_each_row_is_off_by_half_a_step_of_its_own_scale_at_most(tiny_folders):
+def test_rounding_error_is_at_most_half_a_step_per_row(tiny_folders):
     plain, made = (
         load.load(n, "x", "float32", "cpu") for n in (tiny_folders[0], small(tiny_folders[0]))
     )
@@ -150,7 +150,7 @@ def test_each_row_is_off_by_half_a_step_of_its_own_scale_at_most(tiny_folders):
             assert off.max() > 0
 
 
-def test_logits_are_those_of_the_rounded_weights(tiny_folders):
+def test_int8_logits_match_rounded_weights(tiny_folders):
     made = load.load(small(tiny_folders[0]), "x", "float32", "cpu").module
     plain = copy.deepcopy(load.load(tiny_folders[0], "x", "float32", "cpu").module)
     ids = torch.tensor([[1, 2, 3, 4, 5]])
@@ -162,7 +162,7 @@ def test_logits_are_those_of_the_rounded_weights(tiny_folders):
         assert torch.allclose(made(ids).logits, plain(ids).logits, atol=1e-5)
 
 
-def test_passes_with_less_work_are_the_modules_own_on_joined_weights_held_once(tiny_folders):
+def test_fused_int8_pass_matches_module_and_shares_weights(tiny_folders):
     made = load.load(small(tiny_folders[0]), "mine", "float32", "cpu")
     attention = made.module.model.layers[1].self_attn
     places = [
@@ -180,7 +180,7 @@ def test_passes_with_less_work_are_the_modules_own_on_joined_weights_held_once(t
     assert torch.allclose(*logits, atol=1e-5)
 
 
-def test_weights_that_are_not_quantised_by_rows_are_left_to_transformers():
+def test_weights_not_quantised_by_rows_stay_unfused():
     from torchao.quantization import Int8WeightOnlyConfig, PerTensor, quantize_
 
     module = tiny_llama(0)
@@ -191,7 +191,7 @@ def test_weights_that_are_not_quantised_by_rows_are_left_to_transformers():
 # held apart, and reckoned
 
 
-def test_plain_and_quantised_weights_are_never_taken_for_each_other(tiny_folders):
+def test_plain_and_int8_weights_are_loaded_apart(tiny_folders):
     target, draft = tiny_folders
     both = [api.build(target, name, gamma=2) for name in (draft, small(draft))]
     plain, made = (pairing.engine.drafter.lm.module for pairing in both)
@@ -204,9 +204,7 @@ def test_plain_and_quantised_weights_are_never_taken_for_each_other(tiny_folders
 
 
 @pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
-def test_a_model_that_drafts_for_itself_is_shared_only_if_both_are_kept_alike(
-    tiny_folders, target, draft
-):
+def test_self_draft_shares_weights_only_at_equal_precision(tiny_folders, target, draft):
     names = tiny_folders[0], small(tiny_folders[0])
     pairing = api.build(names[target], names[draft], gamma=3, temperature=1.0)
     modules = pairing.target.module, pairing.engine.drafter.lm.module
@@ -216,7 +214,7 @@ def test_a_model_that_drafts_for_itself_is_shared_only_if_both_are_kept_alike(
     assert (kept.rate == 1) == (target == draft)
 
 
-def test_a_result_of_one_is_none_of_the_other(tiny_folders):
+def test_result_key_tells_int8_from_plain(tiny_folders):
     target, draft = tiny_folders
     of = [
         identity.Surroundings().of({"target": t, "drafter": d}, "a" * 64)
@@ -228,7 +226,7 @@ def test_a_result_of_one_is_none_of_the_other(tiny_folders):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_are_reckoned_as_they_are_held(tiny_folders, dtype):
+def test_predicted_int8_bytes_match_the_loaded_module(tiny_folders, dtype):
     for folder in tiny_folders:
         made = load.load(small(folder), "mine", dtype, "cpu")
         config = load.read_config(small(folder))
@@ -241,7 +239,7 @@ def test_bytes_are_reckoned_as_they_are_held(tiny_folders, dtype):
         assert roofline.weight_bytes(made.module, 1) == reckoned - embedding[1:].nbytes
 
 
-def test_every_count_of_bytes_sees_the_small_weights(tiny_folders):
+def test_cost_table_and_metrics_count_int8_bytes(tiny_folders):
     target, draft = tiny_folders
     pairing = api.build(small(target), small(draft), gamma=2)
     sizes = [load.weight_bytes(load.read_config(small(f)), torch.float32) for f in tiny_folders]
@@ -249,7 +247,7 @@ def test_every_count_of_bytes_sees_the_small_weights(tiny_folders):
     assert one_pairing.added_bytes(pairing.engine) == sizes[1]
 
 
-def test_memory_is_refused_by_what_quantised_weights_take(tiny_folders, monkeypatch):
+def test_memory_check_counts_int8_weights(tiny_folders, monkeypatch):
     target = tiny_folders[0]
     sizes = [load.weight_bytes(load.read_config(n), torch.float32) for n in (target, small(target))]
     room = 2_000_000
@@ -271,7 +269,7 @@ def test_memory_is_refused_by_what_quantised_weights_take(tiny_folders, monkeypa
     ("rule", "tree"), [("match", "chain"), ("match", "2x2"), ("reject", "chain")]
 )
 @pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
-def test_text_is_the_targets_own(tiny_folders, target, draft, rule, tree, device):
+def test_int8_greedy_text_matches_the_target(tiny_folders, target, draft, rule, tree, device):
     names = [name + "+int8" * q for name, q in zip(tiny_folders, (target, draft), strict=True)]
     pairing = api.build(*names, gamma=3, rule=rule, tree=tree, device=device)
     ids = pairing.encode(TEXTS)
@@ -284,13 +282,13 @@ def test_text_is_the_targets_own(tiny_folders, target, draft, rule, tree, device
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("drafter", ["draft", "early_exit:1", "ngram"])
-def test_sampled_text_is_the_targets_own(tiny_folders, drafter, dtype):
+def test_int8_sampled_text_matches_the_target(tiny_folders, drafter, dtype):
     name = small(tiny_folders[1]) if drafter == "draft" else drafter
     pairing = api.build(small(tiny_folders[0]), name, gamma=3, temperature=0.9, dtype=dtype)
     assert certify(pairing.engine, pairing.encode(TEXTS), NEW).bugs == 0
 
 
-def test_a_round_reaches_no_host_and_can_be_recorded(tiny_folders):
+def test_int8_round_reads_no_host_value_and_replays(tiny_folders):
     pairing = api.build(small(tiny_folders[0]), small(tiny_folders[1]), gamma=3)
     tree, ids = Tree.chain(3), pairing.encode(TEXTS)
     made = pairing.apart().engine
@@ -303,12 +301,12 @@ def test_a_round_reaches_no_host_and_can_be_recorded(tiny_folders):
     assert recorded.graphs.recorder.replays > 0
 
 
-def test_eagle_heads_draft_for_a_quantised_target():
+def test_eagle_drafts_for_an_int8_target():
     pairing = api.build("target-10m+int8", "eagle", gamma=3)
     assert certify(pairing.engine, pairing.encode(TEXTS[:1]), 16).bugs == 0
 
 
-def test_a_draft_of_another_tokenizer_may_be_quantised(tiny_folders, tmp_path):
+def test_crossed_draft_may_be_int8(tiny_folders, tmp_path):
     tokenizer = tiny_tokenizer("while True: break\n" * 3)
     tiny_llama(2, 1, vocab=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -34,7 +34,7 @@ NETS = {
 # the measure itself
 
 
-def test_tensors_alive_are_counted_once_and_until_they_are_gone():
+def test_alive_counts_storage_once_and_until_freed():
     with peak_memory.Alive() as alive:
         x = torch.zeros(1000)
         y = x.view(10, 100)[3:]
@@ -52,7 +52,7 @@ def test_tensors_alive_are_counted_once_and_until_they_are_gone():
     assert alive.now == 0
 
 
-def test_a_peak_is_what_was_added_and_not_what_was_there():
+def test_peak_excludes_memory_held_before():
     kept = torch.zeros(5000)
     with peak_memory.peak(CPU) as found:
         (kept + 1).sum()
@@ -65,7 +65,7 @@ def test_a_peak_is_what_was_added_and_not_what_was_there():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETS)
-def test_a_pass_has_as_much_alive_as_reckoned(name, dtype, monkeypatch):
+def test_pass_bytes_match_the_measured_peak(name, dtype, monkeypatch):
     monkeypatch.setattr(cpu.Native, "sparing", 0)  # compiled passes take less
     net = of_module(tiny_llama(0, 3, **NETS[name]).to(dtype))
     for batch, prompt in ((1, 100), (6, 30)):
@@ -81,7 +81,7 @@ def test_a_pass_has_as_much_alive_as_reckoned(name, dtype, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("rule", ["match", "reject", "typical"])
-def test_deciding_takes_no_more_than_reckoned(rule, temperature):
+def test_law_bytes_bound_the_measured_peak(rule, temperature):
     """On a vocabulary so large that nothing else matters."""
     V, law = 20_000, Sampling(temperature)
     nets = [of_module(tiny_llama(i, 1, vocab=V)) for i in range(2)]
@@ -97,7 +97,7 @@ def test_deciding_takes_no_more_than_reckoned(rule, temperature):
 
 
 @pytest.mark.parametrize("drafter", ["target", "draft", "ngram"])
-def test_a_run_peaks_where_configs_say(tiny_folders, monkeypatch, drafter):
+def test_predicted_run_memory_matches_the_peak(tiny_folders, monkeypatch, drafter):
     target, draft = tiny_folders
     name = {"target": target, "draft": draft}.get(drafter, drafter)
     pairing = api.build(target, name, gamma=3)
@@ -116,7 +116,7 @@ def test_a_run_peaks_where_configs_say(tiny_folders, monkeypatch, drafter):
     assert found["rows"][0]["weights"] == pytest.approx(held, rel=0.01)
 
 
-def test_weights_and_cache_are_reckoned_without_loading(tiny_folders, monkeypatch):
+def test_weight_and_kv_bytes_need_no_loading(tiny_folders, monkeypatch):
     for folder in tiny_folders:
         loaded = load.load(folder, "mine", "float32", "cpu")
         config = load.read_config(folder)
@@ -148,7 +148,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_keys_and_values_are_as_many_as_a_cache_holds(name):
+def test_kv_bytes_match_the_cache_of_odd_families(name):
     net = of_module(AutoModelForCausalLM.from_config(ODD[name]))
     seqs = Sequences.of([[3] * 9] * 2, 4, slack=2)
     net.allocate(*seqs.tokens.shape)
@@ -156,7 +156,7 @@ def test_keys_and_values_are_as_many_as_a_cache_holds(name):
     assert kv_bytes(net.config, 4) == peak_memory.held_per_token(net)
 
 
-def test_a_crossed_draft_has_a_longer_text_and_slots_come_in_steps(tiny_folders):
+def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
     base = {"target": tiny_folders[0], "gamma": 2, "max_new_tokens": 20, "temperature": 0.0}
     for name, slots in ((tiny_folders[1], 1), (f"crossed:{tiny_folders[1]}", 3)):
         pairing = api.build(tiny_folders[0], name, gamma=2)
@@ -170,13 +170,13 @@ def test_a_crossed_draft_has_a_longer_text_and_slots_come_in_steps(tiny_folders)
         assert held <= parameters.needed(plan, ready, torch.float32, 1, tokens).cache
 
 
-def test_sizes_are_said_so_that_one_can_read_them():
+def test_gib_and_need_are_readable():
     assert [gib(x * 2**30) for x in (0.0042, 0.1, 12.34, 123.4)] == ["0.004", "0.1", "12.3", "123"]
     said = str(Need(2**30, 2**29, 2**28))
     assert said == "1.8 GiB (1.0 of weights, 0.5 of keys and values, 0.2 to work in)"
 
 
-def test_work_is_the_most_that_any_part_takes():
+def test_work_bytes_is_the_largest_phase():
     config = module().config
     asked = {"itemsize": 4, "B": 2, "S": 100, "law": 8}
     reading = work_bytes([config], prompt=90, nodes=1, **asked)
@@ -207,9 +207,7 @@ def check(folders, **more):
     return parameters.check(named | more, texts)
 
 
-def test_what_does_not_fit_is_refused_before_loading_and_what_would_is_said(
-    tiny_folders, little, monkeypatch
-):
+def test_check_refuses_before_loading_and_names_what_fits(tiny_folders, little, monkeypatch):
     little(2**40)
     assert check(tiny_folders, batches=[1, 4096]) == []
     target, draft = (load.read_config(folder) for folder in tiny_folders)
@@ -231,7 +229,7 @@ def test_what_does_not_fit_is_refused_before_loading_and_what_would_is_said(
     assert "choose a model of at most 0.0 billion parameters, in bfloat16" in line
 
 
-def test_of_several_pairings_the_one_that_needs_most_is_told(tiny_folders, little):
+def test_check_reports_the_pairing_that_needs_most(tiny_folders, little):
     little(1000)
     [line] = check(tiny_folders, drafters=["ngram", tiny_folders[1]], gammas=[1, 3])
     target, draft = (load.read_config(folder) for folder in tiny_folders)
@@ -239,20 +237,20 @@ def test_of_several_pairings_the_one_that_needs_most_is_told(tiny_folders, littl
     assert f"({gib(weights)} of weights" in line
 
 
-def test_a_target_that_drafts_for_itself_is_in_memory_once(tiny_folders, little):
+def test_self_draft_weights_count_once(tiny_folders, little):
     target = load.read_config(tiny_folders[0])
     little(int(1.9 * load.weight_bytes(target, torch.float32)))
     assert check([tiny_folders[0], tiny_folders[0]]) == []
 
 
-def test_weights_that_do_not_fit_are_not_loaded(tiny_folders, little, monkeypatch):
+def test_load_refuses_weights_larger_than_memory(tiny_folders, little, monkeypatch):
     little(5000)
     monkeypatch.setattr(load, "_IN_USE", {})
     with pytest.raises(UserError, match=r"weights of mine in float32 take .* are free on cpu"):
         load.load(tiny_folders[0], "mine", "float32", "cpu")
 
 
-def test_a_cache_that_does_not_fit_says_how_many_rows_would(little):
+def test_allocate_error_names_the_batch_that_fits(little):
     target = of_module(module())
     little(1000 * target.kv_bytes_per_token)
     with pytest.raises(UserError, match="a batch of at most 10, or fewer"):
@@ -262,7 +260,7 @@ def test_a_cache_that_does_not_fit_says_how_many_rows_would(little):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["model", "ngram"])
-def test_on_a_gpu_a_run_peaks_where_configs_say(kind):
+def test_predicted_run_memory_matches_the_peak_on_a_gpu(kind):
     """The zoo's pair; within 5 % of what is reckoned, unless an operation takes room of its own."""
     pairing = api.build(drafter=kind, gamma=5, dtype="bfloat16", device="cuda")
     found = peak_memory.peaks(pairing, ["def mean(values):\n    return" * 8], [8, 64], 32)

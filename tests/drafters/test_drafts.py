@@ -1,0 +1,189 @@
+"""What drafters with a network of their own propose, against definitions without any cache."""
+
+import copy
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+from conftest import tiny_tokenizer
+from support.definitions import eagle_says, law_after, likeliest, medusa_says
+from support.tiny import PROMPTS, Alphabet, V, engine, heads, module
+from tokenizers.processors import TemplateProcessing
+
+from specexp.drafters.crossed import Crossed, TokenMap
+from specexp.drafters.eagle import EagleLayer
+from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.planted import Planted
+from specexp.models.heads import Eagle
+from specexp.models.load import of_module
+from specexp.sampling import Sampling
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+KINDS = ["medusa", "eagle", "eagle3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draft_tokens_match_the_definition_every_round(kind):
+    """Ragged rows, accepted runs of every length; some guesses are accepted by luck alone, so the
+    text is steered: what the drafter proposes is accepted as often as the toss of a coin says."""
+    made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
+    made.drafter.sampling = Sampling()
+    says = medusa_says if kind == "medusa" else eagle_says
+    net = made.drafter.heads if kind == "medusa" else made.drafter.net
+    prompts = [p for p in PROMPTS if len(p) > 1]
+    seqs = Sequences.of(prompts, 30, slack=4)
+    made.begin(seqs)
+    kept = set()
+    for _ in range(12):
+        texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
+        report = made.round(seqs, Tree.chain(3))
+        kept |= set(report[:, 0].tolist())
+        for text, row in zip(texts, report.tolist(), strict=True):
+            if row[1]:
+                assert row[-3:] == says(net, text, 3)
+    assert len(kept) >= 2, "an accepted guess and a rejected one, or caches were not exercised"
+
+
+@pytest.mark.parametrize("shape", [(9, 3), (5, 4), (12, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "early_exit", "model"])
+def test_grown_tree_matches_the_definition_every_round(kind, shape):
+    tree = Tree.grown(*shape)
+    made = engine(kind, tree)
+    prompts = [p for p in PROMPTS if len(p) > 1]
+    seqs = Sequences.of(prompts, 20, slack=tree.room)
+    made.begin(seqs)
+    drafts = []
+    propose = made.drafter.propose
+    made.drafter.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
+    for _ in range(3):
+        texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
+        made.round(seqs, tree)
+        nodes, tokens = drafts[-1].nodes, drafts[-1].tokens
+        for row, text in enumerate(texts):
+            ways = [nodes.ancestors[row, i].nonzero()[1:, 0] for i in range(1, len(tree))]
+            paths = [tuple(tokens[row, way].tolist()) for way in ways]
+            says = functools.partial(law_after, kind, made.drafter, text)
+            assert set(paths) == likeliest(says, *shape, tree.width)
+
+
+def test_early_exit_after_all_layers_is_the_target():
+    for temperature in (0.0, 0.9):
+        made = engine("null", Tree.chain(4), "reject", temperature=temperature)
+        made.drafter = EarlyExit(made.target, 2, made.sampling)
+        for step in made.generate(PROMPTS, 20).trace.steps():
+            assert step.accepted == step.drafted == 4
+
+
+def test_planted_acceptance_rate_is_the_one_asked_for():
+    for temperature in (0.0, 1.0):
+        for alpha in (0.0, 0.6, 1.0):
+            made = engine("model", Tree.chain(4), "match", temperature=temperature)
+            made.drafter = Planted(alpha, made.target, made.drafter, made.sampling, made.seed, 4)
+            trace = made.generate(PROMPTS * 12, 40).trace
+            tried = [(s.accepted, s.drafted) for s in trace.steps()]
+            flips = sum(min(a + 1, d) for a, d in tried)
+            rate = sum(a for a, _ in tried) / flips
+            assert rate == pytest.approx(
+                alpha, abs=5 * (0.25 / flips) ** 0.5 if alpha == 0.6 else 0
+            )
+            assert made.generate(PROMPTS, 20).tokens == made.plain().generate(PROMPTS, 20).tokens
+
+
+def test_crossed_twin_with_shifted_vocabulary_is_accepted():
+    """The same network with its vocabulary shifted: only a broken translation could differ."""
+    shifted = copy.deepcopy(module())
+    for weight in (shifted.model.embed_tokens.weight, shifted.lm_head.weight):
+        weight.data = weight.data.roll(5, 0)
+    whole = Alphabet(5)
+    whole.get_vocab = lambda: {chr(65 + i): (i + 5) % V for i in range(V)}
+    for temperature in (0.0, 0.9):
+        made = engine("null", Tree.chain(3), "reject", temperature=temperature)
+        draft = of_module(shifted, "shifted")
+        made.drafter = Crossed(draft, TokenMap(Alphabet(0), whole, V), made.sampling)
+        for step in made.generate(PROMPTS, 24).trace.steps():
+            assert step.accepted == step.drafted == 3
+
+
+def test_crossed_never_drafts_a_token_the_draft_lacks():
+    made = engine("crossed", Tree.chain(3), "reject", temperature=1.5)
+    trace = made.generate(PROMPTS * 4, 40).trace
+    guesses = [g for s in trace.steps() for g in s.guesses]
+    assert max(guesses) < V - 6
+    assert any(t >= V - 6 for row in made.generate(PROMPTS * 4, 40).tokens for t in row)
+    text = made.drafter.texts
+    for row in range(3):
+        told = made.drafter.token_map.tokenized_prompt(PROMPTS[row])
+        assert text.tokens[row, : len(told)].tolist() == told
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_eagle_drafts_past_the_context_of_its_config(kind, dtype):
+    whole = heads(kind, dtype)
+    short = Eagle(dataclasses.replace(whole.shape, context=8), *whole.borrowed)
+    short.load_state_dict(whole.state_dict())
+    texts = []
+    for net in (whole, short.to(dtype)):
+        made = engine("null", Tree.chain(3), dtype=dtype)
+        made.drafter = EagleLayer(net, made.target, made.sampling)
+        texts.append([r.steps for r in made.generate(PROMPTS, 24).trace.rounds])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_eagle_draft_of_one_token_prompt_reads_no_stale_state(kind):
+    guesses = []
+    for left, others in ((3, []), (9, []), (0, [[1, 2, 3]])):
+        made = engine(kind, Tree.chain(3))
+        seqs = Sequences.of([[5], *others], 8, slack=4)
+        seqs.tokens[0, 1:] = left
+        seqs = made.begin(seqs)
+        guesses.append(made.drafter.propose(seqs, Tree.chain(3), made.rng).tokens[0].tolist())
+    assert guesses[0] == guesses[1] == guesses[2]
+
+
+@torch.inference_mode()
+def test_crossed_catch_up_in_parts_matches_one_call():
+    """Every letter of it takes the draft two pieces."""
+    prompt = [26 + i % 6 for i in range(24)]
+    texts, caches = [], []
+    for parts in ([23], [4, 9, 23]):
+        made = engine("crossed", Tree.chain(3))
+        made.allocate(1, 64)
+        seqs = Sequences.of([prompt], 8, slack=4)
+        made.drafter.most = 4  # as after rounds of others
+        made.drafter.prefill(seqs, None)
+        for start, stop in itertools.pairwise([0, *parts]):
+            part = dataclasses.replace(seqs, length=torch.tensor([stop + 1]))
+            made.drafter.catch_up(part, stop - start)
+        made.drafter.propose(seqs, Tree.chain(3), made.rng)
+        text = made.drafter.texts
+        texts.append(text.tokens[0, : text.length[0]].tolist())
+        caches.append(made.drafter.lm.cache.layers[0].keys[0, :, :47])
+    assert texts[0] == texts[1] == [1, 2] * 24
+    assert torch.allclose(*caches, atol=1e-12)
+
+
+def test_crossed_prompt_gets_the_drafts_special_tokens():
+    ours, theirs = tiny_tokenizer("a mean of values"), tiny_tokenizer("values of a mean")
+    theirs.add_special_tokens({"bos_token": "<s>"})
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
+    )
+    token_map = TokenMap(ours, theirs, len(ours))
+    prompt = [ours.bos_token_id, *ours("a mean").input_ids]
+    assert token_map.tokenized_prompt(prompt) == theirs("a mean").input_ids
+    assert theirs.bos_token_id not in token_map.tokenized(prompt)
+
+
+@pytest.mark.parametrize("shape", [(9, 1), (9, 3)], ids=str)
+def test_grown_tree_children_and_parents_agree(shape):
+    made = engine("model", tree := Tree.grown(*shape))
+    seqs = made.begin(Sequences.of(PROMPTS, 8, slack=tree.room))
+    nodes = made.drafter.propose(seqs, tree, made.rng).nodes
+    for parents, children in zip(nodes.parents.tolist(), nodes.children.tolist(), strict=True):
+        listed = {(child, up) for up, row in enumerate(children) for child in row if child >= 0}
+        assert listed == set(enumerate(parents)) - {(0, 0)}

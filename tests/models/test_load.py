@@ -1,0 +1,233 @@
+"""Models from folders and from memory: what is loaded, shared, probed and refused."""
+
+import copy
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from huggingface_hub.utils import are_progress_bars_disabled
+from support.tiny import PROMPTS, module
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
+
+from specexp.drafters.null import Null
+from specexp.engine import Engine
+from specexp.errors import NonFiniteLogits, UserError
+from specexp.models import load
+from specexp.models.load import of_module
+from specexp.policy import Fixed
+from specexp.tree import Tree
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_llama(0).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_load_folder_of_safetensors(folder, dtype):
+    loaded = load.load(folder, "mine", dtype, "cpu")
+    assert loaded.dtype == load.DTYPES[dtype]
+    assert loaded.parameters == sum(p.numel() for p in tiny_llama(0).parameters())
+    assert (loaded.name, loaded.context, loaded.vocab) == ("mine", 128, 32)
+
+
+def test_read_config_refuses_pickled_weights(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickled weights are refused"):
+        load.read_config(folder)
+
+
+def test_read_config_refuses_remote_code_without_running_it(folder):
+    canary = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    for changes in (
+        {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}},
+        {"auto_map": {"AutoConfig": "evil.C"}, "model_type": "evil"},
+    ):
+        edit(folder, **changes)
+        with pytest.raises(UserError) as refused:
+            load.read_config(folder)
+        assert len(str(refused.value).splitlines()) == 1
+        assert not canary.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "nothing"}', "\x00"])
+def test_broken_config_is_a_one_line_error(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UserError) as refused:
+        load.read_config(folder)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_attention_heads", 0, "modulo by zero"),
+        ("num_attention_heads", 3, "not a multiple of the number of attention heads"),
+        ("rms_norm_eps", "small", "'rms_norm_eps' expected float"),
+        ("rope_scaling", "odd", "'rope_parameters' with value 'odd'"),
+    ],
+)
+def test_config_error_names_the_wrong_value(folder, field, value, said):
+    edit(folder, **{field: value})
+    with pytest.raises(UserError, match="cannot read the model") as refused:
+        load.read_config(folder)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_config_and_tokenizer_are_cached_until_files_change(folder):
+    tokenizer = Path(__file__).parents[2] / "data" / "zoo" / "random-tiny" / "tokenizer.json"
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+    config, read = load.read_config(folder), load.read_tokenizer(folder)
+    config.vocab_size = 7  # of this caller alone
+    assert load.read_config(folder).vocab_size == 32
+    assert load.read_tokenizer(folder) is read
+    edit(folder, vocab_size=310)
+    assert load.read_config(folder).vocab_size == 310
+    (folder / "tokenizer.json").write_text(tokenizer.read_text() + " ")
+    assert load.read_tokenizer(folder) is not read
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 9}, r"63 of its tensors are missing .* such as model\.layers\."),
+        ({"intermediate_size": 8}, r"of another shape .* such as model\.layers\.0\.mlp\."),
+    ],
+)
+def test_load_refuses_missing_or_mismatched_tensors(folder, changes, said):
+    edit(folder, **changes)
+    with pytest.raises(UserError, match=said):
+        load.load(folder, "tiny", "float32", "cpu")
+
+
+def test_read_config_refuses_a_folder_without_config(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "empty"])
+def test_broken_weights_are_a_one_line_error(folder, damage):
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(
+        {"cut": data[:-100], "header": b"\xff" * 8 + data[8:], "empty": b""}[damage]
+    )
+    with pytest.raises(UserError, match="cannot load mine"):
+        load.load(folder, "mine", "float32", "cpu")
+
+
+def test_error_without_message_is_named_by_type(folder, monkeypatch):
+    def fails(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", fails)
+    with pytest.raises(UserError, match="cannot load mine: OSError"):
+        load.load(folder, "mine", "float32", "cpu")
+
+
+def test_weights_are_shared_until_their_file_changes(tiny_folders):
+    file = Path(tiny_folders[0]) / "model.safetensors"
+    one = load.load(tiny_folders[0], "one", "float32", "cpu")
+    os.utime(file, ns=(0, file.stat().st_mtime_ns))
+    assert load.load(tiny_folders[0], "two", "float32", "cpu").module is one.module
+    os.utime(file)
+    assert load.load(tiny_folders[0], "three", "float32", "cpu").module is not one.module
+
+
+def test_read_config_refuses_a_masked_lm(tmp_path):
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    net = BertForMaskedLM(BertConfig(**shape, intermediate_size=32, vocab_size=50))
+    net.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="causal"):
+        load.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("option", "said"), [("dtype", "float32"), ("device", "no CUDA")])
+def test_load_refuses_unknown_dtype_and_absent_device(folder, option, said):
+    options = {"dtype": "float32", "device": "cpu"} | {
+        option: "cuda:0" if option == "device" else "x"
+    }
+    if option == "device" and torch.cuda.is_available():
+        options["device"], said = "cuda:99", "CUDA"
+    with pytest.raises(UserError, match=said):
+        load.load(folder, "mine", **options)
+
+
+def test_load_leaves_download_progress_bars_on(tiny_folders):
+    load.load(tiny_folders[1], "draft", "float32", "cpu")
+    assert not are_progress_bars_disabled()
+    assert not transformers_logging.is_progress_bar_enabled()
+
+
+# modules in memory
+
+
+def gpt():
+    return OpenAIGPTLMHeadModel(
+        OpenAIGPTConfig(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    )
+
+
+def roformer():
+    return RoFormerForCausalLM(
+        RoFormerConfig(
+            vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            intermediate_size=64, initializer_range=0.4, is_decoder=True,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "said"), [(gpt, "fails over a tree"), (roformer, "logits over")])
+def test_probe_refuses_a_module_with_other_logits_over_a_tree(make, said, dtype):
+    torch.manual_seed(0)
+    net = make().to(dtype)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"mine \(.*\) cannot be served; .*{said}") as refused:
+            of_module(net, "mine")
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_module_is_probed_once_and_left_without_cache(monkeypatch):
+    net = copy.deepcopy(module("gpt2"))
+    assert of_module(net).cache is None
+    monkeypatch.setattr(load, "_difference", None)
+    of_module(net)
+
+
+def test_probe_passes_nan_weights_and_generate_raises():
+    net = copy.deepcopy(module("gpt2"))
+    net.transformer.wte.weight.data[::2] = torch.nan
+    greedy = Engine(of_module(net), Null(), Fixed(Tree.chain(0)))
+    with pytest.raises(NonFiniteLogits):
+        greedy.generate(PROMPTS, 4)
+
+
+def test_probe_passes_on_out_of_memory(monkeypatch):
+    def out(*_, **__):
+        raise torch.OutOfMemoryError
+
+    net = copy.deepcopy(module("gpt2"))
+    monkeypatch.setattr(net, "forward", out)
+    with pytest.raises(torch.OutOfMemoryError):
+        of_module(net)

@@ -1,0 +1,71 @@
+"""What can be served is told from configs alone."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    GPTNeoConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MistralConfig,
+    MptConfig,
+    Phi3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    T5Config,
+)
+
+from specexp.errors import UserError
+from specexp.models import servable
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [9.0] * 4,
+        "short_factor": [1.0] * 4}  # fmt: skip
+
+
+def test_reach_reads_every_context_field():
+    here = LONG | {"original_max_position_embeddings": 16}
+    beside = SimpleNamespace(
+        max_position_embeddings=64,
+        rope_parameters={"full_attention": here, "other": {"rope_type": "default"}, "none": None},
+    )
+    phi = Phi3Config(
+        max_position_embeddings=64, original_max_position_embeddings=32, hidden_size=32,
+        num_attention_heads=4, pad_token_id=0,
+        rope_scaling={"type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+    )  # fmt: skip
+    plain, mpt = LlamaConfig(max_position_embeddings=64), MptConfig(max_seq_len=48)
+    found = [*map(servable.reach, (beside, phi, plain, mpt, SimpleNamespace()))]
+    assert found == [16, 32, 64, 48, 1 << 30]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (MistralConfig(sliding_window=64, max_position_embeddings=128), "sliding_attention"),
+        (Gemma3TextConfig(sliding_window=64, max_position_embeddings=128), "sliding_attention"),
+        (Qwen3NextConfig(), "linear_attention"),
+        (Mamba2Config(), "linear_attention"),
+        (RecurrentGemmaConfig(), "sliding_attention"),
+        (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "local_attention"),
+        (T5Config(), "encoder-decoder"),
+        (MptConfig(), "ALiBi"),
+        (BloomConfig(), "ALiBi"),
+        (FalconConfig(alibi=True), "ALiBi"),
+    ],
+    ids=lambda x: getattr(x, "model_type", ""),
+)
+def test_servable_refuses_state_that_cannot_roll_back(config, said):
+    with pytest.raises(UserError, match=said):
+        servable.servable(config, "mine")
+
+
+def test_servable_takes_global_layers_of_gpt_neo():
+    servable.servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
+
+
+def test_servable_takes_a_window_as_wide_as_the_context():
+    servable.servable(MistralConfig(sliding_window=128, max_position_embeddings=128), "mine")
+    servable.servable(MistralConfig(sliding_window=None), "mine")

@@ -1,0 +1,95 @@
+"""Heads are trained on what drafting asks of them, and leave a folder that can be read."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_llama, tiny_tokenizer
+from support.definitions import law_after
+from support.tiny import V, heads, module
+
+from specexp.errors import UserError
+from specexp.models import head_files
+from specexp.models.heads import check
+from specexp.zoo.heads import accuracy, laws_of, loss_of, make, train_heads
+from specexp.zoo.recipes import HEADS, Course, Phase
+from specexp.zoo.rows import Rows
+from specexp.zoo.train import fit
+
+KINDS = ["medusa", "eagle", "eagle3"]
+
+
+def test_loss_is_least_at_the_heads_own_distribution():
+    """`loss_of` is least where the heads say what the target says."""
+    law = torch.rand(2, 5, 7).softmax(-1)
+
+    def says(logits):
+        return lambda batch: iter([(logits, law)])
+
+    right = loss_of(says(law.log()), "cpu")(torch.zeros(1))
+    wrong = loss_of(says(law.log() + torch.randn(2, 5, 7)), "cpu")(torch.zeros(1))
+    assert right < wrong
+    assert float(right) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), abs=1e-3)
+    assert accuracy(says(law.log()), torch.zeros(1), "cpu") == [1.0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_inputs_and_targets_match_drafting(kind):
+    """Guess `number` of a chain that leaves the text anywhere: what is said of it, and its law."""
+    net, target = heads(kind), module()
+    drawn = torch.randint(0, V, (1, 14), generator=torch.Generator().manual_seed(1))
+    text, drafter = drawn[0].tolist(), SimpleNamespace(heads=net, net=net)
+    ids = net.draft_ids if kind == "eagle3" else torch.arange(V)
+    for number, (logits, law) in enumerate(laws_of(net, target, 3)(drawn)):
+        for start in (2, 6, 10):
+            here, whole = start - 2, start + number
+            drafted = law_after(kind, drafter, text[:start], text[start:whole])[ids]
+            right = target(drawn[:, :whole], use_cache=False).logits[0, -1].softmax(-1)[ids]
+            assert torch.allclose(logits[0, here].log_softmax(-1), drafted, atol=1e-9), (
+                start,
+                number,
+            )
+            assert torch.allclose(law[0, here].double(), right, atol=1e-6), (start, number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_training_loss_falls(tmp_path, kind):
+    target = tiny_llama(0).eval().requires_grad_(False)
+    drawn = np.random.default_rng(0).integers(1, V, 5000)
+    head = make(HEADS[kind].quick(), target, torch.from_numpy(np.bincount(drawn, minlength=V)))
+    loss = loss_of(laws_of(head, target, 3), "cpu")
+    course = Course((Phase(40, 4, 32),))
+    losses = fit(kind, course, Rows({"noise": [drawn]}), tmp_path, head, loss, compiled=False)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+def test_train_heads_for_a_target_outside_the_zoo(tmp_path):
+    """The whole of training, and what it leaves."""
+    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
+    folder = tmp_path / "mine"
+    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    text = tmp_path / "text.txt"
+    text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
+    for kind in KINDS:
+        seen = {}
+        made = train_heads(
+            kind, folder, tmp_path / "out", tmp_path / "work", quick=True, text=text,
+            watch=lambda step, figures, seen=seen: seen.update({step: figures}),
+        )  # fmt: skip
+        facts = json.loads((made / "zoo.json").read_text())
+        assert facts["role"] == kind
+        assert facts["target"] == "mine"
+        card = (made / "README.md").read_text()
+        assert f"zoo train --heads {kind} --target mine --text text.txt`" in card
+        assert "Check the licences of the target and the text" in card
+        assert "license: mit" not in card
+        assert {"training/loss", "accuracy/at_1"} <= set(seen[max(seen)])
+        check(
+            head_files.read(made), module().config.__class__.from_pretrained(folder), "mine", kind
+        )
+    with pytest.raises(UserError, match="heads 'hydra' are unknown"):
+        train_heads("hydra", folder)
