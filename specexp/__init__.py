@@ -1,5 +1,49 @@
-import logging
+"""Experiments with speculative decoding: does it pay for your models, text, hardware and load?
 
-# transformers imports torchao if installed, and torchao warns about kernels it cannot load here.
-for _name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(_name).setLevel(logging.ERROR)
+These ten names are the public interface; README.md beside this file shows each in three lines. A
+name is imported when it is first used, so that `import specexp` loads neither torch nor
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specexp import theory
+    from specexp.api import Pairing, load
+    from specexp.drafters import Drafter
+    from specexp.engine import Engine
+    from specexp.policy import Policy
+    from specexp.rules import Rule
+    from specexp.sampling import Sampling
+    from specexp.trace import Trace
+    from specexp.tree import Tree
+
+__all__ = [
+    "Drafter", "Engine", "Pairing", "Policy", "Rule", "Sampling", "Trace", "Tree", "load", "theory",
+]  # fmt: skip
+_HOMES = {
+    "Drafter": "drafters", "Engine": "engine", "Pairing": "api", "Policy": "policy",
+    "Rule": "rules", "Sampling": "sampling", "Trace": "trace", "Tree": "tree", "load": "api",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module, metadata
+
+    if name == "__version__":
+        try:
+            return metadata.version("specexp")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            return "unknown"
+    if name == "theory":
+        return import_module("specexp.theory")
+    if name not in _HOMES:
+        raise AttributeError(f"specexp has no {name!r}; it offers {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(f"specexp.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,46 +1,81 @@
-"""From names to an engine, for notebooks, grid points and the command line.
+"""The door: names or objects in, a pairing out; for notebooks, grid points and the command line.
 
 A model is named by its zoo name, a folder or a hub id; NAME+int8 is that model with 8-bit weights
-(quantised.py). A drafter is `METHOD`, `METHOD:ARGUMENT` (methods: drafters/) or just the name of a
-draft model. `check` finds every problem in a set of parameters without loading a weight; `build`
-raises the first one.
+(models/int8.py). A drafter is `METHOD`, `METHOD:ARGUMENT` (methods: drafters/), `module:Class` or
+just the name of a draft model. Wherever a name is taken, an object is taken too. `prepare` finds
+what is wrong with a pairing without loading a weight; `load` raises it.
 """
 
 from __future__ import annotations
 
-import difflib
 import gc
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from specexp import drafters, rules
-from specexp.drafters.model import all_rows
+from specexp import checked, drafters, objects, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError
-from specexp.models import int8
+from specexp.errors import UserError, first_line
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
-from specexp.models.load import read_config, read_tokenizer
-from specexp.policy import Fixed
+from specexp.models.load import of_module
+from specexp.names import (
+    Known,
+    default_draft,
+    drafter_of,
+    encode,
+    in_memory,
+    locate,
+    name_of,
+    read_target,
+    resolve_drafter,
+    target_of,
+)  # fmt: skip
+from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
 from specexp.sampling import Sampling
+from specexp.trace import Acceptance
 from specexp.tree import Tree
-from specexp.zoo import shelf
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+if TYPE_CHECKING:
+    from specexp.measure.comparison import Comparison
+
+
+@dataclass
+class Output(Generation):
+    """A `Generation` in words. text: the new text of each row, without special tokens."""
+
+    text: list[str]
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of all rows together; `trace.by_row` keeps them apart."""
+        return self.trace.acceptance
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens gained per target forward pass and row, prefill aside; 1 without drafting."""
+        counts = self.acceptance
+        return counts.emitted / counts.passes if counts.passes else float("nan")
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """An engine with its tokenizer. `drafter`: its name in tables; `options`: the arguments of
-    `build`, device aside; `deepest`: the longest draft that the drafter can make."""
+    """A target with a drafter, ready to generate; `specexp.load` makes it.
+
+    Attributes:
+        engine: Runs the rounds. `engine.plain()` is ordinary decoding with the same target.
+        tokenizer: The target's.
+        drafter: The drafter's name in tables.
+        options: The arguments of `load`, device and tokenizer aside.
+        deepest: The longest draft that the drafter can make, in tokens.
+    """
 
     engine: Engine
     tokenizer: Any
@@ -58,49 +93,136 @@ class Pairing:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens))
 
-    def generate(self, texts: Sequence[str], max_new_tokens: int) -> Generation:
-        return self.engine.generate(self.encode(texts), max_new_tokens)
+    def generate(self, texts: str | Sequence[str], max_new_tokens: int) -> Output:
+        """Continue texts, all in one batch.
+
+        Args:
+            texts: The prompts; one string is a batch of one.
+            max_new_tokens: The most tokens that a row gains; it ends earlier at an EOS.
+
+        Returns:
+            `text`, a list of strings; `tokens`, a list of token lists, EOS included; `trace`, what
+            happened in every round; `acceptance`; and `tokens_per_pass`.
+
+        Raises:
+            UserError: A prompt is empty, or does not fit the context or the memory.
+            NonFiniteLogits: A model produced NaN or infinite logits.
+        """
+        texts = [texts] if isinstance(texts, str) else texts
+        batch = self.engine.generate(self.encode(texts), max_new_tokens)
+        text = [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in batch.tokens]
+        return Output(batch.tokens, batch.trace, text)
+
+    def compare_with_plain(
+        self, prompts: str | Sequence[str], max_new_tokens: int = 64, repeats: int = 1
+    ) -> Comparison:
+        """Time this pairing against plain decoding, and check that its output is the target's.
+
+        One stream at a time, both sides in turns on every prompt, decoding without prefill.
+
+        Args:
+            prompts: Texts. The interval is over prompts: few give a wide one, one gives none.
+            max_new_tokens: Tokens per prompt.
+            repeats: How often every prompt is timed.
+
+        Returns:
+            An object that prints as two lines. `speedup` (value, low, high: 95 % bootstrap
+            interval), `n` (prompts), `exact` (no difference beyond rounding), `acceptance`.
+        """
+        # the one import of a room above this one: the door is where a reader looks for it
+        from specexp.measure import comparison
+
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return comparison.with_plain(self, texts, max_new_tokens, repeats)
 
     def with_(self, **changes: Any) -> Pairing:
         """A pairing with the same target and some options changed: drafter, gamma, rule ..."""
         return _assemble(self.target, self.tokenizer, **(self.options | changes))
 
     def apart(self) -> Pairing:
-        """A pairing with the same target weights and caches of its own."""
-        return _assemble(self.target.apart(), self.tokenizer, **self.options)
+        """A pairing with the same target weights and caches of its own. Raises UserError if its
+        drafter is an object that cannot be copied."""
+        target = self.target.apart()
+        options = dict(self.options)
+        for part in ("drafter", "policy"):
+            if not isinstance(options[part], (str, type, nn.Module)) and options[part] is not None:
+                options[part] = _copied(part, options[part], self.target, target)
+        return _assemble(target, self.tokenizer, **options)
 
 
-def build(
-    target: str = "target-10m",
-    drafter: str = "model",
+def load(
+    target: Any = "target-10m",
+    drafter: Any = "model",
     gamma: int | None = None,
+    *,
+    tokenizer: Any = None,
+    rule: Any = "auto",
+    policy: Any = None,
+    tree: str = "chain",
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    rule: str = "auto",
-    tree: str = "chain",
-    dtype: str = "float32",
+    dtype: str | None = None,
     device: str = "auto",
     seed: int = 0,
 ) -> Pairing:
-    """Load a target and a drafter and assemble the engine.
+    """Load a target and a drafter and make them a pairing.
 
-    gamma: length of a chain and depth of a grown tree; None: `usual_gamma`. tree: see `Tree.parse`.
-    rule: see `rules.of`; "auto": reject if guesses are drawn from a law, else (as always at
-    temperature 0) match. device: "auto" takes the GPU if there is one.
-    Raises UserError for bad input; for a bad pairing, before any weight is loaded.
+    What is wrong with a pairing is found before any weight is loaded. A drafter, rule or policy
+    that is not shipped here first runs a few rounds in which everything it returns is checked.
+
+    Args:
+        target: A zoo name, a folder, a hub id, or a transformers causal LM in memory, which is
+            put into evaluation mode. A name followed by `+int8` has 8-bit weights.
+        drafter: `METHOD` or `METHOD:ARGUMENT` (`specexp models` lists the methods); the name of a
+            draft model; a draft model in memory, with the target's tokenizer; a `Drafter`, as an
+            instance or a class; a function of a `drafters.Request` that returns one; or
+            `module:Class`.
+        gamma: Draft tokens of a chain, and the depth of a grown tree. None: 5, or the most that
+            the drafter can do.
+        tokenizer: For a target in memory; by default the one that the target's folder holds.
+        rule: `match`, `reject`, `block`, `typical`, `lenient:0.5`; a `Rule`, as an instance or a
+            class; or `module:Class`. `auto`: reject if draft tokens are drawn from a distribution,
+            else (as always at temperature 0) match.
+        policy: What decides how much the next round drafts: a `Policy`, `module:Class`, or a name
+            such as `threshold:5,8` (specexp/serving/policies.py). None: the same tree every round.
+        tree: The draft's shape: `chain`; `3x2x1`, the children of a node at each depth; or
+            `grown:16`, 16 draft tokens where the drafter is surest (Li et al. 2024, EAGLE-2).
+        temperature: Of target and drafter; 0 is greedy.
+        top_k: Sample from the k likeliest tokens; 0: from all.
+        top_p: Sample from the likeliest tokens of this total probability.
+        dtype: `float32`, `bfloat16` or `float64`. None: float32, or that of a model in memory.
+        device: `cpu`, `cuda` or `cuda:N`. `auto`: that of a model in memory, else the GPU if there
+            is one.
+        seed: Of all noise. A row's sample depends on it, on its prompt and on its place in the
+            batch, and on nothing else.
+
+    Returns:
+        The pairing: `generate`, `compare_with_plain`, and `with_` for variants of it.
+
+    Raises:
+        UserError: Bad input; one line says what is wrong and what to do.
     """
-    tokenizer = _tokenizer(target)
+    if isinstance(target, str):
+        tokenizer = tokenizer or read_target(target)[2]
+        dtype = dtype or "float32"
+    else:
+        tokenizer, dtype, device = in_memory(target, tokenizer, dtype, device)
     _settle()
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "rule": rule, "tree": tree, "dtype": dtype, "seed": seed,
+        "top_k": top_k, "top_p": top_p, "rule": rule, "policy": policy, "tree": tree,
+        "dtype": dtype, "seed": seed,
     }  # fmt: skip
+    known = target_of(target, tokenizer)
     if gamma is None:
-        options["gamma"] = usual_gamma(options)
-    prepare(Once(), *options.items())
-    name = Path(target).name
-    model = load_model(locate(target), name, dtype, where(device), vocabulary(tokenizer, target))
+        options["gamma"] = usual_gamma(options, known)
+    _prepared(options, known)
+    if isinstance(target, str):
+        name, vocab = Path(target).name, known[1]
+        model = load_model(locate(target), name, dtype, where(device), vocab)
+    else:
+        model = of_module(target, name_of(target), known[1])
     return _assemble(model, tokenizer, **options)
 
 
@@ -118,132 +240,89 @@ def where(device: str) -> str:
 
 
 def warm(params: Mapping[str, Any]) -> None:
-    """Load and keep the models that `build` would for this target, drafter, dtype and device, so
-    that this process and those forked from it need not load them. Raises as `build` does."""
+    """Load and keep the models that `load` would for this target, drafter, dtype and device, so
+    that this process and those forked from it need not load them. Raises as `load` does."""
     named = {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
-    _WARM.append(build(**named))
+    _WARM.append(load(**named))
 
 
 _WARM: list[Pairing] = []
-DEFAULTS = {name: p.default for name, p in inspect.signature(build).parameters.items()}
+DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.items()}
 
 
 def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
-    plan = request(o, model.config, model.vocab, tokenizer)
-    ready = drafters.prepare(plan)
-    eos = model.module.generation_config.eos_token_id
+    asked = request(o, model.config, model.vocab, tokenizer)
+    prepared = drafters.prepare(asked)
+    drafter = prepared.make(model)
+    if asked.own is not None:
+        checked.drafter(drafter, model)
+    eos = getattr(getattr(model.module, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = model.config.eos_token_id
     stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
     engine = Engine(
-        model, ready.make(model), Fixed(plan.tree), plan.sampling,
-        _rule(o["rule"], plan, ready), o["seed"], stops,
+        model, drafter, _policy(o["policy"], asked.tree, prepared.deepest), asked.sampling,
+        _rule(o["rule"], asked, prepared), o["seed"], stops,
     )  # fmt: skip
-    return Pairing(engine, tokenizer, resolve_drafter(o["target"], o["drafter"]), o, ready.deepest)
+    checked.try_out(engine)
+    named = isinstance(o["drafter"], str)
+    name = resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
+    return Pairing(engine, tokenizer, name, o, prepared.deepest)
 
 
-def usual_gamma(options: dict[str, Any]) -> int:
-    """The default draft length: 5, or the longest that the drafter can make."""
-    try:
-        plan = request(options | {"gamma": 1, "tree": "chain"}, *read_target(options["target"]))
-        return min(5, drafters.prepare(plan).deepest)
-    except (UserError, OSError):
-        return 5  # `check` reports what is wrong
+def _policy(policy: Any, tree: Tree, deepest: int) -> Policy:
+    if policy is None:
+        return Fixed(tree)
+    if isinstance(policy, str):
+        from specexp.serving import policies  # names of policies that know of requests under load
+
+        return policies.of(policy, None, deepest)
+    if isinstance(policy, type):
+        policy = objects.construct("policy", policy.__name__, policy)
+    return checked.policy(policy)
 
 
-def request(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
-    method, argument = split(o["drafter"])
-
-    def source(method: str, name: str) -> str:
-        return locate(name or _default_draft(o["target"], method))
-
-    return drafters.Request(
-        method=method, argument=argument, target=o["target"], config=config, vocab=vocab,
-        tokenizer=tokenizer, sampling=Sampling(o["temperature"], o["top_k"], o["top_p"]),
-        tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"], seed=o["seed"], source=source,
-    )  # fmt: skip
-
-
-def _rule(name: str, plan: drafters.Request, ready: drafters.Prepared) -> Rule:
-    """The named rule, or for "auto" the one that suits the guesses. Raises UserError for a rule
-    that cannot judge this tree, or that needs q where guesses are not drawn from one."""
-    drawn = ready.draws and not plan.tree.width
-    if name == "auto":
-        return rules.of("reject" if drawn and plan.sampling.temperature > 0 else "match")
-    rule = rules.of(name)
-    if rule.chains_only and not plan.tree.is_chain:
-        raise UserError(f"rule {name} works on chains; use tree chain, or another rule")
-    if rule.wants_q and not drawn and plan.sampling.temperature > 0:
+def _rule(named: Any, asked: drafters.Request, prepared: drafters.Prepared) -> Rule:
+    """The rule, or for "auto" the one that suits the draft tokens. Raises UserError for a rule that
+    cannot judge this tree, or that needs q where they are not drawn from one."""
+    drawn = prepared.draws and not asked.tree.width
+    if isinstance(named, str) and named == "auto":
+        return rules.of("reject" if drawn and asked.sampling.temperature > 0 else "match")
+    rule = rules.of(named)
+    if rule.chains_only and not asked.tree.is_chain:
+        raise UserError(f"rule {rule.name} works on chains; use tree chain, or another rule")
+    if rule.wants_q and not drawn and asked.sampling.temperature > 0:
         raise UserError(
-            f"rule {name} weighs guesses by the law they were drawn from, and those of "
-            f"{plan.method} on this tree are chosen, not drawn: use rule match"
+            f"rule {rule.name} weighs guesses by the law they were drawn from, and those of "
+            f"{asked.method} on this tree are chosen, not drawn: use rule match"
         )
     return rule
 
 
-def split(drafter: str) -> tuple[str, str]:
-    """Method and argument of a drafter's name; a model's name alone means `model:NAME`."""
-    method, _, argument = drafter.partition(":")
-    if method in drafters.methods():
-        return method, argument
-    if "/" in method or Path(drafter).is_dir():
-        return "model", drafter
-    if difflib.get_close_matches(method, drafters.methods(), n=1):
-        return method, argument
-    return "model", drafter
+def usual_gamma(options: dict[str, Any], known: Known | None = None) -> int:
+    """The default draft length: 5, or the longest that the drafter can make."""
+    try:
+        known = known or read_target(options["target"])
+        asked = request(options | {"gamma": 1, "tree": "chain"}, *known)
+        return min(5, drafters.prepare(asked).deepest)
+    except (UserError, OSError):
+        return 5  # `prepare` reports what is wrong
 
 
-def resolve_drafter(target: str, drafter: str) -> str:
-    """A drafter's name in tables: a draft model's own name, any other as given."""
-    method, argument = split(drafter)
-    if method != "model":
-        return drafter
-    return argument or _default_draft(target, "model")
+def request(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
+    """What a drafter is told about a run, from the options of `load`."""
+    target = o["target"]
+    method, argument, own = drafter_of(o["drafter"])
 
+    def source(method: str, name: str) -> str:
+        return locate(name or default_draft(target, method))
 
-def _default_draft(target: str, method: str) -> str:
-    return shelf.default_draft(int8.split(target)[0], method).name
-
-
-def locate(name: str) -> str:
-    """The folder of a zoo name or path, or the hub id itself; a suffix `+int8` stays. Raises
-    UserError for a name that is none of them."""
-    if Path(name).is_dir():
-        return str(Path(name).resolve())
-    bare, how = int8.split(name)
-    if how:
-        return locate(bare) + how
-    if name in {m.name for m in shelf.models()}:
-        return str(shelf.find(name))
-    if name.startswith((".", "~", "/")) or name.count("/") > 1:
-        raise UserError(f"there is no folder {name}")
-    return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
-
-
-def _tokenizer(name: str) -> Any:
-    return read_tokenizer(locate(name))
-
-
-def read_target(target: str) -> tuple[Any, int, Any]:
-    """Config, vocabulary and tokenizer of a target."""
-    config = read_config(locate(target)).get_text_config()
-    tokenizer = _tokenizer(target)
-    return config, vocabulary(tokenizer, target), tokenizer
-
-
-def vocabulary(tokenizer: Any, name: str) -> int:
-    """V: one more than the largest id of the tokenizer. Logits beyond it are padding and are never
-    emitted. Raises UserError if the model has fewer logits."""
-    V = max(tokenizer.get_vocab().values()) + 1
-    all_rows(read_config(locate(name)).get_text_config(), V, name)
-    return V
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    tokens = list(tokenizer(text).input_ids) if text else []
-    if not tokens:
-        raise UserError("a prompt is empty; give it at least one character")
-    return tokens
+    return drafters.Request(
+        method=method, argument=argument, target=name_of(target), config=config, vocab=vocab,
+        tokenizer=tokenizer, sampling=Sampling(o["temperature"], o["top_k"], o["top_p"]),
+        tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"] or "float32", seed=o["seed"],
+        source=source, folder=locate(target) if isinstance(target, str) else "", own=own,
+    )  # fmt: skip
 
 
 class Once:
@@ -266,12 +345,26 @@ class Once:
 
 
 def prepare(once: Once, *options: tuple[str, Any]) -> tuple[drafters.Request, drafters.Prepared]:
+    """A pairing's request and prepared drafter, for names. Raises UserError for a bad pairing."""
     o = dict(options)
-    config, vocab, tokenizer = once(read_target, o["target"])
-    plan = request(o, config, vocab, tokenizer)
-    ready = drafters.prepare(plan)
-    widest = max(plan.tree.parents.count(i) for i in range(len(plan.tree)))
-    if max(widest, plan.tree.width) > vocab:
-        raise UserError(f"tree {o['tree']} is wider than the vocabulary of {vocab} tokens")
-    _rule(o["rule"], plan, ready)
-    return plan, ready
+    return _prepared(o, once(read_target, o["target"]))
+
+
+def _prepared(o: dict[str, Any], known: Known) -> tuple[drafters.Request, drafters.Prepared]:
+    asked = request(o, *known)
+    prepared = drafters.prepare(asked)
+    widest = max(asked.tree.parents.count(i) for i in range(len(asked.tree)))
+    if max(widest, asked.tree.width) > asked.vocab:
+        raise UserError(f"tree {o['tree']} is wider than the vocabulary of {asked.vocab} tokens")
+    _rule(o["rule"], asked, prepared)
+    return asked, prepared
+
+
+def _copied(part: str, thing: Any, target: LM, apart: LM) -> Any:
+    try:
+        return checked.copied(thing, target, apart)
+    except Exception as e:  # it may hold a file, a lock or anything
+        raise UserError(
+            f"{part} {type(thing).__name__} cannot be copied ({first_line(e)}): pass its class, or "
+            "a function that makes it"
+        ) from e

@@ -61,19 +61,40 @@ class Load(NamedTuple):
 
 
 class Policy(Protocol):
+    """What decides, between rounds and on the host, how much the next round drafts.
+
+    A policy of your own defines these three; see specexp/drafters/README.md. Those that depend on
+    the load are in specexp/serving/.
+    """
+
     @property
     def widest(self) -> int:
-        """`Tree.room` of the largest tree it may choose: the slack every buffer keeps."""
+        """`Tree.room` of the largest tree that it may choose, in slots: the slack that every buffer
+        keeps."""
         ...
 
     def choose(self, load: Load) -> Plan:
-        """The plan of the next round; budgets, if any, one for each of `load.rows`."""
+        """Plan the next round.
+
+        Args:
+            load: The situation: rows in the pass, slots that it reads, requests that wait.
+
+        Returns:
+            A tree; and budgets (depths in tokens), if any, one for each of `load.rows`.
+        """
         ...
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        """The outcome of a round. steps: of every live row, except rows with guesses by a drafter
-        that had not read their whole sequence yet. seconds: how long the round took; None if later
-        rounds like it will not take as long, as after a warm-up (`Engine.steady`)."""
+        """Learn the outcome of a round.
+
+        Args:
+            load: What `choose` was given.
+            plan: What it answered.
+            steps: What every live row drafted, accepted and emitted, except rows drafted for by a
+                drafter that had not read their whole sequence yet.
+            seconds: How long the round took; None if later rounds like it will not take as long, as
+                after a warm-up (`Engine.steady`).
+        """
         ...
 
 

@@ -8,11 +8,13 @@ lenient Reject are lossy: their names say so, and `emitted` says by how much.
 from __future__ import annotations
 
 import difflib
-from typing import Protocol
+import inspect
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from specexp import objects
 from specexp.errors import UserError
 from specexp.fast import cpu
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Rng
@@ -20,27 +22,50 @@ from specexp.sequences import Draft, Verdict
 
 
 class Rule(Protocol):
-    """`lossy`: the output's distribution is not the target's. `wants_q`: it accepts more if guesses
-    are drawn from a q that it sees. `samples`: it only draws from p, so at temperature 0 it can be
-    given logits instead. `chains_only`: it cannot judge trees. `looks_ahead`: its verdict depends
-    on guesses it does not keep, so their noise must not be used again (`Sequences.by_round`).
+    """What decides which draft tokens are kept.
+
+    A rule of your own subclasses this and defines `__call__`; see specexp/drafters/README.md. The
+    shipped ones are in specexp/rules.py, with the papers they come from.
+
+    Attributes:
+        name: The name in tables; by default the class's, in lower case.
+        lossy: The output's distribution is not the target's. An exact rule leaves it False.
+        wants_q: It accepts more draft tokens if they are drawn from a q that it sees.
+        samples: It only draws from p, so at temperature 0 it can be given logits in place of p.
+        chains_only: It cannot judge trees.
+        looks_ahead: Its verdict depends on draft tokens that it does not keep, so their noise must
+            not be used again (`Sequences.by_round`).
     """
 
     name: str
-    lossy: bool
-    wants_q: bool
-    samples: bool
-    chains_only: bool
-    looks_ahead: bool
+    lossy: bool = False
+    wants_q: bool = False
+    samples: bool = False
+    chains_only: bool = False
+    looks_ahead: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in vars(cls):
+            cls.name = cls.__name__.lower()
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-        """p [B, N, V]: the target's distribution of the token that follows each node."""
+        """Judge one round.
+
+        Args:
+            draft: The draft tokens [B, N] of the round, their tree and, if drawn, their q.
+            p: [B, N, V], the target's distribution of the token that follows each node.
+            rng: The noise; `draft.keys` [B, N] are the addresses of each node's next token.
+
+        Returns:
+            The path from the root that is kept, and the bonus token: `draft.judged` makes it.
+        """
         ...
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        """The distribution [..., V] of the first token of a round with one guess, drawn from q
-        [..., V] (for a chosen guess: its one-hot). For an exact rule that is p."""
-        ...
+        """The distribution [..., V] of the first token of a round with one draft token, drawn from
+        q [..., V] (for a chosen one: its one-hot). For an exact rule that is p."""
+        return p
 
 
 class Match:
@@ -212,27 +237,52 @@ class Typical:
 
 
 NAMES = ("match", "reject", "block", "typical", "typical:EPSILON", "lenient:LENIENCE")
+_PARTS = ("lossy", "wants_q", "samples", "chains_only", "looks_ahead")
 
 
-def of(name: str) -> Rule:
-    """The rule with this name (see NAMES). Raises UserError for any other name."""
+def of(rule: Any) -> Rule:
+    """The rule that a name (see NAMES), an entry point, `module:Class`, a class or an instance
+    stands for. Raises UserError for anything else."""
+    if isinstance(rule, str):
+        return _named(rule)
+    if isinstance(rule, type):
+        rule = objects.construct("rule", rule.__name__, rule)
+    about = f"rule {type(rule).__name__}"
+    if missing := [part for part in ("name", *_PARTS, "emitted") if not hasattr(rule, part)]:
+        raise UserError(f"{about} has no {', '.join(missing)}: subclass specexp.Rule, which has")
+    if not callable(rule) or type(rule).__call__ is Rule.__call__:
+        raise UserError(f"{about} has no __call__(self, draft, p, rng): define it (specexp.Rule)")
+    try:
+        inspect.signature(rule).bind("draft", "p", "rng")
+    except TypeError:
+        raise UserError(f"{about}: __call__ must take (self, draft, p, rng)") from None
+    checked: Rule = rule
+    return checked
+
+
+def _named(name: str) -> Rule:
     kind, _, argument = name.partition(":")
-    plain: dict[str, type[Rule]] = {
+    shipped: dict[str, type[Rule]] = {
         "match": Match, "reject": Reject, "block": Block, "typical": Typical,
     }  # fmt: skip
-    if not argument and kind in plain:
-        return plain[kind]()
+    if not argument and kind in shipped:
+        return shipped[kind]()
     if kind in ("typical", "lenient"):
         try:
             value = float(argument)
         except ValueError:
             raise UserError(f"rule {name!r} needs a number, such as {kind}:0.3") from None
         return Typical(value) if kind == "typical" else Reject(value)
-    if kind in plain:
+    if kind in shipped:
         raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
-    near = difflib.get_close_matches(kind, [*plain, "lenient"], n=1)
+    if (own := objects.resolve("rule", name)) is not None:
+        return of(own)
+    near = difflib.get_close_matches(kind, [*shipped, "lenient"], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"rule {name!r} is unknown{hint} (there are {', '.join(NAMES)})")
+    raise UserError(
+        f"rule {name!r} is unknown{hint} (there are {', '.join(NAMES)}; one of your own is "
+        "module:Class)"
+    )
 
 
 def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> Verdict | None:

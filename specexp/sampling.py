@@ -136,7 +136,17 @@ class Certain:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, for p and q alike. top_k = 0 keeps all tokens."""
+    """From logits to a distribution: temperature, then top-k, then top-p, for p and q alike.
+
+    Attributes:
+        temperature: 0 is greedy: a one-hot distribution.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens up to this total probability (nucleus sampling, Holtzman et
+            al. 2020).
+
+    Raises:
+        UserError: A value is out of range.
+    """
 
     temperature: float = 0.0
     top_k: int = 0

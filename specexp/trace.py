@@ -40,7 +40,16 @@ class Round(NamedTuple):
 
 @dataclass
 class Trace:
-    """One batch from prefill to the last round. `prefill_s` and `Round.end_s` share one start."""
+    """What happened to one batch, from prefill to the last round.
+
+    Everything that is reported about a generation is derived from it: `acceptance`, `by_row`,
+    `decode_s`, `ttft_s` and `tpot_s` (seconds).
+
+    Attributes:
+        batch: Rows.
+        prefill_s: Seconds from the start to the end of prefill.
+        rounds: One record a round; `Round.end_s` counts from the same start.
+    """
 
     batch: int
     prefill_s: float = 0.0

@@ -25,11 +25,20 @@ MOST = 1024  # guesses in one draft
 
 @dataclass(frozen=True)
 class Tree:
-    """A draft's shape. `parents[0] == -1`; parents come before children, level by level.
+    """A draft's shape, on the host: which draft token follows which.
 
-    With a `width`, only the number of nodes and the depth are fixed: a drafter with confidences
-    places the nodes itself, where they are most likely to be accepted, and feeds `width` of them
-    per level. Other drafters draft the shape as it is.
+    `Tree.chain(5)`, `Tree.branching(3, 2, 1)` and `Tree.grown(16, 5)` make one. Trees of draft
+    tokens: SpecInfer (Miao et al. 2023); grown by confidence: EAGLE-2 (Li et al. 2024).
+
+    Attributes:
+        parents: The parent of each of N nodes, in breadth-first order; node 0 is the root, the last
+            committed token, with parent -1.
+        width: If not 0, only the number of nodes and the depth are fixed: a drafter with
+            confidences places the nodes itself, where they are most likely to be accepted, and
+            feeds `width` of them per level. Other drafters draft the shape as it is.
+
+    Raises:
+        UserError: The parents are not a tree in breadth-first order.
     """
 
     parents: tuple[int, ...]

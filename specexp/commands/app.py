@@ -182,7 +182,7 @@ def generate(
     else:
         chosen = [Prompt(0, "command line", (prompt,))]
     parameters.insist(options | {"max_new_tokens": max_new_tokens}, chosen)
-    pairing = api.build(**options)
+    pairing = api.load(**options)
     for text in (p.text for p in chosen):
         if not as_json:
             pairing.generate([text], max_new_tokens)  # warm-up: the next one is timed
@@ -319,7 +319,7 @@ def profile(
     parameters.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if out:
         _picture(out)
-    pairing = api.build(**options)
+    pairing = api.load(**options)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = break_even.profile(pairing, rows, gammas, slots, force=force)
     files = [break_even.table_path(pairing)]
@@ -436,7 +436,7 @@ def serve(
     }  # fmt: skip
     parameters.insist(asked)
     picture = _picture(out) if out else None
-    pairing = api.build(**options)
+    pairing = api.load(**options)
     texts = questions.load(prompts)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
     costs = serving.prices(pairing, names, offered.requests)
@@ -557,7 +557,7 @@ def bench(
     if out:
         out = lab.report_path(out, options)
         _writable(out)
-    pairing = api.build(**options)
+    pairing = api.load(**options)
     report["about"] = lab.about(pairing.target.device, pairing.target.dtype)
     if not as_json:
         console.print(hardware.heading(report["about"]), soft_wrap=True)

@@ -1,22 +1,26 @@
 """Drafting methods, one file each. A drafter knows nothing about rules; every exact rule keeps the
-target's law whatever is guessed.
+target's distribution whatever is proposed.
 
-A drafter is named `METHOD` or `METHOD:ARGUMENT`. METHOD is a file in this folder and `prepare` in
-that file interprets the argument, so adding a file adds a method everywhere.
+A drafter is named `METHOD` or `METHOD:ARGUMENT`. METHOD is a file in this folder, whose `prepare`
+interprets the argument, or an entry point of the group `specexp.drafters`. `module:Class` names a
+class of your own, and in Python an object stands for itself; README.md beside this file shows how.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from specexp import objects
 from specexp.errors import UserError
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
@@ -24,31 +28,72 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
 
-def methods() -> list[str]:
-    """The names of the drafting methods, which are the files in this folder."""
+@cache
+def shipped() -> list[str]:
+    """The names of the drafting methods in this folder, one file each."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-class Drafter(ABC):
-    """The interface between the engine and a drafter. Only `propose` must be implemented.
+def methods() -> list[str]:
+    """The names of all drafting methods: those shipped, then the entry points of other packages."""
+    return [*shipped(), *sorted(objects.registered("drafter").keys() - set(shipped()))]
 
-    `taps`: the target's hidden states that it needs (0: the embeddings). `models`: the models that
-    it runs. `reads`: whether those keep caches of their own, which `catch_up` must fill before they
-    can draft. `context`: the longest sequence it can draft for; near it the engine drafts less.
-    `state`: tensors [B, ...] that it keeps between rounds, besides the caches of its models;
-    `seqs.rows` selects the rows of a call. `on_host`: it reads tensor values or decides shapes on
-    the host, so its rounds cannot be recorded as graphs. `shaped_by`: host numbers, besides the
-    tree, that determine which operations it runs. `grades`: how many confidence levels it reports
-    (`Draft.grade`); 1 means that it reports none.
+
+class Drafter(ABC):
+    """What proposes draft tokens. A drafter of your own subclasses this and defines `propose`; all
+    else has defaults that do nothing. See specexp/drafters/README.md for one in eight lines.
+
+    Attributes:
+        name: The name in tables; by default the class's, in lower case.
+        draws: Draft tokens are sampled from a distribution q that travels in the draft, so the rule
+            `auto` weighs them by it. False: they are chosen.
+        taps: The target's hidden states that it needs; 0 are the embeddings, L what the LM head
+            reads.
+        models: The draft models that it runs.
+        reads: Those models keep KV caches of their own, which `catch_up` must fill before they can
+            draft.
+        context: The longest sequence that it can draft for, in tokens; near it the engine drafts
+            less.
+        state: Tensors [B, ...] that it keeps between rounds, besides the caches of its models;
+            `seqs.rows` selects the rows of a call.
+        on_host: It reads tensor values or decides shapes on the host, so its rounds cannot be
+            recorded as graphs.
+        shaped_by: Host numbers, besides the tree, that determine which operations it runs.
+        grades: How many confidence levels it reports (`Draft.grade`); 1 means that it reports none.
     """
 
     name: str
+    draws: bool = False
     taps: tuple[int, ...] = ()
     models: tuple[LM, ...] = ()
     reads: bool = False
     context: int = 1 << 30
     on_host: bool = False
     grades: int = 1
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in vars(cls):
+            cls.name = cls.__name__.lower()
+
+    @classmethod
+    def prepare(cls, request: Request) -> Prepared:
+        """Check the options of a run and say how to build this drafter, before weights are loaded.
+
+        Override it for a drafter that needs the target, or whose argument needs checks. By default
+        the class is called with the values of the argument: `module:Class:2` is `Class(2)`.
+
+        Args:
+            request: What is known about the run.
+
+        Returns:
+            What builds the drafter, once the target is loaded.
+
+        Raises:
+            UserError: The argument or the options do not suit this drafter.
+        """
+        built = objects.construct("drafter", request.method, cls, request.argument)
+        return Prepared(lambda target: built, draws=built.draws)
 
     @property
     def shaped_by(self) -> tuple[int, ...]:
@@ -74,8 +119,19 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        """Guess the nodes of `tree`. The engine discards guesses deeper than the row's
-        `seqs.budget`."""
+        """Propose one round's draft.
+
+        Args:
+            seqs: The rows: tokens [B, S], of which `length` [B] are committed; `seqs.root` [B, 1]
+                is the last of them.
+            tree: The shape to fill, N nodes with the root. `tree.nodes(device)` has it as tensors.
+            rng: Noise for drawing, a function of `seqs.keys(depth)` [B, n].
+
+        Returns:
+            `seqs.draft(nodes, tokens, q)`: tokens [B, N - 1] int64 for all nodes but the root, -1
+            where there is none; q [B, N, V] if they were drawn. The engine discards draft tokens
+            deeper than the row's `seqs.budget`.
+        """
 
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """Update the state from the verdict on the last draft, before it is committed.
@@ -88,10 +144,12 @@ class Drafter(ABC):
 class Request:
     """What is known about a run before any weights are loaded.
 
-    `argument`: the part of the drafter's name after `METHOD:`, or "". `config` and `vocab`: the
-    target's. `source(method, name)`: the folder or hub id of the model or heads called `name`
-    (keeping a `+int8` suffix), or, if the name is empty, of the zoo's default for this method and
-    target; raises UserError when there is none.
+    `argument`: the part of the drafter's name after `METHOD:`, or "". `target`: its name; `folder`:
+    its folder or hub id, "" for a model in memory. `config` and `vocab`: the target's.
+    `source(method, name)`: the folder or hub id of the model or heads called `name` (keeping a
+    `+int8` suffix), or, if the name is empty, of the zoo's default for this method and target;
+    raises UserError when there is none. `own`: the drafter, class, function or model that is not
+    one of this folder's methods; None: `method` is one of them.
     """
 
     method: str
@@ -105,6 +163,8 @@ class Request:
     dtype: str
     seed: int
     source: Callable[[str, str], str]
+    folder: str = ""
+    own: Any = None
 
     def whole(self, default: int, at_least: int = 1) -> int:
         """The argument as an integer. Raises UserError if it is none, or below `at_least`."""
@@ -146,22 +206,55 @@ class Prepared:
 
 
 def described() -> list[tuple[str, str]]:
-    """Every method with the first paragraph of its module docstring."""
-    found = []
-    for method in methods():
-        about = importlib.import_module(f"{__name__}.{method}").__doc__ or ""
-        found.append((method, " ".join(about.split("\n\n")[0].split())))
-    return found
+    """Every method with the first paragraph of its docstring."""
+    plugins = objects.registered("drafter")
+    parts = [(m, _module(m) if m in shipped() else plugins[m].load()) for m in methods()]
+    return [(m, " ".join((part.__doc__ or "").split("\n\n")[0].split())) for m, part in parts]
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """Check a drafter's options without loading weights. Raises UserError."""
-    if plan.method not in methods():
-        near = difflib.get_close_matches(plan.method, methods(), n=1)
+    if request.own is not None:
+        return _own(request)
+    if request.method not in methods():
+        near = difflib.get_close_matches(request.method, methods(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"drafter {plan.method!r} is unknown{hint} (use one of {', '.join(methods())}; a draft "
-            "model is model:NAME)"
+            f"drafter {request.method!r} is unknown{hint} (use one of {', '.join(methods())}; a "
+            "draft model is model:NAME, a drafter of your own module:Class)"
         )
-    found: Prepared = importlib.import_module(f"{__name__}.{plan.method}").prepare(plan)
-    return found
+    prepared: Prepared = _module(request.method).prepare(request)
+    return prepared
+
+
+def _module(method: str) -> Any:
+    return importlib.import_module(f"{__name__}.{method}")
+
+
+def _own(request: Request) -> Prepared:
+    """As `prepare`, for an object in place of a name."""
+    own, about = request.own, f"drafter {request.method}"
+    if isinstance(own, Drafter):
+        return Prepared(lambda target: own, draws=own.draws)
+    if isinstance(own, nn.Module):
+        in_memory: Prepared = _module("model").in_memory(request)
+        return in_memory
+    if isinstance(own, type) and not issubclass(own, Drafter):
+        raise UserError(f"{about} is a class that is no drafter: subclass specexp.Drafter")
+    if inspect.isabstract(own):
+        raise UserError(f"{about} has no propose(self, seqs, tree, rng): define it")
+    prepare = getattr(own, "prepare", None) or (own if inspect.isroutine(own) else None)
+    if prepare is None:
+        raise UserError(
+            f"{about} is a {type(own).__name__}: give a name, a specexp.Drafter (an instance or a "
+            "class), a function that returns one, or a transformers model"
+        )
+    answer = prepare(request)
+    if isinstance(answer, Drafter):
+        return Prepared(lambda target: answer, draws=answer.draws)
+    if not isinstance(answer, Prepared):
+        raise UserError(
+            f"{about} returned a {type(answer).__name__}: return a specexp.Drafter, or "
+            "specexp.drafters.Prepared"
+        )
+    return answer

@@ -70,7 +70,7 @@ class Crossed(Drafter):
     """`texts`: the sequences in draft tokens. covered [B]: how many target tokens of each row they
     contain. `most`: the most tokens that a row can gain between two drafts."""
 
-    reads = True
+    draws = reads = True
 
     def __init__(self, lm: LM, token_map: TokenMap, sampling: Sampling) -> None:
         self.lm, self.token_map, self.sampling = lm, token_map, sampling

@@ -24,7 +24,7 @@ from specexp.tree import Tree
 
 
 class EagleLayer(Drafter):
-    reads = True
+    draws = reads = True
 
     def __init__(self, net: Eagle, target: LM, sampling: Sampling) -> None:
         self.name = net.shape.kind

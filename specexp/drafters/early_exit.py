@@ -27,6 +27,8 @@ from specexp.tree import Tree
 class EarlyExit(Drafter):
     """Drafts as a draft model does, with the first `layers` layers of the target."""
 
+    draws = True
+
     def __init__(self, target: LM, layers: int, sampling: Sampling) -> None:
         self.name = f"first {layers} layers of {target.name}"
         self.target, self.sampling = target, sampling

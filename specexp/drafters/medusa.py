@@ -23,6 +23,7 @@ from specexp.tree import Tree
 
 class MedusaHeads(Drafter):
     name = "medusa"
+    draws = True
 
     def __init__(self, heads: Medusa, target: LM, sampling: Sampling) -> None:
         self.heads, self.sampling, self.vocab = heads, sampling, target.vocab

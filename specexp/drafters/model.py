@@ -19,7 +19,7 @@ from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.lm import LM, Forward
-from specexp.models.load import load, read_config, read_tokenizer
+from specexp.models.load import load, of_module, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -34,6 +34,7 @@ class DraftModel(Drafter):
     def __init__(self, lm: LM, sampling: Sampling, chosen: bool = False) -> None:
         self.lm, self.sampling = lm, sampling
         self.chosen = chosen or sampling.temperature == 0
+        self.draws = not self.chosen
         self.name = lm.name
         self.models: tuple[LM, ...] = (lm,)
         self.context = lm.context
@@ -71,13 +72,53 @@ def prepare(plan: Request) -> Prepared:
 
     def make(target: LM) -> DraftModel:
         name = Path(source).name
-        if source == plan.source(plan.method, plan.target):
+        if source == plan.folder:
             draft = target.apart(f"{name} (as its own draft)")
         else:
             draft = load(source, name, plan.dtype, str(target.device), target.vocab)
         return DraftModel(draft, plan.sampling)
 
     return Prepared(make, draws=True, config=config)
+
+
+def in_memory(request: Request) -> Prepared:
+    """A transformers model that the caller holds, in place of a name."""
+    module, name = request.own, request.method
+    config = causal_config(module, f"draft model {name}")
+    all_rows(config, request.vocab, name)
+
+    def make(target: LM) -> DraftModel:
+        draft = of_module(module, name, target.vocab)
+        beside(draft, target)
+        return DraftModel(draft, request.sampling)
+
+    return Prepared(make, draws=True, config=config)
+
+
+def causal_config(module: Any, about: str) -> Any:
+    """The config of a module in memory. Raises UserError unless it is a transformers causal LM."""
+    if not hasattr(getattr(module, "config", None), "get_text_config") or not hasattr(
+        module, "get_output_embeddings"
+    ):
+        raise UserError(
+            f"{about} is a {type(module).__name__}: give a transformers causal LM, such as "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    return module.config.get_text_config()
+
+
+def beside(model: LM, target: LM) -> None:
+    """Raise UserError if a draft model has another device or dtype than the target."""
+    if model.device != target.device:
+        raise UserError(
+            f"draft model {model.name} is on {model.device} and target {target.name} on "
+            f"{target.device}: move one with .to({str(target.device)!r})"
+        )
+    if model.dtype != target.dtype:
+        raise UserError(
+            f"draft model {model.name} is in {str(model.dtype)[6:]} and target {target.name} in "
+            f"{str(target.dtype)[6:]}: convert one with .to({target.dtype})"
+        )
 
 
 def all_rows(config: Any, V: int, name: str) -> None:

@@ -213,7 +213,7 @@ def needed(
 
 
 def each_pairing(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of `build` options that these parameters name, singly or in lists. `rivals`
+    """Every combination of `load` options that these parameters name, singly or in lists. `rivals`
     are compared at `temperature` only, not at each of `temperatures`."""
     yield from _combined(params)
     beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures", "trees")}

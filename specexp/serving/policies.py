@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specexp import checked, objects
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.serving.goodput import GAMMAS, Goodput
@@ -165,7 +166,11 @@ def of(name: str, costs: CostTable | None = None, deepest: int = MOST) -> Policy
             return Table(tuple(sorted(found.items())))
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
-    raise UserError(f"policy {name!r} is unknown (there are {NAMES})")
+    if (own := objects.resolve("policy", name)) is not None:
+        return checked.policy(own)
+    raise UserError(
+        f"policy {name!r} is unknown (there are {NAMES}; one of your own is module:Class)"
+    )
 
 
 def _gamma(text: str, name: str, deepest: int) -> int:

@@ -1,0 +1,1 @@
+from specexp import models as models  # quiets torchao before transformers is first imported

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specexp import api, drafters
+from specexp import api, drafters, names
 from specexp.commands import app
 
 
@@ -227,8 +227,8 @@ def test_a_folder_that_is_called_much_like_a_method_is_a_draft_model(tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "draft-model").mkdir()
     for name in ("draft-model", "./my-model", "models/ft", "me/my-model"):
-        assert api.split(name) == ("model", name)
-    assert api.split("eagl:me/heads") == ("eagl", "me/heads")
+        assert names.split(name) == ("model", name)
+    assert names.split("eagl:me/heads") == ("eagl", "me/heads")
 
 
 def test_a_lossy_rule_does_not_pass_for_exact(run):

@@ -17,7 +17,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def pairing(tiny_folders):
-    return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
+    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
 @pytest.fixture(scope="module")

@@ -939,7 +939,7 @@ def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
         ({"drafter": "nowhere"}, "nowhere"),
     ):
         with pytest.raises(UserError, match=said):
-            api.build(**wrong)
+            api.load(**wrong)
 
 
 def test_all_that_is_wrong_with_a_notebook_is_said_in_its_first_cell_of_work():
@@ -971,7 +971,7 @@ def test_the_usual_draft_length_is_one_that_the_drafter_can():
         parameters.check({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]})
         == []
     )
-    assert api.build(drafter="medusa").engine.policy.tree.depth == 3
+    assert api.load(drafter="medusa").engine.policy.tree.depth == 3
 
 
 def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):

@@ -224,8 +224,8 @@ LOOK = """
     from specexp import api
     from specexp.models import load
     before = len(load._IN_USE)
-    rig = api.build({!r}, {!r}, device="cpu")
-    weights = next(rig.target.module.parameters()).data
+    pairing = api.load({!r}, {!r}, device="cpu")
+    weights = next(pairing.target.module.parameters()).data
     print(before, weights.sum().item())
 """
 

@@ -34,7 +34,7 @@ SETTINGS = {"batches": [1, 2], "gammas": [1, 2], "contexts": [24], "repeats": 1}
 
 @pytest.fixture(scope="module")
 def pairing(tiny_folders):
-    return api.build(tiny_folders[0], tiny_folders[1], gamma=2)
+    return api.load(tiny_folders[0], tiny_folders[1], gamma=2)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq
 
 @pytest.fixture
 def pairing(tiny_folders):
-    return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
+    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_planted_drafter_does_not_pay_for_the_target(pairing, costly, tiny_folde
 
 
 def test_eagle_layer_has_no_pass_of_its_own():
-    pairing = api.build(drafter="eagle", gamma=2)
+    pairing = api.load(drafter="eagle", gamma=2)
     assert [lm.name for lm in roofline.causal(pairing)] == ["target-10m"]
     fast = suites.a_round(pairing, [PROMPTS[0].text], 8, 1)["fast"]
     assert 0 < fast["draft_passes_ms"] <= fast["phases"]["draft"]["ms"]

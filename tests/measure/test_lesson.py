@@ -18,7 +18,7 @@ TEXT = "def mean(values):"
 
 @pytest.fixture(scope="module")
 def pairing(tiny_folders):
-    return api.build(*tiny_folders, gamma=3, temperature=1.0)
+    return api.load(*tiny_folders, gamma=3, temperature=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def pairing(tiny_folders):
-    return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
+    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +181,12 @@ def test_rounds_table_has_a_row_per_round(latency):
 def test_garbage_collector_frees_models_not_libraries(tiny_folders, tmp_path):
     """The garbage collector would take a fifth of a second for them, in the middle of a round."""
     target = str(shutil.copytree(tiny_folders[0], tmp_path / "target"))  # nobody else holds it
-    pairing = api.build(target=target, drafter=tiny_folders[1], gamma=2)
+    pairing = api.load(target=target, drafter=tiny_folders[1], gamma=2)
     settled = gc.get_freeze_count()
     assert settled > 10_000
     loaded = weakref.ref(pairing.target.module)
     del pairing
     gc.collect()
     assert loaded() is None
-    api.build(target=target, drafter=tiny_folders[1], gamma=2)
+    api.load(target=target, drafter=tiny_folders[1], gamma=2)
     assert gc.get_freeze_count() <= settled

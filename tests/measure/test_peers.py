@@ -20,7 +20,7 @@ PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq
 
 @pytest.fixture
 def pairing(tiny_folders):
-    return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
+    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ NAMES = ["plain", "never", "always:1", "always:3", "threshold:2,2", "table:1=3,3
 
 @pytest.fixture(scope="module")
 def pairing(tiny_folders):
-    return api.build(tiny_folders[0], tiny_folders[1], gamma=3)
+    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
 def texts(answers) -> dict[int, list[int]]:

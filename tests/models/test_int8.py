@@ -67,10 +67,10 @@ def test_split_separates_the_int8_suffix(tmp_path, monkeypatch):
 
 def test_folder_named_int8_is_loaded_plain(tiny_folders, tmp_path):
     odd = shutil.copytree(tiny_folders[1], tmp_path / "draft+int8")
-    pairing = api.build(tiny_folders[0], str(odd), gamma=2)
+    pairing = api.load(tiny_folders[0], str(odd), gamma=2)
     assert pairing.engine.drafter.name == "draft+int8"
     assert not quantised_layers(pairing.engine.drafter.lm.module)
-    pairing = api.build(tiny_folders[0], small(str(odd)), gamma=2)
+    pairing = api.load(tiny_folders[0], small(str(odd)), gamma=2)
     assert quantised_layers(pairing.engine.drafter.lm.module)
 
 
@@ -193,12 +193,12 @@ def test_weights_not_quantised_by_rows_stay_unfused():
 
 def test_plain_and_int8_weights_are_loaded_apart(tiny_folders):
     target, draft = tiny_folders
-    both = [api.build(target, name, gamma=2) for name in (draft, small(draft))]
+    both = [api.load(target, name, gamma=2) for name in (draft, small(draft))]
     plain, made = (pairing.engine.drafter.lm.module for pairing in both)
     assert both[0].target.module is both[1].target.module
     assert quantised_layers(made)
     assert not quantised_layers(plain)
-    again = api.build(target, small(draft), gamma=3)
+    again = api.load(target, small(draft), gamma=3)
     assert again.engine.drafter.lm.module is made
     assert [pairing.drafter for pairing in both] == [draft, small(draft)]
 
@@ -206,7 +206,7 @@ def test_plain_and_int8_weights_are_loaded_apart(tiny_folders):
 @pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
 def test_self_draft_shares_weights_only_at_equal_precision(tiny_folders, target, draft):
     names = tiny_folders[0], small(tiny_folders[0])
-    pairing = api.build(names[target], names[draft], gamma=3, temperature=1.0)
+    pairing = api.load(names[target], names[draft], gamma=3, temperature=1.0)
     modules = pairing.target.module, pairing.engine.drafter.lm.module
     assert [bool(quantised_layers(m)) for m in modules] == [bool(target), bool(draft)]
     assert (modules[0] is modules[1]) == (target == draft)
@@ -241,7 +241,7 @@ def test_predicted_int8_bytes_match_the_loaded_module(tiny_folders, dtype):
 
 def test_cost_table_and_metrics_count_int8_bytes(tiny_folders):
     target, draft = tiny_folders
-    pairing = api.build(small(target), small(draft), gamma=2)
+    pairing = api.load(small(target), small(draft), gamma=2)
     sizes = [load.weight_bytes(load.read_config(small(f)), torch.float32) for f in tiny_folders]
     assert costs.about(pairing.engine)["weight_bytes"] == sizes[0]
     assert one_pairing.added_bytes(pairing.engine) == sizes[1]
@@ -271,7 +271,7 @@ def test_memory_check_counts_int8_weights(tiny_folders, monkeypatch):
 @pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
 def test_int8_greedy_text_matches_the_target(tiny_folders, target, draft, rule, tree, device):
     names = [name + "+int8" * q for name, q in zip(tiny_folders, (target, draft), strict=True)]
-    pairing = api.build(*names, gamma=3, rule=rule, tree=tree, device=device)
+    pairing = api.load(*names, gamma=3, rule=rule, tree=tree, device=device)
     ids = pairing.encode(TEXTS)
     pairing.engine.eos = ()
     assert certify(pairing.engine, ids, NEW).divergences == []
@@ -284,12 +284,12 @@ def test_int8_greedy_text_matches_the_target(tiny_folders, target, draft, rule, 
 @pytest.mark.parametrize("drafter", ["draft", "early_exit:1", "ngram"])
 def test_int8_sampled_text_matches_the_target(tiny_folders, drafter, dtype):
     name = small(tiny_folders[1]) if drafter == "draft" else drafter
-    pairing = api.build(small(tiny_folders[0]), name, gamma=3, temperature=0.9, dtype=dtype)
+    pairing = api.load(small(tiny_folders[0]), name, gamma=3, temperature=0.9, dtype=dtype)
     assert certify(pairing.engine, pairing.encode(TEXTS), NEW).bugs == 0
 
 
 def test_int8_round_reads_no_host_value_and_replays(tiny_folders):
-    pairing = api.build(small(tiny_folders[0]), small(tiny_folders[1]), gamma=3)
+    pairing = api.load(small(tiny_folders[0]), small(tiny_folders[1]), gamma=3)
     tree, ids = Tree.chain(3), pairing.encode(TEXTS)
     made = pairing.apart().engine
     seqs = made.begin(Sequences.of(ids, NEW, slack=tree.room))
@@ -302,7 +302,7 @@ def test_int8_round_reads_no_host_value_and_replays(tiny_folders):
 
 
 def test_eagle_drafts_for_an_int8_target():
-    pairing = api.build("target-10m+int8", "eagle", gamma=3)
+    pairing = api.load("target-10m+int8", "eagle", gamma=3)
     assert certify(pairing.engine, pairing.encode(TEXTS[:1]), 16).bugs == 0
 
 
@@ -310,6 +310,6 @@ def test_crossed_draft_may_be_int8(tiny_folders, tmp_path):
     tokenizer = tiny_tokenizer("while True: break\n" * 3)
     tiny_llama(2, 1, vocab=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    pairing = api.build(tiny_folders[0], f"crossed:{small(tmp_path)}", gamma=2)
+    pairing = api.load(tiny_folders[0], f"crossed:{small(tmp_path)}", gamma=2)
     assert quantised_layers(pairing.engine.drafter.lm.module)
     assert certify(pairing.engine, pairing.encode(TEXTS), NEW).bugs == 0

@@ -100,7 +100,7 @@ def test_law_bytes_bound_the_measured_peak(rule, temperature):
 def test_predicted_run_memory_matches_the_peak(tiny_folders, monkeypatch, drafter):
     target, draft = tiny_folders
     name = {"target": target, "draft": draft}.get(drafter, drafter)
-    pairing = api.build(target, name, gamma=3)
+    pairing = api.load(target, name, gamma=3)
     asked = pairing, ["def mean(values):" * 3, "zz"], [1, 4], 8
     for row in peak_memory.peaks(*asked)["rows"]:
         assert 0.8 < row["ratio"] < 1.05
@@ -159,7 +159,7 @@ def test_kv_bytes_match_the_cache_of_odd_families(name):
 def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
     base = {"target": tiny_folders[0], "gamma": 2, "max_new_tokens": 20, "temperature": 0.0}
     for name, slots in ((tiny_folders[1], 1), (f"crossed:{tiny_folders[1]}", 3)):
-        pairing = api.build(tiny_folders[0], name, gamma=2)
+        pairing = api.load(tiny_folders[0], name, gamma=2)
         pairing.generate(["def mean(values):"], 20)
         models = pairing.engine.models
         held = sum(peak_memory.held_per_token(m) * m.cache.batch * m.cache.size for m in models)
@@ -262,7 +262,7 @@ def test_allocate_error_names_the_batch_that_fits(little):
 @pytest.mark.parametrize("kind", ["model", "ngram"])
 def test_predicted_run_memory_matches_the_peak_on_a_gpu(kind):
     """The zoo's pair; within 5 % of what is reckoned, unless an operation takes room of its own."""
-    pairing = api.build(drafter=kind, gamma=5, dtype="bfloat16", device="cuda")
+    pairing = api.load(drafter=kind, gamma=5, dtype="bfloat16", device="cuda")
     found = peak_memory.peaks(pairing, ["def mean(values):\n    return" * 8], [8, 64], 32)
     for row in found["rows"]:
         assert 0.8 < row["ratio"] < 1.2

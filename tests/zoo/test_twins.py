@@ -135,7 +135,7 @@ def test_the_alpha_asked_is_reached(pairs):
 @pytest.mark.parametrize("pair", [("Tiny", 0.5), ("Tiny", 0.95), ("Tied", 0.7)], ids=str)
 def test_the_engine_accepts_what_the_card_says(pairs, pair):
     facts, target, draft = pairs[pair]
-    pairing = api.build(str(target), str(draft), gamma=4)
+    pairing = api.load(str(target), str(draft), gamma=4)
     prompts = [Prompt(i, "mine", (text,)) for i, text in enumerate(TEXTS)]
     record = summaries.pooled(one_pairing.acceptance([pairing], prompts, 300))
     refused = record.passes - record.histogram[4]
@@ -150,7 +150,7 @@ def test_early_exit_of_the_target_is_the_draft(pairs):
     _, target, draft = pairs["Tiny", 0.8]
     records = []
     for drafter in (str(draft), "early_exit:1"):
-        pairing = api.build(str(target), drafter, gamma=3)
+        pairing = api.load(str(target), drafter, gamma=3)
         records.append(pairing.generate(TEXTS, 100).trace.acceptance)
     assert isinstance(records[0], Acceptance)
     assert records[0] == records[1]
@@ -233,7 +233,7 @@ def test_the_shelf_finds_twins_by_name(tmp_path, monkeypatch):
     assert shelf.find("twin-tiny") == tmp_path / "twins" / "twin-tiny-target"
     assert shelf.default_draft("twin-tiny").path == tmp_path / "twins" / "twin-tiny-draft"
     assert [model.name for model in shelf.models()][-2:] == ["twin-tiny", "twin-tiny-draft"]
-    pairing = api.build("twin-tiny", gamma=3)
+    pairing = api.load("twin-tiny", gamma=3)
     assert pairing.drafter == "twin-tiny-draft"
     assert pairing.target.vocab == VOCABULARY
     assert len(pairing.generate(["def"], 20).tokens[0]) == 20

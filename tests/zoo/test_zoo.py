@@ -12,7 +12,7 @@ import torch
 from conftest import tiny_llama, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specexp.api import build
+from specexp.api import load
 from specexp.errors import UserError
 from specexp.zoo import cards, heads, shelf, twins
 from specexp.zoo.cards import measure
@@ -503,7 +503,7 @@ def test_the_target_copies(zoo, tokenizer):
 def test_shipped_heads_are_what_their_card_says_and_guess(name):
     facts = json.loads((shelf.find(name) / "zoo.json").read_text())
     method = {"eagle3": "eagle"}.get(facts["role"], facts["role"])
-    pairing = build("target-10m", method, gamma=3)
+    pairing = load("target-10m", method, gamma=3)
     own = pairing.engine.drafter.heads if method == "medusa" else pairing.engine.drafter.net
     assert sum(p.numel() for p in own.parameters()) == facts["parameters"]
     assert (shelf.find(name) / "README.md").read_text() == cards.card_of_heads(facts)
@@ -512,5 +512,5 @@ def test_shipped_heads_are_what_their_card_says_and_guess(name):
 
 
 def test_the_exit_target_speaks_after_its_first_layers():
-    plain = build("target-exit-1m", "early_exit:2", gamma=3)
+    plain = load("target-exit-1m", "early_exit:2", gamma=3)
     assert plain.generate(["def mean(values):\n"], 40).trace.acceptance.rate > 0.4

@@ -1,0 +1,292 @@
+"""Checks of drafters, rules and policies that are not shipped here, before an experiment uses them.
+
+First what they must have (`drafter`, `rule`, `policy`); then a few rounds on two short rows, in
+which everything that they return is read on the host (`try_out`). These rounds run on copies in
+checking wrappers. What drafts and judges afterwards is the user's own object, wrapped by nothing,
+so a round costs what it costs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specexp.drafters import Drafter
+from specexp.drafters.model import beside
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.models.lm import LM
+from specexp.objects import is_shipped
+from specexp.policy import Load, Plan, Policy
+from specexp.rules import Rule
+from specexp.sampling import Rng
+from specexp.sequences import Draft, Sequences, Verdict
+from specexp.trace import Step
+from specexp.tree import Tree
+
+_NEW = 6  # tokens per row in the rounds of `try_out`
+_SUM = 1e-3  # how far the sum of a distribution may be from 1
+
+
+def policy(thing: Any) -> Policy:
+    """The policy itself. Raises UserError if it is none."""
+    about = f"policy {type(thing).__name__}"
+    for method, arguments in (("choose", "load"), ("learn", "load, plan, steps, seconds")):
+        if not callable(getattr(thing, method, None)):
+            raise UserError(f"{about} has no {method}({arguments}): define it (see specexp.Policy)")
+        _takes(f"{about}.{method}", getattr(thing, method), arguments)
+    if not isinstance(getattr(thing, "widest", None), int):
+        raise UserError(
+            f"{about} has no whole number `widest`: give the room of the largest tree that it may "
+            "choose, such as Tree.chain(5).room"
+        )
+    checked: Policy = thing
+    return checked
+
+
+def drafter(thing: Drafter, target: LM) -> Drafter:
+    """The drafter itself. Raises UserError if the engine cannot call it, or if its models do not
+    fit the target."""
+    about = f"drafter {thing.name}"
+    for method, arguments in (
+        ("allocate", "B, S"), ("prefill", "seqs, hidden"), ("catch_up", "seqs, missed"),
+        ("propose", "seqs, tree, rng"), ("observe", "seqs, draft, verdict, seen"),
+    ):  # fmt: skip
+        _takes(f"{about}: {method}", getattr(thing, method), arguments)
+    layers = target.config.num_hidden_layers
+    if any(not 0 <= tap <= layers for tap in thing.taps):
+        raise UserError(
+            f"{about} taps the hidden states {thing.taps} of a target with {layers} layers: use 0 "
+            f"(embeddings) to {layers}"
+        )
+    for model in thing.models:
+        beside(model, target)
+    return thing
+
+
+def try_out(engine: Engine) -> None:
+    """Run a few rounds with copies of the engine's drafter, rule and policy and check what they
+    return. Raises UserError, one line that names the object; the exceptions of the object's own
+    code are left as they are. Does nothing if all three are shipped."""
+    if is_shipped(engine.drafter) and is_shipped(engine.rule) and is_shipped(engine.policy):
+        return
+    target = engine.target
+    a, b, c = (number * 7919 % target.vocab for number in (1, 2, 3))
+    rows = [[a, b, a, b, a, b], [c]]
+    new = min(_NEW, target.context - len(rows[0]))
+    trial = Engine(
+        target, _Drafter(_spare(engine.drafter, target), target.vocab),
+        _Policy(_spare(engine.policy, target)), engine.sampling,
+        _Rule(engine.rule, target.vocab), engine.seed,
+    )  # fmt: skip
+    if new > 0:
+        trial.generate(rows, new)
+
+
+def copied(thing: Any, target: LM, apart: LM) -> Any:
+    """A deep copy that shares the weights of models, in which `apart` stands for the target."""
+    memo: dict[int, Any] = {id(target): apart}
+    for part in vars(thing).values() if hasattr(thing, "__dict__") else ():
+        if isinstance(part, nn.Module):
+            memo[id(part)] = part
+    others = (model for model in getattr(thing, "models", ()) if model is not target)
+    memo |= {id(model): model.apart() for model in others}
+    return copy.deepcopy(thing, memo)
+
+
+def _spare(thing: Any, target: LM) -> Any:
+    try:
+        return copied(thing, target, target)
+    except Exception:  # it holds a file, a lock or a graph of gradients: try it out itself
+        return thing
+
+
+def _takes(about: str, method: Any, arguments: str) -> None:
+    try:
+        inspect.signature(method).bind(*arguments.split(", "))
+    except TypeError:
+        raise UserError(f"{about} must take ({arguments})") from None
+    except ValueError:
+        pass  # a builtin that does not tell its signature
+
+
+def _refuse(about: str, faults: Iterator[str]) -> None:
+    for fault in faults:
+        raise UserError(f"{about} {fault}")
+
+
+class _Drafter(Drafter):
+    on_host = True
+
+    def __init__(self, own: Drafter, vocab: int) -> None:
+        self.own, self.vocab = own, vocab
+        self.name, self.taps, self.models = own.name, own.taps, own.models
+        self.reads, self.context, self.grades = own.reads, own.context, own.grades
+
+    @property
+    def shaped_by(self) -> tuple[int, ...]:
+        return self.own.shaped_by
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        return self.own.state
+
+    def allocate(self, B: int, S: int) -> None:
+        self.own.allocate(B, S)
+
+    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
+        self.own.prefill(seqs, hidden)
+
+    def catch_up(self, seqs: Sequences, missed: int) -> None:
+        self.own.catch_up(seqs, missed)
+
+    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        draft = self.own.propose(seqs, tree, rng)
+        _refuse(f"drafter {self.name}", _faults_of_draft(draft, seqs, tree, self.vocab))
+        if self.grades > 1:
+            _refuse(f"drafter {self.name}", _faults_of_grade(draft, self.grades))
+        return draft
+
+    def observe(self, *outcome: Any) -> None:
+        self.own.observe(*outcome)
+
+
+class _Rule:
+    def __init__(self, own: Rule, vocab: int) -> None:
+        self.own, self.vocab, self.name = own, vocab, own.name
+        self.lossy, self.wants_q, self.samples = own.lossy, own.wants_q, own.samples
+        self.chains_only, self.looks_ahead = own.chains_only, own.looks_ahead
+
+    def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
+        verdict = self.own(draft, p, rng)
+        _refuse(f"rule {self.name}", _faults_of_verdict(verdict, draft, self.vocab))
+        return verdict
+
+    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
+        return self.own.emitted(p, q)
+
+
+class _Policy:
+    def __init__(self, own: Policy) -> None:
+        self.own, self.name = own, type(own).__name__
+
+    @property
+    def widest(self) -> int:
+        return self.own.widest
+
+    def choose(self, load: Load) -> Plan:
+        plan = self.own.choose(load)
+        _refuse(f"policy {self.name}", _faults_of_plan(plan, self.own.widest))
+        return plan
+
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
+        self.own.learn(load, plan, steps, seconds)
+
+
+def _faults_of_draft(draft: Any, seqs: Sequences, tree: Tree, V: int) -> Iterator[str]:
+    if not isinstance(draft, Draft):
+        yield f"proposed a {type(draft).__name__}: return seqs.draft(nodes, tokens)"
+    tokens, (B, N) = draft.tokens, (len(seqs.tokens), len(tree))
+    if tokens.shape != (B, N) or draft.nodes.parents.shape[-1] != N:
+        yield (
+            f"proposed tokens {list(tokens.shape)} over {draft.nodes.parents.shape[-1]} nodes for "
+            f"a tree of {N} nodes in {B} rows: propose one token, or -1 for none, for each node "
+            f"but the root, [{B}, {N - 1}]"
+        )
+    if tokens.dtype != torch.int64 or tokens.device != seqs.tokens.device:
+        yield (
+            f"proposed tokens in {str(tokens.dtype)[6:]} on {tokens.device}: make them int64 on "
+            f"{seqs.tokens.device}"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < -1 or high >= V:
+        yield (
+            f"proposed token {low if low < -1 else high}, outside the vocabulary of {V} tokens: "
+            f"use 0 to {V - 1}, or -1 for no draft token"
+        )
+    if not torch.equal(tokens[:, :1], seqs.root):
+        yield "changed the root: node 0 is the last committed token; use seqs.draft(nodes, tokens)"
+    if draft.q is not None:
+        yield from _faults_of_q(draft, (B, N, V))
+
+
+def _faults_of_q(draft: Draft, shape: tuple[int, int, int]) -> Iterator[str]:
+    q = draft.q
+    if not isinstance(q, Tensor) or q.shape != shape or not q.is_floating_point():
+        have = f"{list(q.shape)} in {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
+        yield (
+            f"returned q {have}: it must be floating-point {list(shape)}, one distribution over "
+            "the vocabulary for the children of each node"
+        )
+    assert q is not None
+    children = draft.nodes.children.expand(len(q), -1, -1)
+    tokens = draft.tokens.gather(1, children.clamp(min=0).flatten(1)).view_as(children)
+    drawn = ((children >= 0) & (tokens >= 0)).any(-1)
+    rows = q.float()[drawn]
+    if not rows.numel():
+        return
+    if not bool(rows.isfinite().all()) or float(rows.min()) < 0:
+        yield "returned a q with negative or non-finite entries: it must be a distribution"
+    sums = rows.sum(-1)
+    if float((sums - 1).abs().max()) > _SUM:
+        worst = float(sums[(sums - 1).abs().argmax()])
+        yield (
+            f"returned a q that sums to {worst:.4g}: it must be the distribution from which a "
+            "node's children were drawn, with sum 1 (q=None: they were chosen)"
+        )
+
+
+def _faults_of_grade(draft: Draft, grades: int) -> Iterator[str]:
+    grade = draft.grade
+    if grade is None or grade.shape != draft.tokens.shape[:1] or grade.dtype != torch.int64:
+        yield f"has {grades} grades and gave none: return seqs.draft(..., grade=[B] int64)"
+    assert grade is not None
+    if int(grade.min()) < 0 or int(grade.max()) >= grades:
+        yield f"gave grade {int(grade.max())}: with grades = {grades} use 0 to {grades - 1}"
+
+
+def _faults_of_verdict(verdict: Any, draft: Draft, V: int) -> Iterator[str]:
+    if not isinstance(verdict, Verdict):
+        yield f"returned a {type(verdict).__name__}: return draft.judged(path, n, bonus)"
+    (B, N), D = draft.tokens.shape, draft.nodes.deepest
+    path, n, new = verdict.path, verdict.n, verdict.new
+    wanted = {"path": (path, (B, D + 1)), "n": (n, (B,)), "new": (new, (B, D + 1))}
+    for part, (value, shape) in wanted.items():
+        if value.shape != shape or value.dtype != torch.int64:
+            yield (
+                f"returned {part} {list(value.shape)} in {str(value.dtype)[6:]}: it must be "
+                f"{list(shape)} in int64"
+            )
+    if int(path.min()) < 0 or int(path.max()) >= N:
+        odd = int(path.min()) if int(path.min()) < 0 else int(path.max())
+        yield f"returned a path through node {odd} of a draft of {N} nodes: use 0 to {N - 1}"
+    if int(n.min()) < 0 or int(n.max()) > D:
+        yield f"accepted {int(n.max())} draft tokens of a draft {D} deep: n must be 0 to {D}"
+    parents = draft.nodes.parents.expand(B, -1).gather(1, path)
+    step = torch.arange(1, D + 1, device=path.device) <= n[:, None]  # [B, D]
+    if bool((path[:, 0] != 0).any()) or bool(((parents[:, 1:] != path[:, :-1]) & step).any()):
+        yield "returned a path that is none: start at the root, node 0, and go to a child each time"
+    tokens = draft.tokens.gather(1, path)[:, 1:]
+    if bool(((tokens < 0) & step).any()):
+        yield "accepted a node without a draft token (-1)"
+    if bool(((tokens != new[:, :-1]) & step).any()):
+        yield "emits other tokens than it accepted: new[:, i] is the token of path[:, i + 1]"
+    bonus = new.gather(1, n[:, None])
+    if int(bonus.min()) < 0 or int(bonus.max()) >= V:
+        yield f"emits token {int(bonus.max())}, outside the vocabulary of {V} tokens"
+
+
+def _faults_of_plan(plan: Any, widest: int) -> Iterator[str]:
+    if not isinstance(plan, Plan):
+        yield f"chose a {type(plan).__name__}: return Plan(tree)"
+    if not isinstance(plan.tree, Tree):
+        yield f"planned a {type(plan.tree).__name__}: plan a specexp.Tree, such as Tree.chain(5)"
+    if plan.tree.room > widest:
+        yield f"chose a tree with room {plan.tree.room}, more than its `widest` of {widest}"
+    if plan.hold < 1:
+        yield f"holds its plan for {plan.hold} rounds: use 1 or more"

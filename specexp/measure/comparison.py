@@ -1,0 +1,60 @@
+"""One pairing against plain decoding in two lines: how much faster, and is its output the target's.
+
+What `Pairing.compare_with_plain` returns. The timing is that of `one_pairing.duel`, the check that
+of `exactness.certify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specexp.api import Pairing
+from specexp.errors import UserError
+from specexp.measure import one_pairing, statistics, summaries
+from specexp.measure.exactness import Exactness, certify
+from specexp.measure.prompts import Prompt
+from specexp.measure.statistics import Interval
+from specexp.trace import Acceptance
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """speedup: plain decoding's seconds per token over the pairing's, with its 95 % interval over
+    `n` prompts. exactness: the check of its output; acceptance: counts of all prompts together."""
+
+    speedup: Interval
+    n: int
+    exactness: Exactness
+    acceptance: Acceptance
+
+    @property
+    def exact(self) -> bool:
+        """The rule keeps the target's distribution, and no difference was beyond rounding."""
+        return not self.exactness.bugs and not self.exactness.lossy
+
+    def __str__(self) -> str:
+        prompts = "1 prompt" if self.n == 1 else f"{self.n} prompts"
+        return (
+            f"speedup {self.speedup} over {prompts}: {statistics.verdict(self.speedup)}\n"
+            f"{'exact' if self.exact else 'NOT EXACT'}: {self.exactness}"
+        )
+
+    __repr__ = __str__
+
+
+def with_plain(
+    pairing: Pairing, texts: Sequence[str], max_new_tokens: int, repeats: int
+) -> Comparison:
+    """Raises UserError without a prompt, or if the prompts do not fit the context."""
+    if not texts:
+        raise UserError("no prompts given; pass at least one")
+    prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
+    samples = one_pairing.duel({pairing.drafter: pairing}, prompts, max_new_tokens, repeats)
+    seconds = summaries.units(samples, "plain_s", "plain_tokens", "s", "tokens")
+    return Comparison(
+        statistics.speedup(*seconds),
+        len(prompts),
+        certify(pairing.engine, pairing.encode(texts), max_new_tokens),
+        summaries.pooled(samples),
+    )

@@ -1,0 +1,159 @@
+"""What names stand for: models in the zoo, in folders and on the hub, in memory; drafters.
+
+A model is a zoo name, a folder, a hub id or a transformers module; NAME+int8 is that model with
+8-bit weights. A drafter is `METHOD`, `METHOD:ARGUMENT`, `module:Class`, a model's name, or an
+object. No weight is loaded here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specexp import drafters, objects
+from specexp.drafters import Drafter
+from specexp.drafters.model import all_rows, causal_config
+from specexp.errors import UserError
+from specexp.models import int8
+from specexp.models.load import DTYPES, read_config, read_tokenizer
+from specexp.zoo import shelf
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PADDING = 1.1  # a model may have this many times more logits than its tokenizer has tokens
+
+Known = tuple[Any, int, Any]
+"""Config, vocabulary and tokenizer of a target."""
+
+
+def name_of(model: Any) -> str:
+    """A model's name in messages: that of its folder, for one in memory too, or of its class."""
+    if isinstance(model, str):
+        return model
+    return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
+
+
+def drafter_of(drafter: Any) -> tuple[str, str, Any]:
+    """Method, argument and, unless the method is shipped, the object of a drafter."""
+    if isinstance(drafter, str):
+        method, argument = split(drafter)
+        if method in drafters.shipped() and drafter.startswith(method):
+            return method, argument, None
+        if not Path(drafter).is_dir() and (found := objects.find("drafter", drafter)):
+            return drafter.removesuffix(f":{found[1]}"), found[1], found[0]
+        if method == "model" and (module := objects.module_of(drafter)):
+            raise UserError(
+                f"drafter {drafter}: there is no module {module}, neither installed nor in the "
+                f"folder {Path.cwd()}"
+            )
+        return method, argument, None
+    if isinstance(drafter, Drafter):
+        return drafter.name, "", drafter
+    if isinstance(drafter, nn.Module):
+        return name_of(drafter), "", drafter
+    return getattr(drafter, "__name__", type(drafter).__name__), "", drafter
+
+
+def split(drafter: str) -> tuple[str, str]:
+    """Method and argument of a drafter's name; a model's name alone means `model:NAME`."""
+    method, _, argument = drafter.partition(":")
+    if method in drafters.methods():
+        return method, argument
+    if "/" in method or Path(drafter).is_dir():
+        return "model", drafter
+    if difflib.get_close_matches(method, drafters.methods(), n=1):
+        return method, argument
+    return "model", drafter
+
+
+def resolve_drafter(target: Any, drafter: str) -> str:
+    """A drafter's name in tables: a draft model's own name, any other as given."""
+    method, argument, own = drafter_of(drafter)
+    if method != "model" or own is not None:
+        return drafter
+    return argument or default_draft(target, "model")
+
+
+def default_draft(target: Any, method: str) -> str:
+    if not isinstance(target, str):
+        raise UserError(
+            f"the zoo has nothing for {name_of(target)}, a target in memory: name or pass a "
+            "drafter, such as drafter=draft_model or drafter='ngram'"
+        )
+    return shelf.default_draft(int8.split(target)[0], method).name
+
+
+def locate(name: str) -> str:
+    """The folder of a zoo name or path, or the hub id itself; a suffix `+int8` stays. Raises
+    UserError for a name that is none of them."""
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    bare, how = int8.split(name)
+    if how:
+        return locate(bare) + how
+    if name in {m.name for m in shelf.models()}:
+        return str(shelf.find(name))
+    if name.startswith((".", "~", "/")) or name.count("/") > 1:
+        raise UserError(f"there is no folder {name}")
+    return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
+
+
+def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tuple[Any, str, str]:
+    """Tokenizer, dtype and device of a target in memory. Raises UserError if something is missing
+    or is not as asked for."""
+    about = f"target {name_of(target)}"
+    causal_config(target, about)
+    if tokenizer is None:
+        raise UserError(f"{about} is in memory: give its tokenizer too, tokenizer=...")
+    devices = {str(p.device) for p in target.parameters()}
+    if len(devices) > 1:
+        raise UserError(
+            f"{about} is spread over {', '.join(sorted(devices))}: put it on one device"
+        )
+    own, here = str(target.dtype)[6:], target.device
+    there = here if device == "auto" else torch.device(device)
+    if own not in DTYPES:
+        raise UserError(f"{about} is in {own}: convert it with .to(torch.bfloat16)")
+    if dtype not in (None, own):
+        raise UserError(f"{about} is in {own}, not {dtype}: convert it with .to(torch.{dtype})")
+    if there.type != target.device.type or there.index not in (None, target.device.index):
+        raise UserError(
+            f"{about} is on {target.device}, not {device}: move it with .to({device!r})"
+        )
+    return tokenizer, own, str(target.device)
+
+
+def read_target(target: str) -> Known:
+    """Config, vocabulary and tokenizer of a target's name."""
+    return target_of(target, read_tokenizer(locate(target)))
+
+
+def target_of(target: Any, tokenizer: Any) -> Known:
+    """Config, vocabulary and tokenizer of a target, a name or a model in memory.
+
+    The vocabulary V is one more than the largest id of the tokenizer. Logits beyond it are padding
+    and are never emitted. Raises UserError if the model has fewer logits.
+    """
+    named = isinstance(target, str)
+    config = (read_config(locate(target)) if named else target.config).get_text_config()
+    if not hasattr(tokenizer, "get_vocab"):
+        raise UserError(f"tokenizer is a {type(tokenizer).__name__}: give a transformers tokenizer")
+    V = max(tokenizer.get_vocab().values()) + 1
+    all_rows(config, V, name_of(target))
+    if not named and config.vocab_size > max(_PADDING * V, -(-V // 128) * 128):
+        raise UserError(
+            f"{name_of(target)} has {config.vocab_size} logits and its tokenizer only {V} tokens: "
+            "give the tokenizer that it was trained with"
+        )
+    return config, V, tokenizer
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    tokens = list(tokenizer(text).input_ids) if text else []
+    if not tokens:
+        raise UserError("a prompt is empty; give it at least one character")
+    return tokens

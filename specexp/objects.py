@@ -1,0 +1,131 @@
+"""From a text to an object: a drafter, rule or policy that is not shipped here.
+
+A text is `NAME` or `NAME:ARGUMENT`, where a package registered NAME as an entry point in the group
+`specexp.drafters`, `specexp.rules` or `specexp.policies`; or `module:Object` or
+`module:Object:ARGUMENT`, where the module is installed or stands in the working folder, which in a
+grid is the notebook's. This file knows nothing about drafters, rules and policies.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from specexp.errors import UserError, first_line
+
+GROUPS = {"drafter": "drafters", "rule": "rules", "policy": "policies"}
+_WRITTEN = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)(?::(.*))?")
+
+
+@cache
+def registered(kind: str) -> dict[str, EntryPoint]:
+    """The entry points of a kind ("drafter", "rule" or "policy") by name."""
+    return {entry.name: entry for entry in entry_points(group=f"specexp.{GROUPS[kind]}")}
+
+
+def find(kind: str, text: str) -> tuple[Any, str] | None:
+    """The object that a text names and its argument, or "". None if the text names no entry point
+    and no module that can be imported. Raises UserError if importing it fails."""
+    name, _, argument = text.partition(":")
+    if entry := registered(kind).get(name):
+        return _attempt(kind, text, entry.load), argument
+    if not (parts := _WRITTEN.fullmatch(text)):
+        return None
+    module, name, argument = parts[1], parts[2], parts[3] or ""
+    with _working_folder():
+        if not _exists(module):
+            return None
+        loaded = _attempt(kind, text, lambda: importlib.import_module(module))
+    if not hasattr(loaded, name):
+        raise UserError(f"{kind} {text}: module {module} has no {name}")
+    return getattr(loaded, name), argument
+
+
+def resolve(kind: str, text: str) -> Any | None:
+    """The rule or policy that a text names: what its class or function returns when it is called
+    with the argument, or the object itself. None and errors as for `find`."""
+    if (found := find(kind, text)) is None:
+        return None
+    thing, argument = found
+    if isinstance(thing, type) or inspect.isroutine(thing):
+        return construct(kind, text, thing, argument)
+    return thing
+
+
+def construct(kind: str, text: str, factory: Callable[..., Any], argument: str = "") -> Any:
+    """factory(*values), the values being those of an argument such as `2` or `0.5,3`. Raises
+    UserError if the factory takes other ones."""
+    values = _values(argument)
+    try:
+        inspect.signature(factory).bind(*values)
+    except (TypeError, ValueError) as e:
+        raise UserError(
+            f"{kind} {text}: {factory.__name__}{values} cannot be called: {e}; give its arguments "
+            "after a colon, separated by commas, or pass an instance"
+        ) from e
+    return factory(*values)
+
+
+def file_of(kind: str, text: str) -> Path | None:
+    """The file that defines the object of a text, so that a result's key can cover it."""
+    if (found := find(kind, text)) is None:
+        return None
+    module = found[0] if isinstance(found[0], ModuleType) else inspect.getmodule(found[0])
+    file = getattr(module, "__file__", None)
+    return Path(file) if file else None
+
+
+def module_of(text: str) -> str:
+    """The module of a text that is written `module:Object`, importable or not; else ""."""
+    parts = _WRITTEN.fullmatch(text)
+    return parts[1] if parts else ""
+
+
+def is_shipped(thing: Any) -> bool:
+    """Whether an object's class is one of this package."""
+    return type(thing).__module__.partition(".")[0] == "specexp"
+
+
+def _values(argument: str) -> tuple[Any, ...]:
+    if not argument:
+        return ()
+    try:
+        return tuple(ast.literal_eval(f"({argument},)"))
+    except (ValueError, SyntaxError):
+        return (argument,)
+
+
+def _attempt(kind: str, text: str, importing: Callable[[], Any]) -> Any:
+    try:
+        return importing()
+    except Exception as e:  # somebody else's module may raise anything
+        raise UserError(f"{kind} {text} cannot be imported: {first_line(e)}") from e
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@contextmanager
+def _working_folder() -> Iterator[None]:
+    """The working folder before all others on the path, as in a notebook."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

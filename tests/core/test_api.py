@@ -1,0 +1,443 @@
+"""The door: ten names, names or objects for everything, and one line for what is wrong."""
+
+import copy
+import subprocess
+import sys
+import types
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_tokenizer
+from support.own import Alternate, Echo, Fade, Ones
+
+import specexp
+from specexp import objects
+from specexp.drafters import Prepared
+from specexp.drafters.model import DraftModel
+from specexp.errors import UserError
+from specexp.models.load import of_module
+from specexp.policy import Plan
+from specexp.rules import Match, Reject
+from specexp.sequences import Verdict
+
+TEXTS = ["def mean(values):", "return sum(values)"]
+NAMES = "Drafter Engine Pairing Policy Rule Sampling Trace Tree load theory"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer):
+    return tiny_llama(0, 3, vocab=len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def draft(tokenizer):
+    return tiny_llama(1, 1, vocab=len(tokenizer))
+
+
+@pytest.fixture
+def load(target, tokenizer):
+    """load(drafter, ...) for a target in memory."""
+
+    def call(drafter, gamma=3, **more):
+        return specexp.load(target, drafter, gamma, tokenizer=tokenizer, **more)
+
+    return call
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """plugin(kind, name, "module:Object"): another package's entry point."""
+
+    def call(kind: str, name: str, value: str) -> None:
+        entry = EntryPoint(name, value, f"specexp.{objects.GROUPS[kind]}")
+        known = objects.registered(kind) | {name: entry}
+        monkeypatch.setattr(
+            objects,
+            "registered",
+            lambda k, real=objects.registered: known if k == kind else real(k),
+        )
+
+    return call
+
+
+def test_import_offers_ten_names_and_loads_no_torch():
+    code = (
+        "import sys, specexp; print(*specexp.__all__); print(specexp.__version__); "
+        "print('torch' in sys.modules, 'transformers' in sys.modules, *dir(specexp)); "
+        "from specexp import Tree, theory; print(Tree.chain(2), theory.__name__)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names, version, listed, found = run.stdout.splitlines()
+    assert names == NAMES
+    assert version[0].isdigit()
+    assert listed == f"False False {NAMES.replace('Tree load', 'Tree __version__ load')}"
+    assert found.endswith("specexp.theory")
+
+
+def test_unknown_name_is_an_attribute_error_that_lists_the_ten():
+    with pytest.raises(AttributeError, match="no 'Engin'; it offers Drafter, Engine"):
+        specexp.Engin  # noqa: B018
+    assert all(getattr(specexp, name).__doc__ for name in specexp.__all__)
+
+
+# --- objects in place of names -------------------------------------------------------------------
+
+
+def test_output_has_text_tokens_trace_and_acceptance(load):
+    pair = load("ngram")
+    out = pair.generate(TEXTS, max_new_tokens=12)
+    assert [pair.decode(tokens) for tokens in out.tokens] == out.text
+    assert out.acceptance == out.trace.acceptance
+    assert out.tokens_per_pass == out.acceptance.emitted / out.acceptance.passes >= 1
+    one = pair.generate(TEXTS[0], max_new_tokens=12)
+    assert one.text == out.text[:1]
+
+
+def test_text_leaves_out_special_tokens(load, tokenizer, monkeypatch):
+    pair = load("null")
+    eos = tokenizer.eos_token_id
+    monkeypatch.setattr(pair.engine, "generate", lambda *_: types.SimpleNamespace(
+        tokens=[[40, eos]], trace=None))  # fmt: skip
+    out = pair.generate("x", 2)
+    assert out.tokens == [[40, eos]]
+    assert out.text == [tokenizer.decode([40])]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_modules_in_memory_decode_as_their_folders_do(tiny_folders, temperature):
+    names = specexp.load(*tiny_folders, 3, temperature=temperature, seed=1)
+    modules = specexp.load(
+        names.target.module, names.engine.drafter.lm.module, 3, tokenizer=names.tokenizer,
+        temperature=temperature, seed=1,
+    )  # fmt: skip
+    assert modules.generate(TEXTS, 16).tokens == names.generate(TEXTS, 16).tokens
+    assert modules.engine.rule.name == names.engine.rule.name
+    assert modules.engine.eos == names.engine.eos
+    assert modules.options["dtype"] == "float32"
+
+
+def test_target_in_memory_drafts_for_itself(load, target):
+    out = load(target, temperature=1.0).generate(TEXTS, 16)
+    assert out.acceptance.rate == 1
+
+
+@pytest.mark.parametrize("drafter", [Echo(), Echo, lambda request: Echo(2), "support.own:Echo",
+                                     "support.own:Echo:2"])  # fmt: skip
+def test_drafter_as_instance_class_function_or_text(load, drafter):
+    pair = load(drafter)
+    assert isinstance(pair.engine.drafter, Echo)
+    plain = pair.engine.plain().generate(pair.encode(TEXTS), 12).tokens
+    assert pair.generate(TEXTS, 12).tokens == plain
+    assert pair.drafter == (drafter if isinstance(drafter, str) else "echo")
+
+
+def test_argument_of_a_class_reaches_it(load):
+    assert load("support.own:Echo:3").engine.drafter.period == 3
+    with pytest.raises(UserError, match=r"support.own:Echo: Echo\(3, 4\) cannot be called: too m"):
+        load("support.own:Echo:3,4")
+
+
+def test_prepared_of_a_function_is_built_on_the_loaded_target(load):
+    seen = []
+
+    def prepare(request):
+        assert request.vocab == 300 or request.vocab > 0
+        return Prepared(lambda target: seen.append(target) or Echo(), draws=False, deepest=2)
+
+    pair = load(prepare, gamma=None)
+    assert pair.deepest == pair.options["gamma"] == 2
+    assert seen == [pair.target]
+
+
+def test_shipped_drafter_as_instance_gets_the_rule_for_its_q(load, draft, target):
+    sampling = specexp.Sampling(1.0)
+    pair = load(DraftModel(of_module(draft, "draft"), sampling), temperature=1.0)
+    assert pair.engine.rule.name == "reject"
+    pair = load(DraftModel(of_module(draft, "draft"), sampling, chosen=True), temperature=1.0)
+    assert pair.engine.rule.name == "match"
+
+
+@pytest.mark.parametrize("rule", [Fade(), Fade, "support.own:Fade"])
+def test_rule_as_instance_class_or_text(load, rule):
+    assert load("ngram", rule=rule).engine.rule.name == "fade"
+
+
+def test_rule_with_an_argument(load):
+    assert load("ngram", rule="specexp.rules:Reject:0.5").engine.rule.lenience == 0.5
+
+
+@pytest.mark.parametrize("policy", [Alternate(3), "support.own:Alternate:3", "threshold:3,8"])
+def test_policy_as_instance_or_text(load, policy):
+    pair = load(Echo(), policy=policy)
+    pair.generate(TEXTS, 12)
+    assert pair.engine.policy.widest == 4
+
+
+def test_entry_points_add_names(load, plugin):
+    plugin("drafter", "echo", "support.own:Echo")
+    plugin("rule", "fade", "support.own:Fade")
+    plugin("policy", "alternate", "support.own:Alternate")
+    pair = load("echo:3", rule="fade", policy="alternate:2")
+    assert pair.engine.drafter.period == 3
+    assert pair.engine.rule.name == "fade"
+    assert pair.engine.policy.gamma == 2
+    assert (
+        "echo",
+        "The text repeats itself after `period` tokens.",
+    ) in specexp.drafters.described()
+    assert pair.drafter == "echo:3"
+
+
+def test_with_and_apart_keep_objects(load):
+    pair = load(Echo(), policy=Alternate(3), rule=Fade())
+    other = pair.with_(gamma=2)
+    assert other.engine.drafter is pair.engine.drafter
+    assert other.engine.rule is pair.engine.rule
+    assert pair.with_(drafter="ngram", policy=None).engine.policy.tree.depth == 3
+    apart = pair.apart()
+    assert apart.engine.drafter is not pair.engine.drafter
+    assert apart.target.module is pair.target.module
+    assert apart.generate(TEXTS, 12).tokens == pair.generate(TEXTS, 12).tokens
+
+
+def test_apart_shares_weights_of_a_drafter_that_runs_models(load, draft):
+    pair = load(DraftModel(of_module(draft, "draft"), specexp.Sampling()))
+    pair.generate(TEXTS, 4)
+    apart = pair.apart().engine.drafter
+    assert apart.lm is not pair.engine.drafter.lm
+    assert apart.lm.module is pair.engine.drafter.lm.module
+
+
+def test_apart_refuses_a_drafter_that_cannot_be_copied(load):
+    drafter = Echo()
+    drafter.file = open(__file__)  # noqa: SIM115
+    pair = load(drafter)
+    with drafter.file, pytest.raises(UserError, match=r"Echo cannot be copied .*: pass its class"):
+        pair.apart()
+
+
+def test_objects_are_tried_on_copies(load):
+    drafter, policy = Echo(), Alternate(3)
+    load(drafter, policy=policy)
+    assert drafter.calls == []
+    assert policy.rounds == 0
+
+
+def test_compare_with_plain_prints_the_speedup_and_the_verdict(load):
+    pair = load(Echo(), temperature=1.0)
+    comparison = pair.compare_with_plain([*TEXTS, "values"], max_new_tokens=8)
+    assert comparison.exact
+    assert comparison.n == 3
+    assert comparison.speedup.low <= comparison.speedup.value <= comparison.speedup.high
+    first, second = str(comparison).splitlines()
+    assert first.startswith("speedup ")
+    assert second == "exact: 24 tokens in 3 rows compared with plain decoding: identical"
+    assert repr(comparison) == str(comparison)
+    assert load(Ones(), rule="typical:0.9", temperature=1.0).compare_with_plain(
+        TEXTS[0], 4).exact is False  # fmt: skip
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+class Bad(Echo):
+    """An Echo whose draft is spoilt by a function."""
+
+    def __init__(self, spoil):
+        super().__init__()
+        self.spoil = spoil
+
+    def propose(self, seqs, tree, rng):
+        draft = super().propose(seqs, tree, rng)
+        return self.spoil(draft) if tree.depth else draft
+
+
+class NoPropose(specexp.Drafter):
+    name = "still"
+
+
+def with_q(q):
+    def spoil(draft):
+        B, N = draft.tokens.shape
+        draft.q = q(B, N, 282)
+        return draft
+
+    return spoil
+
+
+def put(token):
+    def spoil(draft):
+        draft.tokens[:, 1:] = token
+        return draft
+
+    return spoil
+
+
+def fewer(draft):
+    draft.tokens = draft.tokens[:, :-1]
+    return draft
+
+
+def another_root(draft):
+    draft.tokens[:, 0] = (draft.tokens[:, 0] + 1) % 282
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda draft: draft.tokens, "drafter bad proposed a Tensor: return seqs.draft"),
+        (fewer, "drafter bad proposed tokens [2, 3] over 4 nodes for a tree of 4 nodes in 2 rows"),
+        (put(282), "drafter bad proposed token 282, outside the vocabulary of 282 tokens"),
+        (put(-2), "drafter bad proposed token -2, outside the vocabulary"),
+        (another_root, "drafter bad changed the root"),
+        (with_q(lambda B, N, V: torch.zeros(B, N, V)), "drafter bad returned a q that sums to 0"),
+        (with_q(lambda B, N, V: torch.ones(B, N, V)), "returned a q that sums to 282"),
+        (with_q(lambda B, N, V: -torch.ones(B, N, V)), "negative or non-finite entries"),
+        (with_q(lambda B, N, V: torch.ones(B, V)), "returned q [2, 282] in torch.float32: it must"),
+    ],
+)
+def test_draft_that_is_none_is_refused_by_name(load, spoil, line):
+    with pytest.raises(UserError) as refused:
+        load(Bad(spoil))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def judge(**parts):
+    """A rule that is Match but for some parts of its verdict."""
+
+    class Odd(specexp.Rule):
+        def __call__(self, draft, p, rng):
+            verdict = Match()(draft, p, rng)
+            return Verdict(**(vars(verdict) | {k: f(draft, verdict) for k, f in parts.items()}))
+
+    return Odd()
+
+
+class NoVerdict(specexp.Rule):
+    def __call__(self, draft, p, rng):
+        return draft.tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        (NoVerdict(), "rule noverdict returned a Tensor: return draft.judged(path, n, bonus)"),
+        (
+            judge(path=lambda d, v: v.path + 9),
+            "rule odd returned a path through node 9 of a draft",
+        ),
+        (judge(path=lambda d, v: v.path[:, :2]), "rule odd returned path [2, 2] in int64: it must"),
+        (judge(n=lambda d, v: v.n.float()), "rule odd returned n [2] in float32"),
+        (judge(n=lambda d, v: v.n + 9), "rule odd accepted"),
+        (
+            judge(path=lambda d, v: v.path * 0 + 2),
+            "rule odd returned a path that is none: ",
+        ),
+        (judge(new=lambda d, v: v.new * 0 + 999), "emits token 999, outside the vocabulary of 282"),
+    ],
+)
+def test_verdict_that_is_none_is_refused_by_name(load, rule, line):
+    with pytest.raises(UserError) as refused:
+        load(Ones(), rule=rule)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class NoCall(specexp.Rule):
+    pass
+
+
+class Greedy:
+    """A policy without `learn`."""
+
+    widest = 4
+
+    def choose(self, load):
+        return specexp.Tree.chain(3)
+
+
+class Wide(Alternate):
+    def choose(self, load):
+        return Plan(specexp.Tree.chain(9))
+
+
+class Bare(Alternate):
+    def choose(self, load):
+        return specexp.Tree.chain(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"drafter": NoPropose}, "drafter NoPropose has no propose(self, seqs, tree, rng)"),
+        ({"drafter": Reject}, "drafter Reject is a class that is no drafter: subclass specexp.Dra"),
+        ({"drafter": 7}, "drafter int is a int: give a name, a specexp.Drafter"),
+        ({"drafter": lambda request: 7}, "drafter <lambda> returned a int: return a specexp.Draft"),
+        ({"drafter": "nowhere.mine:Echo"}, "there is no module nowhere.mine, neither installed"),
+        ({"drafter": "support.own:Ecko"}, "module support.own has no Ecko"),
+        ({"drafter": torch.nn.Linear(2, 2)}, "draft model Linear is a Linear: give a transformers"),
+        (
+            {"rule": object()},
+            "rule object has no name, lossy, wants_q, samples, chains_only",
+        ),
+        ({"rule": NoCall}, "rule NoCall has no __call__(self, draft, p, rng): define it"),
+        ({"rule": "mach"}, "did you mean 'match'?"),
+        ({"policy": Greedy()}, "policy Greedy has no learn(load, plan, steps, seconds)"),
+        ({"policy": Wide(3)}, "policy Wide chose a tree with room 10, more than its `widest` of 4"),
+        ({"policy": Bare(3)}, "policy Bare chose a Tree: return Plan(tree)"),
+        ({"policy": "alwys:3"}, "policy 'alwys:3' is unknown"),
+        ({"tokenizer": 3}, "tokenizer is a int: give a transformers tokenizer"),
+        ({"tokenizer": None}, "target LlamaForCausalLM is in memory: give its tokenizer too"),
+        ({"dtype": "bfloat16"}, "is in float32, not bfloat16: convert it with .to(torch.bfloat16)"),
+        ({"drafter": "model"}, "the zoo has nothing for LlamaForCausalLM, a target in memory"),
+        ({"device": "meta"}, "is on cpu, not meta: move it with .to('meta')"),
+    ],
+)
+def test_object_that_is_none_is_refused_by_name(target, tokenizer, options, line):
+    with pytest.raises(UserError) as refused:
+        specexp.load(target, **{"drafter": Echo(), "gamma": 3, "tokenizer": tokenizer} | options)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_draft_model_of_another_dtype_is_refused(load, draft):
+    other = copy.deepcopy(draft).to(torch.bfloat16)
+    with pytest.raises(UserError, match=r"in bfloat16 and target .* in float32: convert one"):
+        load(other)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "line"),
+    [(200, "200 logits for a tokenizer of 282"), (4000, "4000 logits and its tokenizer only 282")],
+)
+def test_tokenizer_of_another_size_is_refused(tokenizer, vocab, line):
+    with pytest.raises(UserError, match=line):
+        specexp.load(tiny_llama(0, 1, vocab=vocab), Echo(), 3, tokenizer=tokenizer)
+
+
+def test_draft_model_with_fewer_logits_is_refused(load):
+    with pytest.raises(UserError, match="LlamaForCausalLM has 200 logits for a tokenizer of 282"):
+        load(tiny_llama(0, 1, vocab=200))
+
+
+def test_exception_of_a_users_code_keeps_its_traceback(load):
+    def spoil(draft):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        load(Bad(spoil))
+
+
+def test_module_that_fails_on_import_is_named(load, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("import nowhere_to_be_found")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"broken_module:Echo cannot be imported: No module named"):
+        load("broken_module:Echo")
