@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from specexp.errors import UserError, first_line
@@ -75,15 +74,6 @@ def construct(kind: str, text: str, factory: Callable[..., Any], argument: str =
             "after a colon, separated by commas, or pass an instance"
         ) from e
     return factory(*values)
-
-
-def file_of(kind: str, text: str) -> Path | None:
-    """The file that defines the object of a text, so that a result's key can cover it."""
-    if (found := find(kind, text)) is None:
-        return None
-    module = found[0] if isinstance(found[0], ModuleType) else inspect.getmodule(found[0])
-    file = getattr(module, "__file__", None)
-    return Path(file) if file else None
 
 
 def module_of(text: str) -> str:

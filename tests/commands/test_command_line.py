@@ -3,14 +3,12 @@
 import errno
 import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from specexp import api, drafters, names
+from specexp import api, names
 from specexp.commands import app
 
 
@@ -237,22 +235,6 @@ def test_a_lossy_rule_does_not_pass_for_exact(run):
     assert made["exact"]["pass"] is False
     assert made["exact"]["lossy"] == "typical (lossy)"
     assert made["exact"]["bugs"] == 0
-
-
-def test_a_drafter_is_one_file_and_no_edit_elsewhere(run, tiny_folders, tmp_path, monkeypatch):
-    """The example of the documentation, as a file of its own."""
-    page = Path(drafters.__file__).with_name("README.md").read_text()
-    [example] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(example.splitlines()) <= 45
-    (tmp_path / "echo.py").write_text(example)
-    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
-    options = ("generate", "--target", tiny_folders[0], "--prompt", "ab ab ab", "--json")
-    made = json.loads(run(*options, "--drafter", "echo:2", "--gamma", "3")[1])
-    alone = json.loads(run(*options, "--drafter", "null")[1])
-    assert made["tokens"] == alone["tokens"]
-    assert made["acceptance"]["drafted"] > 0
-    assert "Guess that the text repeats" in run("models")[1]
-    assert run(*options, "--drafter", "echo:0")[0] == 2
 
 
 def test_every_problem_is_told_at_once(run, tiny_folders):

@@ -1,0 +1,100 @@
+"""A drafter, a rule and a policy from a notebook cell, as the page of this room shows them."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from specexp import drafters
+from specexp.errors import UserError
+from specexp.grids import points, runner
+from specexp.measure.exactness import certify
+from specexp.tracking import runs
+
+PAGE = Path(drafters.__file__).with_name("README.md").read_text()
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "10_acceptance.ipynb"
+PROMPTS = [[1, 2, 1, 2, 1, 2], [5, 6, 7], [9]]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def cell():
+    """The names that the page's Python defines, run from top to bottom."""
+    names = {"__name__": "__main__"}
+    for block in blocks("python"):
+        exec(block, names)
+    return names
+
+
+def test_page_shows_a_drafter_a_rule_and_a_policy_that_run(cell, capsys):
+    exec(blocks("python")[0], {"__name__": "__main__"})
+    rate, speedup, exact = capsys.readouterr().out.splitlines()
+    assert 0 < float(rate) <= 1
+    assert speedup.startswith("speedup ")
+    assert exact.startswith("exact: 64 tokens in 2 rows")
+    assert cell["warm"].engine.rule.name == "follow"
+    assert type(cell["cautious"].engine.policy).__name__ == "Cautious"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", ["chain", "2x2"])
+def test_own_drafter_and_rule_are_exact(cell, temperature, tree):
+    pair = cell["pair"].with_(
+        drafter=cell["Echo"](3), rule=cell["Follow"], temperature=temperature, tree=tree
+    )
+    checked = certify(pair.engine, PROMPTS, 24)
+    assert checked.bugs == 0
+    assert checked.metrics["exact/pass"] == 1
+    assert pair.engine.generate(PROMPTS, 24).trace.acceptance.drafted > 0
+
+
+def test_own_policy_is_exact_and_adapts(cell):
+    pair = cell["pair"].with_(policy=cell["Cautious"]())
+    assert certify(pair.engine, PROMPTS, 24).bugs == 0
+    assert len({r.depth for r in pair.engine.generate(PROMPTS, 24).trace.rounds}) > 1
+
+
+def test_own_drafter_proposes_the_period(cell):
+    [out] = cell["pair"].engine.generate([PROMPTS[0]], 1).trace.rounds
+    assert out.steps[0].guesses == (1, 2, 1, 2)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """The page's grid, in a folder with the notebook and `mine.py`."""
+    imports = "import torch\nimport specexp\nfrom specexp.sampling import TOKEN\n"
+    classes = re.findall(r"^class .*?(?=\n\n\n|\Z)", "\n\n\n".join(blocks("python")), re.M | re.S)
+    (tmp_path / "mine.py").write_text(imports + "\n\n".join(c for c in classes[:2]))
+    shutil.copy(NOTEBOOK, tmp_path / NOTEBOOK.name)
+    [grid] = map(yaml.safe_load, blocks("yaml"))
+    grid["fixed"] |= {"max_new_tokens": 16, "device": "cpu"}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(grid))
+    return tmp_path / "mine.yaml"
+
+
+def test_own_drafter_runs_in_a_grid_and_is_a_parameter_in_mlflow(mine, store):
+    todo = points.load([mine])
+    console = Console(record=True, width=200)
+    assert runner.run(todo, console) == 0, console.export_text()
+    client = runs.client()
+    [experiment] = client.search_experiments(filter_string="name = 'my drafter'")
+    logged = client.search_runs([experiment.experiment_id])
+    named = {run.data.params["drafter"]: run.data for run in logged}
+    assert named.keys() == {"ngram:2", "mine:Echo", "mine:Echo:3"}
+    for name in ("mine:Echo", "mine:Echo:3"):
+        assert named[name].metrics["exact/pass"] == 1
+        assert named[name].metrics["counts/drafted"] > 0
+
+
+def test_grid_with_an_unknown_class_is_refused_before_it_starts(mine):
+    spec = yaml.safe_load(mine.read_text())
+    spec["grid"]["drafter"] = ["mine:Ecko"]
+    mine.write_text(yaml.safe_dump(spec))
+    with pytest.raises(UserError, match="drafter mine:Ecko: module mine has no Ecko"):
+        points.load([mine])
