@@ -40,6 +40,28 @@ zoo_app = typer.Typer(help="Train small models and heads, make twins.", no_args_
 app.add_typer(grid_app, name="grid")
 app.add_typer(store_app, name="store")
 app.add_typer(zoo_app, name="zoo")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import specexp
+
+        print(f"specexp {specexp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 console = Console(markup=False, emoji=False, highlight=False)  # messages are not markup
 
 GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
