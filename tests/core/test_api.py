@@ -1,10 +1,12 @@
 """The door: ten names, names or objects for everything, and one line for what is wrong."""
 
 import copy
+import re
 import subprocess
 import sys
 import types
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,15 @@ def test_unknown_name_is_an_attribute_error_that_lists_the_ten():
         specexp.Engin  # noqa: B018
     documented = set(specexp.__all__) - {"Engine"}
     assert all(getattr(specexp, name).__doc__ for name in documented)
+
+
+def test_page_of_the_room_runs_and_shows_the_ten_names():
+    page = Path(specexp.__file__).with_name("README.md").read_text()
+    assert len(page.splitlines()) <= 120
+    assert all(f"**`{name}`**" in page for name in specexp.__all__)
+    names = {"__name__": "__main__"}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
 
 
 # --- objects in place of names -------------------------------------------------------------------
