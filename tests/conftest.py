@@ -79,7 +79,11 @@ def is_checkout() -> bool:
     )
 
 
-LEFT_OUT = {file.name: why for file in sorted(HERE.rglob("test_*.py")) if (why := lacking(file))}
+LEFT_OUT = {
+    file.relative_to(HERE).as_posix(): why
+    for file in sorted(HERE.rglob("test_*.py"))
+    if (why := lacking(file))
+}
 if not is_checkout():
     LEFT_OUT.setdefault("test_house.py", []).append("a git checkout")
 collect_ignore = list(LEFT_OUT)
