@@ -281,7 +281,7 @@ def agreed(
     best: Net | None = None
     for net in nets:
         try:
-            difference = _difference(net, layers, tokens, wanted, inputs)
+            difference = _off(net, layers, tokens, wanted, inputs)
         except Exception as e:
             return best, failure(e)
         if not difference <= ROUNDING.get(wanted.dtype, 0.0):
@@ -298,9 +298,7 @@ def failure(e: Exception) -> str:
     return f"it fails with {type(e).__name__}: {first_line(e)}"
 
 
-def _difference(
-    net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]
-) -> float:
+def _off(net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> float:
     """The relative difference from the wanted logits, where those are finite."""
     at, cache = aimed(layers, tokens)
     logits, _ = net(tokens, at, None, cache, (), None, **inputs)
