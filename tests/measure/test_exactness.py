@@ -9,7 +9,7 @@ from conftest import tiny_llama
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
-from specexp.measure import exactness as exactness
+from specexp.measure import exactness
 from specexp.measure.exactness import Reference, certify, compare, near_winners
 from specexp.models.int8 import quantise
 from specexp.models.lm import LM

@@ -14,8 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from specexp import api
 from specexp.drafters.model import DraftModel
-from specexp.fast import cpu
-from specexp.fast import cuda_graphs as graphs
+from specexp.fast import cpu, cuda_graphs
 from specexp.measure.hardware import roofline, suites
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import LM
@@ -241,7 +240,7 @@ def test_watched_rounds_split_cuda_graphs(pairing):
 
 def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
     """Every suite on a tape: nothing is timed well, and everything has to fit together."""
-    monkeypatch.setattr(graphs, "on", lambda device: graphs.Graphs(Tape()))
+    monkeypatch.setattr(cuda_graphs, "on", lambda device: cuda_graphs.Graphs(Tape()))
     monkeypatch.setattr(cpu.Native, "sparing", 0)  # a tape knows only torch's operations
     taped_rig = pairing.apart()
     for name in suites.NAMES:
