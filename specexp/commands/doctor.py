@@ -15,17 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from specexp.fast import cpu
-from specexp.measure.interleave import clock
+from specexp.measure.hardware.machine import described, matrices, pass_s
 from specexp.models.memory import free_memory
 from specexp.tracking import results
 from specexp.tracking.provenance import version
 from specexp.zoo import shelf
 
 SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
-EMULATED = 4.0  # times float32's time: native float64 takes twice as long, emulation far more
-SHAPES = {"cpu": (1024, 32), "cuda": (8192, 4)}
-"""Width and number of matrices: together larger than the caches that matter; on a GPU each takes
-longer to read than to launch."""
 
 
 def examine(console: Console) -> bool:
@@ -93,8 +89,8 @@ def speeds(device: torch.device) -> Table:
         title_justify="left", title_style="", box=None, header_style="bold",
     )  # fmt: skip
     for dtype in (torch.float32, torch.bfloat16):
-        weights = [w.to(dtype) for w in _matrices(device)]
-        taken = [[_pass(weights, n) for n in counts] for _ in range(9)]  # in turns
+        weights = [w.to(dtype) for w in matrices(device)]
+        taken = [[pass_s(weights, n) for n in counts] for _ in range(9)]  # in turns
         best = dict(zip(counts, map(min, zip(*taken, strict=True)), strict=True))
         size = sum(w.numel() * w.element_size() for w in weights)
         table.add_row(
@@ -102,45 +98,6 @@ def speeds(device: torch.device) -> Table:
             f"{size / best[1] / 1e9:.0f} GB/s", *(f"{best[n] / best[1]:.2f}x" for n in counts[1:]),
         )  # fmt: skip
     return table
-
-
-def slow(dtype: torch.dtype, device: torch.device) -> str:
-    """A warning if a one-token pass takes far longer in this dtype than in float32, because the
-    processor emulates it; else ""."""
-    if dtype == torch.float32:
-        return ""
-    single = _matrices(device)
-    times = [
-        min(_pass(weights, 1) for _ in range(4))
-        for weights in ([w.to(dtype) for w in single], single)
-    ]
-    if times[0] < EMULATED * times[1]:
-        return ""
-    name = str(dtype).removeprefix("torch.")
-    return (
-        f"{name} is emulated here: a one-token pass takes {times[0] / times[1]:.0f}x as long as in "
-        f"float32, so figures do not hold for hardware with {name}; use --dtype float32"
-    )
-
-
-def _matrices(device: torch.device) -> list[torch.Tensor]:
-    width, count = SHAPES[device.type]
-    return [torch.randn(width, width, device=device) for _ in range(count)]
-
-
-def _pass(weights: list[torch.Tensor], n: int) -> float:
-    """Seconds of a pass over n tokens through all matrices."""
-    x = weights[0].new_ones(n, len(weights[0]))
-    begin = clock(x.device)
-    for w in weights:
-        torch.nn.functional.linear(x, w)
-    return clock(x.device) - begin
-
-
-def described(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    return f"cpu ({cpu.vectors()}); no CUDA device found"
 
 
 def _existing(path: os.PathLike[str]) -> str:

@@ -31,6 +31,7 @@ from specexp.fast import cpu, cuda_graphs
 from specexp.measure import interleave, parameters, statistics, summaries
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
+from specexp.measure.hardware.machine import described, emulated
 from specexp.measure.hardware.peak_memory import peaks
 from specexp.measure.hardware.roofline import PASSES, a_pass, causal, roofline, weight_bytes
 from specexp.measure.prompts import Prompt
@@ -57,13 +58,13 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The machine and software behind the figures: `costs.fingerprint`, versions, load average, and
     a warning if the dtype is emulated."""
     return fingerprint(device, dtype) | {
-        "where": doctor.described(device),
+        "where": described(device),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
         | {name: version for name in PACKAGES if (version := doctor.version(name))},
         "graphs": cuda_graphs.on(device) is not None,
-        "warning": doctor.slow(dtype, device),
+        "warning": emulated(dtype, device),
     }
 
 

@@ -1,0 +1,54 @@
+"""What this machine is, and how long linear layers take on it over few and many tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from specexp.fast import cpu
+from specexp.measure.interleave import clock
+
+EMULATED = 4.0  # times float32's time: native float64 takes twice as long, emulation far more
+SHAPES = {"cpu": (1024, 32), "cuda": (8192, 4)}
+"""Width and number of matrices: together larger than the caches that matter; on a GPU each takes
+longer to read than to launch."""
+
+
+def described(device: torch.device) -> str:
+    """The device in a few words."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    return f"cpu ({cpu.vectors()}); no CUDA device found"
+
+
+def matrices(device: torch.device) -> list[torch.Tensor]:
+    """Random float32 weights [width, width] of `SHAPES`."""
+    width, count = SHAPES[device.type]
+    return [torch.randn(width, width, device=device) for _ in range(count)]
+
+
+def pass_s(weights: list[torch.Tensor], tokens: int) -> float:
+    """Seconds of a pass over so many tokens through all matrices."""
+    x = weights[0].new_ones(tokens, len(weights[0]))
+    begin = clock(x.device)
+    for w in weights:
+        torch.nn.functional.linear(x, w)
+    return clock(x.device) - begin
+
+
+def emulated(dtype: torch.dtype, device: torch.device) -> str:
+    """A warning if a one-token pass takes far longer in this dtype than in float32, because the
+    processor emulates it; else ""."""
+    if dtype == torch.float32:
+        return ""
+    single = matrices(device)
+    times = [
+        min(pass_s(weights, 1) for _ in range(4))
+        for weights in ([w.to(dtype) for w in single], single)
+    ]
+    if times[0] < EMULATED * times[1]:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"{name} is emulated here: a one-token pass takes {times[0] / times[1]:.0f}x as long as in "
+        f"float32, so figures do not hold for hardware with {name}; use --dtype float32"
+    )
