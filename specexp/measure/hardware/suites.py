@@ -24,7 +24,6 @@ from torch import nn
 
 from specexp import api
 from specexp.api import Pairing
-from specexp.commands import doctor
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import cpu, cuda_graphs
@@ -40,6 +39,7 @@ from specexp.models.load import DTYPES, load
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import Fit
 from specexp.trace import Acceptance, Trace
+from specexp.tracking.provenance import version
 from specexp.zoo import shelf
 
 NAMES = ("peers", "roofline", "round", "scale", "memory")
@@ -62,7 +62,7 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
-        | {name: version for name in PACKAGES if (version := doctor.version(name))},
+        | {name: installed for name in PACKAGES if (installed := version(name))},
         "graphs": cuda_graphs.on(device) is not None,
         "warning": emulated(dtype, device),
     }
