@@ -473,7 +473,7 @@ def serve(
             console.print(note, soft_wrap=True)
     if out and picture:
         serving.steps(runs).to_csv(out, index=False)
-        tables = {name: serving.timeline(run.ticks) for name, run in runs.items()}
+        tables = {name: serving.timeline(run.steps) for name, run in runs.items()}
         under_load.timelines(tables).savefig(picture, dpi=110)
 
 

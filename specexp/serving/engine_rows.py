@@ -1,9 +1,9 @@
-"""A bank of rows over an engine: requests enter, are prefilled, decoded and leave; memory stays.
+"""Rows over an engine: requests enter, are prefilled, decoded and leave; memory stays.
 
-Passes cover windows of the bank: the rows in use, and as many slots as their sequences need;
+Passes cover windows of the rows: the rows in use, and as many slots as their sequences need;
 captured rounds cover free rows too, so that few sizes are captured. The round is the engine's.
-Nothing is decided here: serve.py does that, and simulate.py has a bank with the same interface that
-runs no model.
+Nothing is decided here: server.py does that, and simulated_rows.py has rows with the same interface
+that run no model.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Wall:
 
 
 class Stopwatch:
-    """A clock that stands still while stopped and skips waiting, so that several banks can share a
-    machine by turns, each with a time of its own."""
+    """A clock that stands still while stopped and skips waiting, so that several servers can share
+    a machine by turns, each with a time of its own."""
 
     def __init__(self) -> None:
         self.passed, self.since = 0.0, 0.0
@@ -80,22 +80,22 @@ class OutOfMemory(Exception):
     """A pass did not fit in memory; the rows are as they were before it."""
 
 
-class EngineBank:
-    """Rows of `slots` slots each; fewer than `rows` where those do not fit in memory. `room`: slots
-    kept free behind a sequence for a draft. Raises UserError when not one row fits."""
+class EngineRows:
+    """Rows of `slots` slots each; fewer than `count` where those do not fit in memory. `slack`:
+    slots kept free behind a sequence for a draft. Raises UserError when not one row fits."""
 
     def __init__(
-        self, engine: Engine, rows: int, slots: int, room: int, timer: Timer | None = None
+        self, engine: Engine, count: int, slots: int, slack: int, timer: Timer | None = None
     ) -> None:
-        self.engine, self.slots, self.room = engine, slots, room
+        self.engine, self.slots, self.slack = engine, slots, slack
         self.timer = timer or Wall()
-        self.rows = _allocated(engine, rows, slots)
+        self.count = _allocated(engine, count, slots)
         device = engine.target.device
-        self.seqs = Sequences.empty(self.rows, slots, engine.eos, device)
+        self.seqs = Sequences.empty(self.count, slots, engine.eos, device)
         self._last_budget, self._last_reach = tuple[int, ...](), tuple[int, ...]()  # on the device
-        self._host_budget = np.zeros(self.rows, dtype=np.int64)
+        self._host_budget = np.zeros(self.count, dtype=np.int64)
         self._budget = torch.from_numpy(self._host_budget).to(device)  # on a CPU the same memory
-        self._reach = torch.full((engine.drafter.grades,), room, device=device)
+        self._reach = torch.full((engine.drafter.grades,), slack, device=device)
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
         self.leave(0, broken=True)  # in which `_allocated` has run a pass
@@ -185,7 +185,7 @@ class EngineBank:
         smallest come last, since the latest captures are kept longest. No row changes."""
         if self.engine.recordings is None or self.engine.drafter.on_host:
             return
-        sizes = sorted({self._covered(n) for n in range(1, self.rows + 1)}, reverse=True)
+        sizes = sorted({self._covered(n) for n in range(1, self.count + 1)}, reverse=True)
         kinds = [(0, 0), *((depth, -1) for depth in range(deepest + 1))]
         for rows, (depth, part) in product(sizes, kinds):
             if self._reads_used(rows, Tree.chain(depth)):
@@ -203,7 +203,7 @@ class EngineBank:
     def _covered(self, rows: int) -> int:
         """Rows that a round covers for so many in use: more where rounds are captured, so that
         there are few sizes."""
-        return rows if self.engine.recordings is None else min(bucket(rows), self.rows)
+        return rows if self.engine.recordings is None else min(bucket(rows), self.count)
 
     def _rows(
         self, budget: Sequence[int], longest: int, depth: int, reach: tuple[int, ...] = ()
@@ -222,11 +222,11 @@ class EngineBank:
                 self._budget.copy_(torch.from_numpy(self._host_budget))
         if self._last_reach != reach:
             self._last_reach = reach
-            self._reach.copy_(torch.tensor(reach or [self.room] * len(self._reach)))
+            self._reach.copy_(torch.tensor(reach or [self.slack] * len(self._reach)))
         return self._window(0, rows, longest, ragged=True)
 
     def _window(self, first: int, rows: int, longest: int, ragged: bool = False) -> Sequences:
-        at = first, rows, window(longest + self.room, self.slots), ragged
+        at = first, rows, window(longest + self.slack, self.slots), ragged
         if at not in self._windows:
             seqs = self.seqs.window(*at[:3])
             if ragged:

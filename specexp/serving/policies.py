@@ -1,7 +1,8 @@
 """Load-aware policies: how many tokens to draft in the next round, by the load.
 
-A policy sees what is known when a round begins (`Load`), returns a plan, and is told the outcome.
-It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `goodput` or `bandit`.
+A policy sees the load when a round begins (`Load`), returns a plan, and learns from the outcome.
+It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `greedy`, `goodput` or
+`bandit`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field
 from specexp import checked, objects
 from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy
+from specexp.serving.cost_table import Costs
 from specexp.serving.goodput import GAMMAS, Goodput
-from specexp.serving.goodput.prices import CostTable
+from specexp.serving.greedy import Greedy
 from specexp.trace import Step
 from specexp.tree import MOST, Tree
 
@@ -135,22 +137,30 @@ class Bandit:
         self.mean[self.current] = mean + (reward - mean) / self.tried[self.current]
 
 
-NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., goodput, bandit"
+NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., greedy, goodput, bandit"
+PRICED = ("greedy", "goodput")  # those that read a cost table
 
 
-def of(name: str, costs: CostTable | None = None, deepest: int = MOST) -> Policy:
-    """The policy of that name. costs: the table that `goodput` reads; deepest: the longest draft
-    that the drafter can make. Raises UserError, one line, for unknown names and longer drafts."""
+def of(policy: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> Policy:
+    """The policy of that name; a policy itself is returned as it is. costs: the table that `PRICED`
+    ones read; deepest: the longest draft that the drafter can make. Raises UserError, one line, for
+    unknown names, longer drafts and objects that are no policy."""
+    if not isinstance(policy, str):
+        missing = [name for name in ("widest", "choose", "learn") if not hasattr(policy, name)]
+        if missing:
+            raise UserError(f"{policy!r} is no policy: it has no {', '.join(missing)}")
+        return policy
+    name = policy
     kind, _, argument = name.partition(":")
     deepest = min(deepest, MOST)
     gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
     try:
         if name == "never":
             return Fixed(Tree.chain(0))
-        if name == "goodput":
+        if name in PRICED:
             if costs is None:
-                raise UserError("policy goodput needs a cost table: specexp profile makes one")
-            return Goodput(costs, gammas)
+                raise UserError(f"policy {name} needs a cost table: specexp profile makes one")
+            return Greedy(costs, gammas) if name == "greedy" else Goodput(costs, gammas)
         if name == "bandit":
             return Bandit((0, *gammas))
         if kind == "always":
@@ -160,10 +170,10 @@ def of(name: str, costs: CostTable | None = None, deepest: int = MOST) -> Policy
             return Threshold(_gamma(gamma, name, deepest), int(most))
         if kind == "table":
             pairs = [entry.split("=") for entry in argument.split(",")]
-            found = {int(b): _gamma(g, name, deepest) for b, g in pairs}
-            if len(found) < len(pairs):
+            entries = {int(rows): _gamma(gamma, name, deepest) for rows, gamma in pairs}
+            if len(entries) < len(pairs):
                 raise UserError(f"policy {name!r} names a number of rows twice: name each once")
-            return Table(tuple(sorted(found.items())))
+            return Table(tuple(sorted(entries.items())))
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
     if (own := objects.resolve("policy", name)) is not None:

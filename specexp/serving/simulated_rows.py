@@ -1,4 +1,4 @@
-"""A bank without models: time advances by a cost table, guesses are accepted at random.
+"""Rows without models: time advances by a cost table, draft tokens are accepted at random.
 
 The server, its policies and the requests are those of the real engine; only the passes are
 simulated. Every figure made with it is SIMULATED.
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 
 from specexp.serving.cost_table import Costs
 from specexp.serving.engine_rows import window
-from specexp.serving.server import Request
+from specexp.serving.requests import Request
 from specexp.trace import Step
 from specexp.tree import Tree
 
 
 @dataclass
-class _Row:
+class _Sequence:
     length: int
     limit: int
     conditional: Sequence[float]
-    made: float
+    filled: float
 
-    def chance(self, guess: int) -> float:
-        """P(a guess that was made is accepted given that the one before it was)."""
+    def chance(self, index: int) -> float:
+        """P(draft token `index` is accepted, if it was made and the one before it accepted)."""
         if not self.conditional:
             return 0.0
-        kept = self.conditional[min(guess, len(self.conditional) - 1)]
-        return kept if guess else kept / self.made
+        chance = self.conditional[min(index, len(self.conditional) - 1)]
+        return chance if index else chance / self.filled
 
 
-class SimulatedBank:
-    """conditional(stream): P(guess i accepted given that guess i - 1 was), i = 1, 2, ..., of the
-    request with that stream, deeper guesses being like the last; made(stream): how often a round of
-    it has guesses, by default always. overhead_s: seconds of a step besides its passes."""
+class SimulatedRows:
+    """conditional(stream): P(draft token i accepted given that token i - 1 was), i = 1, 2, ..., of
+    the request with that stream, deeper ones being like the last; filled(stream): how often a round
+    of it has a draft, by default always. overhead_s: seconds of a step besides its passes."""
 
     steady = True  # no round is slower for being captured
 
@@ -43,21 +43,21 @@ class SimulatedBank:
         self,
         costs: Costs,
         conditional: Callable[[int], Sequence[float]],
-        rows: int,
+        count: int,
         slots: int,
-        room: int,
+        slack: int,
         seed: int = 0,
         overhead_s: float = 0.0,
-        made: Callable[[int], float] | None = None,
+        filled: Callable[[int], float] | None = None,
     ) -> None:
         self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
-        self.made = made or (lambda stream: 1.0)
-        self.rows, self.slots, self.room = rows, slots, room
+        self.filled = filled or (lambda stream: 1.0)
+        self.count, self.slots, self.slack = count, slots, slack
         self.context = self.drafter_context = 1 << 30
         self.reads = costs.reads
         self.random = random.Random(seed).random
         self.time = 0.0
-        self.texts: dict[int, _Row] = {}
+        self.texts: dict[int, _Sequence] = {}
 
     def clock(self) -> float:
         return self.time
@@ -66,8 +66,8 @@ class SimulatedBank:
         self.time = max(self.time, until)
 
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
-        chances = self.conditional(stream), self.made(stream)
-        self.texts[row] = _Row(len(text), len(text), *chances)
+        chances = self.conditional(stream), self.filled(stream)
+        self.texts[row] = _Sequence(len(text), len(text), *chances)
 
     def read(self, row: int, start: int, stop: int) -> None:
         self.time += self.costs.prefill_s(stop - start)
@@ -85,13 +85,13 @@ class SimulatedBank:
     def round(
         self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
     ) -> list[Step]:
-        context = window(longest + self.room, self.slots)
-        asked = [min(g, tree.depth) for g in budget]
-        guesses = [self._found(at, gamma) for at, gamma in enumerate(asked)]
-        paid = guesses if self.costs.packs else asked
+        context = window(longest + self.slack, self.slots)
+        depths = [min(g, tree.depth) for g in budget]
+        drafts = [self._drafted(at, gamma) for at, gamma in enumerate(depths)]
+        paid = drafts if self.costs.packs else depths
         self.time += self.costs.plan_s(paid, context) + self.overhead_s
         steps = []
-        for at, gamma in enumerate(guesses):
+        for at, gamma in enumerate(drafts):
             text = self.texts.get(at)
             if text is None or text.length >= text.limit:
                 continue
@@ -103,10 +103,10 @@ class SimulatedBank:
             steps.append(Step(at, gamma, accepted, emitted, done=text.length >= text.limit))
         return steps
 
-    def _found(self, row: int, gamma: int) -> int:
-        """How many of `gamma` guesses a row has: all or none."""
+    def _drafted(self, row: int, gamma: int) -> int:
+        """How many of `gamma` draft tokens a row has: all or none."""
         text = self.texts.get(row)
-        missing = gamma > 0 and text and text.made < 1 and self.random() >= text.made
+        missing = gamma > 0 and text and text.filled < 1 and self.random() >= text.filled
         return 0 if missing else gamma
 
     def move(self, source: int, target: int, length: int) -> None:

@@ -18,9 +18,11 @@ from specexp.fast.cuda_graphs import Graphs
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.sequences import Sequences
-from specexp.serving.engine_rows import EngineBank
+from specexp.serving.engine_rows import EngineRows
 from specexp.serving.policies import InTurn
-from specexp.serving.server import Closed, Request, Server, serve
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.sources import Closed, serve
 from specexp.tree import Tree
 
 pytestmark = pytest.mark.compiler
@@ -151,15 +153,15 @@ def test_served_texts_are_the_texts(kind):
     """Rows join, move and leave, their prompts are read in chunks, and they draft by budgets."""
     wanted = slow("null", "empty").generate(PROMPTS * 2, NEW, streams=range(10)).tokens
     made = fast(kind)
-    server = Server(EngineBank(made, rows=4, slots=64, room=5), InTurn(3), chunk=8)
+    server = Server(EngineRows(made, count=4, slots=64, slack=5), InTurn(3), chunk=8)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
-    answers = serve(server, Closed(requests, 4))
-    assert {a.request.stream: a.tokens for a in answers} == dict(enumerate(wanted))
+    responses = serve(server, Closed(requests, 4))
+    assert {a.request.stream: a.tokens for a in responses} == dict(enumerate(wanted))
     assert "round" in made.replays.kinds
 
 
 def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
-    bank = EngineBank(fast("model", "chain"), rows=7, slots=64, room=5)
+    bank = EngineRows(fast("model", "chain"), count=7, slots=64, slack=5)
 
     def covered(*budget: int) -> tuple[int, list[int] | None]:
         rows = bank._rows(budget, 9, max(budget))
@@ -175,7 +177,7 @@ def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
 @pytest.mark.parametrize(("dtype", "kinds"), [(torch.float32, 1), (torch.float64, 2)])
 def test_a_round_serves_texts_of_any_length_where_passes_read_what_they_see(dtype, kinds):
     made, seen = fast("null", dtype=dtype), set()
-    bank = EngineBank(made, rows=1, slots=128, room=5)
+    bank = EngineRows(made, rows=1, slots=128, room=5)
     report = made.report
 
     def noted(seqs: Sequences, tree: Tree) -> list[list[int]]:
@@ -210,7 +212,7 @@ class Hears(Fixed):
 @pytest.mark.parametrize("pairing", [fast, slow])
 def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(pairing):
     hears = Hears(TREES["empty"])
-    server = Server(EngineBank(pairing("null"), rows=1, slots=64, room=5), hears)
+    server = Server(EngineRows(pairing("null"), count=1, slots=64, slack=5), hears)
     serve(server, Closed([Request(PROMPTS[0], 20, stream=0)], 1))
     hears.check(pairing)
 

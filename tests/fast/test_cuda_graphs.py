@@ -26,9 +26,11 @@ from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
-from specexp.serving.engine_rows import EngineBank, bucket
+from specexp.serving.engine_rows import EngineRows, bucket
 from specexp.serving.policies import InTurn
-from specexp.serving.server import Closed, Request, Server, serve
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.sources import Closed, serve
 from specexp.tree import Tree
 
 FEW = ["chain", "branching", "grown"]
@@ -433,11 +435,11 @@ def test_served_texts_are_the_texts(kind, ragged, device):
     """Rounds cover free rows, too; texts join, leave and move; rows draft alike or by budgets."""
     asked = {"temperature": 0.9, "dtype": torch.float32}
     made = taped(engine(kind, "chain", "match", device=device, **asked))
-    bank = EngineBank(made, rows=6, slots=64, room=5)
+    bank = EngineRows(made, count=6, slots=64, slack=5)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
     server = Server(bank, InTurn(3) if ragged else Turns(3, 0, 2), chunk=8)
-    answers = serve(server, Closed(requests, 5))
-    texts = [a.tokens for a in sorted(answers, key=lambda a: a.request.stream)]
+    responses = serve(server, Closed(requests, 5))
+    texts = [a.tokens for a in sorted(responses, key=lambda a: a.request.stream)]
     plain = engine("null", "empty", **asked)
     assert compare(plain, PROMPTS * 2, texts, NEW, range(10)).bugs == 0
     assert made.graphs.recorder.replays > 0
@@ -448,7 +450,7 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
         1, 2, 4, 4, 8, 8, 8, 16, 16, 24, 32,
     ]  # fmt: skip
     made = engine("model", "chain")
-    bank = EngineBank(made, rows=7, slots=64, room=5)
+    bank = EngineRows(made, count=7, slots=64, slack=5)
 
     def covered(*budget: int) -> tuple[int, list[int] | None]:
         rows = bank._rows(budget, 9, max(budget))

@@ -12,8 +12,10 @@ from specexp.engine import Engine
 from specexp.measure.exactness import TOLERANCE, compare
 from specexp.policy import Fixed
 from specexp.sequences import Sequences
-from specexp.serving.engine_rows import EngineBank
-from specexp.serving.server import Closed, Request, Server, serve
+from specexp.serving.engine_rows import EngineRows
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.sources import Closed, serve
 from specexp.tree import Tree
 
 FEW = ["chain", "branching", "grown"]
@@ -110,9 +112,9 @@ def test_a_round_waits_for_nothing(kind, tree, dtype, device):
 def test_served_texts_are_those_of_the_cpu(kind, tree, device):
     """Three rows for five requests: texts join, leave and move."""
     made = engine(kind, tree, "match", dtype=torch.float32, device=device)
-    bank = EngineBank(made, rows=3, slots=64, room=tree.room)
+    bank = EngineRows(made, count=3, slots=64, slack=tree.room)
     requests = [Request(prompt, NEW, stream=i) for i, prompt in enumerate(PROMPTS)]
-    answers = serve(Server(bank, Fixed(tree)), Closed(requests, 4))
-    assert [a.state for a in answers] == ["done"] * len(PROMPTS)
-    in_order = sorted(answers, key=lambda a: a.request.stream)
+    responses = serve(Server(bank, Fixed(tree)), Closed(requests, 4))
+    assert [a.state for a in responses] == ["done"] * len(PROMPTS)
+    in_order = sorted(responses, key=lambda a: a.request.stream)
     assert bugs([a.tokens for a in in_order]) == 0

@@ -10,21 +10,23 @@ from specexp import figures
 from specexp.measure import under_load
 from specexp.measure.under_load import served
 from specexp.policy import Fixed
-from specexp.serving.server import Answer, Closed, Request, Server, Tick, Timed, serve
-from specexp.serving.simulated_rows import SimulatedBank, requests
+from specexp.serving.requests import Request, Response, ServerStep
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedRows, requests
+from specexp.serving.sources import Closed, Timed, serve
 from specexp.tree import Tree
 
 
 def answer(came_s, *deliveries, begun_s=None, state="done", kind="code", prompt=3, **counts):
     request = Request(range(prompt), 9, came_s, kind=kind)
-    return Answer(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
+    return Response(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
 
 
 def tick(begin_s, end_s, busy_s=0.0, **counts):
     none = dict.fromkeys(
         ("waiting", "read", "live", "rows", "speculated", "drafted", "accepted", "emitted"), 0
     )
-    return Tick(begin_s, end_s, busy_s, **none | counts)
+    return ServerStep(begin_s, end_s, busy_s, **none | counts)
 
 
 ANSWERS = [
@@ -58,13 +60,13 @@ def samples(**policies):
     return pd.DataFrame(rows)
 
 
-def run(answers, ticks):
-    return under_load.Run(SimpleNamespace(ticks=ticks), Timed([]), answers)
+def run(responses, steps):
+    return under_load.Run(SimpleNamespace(steps=steps), Timed([]), responses)
 
 
 def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=4, **options):
     fixed = Fixed(Tree.chain(gamma))
-    bank = SimulatedBank(planted(), conditional, rows, 512, fixed.widest, **options)
+    bank = SimulatedRows(planted(), conditional, rows, 512, fixed.widest, **options)
     server = Server(bank, fixed)
     todo = requests([(0.0, 20, 300)] * count)
     return server, serve(server, Closed(todo, rows))

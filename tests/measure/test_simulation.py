@@ -12,8 +12,10 @@ from specexp.measure import under_load
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import served
 from specexp.policy import Fixed
-from specexp.serving.server import Answer, Closed, Request, Server, Tick, Timed, serve
-from specexp.serving.simulated_rows import SimulatedBank, requests
+from specexp.serving.requests import Request, Response, ServerStep
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedRows, requests
+from specexp.serving.sources import Closed, Timed, serve
 from specexp.trace import Acceptance
 from specexp.tree import Tree
 
@@ -27,14 +29,14 @@ LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text 
 
 def answer(came_s, *deliveries, begun_s=None, state="done", kind="code", prompt=3, **counts):
     request = Request(range(prompt), 9, came_s, kind=kind)
-    return Answer(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
+    return Response(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
 
 
 def tick(begin_s, end_s, busy_s=0.0, **counts):
     none = dict.fromkeys(
         ("waiting", "read", "live", "rows", "speculated", "drafted", "accepted", "emitted"), 0
     )
-    return Tick(begin_s, end_s, busy_s, **none | counts)
+    return ServerStep(begin_s, end_s, busy_s, **none | counts)
 
 
 @pytest.fixture
@@ -43,8 +45,8 @@ def few(monkeypatch):
     monkeypatch.setattr(served, "LEAST", dict.fromkeys(under_load.QUANTILES, 1))
 
 
-def run(answers, ticks):
-    return under_load.Run(SimpleNamespace(ticks=ticks), Timed([]), answers)
+def run(responses, steps):
+    return under_load.Run(SimpleNamespace(steps=steps), Timed([]), responses)
 
 
 def test_compare_runs_pairs_real_with_simulated(few):
@@ -73,7 +75,7 @@ def test_compare_runs_pairs_real_with_simulated(few):
 
 def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=4, **options):
     fixed = Fixed(Tree.chain(gamma))
-    bank = SimulatedBank(planted(), conditional, rows, 512, fixed.widest, **options)
+    bank = SimulatedRows(planted(), conditional, rows, 512, fixed.widest, **options)
     server = Server(bank, fixed)
     todo = requests([(0.0, 20, 300)] * count)
     return server, serve(server, Closed(todo, rows))
@@ -82,23 +84,23 @@ def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=
 @pytest.mark.parametrize("gamma", [0, 1, 2, 3, 5])
 def test_simulated_tokens_match_acceptance(gamma):
     """The last round of an answer is cut by its limit, and left out."""
-    _, answers = simulated(gamma)
-    gained = np.concatenate([np.diff([n for _, n in a.deliveries])[:-1] for a in answers])
+    _, responses = simulated(gamma)
+    gained = np.concatenate([np.diff([n for _, n in a.deliveries])[:-1] for a in responses])
     wanted = 1 + sum(np.cumprod([0.9, 0.5, 0.2, 0.2, 0.2][:gamma]))  # none is known beyond three
     assert len(gained) > 4000
     assert gained.mean() == pytest.approx(wanted, abs=4 * max(gained.std(), 1e-9) / 60)
-    assert {a.deliveries[-1][1] for a in answers} == {300}
-    assert all(a.drafted == gamma * a.passes for a in answers)
+    assert {a.deliveries[-1][1] for a in responses} == {300}
+    assert all(a.drafted == gamma * a.passes for a in responses)
 
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_simulated_misses_cost_only_unpacked_passes(packs):
     costs = planted(slot=0)
     costs = replace(costs, about=costs.about | {"passes": "native" if packs else "fused"})
-    bank = SimulatedBank(costs, lambda stream: [0.6], 1, 512, 6, made=lambda stream: 0.75)
-    answers = serve(Server(bank, Fixed(Tree.chain(1))), Timed(requests([(0.0, 20, 300)] * 40)))
-    passes, drafted = sum(a.passes for a in answers), sum(a.drafted for a in answers)
-    kept = sum(a.accepted for a in answers)
+    bank = SimulatedRows(costs, lambda stream: [0.6], 1, 512, 6, filled=lambda stream: 0.75)
+    responses = serve(Server(bank, Fixed(Tree.chain(1))), Timed(requests([(0.0, 20, 300)] * 40)))
+    passes, drafted = sum(a.passes for a in responses), sum(a.drafted for a in responses)
+    kept = sum(a.accepted for a in responses)
     assert drafted / passes == pytest.approx(0.75, abs=0.02)
     assert kept / passes == pytest.approx(0.6, abs=0.02)
     paid = drafted if packs else passes
@@ -111,7 +113,7 @@ def test_simulated_misses_cost_only_unpacked_passes(packs):
 def test_simulated_time_matches_the_table():
     """Windows are 64 slots wide, or as many times that as the longest text and a draft need."""
     costs = planted()
-    bank = SimulatedBank(costs, lambda stream: [0.5] * 5, 4, 500, 6, overhead_s=1e-3)
+    bank = SimulatedRows(costs, lambda stream: [0.5] * 5, 4, 500, 6, overhead_s=1e-3)
     begin, spent = bank.clock(), []
     for row in range(3):
         bank.enter(row, range(50), row)
@@ -140,7 +142,7 @@ def test_simulated_response_takes_prefill_and_rounds():
     read, costs = planted().prefill_s(19), planted()
     steps = [costs.round_s(1, 0, -(-(20 + i + 1) // 64) * 64) + 1e-3 for i in range(300)]
     assert [at for at, _ in response.deliveries] == pytest.approx(list(read + np.cumsum(steps)))
-    assert server.ticks[-1].end_s == response.ended_s
+    assert server.steps[-1].end_s == response.ended_s
 
 
 def test_simulation_depends_on_seed_only():
@@ -160,13 +162,13 @@ def test_simulation_uses_acceptance_by_category():
     runs = under_load.simulate(planted(), accepted, names, offered, rows=3)
     assert list(runs) == names
     for run in runs.values():
-        assert [a.request for a in run.answers] == list(offered.requests)
-        assert {(a.state, a.deliveries[-1][1]) for a in run.answers} == {("done", 24)}
-    for a in runs["always:5"].answers:
+        assert [a.request for a in run.responses] == list(offered.requests)
+        assert {(a.state, a.deliveries[-1][1]) for a in run.responses} == {("done", 24)}
+    for a in runs["always:5"].responses:
         assert a.passes == (4 if a.request.kind == "code" else 24)
-    assert all(a.drafted == 0 for a in runs["plain"].answers)
+    assert all(a.drafted == 0 for a in runs["plain"].responses)
     again = under_load.simulate(planted(), accepted, names, offered, rows=3)
-    assert {n: r.answers for n, r in again.items()} == {n: r.answers for n, r in runs.items()}
+    assert {n: r.responses for n, r in again.items()} == {n: r.responses for n, r in runs.items()}
 
 
 def test_simulated_fits_the_pace_of_the_machine():
@@ -182,5 +184,5 @@ def test_simulated_fits_the_pace_of_the_machine():
         assert runs[name].server.now == pytest.approx(real[name].server.now, rel=0.01)
 
 
-def texts(answers) -> dict[int, list[int]]:
-    return {a.request.stream: a.tokens for a in answers if a.state == "done"}
+def texts(responses) -> dict[int, list[int]]:
+    return {a.request.stream: a.tokens for a in responses if a.state == "done"}

@@ -15,7 +15,8 @@ from specexp.measure import under_load
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import races, served
 from specexp.serving.arrivals import Arrival, write_csv
-from specexp.serving.server import Answer, Closed, Request, Tick, Timed, serve
+from specexp.serving.requests import Request, Response, ServerStep
+from specexp.serving.sources import Closed, Timed, serve
 
 PROMPTS = [
     Prompt(1, "code", ("def mean(values):",)),
@@ -27,14 +28,14 @@ LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text 
 
 def answer(came_s, *deliveries, begun_s=None, state="done", kind="code", prompt=3, **counts):
     request = Request(range(prompt), 9, came_s, kind=kind)
-    return Answer(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
+    return Response(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
 
 
 def tick(begin_s, end_s, busy_s=0.0, **counts):
     none = dict.fromkeys(
         ("waiting", "read", "live", "rows", "speculated", "drafted", "accepted", "emitted"), 0
     )
-    return Tick(begin_s, end_s, busy_s, **none | counts)
+    return ServerStep(begin_s, end_s, busy_s, **none | counts)
 
 
 ANSWERS = [
@@ -199,8 +200,8 @@ def test_regret_interval_has_low_below_high():
     assert 0 < mine["low"] < mine["regret"] < mine["high"] < 1
 
 
-def run(answers, ticks):
-    return under_load.Run(SimpleNamespace(ticks=ticks), Timed([]), answers)
+def run(responses, steps):
+    return under_load.Run(SimpleNamespace(steps=steps), Timed([]), responses)
 
 
 def test_logged_metrics_are_the_policys_row(few):
@@ -241,7 +242,7 @@ def test_steps_table_keeps_order_by_policy():
 def test_closed_loop_repeats_mixed_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "closed:2", 5, 20)
     assert offered.concurrency == 2
-    assert isinstance(offered.arriving(), Closed)
+    assert isinstance(offered.source(), Closed)
     assert [r.kind for r in offered.requests] == ["code", "messy", "code", "code", "messy"]
     assert "".join(map(chr, offered.requests[3].prompt)) == "def mean(values):"
     assert [r.stream for r in offered.requests] == list(range(5))
@@ -252,7 +253,7 @@ def test_open_traffic_keeps_times_and_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "poisson:4", 6, 20, seed=1)
     times = [r.at_s for r in offered.requests]
     assert offered.concurrency is None
-    assert isinstance(offered.arriving(), Timed)
+    assert isinstance(offered.source(), Timed)
     assert times == sorted(times)
     assert len(set(times)) == 6
     assert {r.new for r in offered.requests} == {20}
@@ -275,8 +276,8 @@ def test_trace_cuts_prompts_and_outputs(tmp_path):
 
 
 def test_overhead_is_the_mean_over_steps():
-    one, two = SimpleNamespace(ticks=[tick(1, 2, 0.9), tick(2, 4, 1.6)]), [tick(0, 1, 0.9)]
-    runs = {"plain": one, "never": SimpleNamespace(ticks=two)}
+    one, two = SimpleNamespace(steps=[tick(1, 2, 0.9), tick(2, 4, 1.6)]), [tick(0, 1, 0.9)]
+    runs = {"plain": one, "never": SimpleNamespace(steps=two)}
     assert under_load.overhead_s(runs) == pytest.approx(0.2)
 
 
@@ -291,8 +292,8 @@ def pairing(tiny_folders):
     return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
-def texts(answers) -> dict[int, list[int]]:
-    return {a.request.stream: a.tokens for a in answers if a.state == "done"}
+def texts(responses) -> dict[int, list[int]]:
+    return {a.request.stream: a.tokens for a in responses if a.state == "done"}
 
 
 def test_race_pairs_turns_and_outputs_agree(pairing):
@@ -308,11 +309,11 @@ def test_race_pairs_turns_and_outputs_agree(pairing):
     assert table.loc[["plain", "never"], ["drafted", "speculated"]].sum().sum() == 0
     assert (table.loc[["always:1", "always:3"], "drafted"] > 0).all()
     for run in runs.values():
-        while sum(a.over for a in run.answers) < 14:
+        while sum(a.over for a in run.responses) < 14:
             run.advance()
-        shared = texts(run.answers).keys() & texts(runs["plain"].answers).keys()
+        shared = texts(run.responses).keys() & texts(runs["plain"].responses).keys()
         assert len(shared) >= 12
-        assert all(texts(run.answers)[i] == texts(runs["plain"].answers)[i] for i in shared)
+        assert all(texts(run.responses)[i] == texts(runs["plain"].responses)[i] for i in shared)
 
 
 def test_race_repeats_requests_until_turns_end(pairing):
@@ -321,7 +322,7 @@ def test_race_repeats_requests_until_turns_end(pairing):
         pairing, ["plain", "always:1"], None, offered, 2, tokens=10, turns=3
     )
     assert sorted(table["turn"]) == [0, 0, 1, 1, 2, 2]
-    assert len(runs["plain"].answers) > 3
+    assert len(runs["plain"].responses) > 3
 
 
 def test_race_without_tokens_is_refused(pairing, monkeypatch):
@@ -335,15 +336,15 @@ def test_open_race_outputs_agree_between_policies(pairing):
     offered = under_load.traffic(pairing, PROMPTS, "poisson:200", 10, 10)
     runs = under_load.open_race(pairing, NAMES, planted(), offered, rows=3, slice_s=0.02)
     for run in runs.values():
-        assert [a.request for a in run.answers] == list(offered.requests)
-        assert [a.came_s for a in run.answers] == [r.at_s for r in offered.requests]
-        assert all(a.begun_s >= a.came_s for a in run.answers)
-        assert texts(run.answers) == texts(runs["plain"].answers)
-        assert len(texts(run.answers)) == 10
-    assert all(a.drafted == 0 for a in runs["plain"].answers)
-    assert all(a.drafted > 0 for a in runs["always:3"].answers)
-    replayed = offered.as_served(runs["plain"].answers[1:])
-    lengths = [10, *(len(a.tokens) for a in runs["plain"].answers[1:])]
+        assert [a.request for a in run.responses] == list(offered.requests)
+        assert [a.came_s for a in run.responses] == [r.at_s for r in offered.requests]
+        assert all(a.begun_s >= a.came_s for a in run.responses)
+        assert texts(run.responses) == texts(runs["plain"].responses)
+        assert len(texts(run.responses)) == 10
+    assert all(a.drafted == 0 for a in runs["plain"].responses)
+    assert all(a.drafted > 0 for a in runs["always:3"].responses)
+    replayed = offered.as_served(runs["plain"].responses[1:])
+    lengths = [10, *(len(a.tokens) for a in runs["plain"].responses[1:])]
     assert [r.new for r in replayed.requests] == lengths
     assert [r.prompt for r in replayed.requests] == [r.prompt for r in offered.requests]
 
@@ -355,9 +356,9 @@ def test_certify_served_finds_a_spoiled_output(pairing, monkeypatch):
     assert exact.tokens > 16
 
     def spoiled(*arguments):
-        answers = serve(*arguments)
-        answers[2].tokens[1] ^= 1
-        return answers
+        responses = serve(*arguments)
+        responses[2].tokens[1] ^= 1
+        return responses
 
     monkeypatch.setattr(races, "serve", spoiled)
     assert under_load.certify_served(pairing, offered, 3).bugs == 1

@@ -20,8 +20,9 @@ from specexp.measure.under_load import answered
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, many_bursty, many_of_a_day
 from specexp.serving.fleet import ROUTERS, Limits, Pace, pace, simulate, size
-from specexp.serving.server import Server, Timed, serve
-from specexp.serving.simulated_rows import SimulatedBank, requests
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedRows, requests
+from specexp.serving.sources import Timed, serve
 from specexp.trace import Acceptance
 
 KEPT = (0.8, 0.75, 0.7, 0.6, 0.6)
@@ -286,7 +287,7 @@ def test_one_replica_is_like_the_server_on_a_simulated_bank(name, rate, reads):
     costs = dataclasses.replace(costs, about=costs.about | {"reads": reads})
     asked = many_bursty(rate, 700, LENGTHS, 1, 1.0)
     policy = policies.of("never" if name == "plain" else name, costs, 5)
-    bank = SimulatedBank(costs, lambda _: KEPT, rows, 500, policy.widest)
+    bank = SimulatedRows(costs, lambda _: KEPT, rows, 500, policy.widest)
     server = Server(bank, policy, queue=len(asked))
     table = answered(serve(server, Timed(requests(asked.each()))))
     fluid = simulate(
@@ -298,7 +299,7 @@ def test_one_replica_is_like_the_server_on_a_simulated_bank(name, rate, reads):
         found = np.nanquantile(getattr(fluid, f"{key}_s"), [0.5, 0.95])
         assert found == pytest.approx(wanted, rel=0.1), key
     assert fluid.ttft_s.mean() == pytest.approx(table["ttft_s"].mean(), rel=0.2)
-    assert fluid.seconds == pytest.approx(server.ticks[-1].end_s - asked.at_s[0], rel=0.02)
+    assert fluid.seconds == pytest.approx(server.steps[-1].end_s - asked.at_s[0], rel=0.02)
 
 
 # --- paces ---------------------------------------------------------------------------------------

@@ -18,8 +18,10 @@ from support.simulated_loads import (
 from specexp.policy import Fixed, Plan
 from specexp.serving.cost_table import Costs
 from specexp.serving.goodput import Goodput
-from specexp.serving.server import Closed, Request, Server, serve
-from specexp.serving.simulated_rows import SimulatedBank
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Closed, serve
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -28,7 +30,7 @@ LAWS = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-class Graded(SimulatedBank):
+class Graded(SimulatedRows):
     """Every round a row is at a grade by chance. law: how often, and how likely each guess is kept
     there if the one before it was."""
 
@@ -73,13 +75,13 @@ def tokens_s(policy, costs: Costs, law, rows: int, count: int) -> float:
 def test_rows_beyond_reach_do_not_catch_up(monkeypatch):
     """Whoever has no guess is not counted as drafting, and its drafter has gone on reading."""
     costs, caught_up = table(packs=True, grades=3), []
-    monkeypatch.setattr(SimulatedBank, "catch_up", lambda *args: caught_up.append(args[1:]))
+    monkeypatch.setattr(SimulatedRows, "catch_up", lambda *args: caught_up.append(args[1:]))
     policy = Always(Plan(Tree.chain(3), reach=(0, 0, 3)))
     server = Server(Graded(costs, UNSURE, 2, policy.widest), policy, chunk=4096)
     serve(server, Closed([Request([1], 200, stream=i) for i in range(4)], 2))
     assert not caught_up
-    assert all(tick.speculated == tick.drafted / 3 for tick in server.ticks)
-    assert 0.3 < sum(t.speculated for t in server.ticks) / sum(t.live for t in server.ticks) < 0.5
+    assert all(step.speculated == step.drafted / 3 for step in server.steps)
+    assert 0.3 < sum(t.speculated for t in server.steps) / sum(t.live for t in server.steps) < 0.5
 
 
 @settings(max_examples=80)

@@ -21,8 +21,10 @@ from support.simulated_loads import (
 from specexp.policy import Fixed
 from specexp.serving.cost_table import CALM
 from specexp.serving.goodput import GAMMAS, Goodput
-from specexp.serving.server import Closed, Request, Server, serve
-from specexp.serving.simulated_rows import SimulatedBank
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Closed, serve
 from specexp.tree import Tree
 
 
@@ -83,7 +85,7 @@ def test_slow_machine_does_not_change_the_choice(streams):
     assert speed(server) > 0.92 * max(map(speed, fixed.values()))
 
 
-class Stalling(SimulatedBank):
+class Stalling(SimulatedRows):
     """One round in fifty takes ten times as long."""
 
     def round(self, *given):
@@ -103,7 +105,7 @@ def test_stalls_are_not_blamed_on_a_draft_length(streams, chance, best):
     assert drafts.count(best) > 0.93 * len(drafts)
 
 
-class Busy(SimulatedBank):
+class Busy(SimulatedRows):
     """Until `until` seconds, drafts and the passes over them take half as long again."""
 
     def __init__(self, *given, until: float):
@@ -129,7 +131,7 @@ def test_drafts_resume_after_a_busy_neighbour(packs):
     assert sum(gamma > 0 for gamma in after) > 0.9 * len(after)
 
 
-class Recording(SimulatedBank):
+class Recording(SimulatedRows):
     """The first four rounds of every draft length take three times as long."""
 
     def __init__(self, *given, says: bool):
@@ -162,7 +164,7 @@ def test_recorded_rounds_are_not_timed():
     assert found[False] < 0.95 * best
 
 
-class Cooling(SimulatedBank):
+class Cooling(SimulatedRows):
     """The first steps after a draft take up to half as long again."""
 
     plainly = 0
@@ -197,7 +199,7 @@ def test_prompt_reading_is_not_a_slowdown():
     """Long prompts all at once, and half a step to read one: charged once, not for ever."""
     costs = table()
     policy = Goodput(costs)
-    bank = SimulatedBank(costs, alike(0.9), 8, 4096, policy.widest)
+    bank = SimulatedRows(costs, alike(0.9), 8, 4096, policy.widest)
     server = Server(bank, policy, chunk=1 << 20)
     serve(server, Closed([Request(range(1000), 400, stream=i) for i in range(8)], 8))
     assert policy.prices.slowdowns

@@ -21,8 +21,10 @@ from specexp.policy import Fixed, Load, Plan, Stream
 from specexp.serving import policies
 from specexp.serving.goodput import Goodput
 from specexp.serving.policies import Bandit, InTurn, Table, Threshold
-from specexp.serving.server import Request, Server, Timed, serve
-from specexp.serving.simulated_rows import SimulatedBank
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Timed, serve
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -167,13 +169,13 @@ def history(name: str, requests: list[Request], until: float):
     """The choices before that time, and those after it."""
     recorded = Recorded(policies.of(name, table()))
     chances = [[0.5 + 0.1 * i] * 5 for i in range(5)]
-    bank = SimulatedBank(table(), lambda i: chances[i % 5], 8, 512, recorded.widest)
+    bank = SimulatedRows(table(), lambda i: chances[i % 5], 8, 512, recorded.widest)
     server = Server(bank, recorded)
     before = 0
 
     def watch(server: Server) -> None:
         nonlocal before
-        if server.ticks[-1].end_s < until:
+        if server.steps[-1].end_s < until:
             before = len(recorded.choices)
 
     serve(server, Timed(requests), watch)

@@ -22,11 +22,13 @@ from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
-from specexp.serving.engine_rows import EngineBank, OutOfMemory
-from specexp.serving.server import Closed, Request, Server, Timed, serve
+from specexp.serving.engine_rows import EngineRows, OutOfMemory
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.sources import Closed, Timed, serve
 from specexp.tree import Tree
 
-SLOTS, ROOM = 96, 10
+SLOTS, SLACK = 96, 10
 CHAINS = [Tree.chain(g) for g in (0, 0, 1, 3)]
 SHAPES = [*CHAINS, Tree.branching(2, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4)), Tree.grown(9, 3)]
 
@@ -34,7 +36,7 @@ SHAPES = [*CHAINS, Tree.branching(2, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4)), Tree.g
 class Restless:
     """Another plan every round: trees and budgets by chance."""
 
-    widest = ROOM
+    widest = SLACK
 
     def __init__(self, seed, trees=tuple(CHAINS), ragged=(False, True), grades=1):
         self.rng, self.trees, self.ragged = random.Random(seed), trees, ragged
@@ -71,74 +73,74 @@ def alone(made: Engine, request: Request) -> list[int]:
 
 
 def served(made: Engine, policy, source, rows: int = 3, **options) -> tuple[Server, list]:
-    server = Server(EngineBank(made, rows, SLOTS, ROOM), policy, **options)
+    server = Server(EngineRows(made, rows, SLOTS, SLACK), policy, **options)
     return server, serve(server, source)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_every_request_is_answered_once_with_its_own_plain_text(kind, temperature):
-    """Chunks of three, a bank of three, budgets of their own, guesses now and then."""
+def test_responses_match_plain_decoding(kind, temperature):
+    """Chunks of three, three rows, budgets of their own, drafts now and then."""
     trees = CHAINS if kind == "medusa" else SHAPES
     made = engine(kind, "chain", "match", temperature=temperature)
     todo = requests(9)
     policy = Restless(1, trees, grades=made.drafter.grades)
-    server, answers = served(made, policy, Closed(todo, 5), chunk=3)
-    assert [a.request for a in answers] == todo
-    for answer in answers:
-        assert answer.state == "done"
-        assert answer.tokens == alone(made, answer.request)
-        assert answer.deliveries[-1][1] == answer.request.new
-    assert max(tick.rows for tick in server.ticks) == 3
+    server, responses = served(made, policy, Closed(todo, 5), chunk=3)
+    assert [a.request for a in responses] == todo
+    for response in responses:
+        assert response.state == "done"
+        assert response.tokens == alone(made, response.request)
+        assert response.deliveries[-1][1] == response.request.new
+    assert max(step.rows for step in server.steps) == 3
     assert server.open == 0
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("kind", ["model", "ngram"])
-def test_what_was_rehearsed_is_not_recorded_again_and_changes_no_text(kind):
+def test_rehearsed_rounds_are_not_recorded_again(kind):
     made = engine(kind, "chain", "match", temperature=0.0, dtype=torch.float32)
-    bank, todo = EngineBank(made, 3, SLOTS, ROOM), requests(9)
-    bank.rehearse(3)
+    rows, todo = EngineRows(made, 3, SLOTS, SLACK), requests(9)
+    rows.rehearse(3)
     known = set(made.recordings.kept)
     assert len(known) == 3 * (1 + 4)  # sizes; plain rounds of all rows, and those of some
-    answers = serve(Server(bank, Restless(1)), Closed(todo, 5))
+    responses = serve(Server(rows, Restless(1)), Closed(todo, 5))
     assert set(made.recordings.kept) == known
-    for answer in answers:
-        assert answer.tokens == alone(made, answer.request)
+    for response in responses:
+        assert response.tokens == alone(made, response.request)
 
 
 @pytest.mark.compiler
-def test_rehearsal_ends_where_memory_does_and_small_sizes_come_last(monkeypatch):
+def test_rehearsal_stops_when_memory_is_short(monkeypatch):
     made = engine("model", "chain", "match", temperature=0.0, dtype=torch.float32)
-    bank, todo = EngineBank(made, 3, SLOTS, ROOM), requests(5)
-    report, rows = Engine.report, []
+    rows, todo = EngineRows(made, 3, SLOTS, SLACK), requests(5)
+    report, sizes = Engine.report, []
 
     def scarce(engine, seqs, tree):
-        rows.append(len(seqs.tokens))
-        if len(set(rows)) == 3:
+        sizes.append(len(seqs.tokens))
+        if len(set(sizes)) == 3:
             raise torch.OutOfMemoryError("out of memory: tried to allocate")
         return report(engine, seqs, tree)
 
     monkeypatch.setattr(Engine, "report", scarce)
-    bank.rehearse(3)
-    assert list(dict.fromkeys(rows)) == [3, 2, 1]
+    rows.rehearse(3)
+    assert list(dict.fromkeys(sizes)) == [3, 2, 1]
     monkeypatch.undo()
-    for answer in serve(Server(bank, Restless(1)), Closed(todo, 3)):
-        assert answer.tokens == alone(made, answer.request)
+    for response in serve(Server(rows, Restless(1)), Closed(todo, 3)):
+        assert response.tokens == alone(made, response.request)
 
 
-def test_a_text_beyond_the_drafter_leaves_the_guesses_of_others_as_good_as_they_are():
+def test_text_beyond_drafter_context_spares_other_rows():
     """The target drafts for itself: whatever is guessed is kept. While a longer text than the
     drafter can take is there nobody drafts, and nobody is judged."""
     made = engine("self", "chain", "match")
     made.drafter.context = 40
-    server = Server(EngineBank(made, 2, SLOTS, ROOM), Fixed(Tree.chain(3)))
+    server = Server(EngineRows(made, 2, SLOTS, SLACK), Fixed(Tree.chain(3)))
     long, short = server.submit(Request([3] * 30, 30)), server.submit(Request([1, 2, 5], 60))
     passes = 0
     while not long.over:
         server.step()
-        seat = next(s for s in server.seats if s and s.answer is short)
-        assert seat.kept == pytest.approx(seat.made)
+        row = next(row for row in server.occupied if row and row.response is short)
+        assert row.kept == pytest.approx(row.made)
         passes += short.drafted == 0
     assert passes < short.passes < 40
     drafted, kept = short.drafted, short.accepted
@@ -150,8 +152,8 @@ def test_a_text_beyond_the_drafter_leaves_the_guesses_of_others_as_good_as_they_
     assert short.tokens == alone(made, short.request)
 
 
-def test_of_two_equal_requests_the_one_that_is_cancelled_goes():
-    server = Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(0)))
+def test_cancel_removes_only_its_own_request():
+    server = Server(EngineRows(engine("null"), 1, SLOTS, SLACK), Fixed(Tree.chain(0)))
     first, *equal = (server.submit(Request([1, 2], 3), came_s=0.0) for _ in range(3))
     server.step()
     server.cancel(equal[1])
@@ -165,123 +167,123 @@ def test_of_two_equal_requests_the_one_that_is_cancelled_goes():
     ("reach", "drafted"),
     [((), [3, 3, 0, 1]), ((3, 2, 1, 0), [0, 2, 0, 0]), ((0, 1, 0, 2), [2, 1, 0, 1])],
 )
-def test_a_row_drafts_as_deep_as_its_drafter_is_sure_enough(reach, drafted, compiled, monkeypatch):
+def test_depth_follows_budget_and_reach(reach, drafted, compiled, monkeypatch):
     """Of the first and last three tokens agree, of the others one and none."""
     if not compiled:
         monkeypatch.setattr(cpu, "by", lambda *read: None)
     made = engine("ngram", "chain", "match")
     made.drafter = NGram(3)
-    bank = EngineBank(made, 4, SLOTS, ROOM)
+    rows = EngineRows(made, 4, SLOTS, SLACK)
     texts = [1, 2, 3, 4, 1, 2, 3], [5, 1, 6, 1], [1, 2, 3], [1, 2, 3, 1, 2, 3]
     for row, text in enumerate(texts):
-        bank.enter(row, text, row)
-        bank.read(row, 0, len(text) - 1)
-        bank.begin(row, 60)
-    steps = bank.round([3, 3, 3, 1], 20, Tree.chain(3), reach)
+        rows.enter(row, text, row)
+        rows.read(row, 0, len(text) - 1)
+        rows.begin(row, 60)
+    steps = rows.round([3, 3, 3, 1], 20, Tree.chain(3), reach)
     assert [step.drafted for step in steps] == drafted
     assert [step.grade for step in steps] == [3, 1, 0, 3]
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
 @pytest.mark.parametrize("kind", ["model", "eagle3", "self"])
-def test_under_every_rule_a_request_does_not_see_its_batch(rule, kind):
+def test_responses_do_not_depend_on_the_batch(rule, kind):
     made = engine(kind, "chain", rule, temperature=0.9)
     fixed = Fixed(Tree.chain(3))
     made.policy = fixed
     todo = requests(8, seed=3)
-    _, answers = served(made, fixed, Closed(todo, 4))
-    for answer in answers:
-        _, [by_itself] = served(made, fixed, Closed([answer.request], 1), rows=1)
-        assert answer.tokens == by_itself.tokens
+    _, responses = served(made, fixed, Closed(todo, 4))
+    for response in responses:
+        _, [by_itself] = served(made, fixed, Closed([response.request], 1), rows=1)
+        assert response.tokens == by_itself.tokens
 
 
 @pytest.mark.parametrize(("kind", "first"), [("model", 0), ("eagle3", 0), ("ngram", 3)])
-def test_no_first_token_waits_for_a_drafter_to_read_the_prompt(kind, first):
+def test_first_token_does_not_wait_for_the_drafter(kind, first):
     """A lookup reads nothing. Who came before goes on drafting."""
     made = engine(kind, "chain", "match")
-    server = Server(EngineBank(made, 2, SLOTS, ROOM), Fixed(Tree.chain(3)))
-    answers = []
+    server = Server(EngineRows(made, 2, SLOTS, SLACK), Fixed(Tree.chain(3)))
+    responses = []
     for _ in range(2):
-        answers.append(server.submit(Request([1, 2, 3] * 9, NEW)))
+        responses.append(server.submit(Request([1, 2, 3] * 9, NEW)))
         server.step()
-        assert answers[-1].drafted == first
-    assert answers[0].drafted >= 3
+        assert responses[-1].drafted == first
+    assert responses[0].drafted >= 3
     while server.step():
         pass
-    assert [a.tokens for a in answers] == [alone(made, a.request) for a in answers]
+    assert [a.tokens for a in responses] == [alone(made, a.request) for a in responses]
 
 
-def test_who_reads_nothing_lags_behind_nothing_and_is_judged_at_once():
+def test_lookup_drafter_is_never_behind():
     """After many plain rounds, of texts that are longer than a chunk."""
     made, policy = engine("ngram", "chain", "match"), Restless(0, [Tree.chain(0)] * 40)
-    server = Server(EngineBank(made, 2, SLOTS, ROOM), policy, chunk=2)
+    server = Server(EngineRows(made, 2, SLOTS, SLACK), policy, chunk=2)
     for _ in range(2):
         server.submit(Request([1, 2, 3] * 9, NEW))
     for _ in range(30):
         server.step()
-    assert all(s is None or s.behind == 0 for s in server.seats)
+    assert all(s is None or s.behind == 0 for s in server.occupied)
 
 
 @settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1))
-def test_whoever_comes_or_goes_at_whatever_time(seed):
+def test_random_arrivals_and_cancellations(seed):
     rng = random.Random(seed)
     made = engine("model", "chain", "match", temperature=rng.choice([0.0, 1.0]))
     policy = Restless(seed)
-    server = Server(EngineBank(made, rng.randint(1, 4), SLOTS, ROOM), policy,
+    server = Server(EngineRows(made, rng.randint(1, 4), SLOTS, SLACK), policy,
                     chunk=rng.choice([1, 5, 64]), queue=rng.randint(0, 6))  # fmt: skip
-    todo, answers = requests(rng.randint(1, 12), seed), []
+    todo, responses = requests(rng.randint(1, 12), seed), []
     while todo or server.open:
         for _ in range(rng.randint(0, 3)):
             if todo:
-                answers.append(server.submit(todo.pop()))
-        if answers and rng.random() < 0.15:
-            server.cancel(rng.choice(answers))
+                responses.append(server.submit(todo.pop()))
+        if responses and rng.random() < 0.15:
+            server.cancel(rng.choice(responses))
         server.step()
-    by_state = {s: [a for a in answers if a.state == s] for s in ("done", "cancelled", "refused")}
-    assert sum(map(len, by_state.values())) == len(answers)
-    for answer in by_state["done"]:
-        assert answer.tokens == alone(made, answer.request)
-    for answer in by_state["cancelled"]:
-        assert answer.tokens == alone(made, answer.request)[: len(answer.tokens)]
+    by_state = {s: [a for a in responses if a.state == s] for s in ("done", "cancelled", "refused")}
+    assert sum(map(len, by_state.values())) == len(responses)
+    for response in by_state["done"]:
+        assert response.tokens == alone(made, response.request)
+    for response in by_state["cancelled"]:
+        assert response.tokens == alone(made, response.request)[: len(response.tokens)]
     assert all("queue is full" in a.reason and not a.tokens for a in by_state["refused"])
 
 
-def test_an_end_of_text_frees_the_row():
+def test_end_of_text_frees_the_row():
     made = engine("model", "chain", "match")
     todo = requests(6)
     made.eos = (alone(made, todo[1])[0],)
-    _, answers = served(made, Fixed(Tree.chain(3)), Closed(todo, 3))
-    for answer in answers:
-        text = alone(made, answer.request)
-        assert answer.tokens == text
-    assert len(answers[1].tokens) == 1
+    _, responses = served(made, Fixed(Tree.chain(3)), Closed(todo, 3))
+    for response in responses:
+        text = alone(made, response.request)
+        assert response.tokens == text
+    assert len(responses[1].tokens) == 1
 
 
-def test_a_drafter_that_reads_late_still_accepts_everything():
+def test_catching_up_leaves_no_gap():
     """The target as its own draft: after any number of rounds without it, nothing is missing."""
     made = engine("self", "chain", "match")
     policy = Restless(5)
-    _, answers = served(made, policy, Closed(requests(9), 4), chunk=7)
+    _, responses = served(made, policy, Closed(requests(9), 4), chunk=7)
     drafted = [step for step in policy.learned if step.drafted]
     assert len(drafted) > 20
     assert all(step.accepted == step.drafted for step in drafted)
-    assert all(a.state == "done" for a in answers)
+    assert all(a.state == "done" for a in responses)
 
 
-def test_a_drafter_reads_a_long_text_in_chunks_and_is_judged_when_it_has():
+def test_drafter_catches_up_in_chunks():
     made = engine("self", "chain", "match")
-    bank, policy = EngineBank(made, 2, SLOTS, ROOM), Restless(0, [Tree.chain(2)], [False])
-    read, catch_up_row = [], bank.catch_up_row
+    rows, policy = EngineRows(made, 2, SLOTS, SLACK), Restless(0, [Tree.chain(2)], [False])
+    read, catch_up_row = [], rows.catch_up_row
 
     def noted(row, start, stop):
         read.append((start, stop))
         catch_up_row(row, start, stop)
 
-    bank.catch_up_row = noted
+    rows.catch_up_row = noted
     request = Request([i * 7 % V for i in range(60)], 20)
-    server = Server(bank, policy, chunk=20)
-    answer = server.submit(request)
+    server = Server(rows, policy, chunk=20)
+    response = server.submit(request)
     for chunks in range(6):
         server.step()
         assert len(read) == max(0, min(3, chunks - 2))
@@ -289,12 +291,12 @@ def test_a_drafter_reads_a_long_text_in_chunks_and_is_judged_when_it_has():
         pass
     assert [start for start, _ in read] == [0, *(stop for _, stop in read)][:-1]
     assert {stop - start for start, stop in read} == {20}
-    assert answer.tokens == alone(made, request)
-    assert 0 < len(policy.learned) < answer.passes
+    assert response.tokens == alone(made, request)
+    assert 0 < len(policy.learned) < response.passes
     assert all(step.accepted == step.drafted == 2 for step in policy.learned[1:])
 
 
-def test_a_poisoned_request_fails_alone_and_its_row_is_clean_again():
+def test_nan_fails_one_request_and_leaves_the_row_clean():
     law = Sampling()
     for culprit in ("target", "draft"):
         # the bad token is never said
@@ -306,13 +308,13 @@ def test_a_poisoned_request_fails_alone_and_its_row_is_clean_again():
         good = [Request(p, 12, stream=i) for i, p in enumerate(PROMPTS[:4])]
         bad = [Request([1] * 20 + [V - 1] * 2, 12), Request([3, V - 1], 12)]
         todo = [good[0], bad[0], good[1], bad[1], *good[2:]]
-        _, answers = served(made, made.policy, Closed(todo, 2), rows=2)
-        for answer in answers:
-            if V - 1 in answer.request.prompt:
-                assert answer.state == "failed"
-                assert culprit in answer.reason
+        _, responses = served(made, made.policy, Closed(todo, 2), rows=2)
+        for response in responses:
+            if V - 1 in response.request.prompt:
+                assert response.state == "failed"
+                assert culprit in response.reason
             else:
-                assert answer.tokens == alone(made, answer.request)
+                assert response.tokens == alone(made, response.request)
 
 
 @pytest.mark.parametrize(
@@ -324,41 +326,41 @@ def test_a_poisoned_request_fails_alone_and_its_row_is_clean_again():
     ],
     ids=["empty", "nothing", "long"],
 )
-def test_what_cannot_be_served_is_refused_with_the_reason(request_, reason):
+def test_invalid_requests_are_refused_with_the_reason(request_, reason):
     made = engine("model", "chain", "match")
-    _, answers = served(made, Fixed(Tree.chain(3)), Closed([request_, *requests(2)], 2))
-    assert answers[0].state == "refused"
-    assert reason in answers[0].reason
-    assert [a.state for a in answers[1:]] == ["done", "done"]
+    _, responses = served(made, Fixed(Tree.chain(3)), Closed([request_, *requests(2)], 2))
+    assert responses[0].state == "refused"
+    assert reason in responses[0].reason
+    assert [a.state for a in responses[1:]] == ["done", "done"]
 
 
-def test_a_text_may_fill_its_row_and_the_context():
+def test_text_may_fill_row_and_context():
     made = engine("model", "chain", "match")
-    bank = EngineBank(made, 1, CONTEXT + ROOM, ROOM)
-    [answer] = serve(Server(bank, Fixed(Tree.chain(3))), Closed([Request([1] * 100, 28)], 1))
-    assert answer.tokens == alone(made, answer.request)
+    rows = EngineRows(made, 1, CONTEXT + SLACK, SLACK)
+    [response] = serve(Server(rows, Fixed(Tree.chain(3))), Closed([Request([1] * 100, 28)], 1))
+    assert response.tokens == alone(made, response.request)
 
 
-def test_overload_waits_within_a_bound_and_is_then_refused_in_order():
+def test_full_queue_refuses_in_order():
     made = engine("null", "empty", "match")
     todo = [Request([1, 2], 3, stream=i) for i in range(12)]
-    _, answers = served(made, Fixed(Tree.chain(0)), Timed(todo), rows=2, queue=4)
-    assert [a.state for a in answers] == ["done"] * 6 + ["refused"] * 6
-    begun = [a.begun_s for a in answers[:6]]
+    _, responses = served(made, Fixed(Tree.chain(0)), Timed(todo), rows=2, queue=4)
+    assert [a.state for a in responses] == ["done"] * 6 + ["refused"] * 6
+    begun = [a.begun_s for a in responses[:6]]
     assert begun == sorted(begun)
 
 
-def test_a_closed_loop_without_streams_is_refused_instead_of_waited_for():
+def test_closed_loop_needs_a_stream():
     with pytest.raises(UserError, match="needs 1 stream or more"):
         Closed(requests(2), 0)
 
 
-def test_a_policy_wider_than_the_bank_is_refused_before_anything_runs():
-    with pytest.raises(UserError, match=r"leaves 10 slots .* wants 21"):
-        Server(EngineBank(engine("null"), 1, SLOTS, ROOM), Fixed(Tree.chain(20)))
+def test_policy_wider_than_the_rows_is_refused():
+    with pytest.raises(UserError, match=r"leave 10 slots .* wants 21"):
+        Server(EngineRows(engine("null"), 1, SLOTS, SLACK), Fixed(Tree.chain(20)))
 
 
-def test_a_bank_that_does_not_fit_is_halved_and_says_so(monkeypatch, caplog):
+def test_rows_are_halved_when_memory_is_short(monkeypatch, caplog):
     made = engine("model", "chain", "match")
     allocate = LM.allocate
 
@@ -368,7 +370,7 @@ def test_a_bank_that_does_not_fit_is_halved_and_says_so(monkeypatch, caplog):
         allocate(lm, B, S)
 
     monkeypatch.setattr(LM, "allocate", small)
-    assert EngineBank(made, 8, SLOTS, ROOM).rows == 4
+    assert EngineRows(made, 8, SLOTS, SLACK).count == 4
     assert "more than 4 rows" in caplog.text
 
 
@@ -393,31 +395,31 @@ def room(monkeypatch):
     return set_room
 
 
-def test_banks_take_their_memory_when_they_are_made(room):
+def test_rows_take_their_memory_at_construction(room):
     """What is there would do for eight rows of the target's, were there no drafter."""
     first, second = (engine("model", "chain", "match") for _ in range(2))
     sizes = [lm.kv_bytes_per_token * SLOTS for lm in first.models]
     room(8 * sizes[0])
-    banks = [EngineBank(made, 8, SLOTS, ROOM) for made in (first, second)]
-    assert [bank.rows for bank in banks] == [4, 1]
+    each_rows = [EngineRows(made, 8, SLOTS, SLACK) for made in (first, second)]
+    assert [rows.count for rows in each_rows] == [4, 1]
     todo = requests(7)
-    for bank, made in zip(banks, (first, second), strict=True):
-        server = Server(bank, Restless(2))
-        answers = serve(server, Closed(todo, 7))
-        assert [a.tokens for a in answers] == [alone(made, r) for r in todo]
+    for rows, made in zip(each_rows, (first, second), strict=True):
+        server = Server(rows, Restless(2))
+        responses = serve(server, Closed(todo, 7))
+        assert [a.tokens for a in responses] == [alone(made, r) for r in todo]
         assert server.notes == []
 
 
-def test_a_row_that_does_not_fit_is_refused_in_a_line(room):
+def test_row_that_does_not_fit_is_one_line(room):
     made = engine("model", "chain", "match")
     room(made.target.kv_bytes_per_token * SLOTS)
     with pytest.raises(UserError, match="not one row of 96 slots fits: serve shorter requests"):
-        EngineBank(made, 2, SLOTS, ROOM)
+        EngineRows(made, 2, SLOTS, SLACK)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("at", [3, 5, 6, 8, 13])
-def test_when_memory_runs_out_the_bank_shrinks_and_nobody_notices(monkeypatch, at, temperature):
+def test_rows_shrink_when_memory_runs_out(monkeypatch, at, temperature):
     made = engine("model", "chain", "match", temperature=temperature)
     run, calls = LM._run, []
 
@@ -430,14 +432,14 @@ def test_when_memory_runs_out_the_bank_shrinks_and_nobody_notices(monkeypatch, a
     todo = requests(7)
     texts = [alone(made, r) for r in todo]
     monkeypatch.setattr(LM, "_run", scarce)
-    server, answers = served(made, Restless(2), Closed(todo, 7), rows=6)
-    assert [a.tokens for a in answers] == texts
+    server, responses = served(made, Restless(2), Closed(todo, 7), rows=6)
+    assert [a.tokens for a in responses] == texts
     assert "out of memory with" in server.notes[0]
-    assert server.rows <= 3
-    assert Server(server.bank, Restless(2)).rows == server.rows
+    assert server.usable <= 3
+    assert Server(server.rows, Restless(2)).usable == server.usable
 
 
-def test_a_request_that_alone_exceeds_the_memory_fails_and_says_so(monkeypatch):
+def test_request_beyond_memory_fails_with_the_reason(monkeypatch):
     made = engine("null", "empty", "match")
     run = LM._run
 
@@ -448,24 +450,24 @@ def test_a_request_that_alone_exceeds_the_memory_fails_and_says_so(monkeypatch):
 
     monkeypatch.setattr(LM, "_run", scarce)
     todo = [Request([1] * 30, 4), Request([1, 2], 4)]
-    _, answers = served(made, Fixed(Tree.chain(0)), Closed(todo, 2), rows=2)
-    assert [a.state for a in answers] == ["failed", "done"]
-    assert "out of memory with one request alone" in answers[0].reason
+    _, responses = served(made, Fixed(Tree.chain(0)), Closed(todo, 2), rows=2)
+    assert [a.state for a in responses] == ["failed", "done"]
+    assert "out of memory with one request alone" in responses[0].reason
 
 
-def test_errors_that_are_not_about_memory_are_not_swallowed(monkeypatch):
+def test_other_errors_are_not_taken_for_memory(monkeypatch):
     made = engine("null", "empty", "match")
-    bank = EngineBank(made, 1, SLOTS, ROOM)
+    rows = EngineRows(made, 1, SLOTS, SLACK)
     monkeypatch.setattr(LM, "_run", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
-        serve(Server(bank, Fixed(Tree.chain(0))), Closed(requests(2), 2))
+        serve(Server(rows, Fixed(Tree.chain(0))), Closed(requests(2), 2))
     assert not issubclass(OutOfMemory, RuntimeError)
 
 
-def test_a_long_prompt_does_not_stall_the_others():
+def test_long_prompt_does_not_stall_other_rows():
     """While it is read in chunks, a running stream is delivered something in every step."""
     made = engine("null", "empty", "match")
-    server = Server(EngineBank(made, 2, SLOTS, ROOM), Fixed(Tree.chain(0)), chunk=8)
+    server = Server(EngineRows(made, 2, SLOTS, SLACK), Fixed(Tree.chain(0)), chunk=8)
     first = server.submit(Request([1, 2], 30))
     server.step()
     long = server.submit(Request([3] * 60, 4))
@@ -473,5 +475,5 @@ def test_a_long_prompt_does_not_stall_the_others():
         before = len(first.deliveries)
         server.step()
         assert len(first.deliveries) == before + 1
-        assert server.ticks[-1].read <= 8
+        assert server.steps[-1].read <= 8
     assert len(first.deliveries) >= 8

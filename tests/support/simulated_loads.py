@@ -11,8 +11,10 @@ from specexp.serving.goodput.acceptance import Acceptance
 from specexp.serving.goodput.choice import Choice
 from specexp.serving.goodput.prices import Prices
 from specexp.serving.goodput.trials import Trials
-from specexp.serving.server import Closed, Request, Server, serve
-from specexp.serving.simulated_rows import SimulatedBank
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Closed, serve
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -122,7 +124,7 @@ def closed_loop(
     policy, costs, conditional, streams: int, count: int, new: int = 200, seed: int = 0
 ):
     """A closed loop of `count` requests on a bank that these costs are true of."""
-    bank = SimulatedBank(costs, conditional, streams, 512, policy.widest, seed)
+    bank = SimulatedRows(costs, conditional, streams, 512, policy.widest, seed)
     server = Server(bank, policy, chunk=4096)
     todo = [Request(range(20), new - 7 * (i % 5), stream=i) for i in range(count)]
     serve(server, Closed(todo, streams))
@@ -130,4 +132,4 @@ def closed_loop(
 
 
 def speed(server: Server) -> float:
-    return sum(t.emitted for t in server.ticks) / server.now
+    return sum(t.emitted for t in server.steps) / server.now

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from specexp.api import Pairing
 from specexp.measure.prompts import Prompt
 from specexp.serving import arrivals
-from specexp.serving.server import Answer, Arriving, Closed, Request, Timed
+from specexp.serving.requests import Request, Response
+from specexp.serving.sources import Closed, Source, Timed
 
 
 def requests(
@@ -44,16 +45,16 @@ class Traffic:
     requests: tuple[Request, ...]
     concurrency: int | None = None
 
-    def arriving(self) -> Arriving:
+    def source(self) -> Source:
         """A new source of these requests."""
         if self.concurrency is None:
             return Timed(self.requests)
         return Closed(self.requests, self.concurrency)
 
-    def as_served(self, answers: Iterable[Answer]) -> Traffic:
+    def as_served(self, responses: Iterable[Response]) -> Traffic:
         """The same traffic with outputs as long as these, which may have ended before their
         limits."""
-        written = {a.request.stream: max(1, len(a.tokens)) for a in answers}
+        written = {a.request.stream: max(1, len(a.tokens)) for a in responses}
         cut = (replace(r, new=written.get(r.stream, r.new)) for r in self.requests)
         return replace(self, requests=tuple(cut))
 

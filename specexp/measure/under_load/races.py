@@ -26,8 +26,10 @@ from specexp.measure.under_load.served import Run, sums
 from specexp.policy import Policy
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
-from specexp.serving.engine_rows import EngineBank, Stopwatch
-from specexp.serving.server import Closed, Request, Server, Timed, serve
+from specexp.serving.engine_rows import EngineRows, Stopwatch
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
+from specexp.serving.sources import Closed, Timed, serve
 
 LEARNING = 2  # first turns that do not count: rounds are captured and policies learn
 PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affects all of them
@@ -36,19 +38,19 @@ PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affe
 # --- a server of each policy ---------------------------------------------------------------------
 
 
-def bank(
+def rows_for(
     pairing: Pairing,
     policy: str,
     rows: int,
     offered: Sequence[Request],
     slack: int,
     timer: Any = None,
-) -> EngineBank:
+) -> EngineRows:
     """The rows of a server for these requests and drafts of up to `slack` slots; without a drafter
     for the policy `plain`."""
     engine = pairing.apart().engine
     engine = engine.plain() if policy == "plain" else engine
-    return EngineBank(engine, rows, slots_for(offered, slack), slack, timer)
+    return EngineRows(engine, rows, slots_for(offered, slack), slack, timer)
 
 
 def policy(pairing: Pairing, name: str, costs: Costs | None) -> Policy:
@@ -70,10 +72,10 @@ def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -
 
 
 def _alike(runs: Mapping[str, Run]) -> None:
-    """Give all servers the same number of rows: later banks may have found less memory."""
-    least = min(run.server.rows for run in runs.values())
+    """Give all servers the same number of rows: later ones may have found less memory."""
+    least = min(run.server.usable for run in runs.values())
     for run in runs.values():
-        run.server.rows = least
+        run.server.usable = least
 
 
 # --- closed loops --------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def race(
     watches = {name: Stopwatch() for name in names}
     runs = {}
     for name in names:
-        rows_of_server = bank(pairing, name, concurrency, offered, slack, watches[name])
+        rows_of_server = rows_for(pairing, name, concurrency, offered, slack, watches[name])
         chosen = policy(pairing, name, costs)
         server = Server(rows_of_server, chosen, chunk, queue=len(offered))
         runs[name] = Run(server, Closed(offered, concurrency, again=True))
@@ -109,27 +111,27 @@ def race(
     begun = dict.fromkeys(runs, 0)
 
     def go(name: str, enough: float) -> None:
-        run, most = runs[name], len(runs[name].answers) + len(offered)
+        run, most = runs[name], len(runs[name].responses) + len(offered)
         watches[name].start()
-        while sum(t.emitted for t in run.ticks[begun[name] :]) < enough:
+        while sum(t.emitted for t in run.steps[begun[name] :]) < enough:
             run.advance()
-            if len(run.answers) > most:
+            if len(run.responses) > most:
                 why = "; ".join(notes(runs)) or "their outputs end at once"
                 raise UserError(f"{len(offered)} requests did not yield {tokens} tokens: {why}")
         watches[name].stop()
 
     for name, run in runs.items():
         while not full(run, concurrency):
-            go(name, 1 + sum(t.emitted for t in run.ticks))
+            go(name, 1 + sum(t.emitted for t in run.steps))
     rows: list[dict[str, Any]] = []
     for turn in range(-LEARNING, turns):
-        begun = {name: len(run.ticks) for name, run in runs.items()}
+        begun = {name: len(run.steps) for name, run in runs.items()}
         for piece in range(1, PIECES + 1):
             for name in in_turn(runs, turn * PIECES + piece):
                 go(name, tokens * piece / PIECES)
         if turn >= 0:
             for name, run in runs.items():
-                rows.append({"policy": name, "turn": turn} | sums(run.ticks[begun[name] :]))
+                rows.append({"policy": name, "turn": turn} | sums(run.steps[begun[name] :]))
     return pd.DataFrame(rows), runs
 
 
@@ -142,7 +144,7 @@ def in_turn(names: Collection[str], number: int) -> list[str]:
 
 def full(run: Run, concurrency: int) -> bool:
     """Whether every row of a closed loop has been in use."""
-    return len([a for a in run.answers if a.deliveries]) >= concurrency
+    return len([a for a in run.responses if a.deliveries]) >= concurrency
 
 
 def bake_off(
@@ -190,14 +192,14 @@ def open_race(
     filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in arriving[:rows]]
     runs = {}
     for name in names:
-        rows_of_server = bank(pairing, name, rows, arriving, slack, watches[name])
+        rows_of_server = rows_for(pairing, name, rows, arriving, slack, watches[name])
         chosen = policy(pairing, name, costs)
         rows_of_server.rehearse(chosen.widest - 1)
         watches[name].start()
         filled = Server(rows_of_server, policy(pairing, name, costs), chunk, queue=rows)
         serve(filled, Timed(filling))
         watches[name].stop()
-        runs[name] = Run(Server(rows_of_server, chosen, chunk, queue), offered.arriving())
+        runs[name] = Run(Server(rows_of_server, chosen, chunk, queue), offered.source())
     _alike(runs)
     going, turn = list(names), 0
     with tqdm(total=len(arriving) * len(names), desc="serving", unit="request", delay=1) as bar:
@@ -211,7 +213,7 @@ def open_race(
                         going.remove(name)
                         break
                 watch.stop()
-            bar.update(sum(a.over for run in runs.values() for a in run.answers) - bar.n)
+            bar.update(sum(a.over for run in runs.values() for a in run.responses) - bar.n)
     return runs
 
 
@@ -220,8 +222,8 @@ def open_race(
 
 def overhead_s(runs: dict[str, Run]) -> float:
     """Mean seconds a step that servers spend outside their rounds and prefills."""
-    ticks = [tick for run in runs.values() for tick in run.ticks]
-    return sum(t.end_s - t.begin_s - t.busy_s for t in ticks) / len(ticks)
+    steps = [step for run in runs.values() for step in run.steps]
+    return sum(t.end_s - t.begin_s - t.busy_s for t in steps) / len(steps)
 
 
 def notes(runs: dict[str, Run]) -> list[str]:
@@ -229,7 +231,9 @@ def notes(runs: dict[str, Run]) -> list[str]:
     lines = []
     for name, run in runs.items():
         lines += [f"{name}: {line}" for line in run.server.notes]
-        lost = Counter((a.state, a.reason) for a in run.answers if a.state in ("refused", "failed"))
+        lost = Counter(
+            (a.state, a.reason) for a in run.responses if a.state in ("refused", "failed")
+        )
         lines += [f"{name}: {n} {state}: {reason}" for (state, reason), n in lost.items()]
     return lines
 
@@ -240,7 +244,7 @@ def certify_served(pairing: Pairing, offered: Sequence[Request], concurrency: in
     on, so that drafters lag and catch up whatever a policy would choose here."""
     coupled = pairing if pairing.options["temperature"] == 0 else pairing.with_(rule="match")
     turning = policies.InTurn(min(3, pairing.deepest))
-    rows_of_server = bank(coupled, "in turn", concurrency, offered, turning.widest)
+    rows_of_server = rows_for(coupled, "in turn", concurrency, offered, turning.widest)
     server = Server(rows_of_server, turning, queue=len(offered))
     texts = [a.tokens for a in serve(server, Closed(offered, concurrency))]
     prompts, streams = [list(r.prompt) for r in offered], [r.stream for r in offered]

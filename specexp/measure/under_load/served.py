@@ -11,7 +11,9 @@ import pandas as pd
 
 from specexp.errors import UserError
 from specexp.measure import statistics
-from specexp.serving.server import Answer, Arriving, Server, Tick, advance
+from specexp.serving.requests import Response, ServerStep
+from specexp.serving.server import Server
+from specexp.serving.sources import Source, advance
 
 QUANTILES = (50, 95, 99)
 LEAST = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
@@ -22,33 +24,33 @@ class Run:
     """A server, where its requests come from, and the responses so far."""
 
     server: Server
-    arriving: Arriving
-    answers: list[Answer] = field(default_factory=list)
+    source: Source
+    responses: list[Response] = field(default_factory=list)
 
     @property
-    def ticks(self) -> list[Tick]:
-        return self.server.ticks
+    def steps(self) -> list[ServerStep]:
+        return self.server.steps
 
     def advance(self) -> bool:
-        return advance(self.server, self.arriving, self.answers)
+        return advance(self.server, self.source, self.responses)
 
 
 # --- closed loops --------------------------------------------------------------------------------
 
 
-def sums(ticks: Sequence[Tick]) -> dict[str, float]:
+def sums(steps: Sequence[ServerStep]) -> dict[str, float]:
     """Totals over a server's steps: s and busy_s (seconds, and those of rounds and prefills),
     tokens (emitted), rows, stream_s (seconds times streams), speculated (rows that had draft
     tokens), drafted and accepted (draft tokens)."""
     return {
-        "s": sum(t.end_s - t.begin_s for t in ticks),
-        "busy_s": sum(t.busy_s for t in ticks),
-        "tokens": sum(t.emitted for t in ticks),
-        "rows": sum(t.rows for t in ticks),
-        "stream_s": sum(t.live * (t.end_s - t.begin_s) for t in ticks),
-        "speculated": sum(t.speculated for t in ticks),
-        "drafted": sum(t.drafted for t in ticks),
-        "accepted": sum(t.accepted for t in ticks),
+        "s": sum(t.end_s - t.begin_s for t in steps),
+        "busy_s": sum(t.busy_s for t in steps),
+        "tokens": sum(t.emitted for t in steps),
+        "rows": sum(t.rows for t in steps),
+        "stream_s": sum(t.live * (t.end_s - t.begin_s) for t in steps),
+        "speculated": sum(t.speculated for t in steps),
+        "drafted": sum(t.drafted for t in steps),
+        "accepted": sum(t.accepted for t in steps),
     }
 
 
@@ -101,13 +103,13 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
 # --- open traffic --------------------------------------------------------------------------------
 
 
-def answered(answers: Sequence[Answer]) -> pd.DataFrame:
+def answered(responses: Sequence[Response]) -> pd.DataFrame:
     """One row a request, times in seconds as serving benchmarks define them: ttft_s from arrival to
     the first token, waiting (wait_s) included; tpot_s from the first token to the last, for each
     token after the first; e2e_s from arrival to the last token. Also kind, state, came_s, and the
     counts tokens, prompt, drafted, accepted, passes."""
     rows = []
-    for a in answers:
+    for a in responses:
         first = a.deliveries[0][0] if a.deliveries else float("nan")
         last, count = a.deliveries[-1] if a.deliveries else (float("nan"), 0)
         rows.append({
@@ -121,23 +123,23 @@ def answered(answers: Sequence[Answer]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def gaps(answers: Sequence[Answer]) -> np.ndarray:
+def gaps(responses: Sequence[Response]) -> np.ndarray:
     """ITL: seconds between the deliveries of a request, all requests pooled. The tokens of a round
     arrive together and count as one delivery."""
-    each = [np.diff([at for at, _ in a.deliveries]) for a in answers if len(a.deliveries) > 1]
+    each = [np.diff([at for at, _ in a.deliveries]) for a in responses if len(a.deliveries) > 1]
     return np.concatenate(each) if each else np.zeros(0)
 
 
 def served_metrics(
-    answers: Sequence[Answer], ticks: Sequence[Tick], ttft_ms: float, tpot_ms: float
+    responses: Sequence[Response], steps: Sequence[ServerStep], ttft_ms: float, tpot_ms: float
 ) -> dict[str, float]:
     """The metrics that serving benchmarks report, for MLflow. Goodput: the requests answered within
     both limits, as a share of all and a second. NaN where there are too few samples."""
-    table = answered(answers)
+    table = answered(responses)
     done = table[table["state"] == "done"]
-    seconds = (ticks[-1].end_s - min(a.came_s for a in answers)) if ticks else float("nan")
+    seconds = (steps[-1].end_s - min(a.came_s for a in responses)) if steps else float("nan")
     within = (1e3 * done["ttft_s"] <= ttft_ms) & ~(1e3 * done["tpot_s"] > tpot_ms)
-    total = sums(ticks)
+    total = sums(steps)
     figures = {
         "throughput/tok_s": done["tokens"].sum() / seconds,
         "throughput/req_s": len(done) / seconds,
@@ -151,7 +153,7 @@ def served_metrics(
         "served/rate": total["accepted"] / max(1, total["drafted"]),
     }
     series = {"ttft": done["ttft_s"], "tpot": done["tpot_s"].dropna(), "e2e": done["e2e_s"],
-              "itl": gaps(answers)}  # fmt: skip
+              "itl": gaps(responses)}  # fmt: skip
     for name, values in series.items():
         for q in QUANTILES:
             at = float(np.percentile(values, q)) if len(values) >= LEAST[q] else float("nan")
@@ -162,18 +164,18 @@ def served_metrics(
 def by_policy(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFrame:
     """`served_metrics` of every policy: one row each, the column policy first."""
     return pd.DataFrame(
-        {"policy": name} | served_metrics(run.answers, run.ticks, ttft_ms, tpot_ms)
+        {"policy": name} | served_metrics(run.responses, run.steps, ttft_ms, tpot_ms)
         for name, run in runs.items()
     )
 
 
-def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
+def timeline(steps: Sequence[ServerStep], bins: int = 120) -> pd.DataFrame:
     """The load over time. One row a bin, with columns end_s (seconds); live and waiting (mean
     requests); and two shares: speculated (of rows), kept (of draft tokens accepted). Raises
     UserError when nothing was served."""
-    if not ticks:
-        raise UserError("nothing was served: every request was refused; see the answers' reasons")
-    table = pd.DataFrame([vars(t) for t in ticks])
+    if not steps:
+        raise UserError("nothing was served: every request was refused; see the responses' reasons")
+    table = pd.DataFrame([vars(t) for t in steps])
     at = pd.cut(table["end_s"], bins, labels=False)
     total = table.groupby(at)[["speculated", "rows", "drafted", "accepted", "emitted"]].sum()
     mean = table.groupby(at)[["end_s", "live", "waiting"]].mean()
@@ -184,11 +186,11 @@ def timeline(ticks: Sequence[Tick], bins: int = 120) -> pd.DataFrame:
 
 
 def steps(runs: dict[str, Run]) -> pd.DataFrame:
-    """One row a step and policy, in order, with the fields of `Tick` and policy as columns; logged
-    as a table."""
+    """One row a step and policy, in order, with the fields of `ServerStep` and policy as columns;
+    logged as a table."""
     return pd.concat(
         [
-            pd.DataFrame(vars(t) for t in run.ticks).assign(policy=name)
+            pd.DataFrame(vars(t) for t in run.steps).assign(policy=name)
             for name, run in runs.items()
         ],
         ignore_index=True,

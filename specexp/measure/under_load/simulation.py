@@ -15,7 +15,7 @@ from specexp.measure.under_load.served import Run, served_metrics, sums
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
 from specexp.serving.server import Server
-from specexp.serving.simulated_rows import SimulatedBank
+from specexp.serving.simulated_rows import SimulatedRows
 
 COMPARED = {
     "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",
@@ -49,11 +49,11 @@ def simulate(
         deepest = costs.gammas[-1] if name in ("goodput", "bandit") else policies.MOST
         chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
-        bank = SimulatedBank(
+        rows_of_server = SimulatedRows(
             costs.scaled(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
-            overhead_s=overhead_s, made=lambda stream: alike[stream][1],
+            overhead_s=overhead_s, filled=lambda stream: alike[stream][1],
         )  # fmt: skip
-        runs[name] = Run(Server(bank, chosen, chunk, queue), offered.arriving())
+        runs[name] = Run(Server(rows_of_server, chosen, chunk, queue), offered.source())
         while runs[name].advance():
             pass
     return runs
@@ -70,7 +70,7 @@ def simulated(
 
     def off(runs: dict[str, Run], reading: bool) -> float:
         def seconds(run: Run) -> float:
-            return sums([t for t in run.ticks if bool(t.read) == reading])["s"]
+            return sums([t for t in run.steps if bool(t.read) == reading])["s"]
 
         return float(np.median([seconds(real[n]) / max(seconds(runs[n]), 1e-9) for n in real]))
 
@@ -92,7 +92,7 @@ def compare_runs(
     rows = []
     for name in real:
         ours, theirs = (
-            served_metrics(r.answers, r.ticks, ttft_ms, tpot_ms)
+            served_metrics(r.responses, r.steps, ttft_ms, tpot_ms)
             for r in (real[name], simulated[name])
         )
         rows += [

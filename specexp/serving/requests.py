@@ -1,0 +1,123 @@
+"""What a server is asked for, what it returns, and what it notes of its rows and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specexp.policy import Plan, Stream
+from specexp.trace import Step
+
+FADE = 0.8  # by which the counts of a row's acceptance shrink every round
+
+State = Literal["waiting", "reading", "writing", "done", "refused", "cancelled", "failed"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """prompt: token ids; new: the most tokens to generate; at_s: arrival, in seconds from the
+    start; stream: the name of its noise; kind: its category, for tables."""
+
+    prompt: Sequence[int]
+    new: int
+    at_s: float = 0.0
+    stream: int = 0
+    kind: str = ""
+
+
+@dataclass
+class Response:
+    """A request and its outcome. `reason`: why it was refused or failed; begun_s: when it first got
+    a row; deliveries: (seconds, tokens so far), one a round; passes: rounds that it took part in.
+    Seconds count from the server's start."""
+
+    request: Request
+    came_s: float
+    state: State = "waiting"
+    reason: str = ""
+    tokens: list[int] = field(default_factory=list)
+    begun_s: float | None = None
+    ended_s: float | None = None
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("done", "refused", "cancelled", "failed")
+
+    def end(self, state: State, reason: str, now: float) -> Response:
+        assert not self.over, "a request is answered once"
+        self.state, self.reason, self.ended_s = state, reason, now
+        return self
+
+
+@dataclass
+class Row:
+    """An occupied row. In tokens: `length` of the sequence, `limit` that ends it, `read` by the
+    target's prefill and `draft_read` by the drafter, if it `reads`. The rest is as in `Stream`."""
+
+    response: Response
+    length: int
+    limit: int
+    reads: bool
+    read: int = 0
+    draft_read: int = 0
+    judged: float = 0.0
+    kept: float = 0.0
+    asked: float = 0.0
+    made: float = 0.0
+
+    @property
+    def writing(self) -> bool:
+        return self.response.state == "writing"
+
+    @property
+    def behind(self) -> int:
+        """Tokens before the root that the drafter has not read."""
+        return self.length - 1 - self.draft_read if self.reads else 0
+
+    @property
+    def stream(self) -> Stream:
+        """What a policy may know of the row."""
+        passes = self.response.passes
+        return Stream(self.behind, self.judged, self.kept, self.asked, self.made, passes)
+
+    def advance(self, step: Step, plan: Plan, now: float) -> None:
+        """Account for one round of the row."""
+        drafts = not self.behind and plan.depth(step.row) > 0
+        self.length += step.emitted
+        if drafts:
+            self.draft_read = self.length - 1
+        if drafts and (depth := plan.asked(step)):
+            self.judged = FADE * self.judged + min(step.accepted + 1, depth)
+            self.kept = FADE * self.kept + step.accepted
+            self.asked = FADE * self.asked + depth
+            self.made = FADE * self.made + step.drafted
+        response = self.response
+        response.drafted += step.drafted
+        response.accepted += step.accepted
+        response.passes += 1
+        response.deliveries.append((now, self.length - len(response.request.prompt)))
+
+
+@dataclass(frozen=True)
+class ServerStep:
+    """One step of a server. busy_s: seconds spent in the rows' passes, the rest being the
+    scheduler's overhead; waiting: requests in the queue; read: prompt tokens prefilled. Of its
+    round: live, rows being decoded; rows, those that its passes covered; speculated, those that had
+    draft tokens; draft tokens made (drafted) and accepted; tokens emitted."""
+
+    begin_s: float
+    end_s: float
+    busy_s: float
+    waiting: int
+    read: int
+    live: int
+    rows: int
+    speculated: int
+    drafted: int
+    accepted: int
+    emitted: int
