@@ -400,8 +400,8 @@ def serve(
         Optional[list[str]],  # noqa: UP045
         typer.Option(
             help="plain (no drafter), never, always:GAMMA, threshold:GAMMA,ROWS, "
-            "table:1=5,8=2,16=0 (rows=gamma), goodput or bandit; repeat to compare. Default: "
-            "plain, always:3, goodput."
+            "table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat to compare. "
+            "Default: plain, always:3, goodput."
         ),
     ] = None,
     target: TargetName = "target-10m",

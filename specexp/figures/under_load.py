@@ -13,7 +13,7 @@ from matplotlib.ticker import LogFormatter
 from specexp.figures.style import PLAIN, batch_axis, panels
 from specexp.measure.under_load import QUANTILES
 
-LOAD_AWARE = ("goodput", "bandit", "threshold", "table")
+LOAD_AWARE = ("goodput", "greedy", "bandit", "threshold", "table")
 SHOWN = {
     "throughput/tok_s": "tokens/s", "throughput/req_s": "requests/s",
     "goodput/share": "within the limits", "goodput/req_s": "goodput, requests/s",

@@ -128,7 +128,7 @@ def problems_of(
     for policy in _values(params, "policy", "policies"):
         if "requests_per_day" in params:
             attempt(fleet.check_policy, policy)
-        if policy not in ("plain", "goodput"):
+        if policy not in ("plain", *policies.PRICED):
             attempt(policies.of, policy, None, deepest)
     return list(dict.fromkeys(problems))
 

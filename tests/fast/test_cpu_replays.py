@@ -177,7 +177,7 @@ def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
 @pytest.mark.parametrize(("dtype", "kinds"), [(torch.float32, 1), (torch.float64, 2)])
 def test_a_round_serves_texts_of_any_length_where_passes_read_what_they_see(dtype, kinds):
     made, seen = fast("null", dtype=dtype), set()
-    bank = EngineRows(made, rows=1, slots=128, room=5)
+    bank = EngineRows(made, count=1, slots=128, slack=5)
     report = made.report
 
     def noted(seqs: Sequences, tree: Tree) -> list[list[int]]:

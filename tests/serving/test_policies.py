@@ -82,12 +82,20 @@ def test_named_policies_are_cut_to_the_drafter():
         ("table:1=9", "drafts 9; this drafter does 0 to 5"),
         ("table:1=5,1=3", "names a number of rows twice"),
         ("goodput", "needs a cost table: specexp profile"),
+        ("greedy", "needs a cost table: specexp profile"),
     ],
 )
 def test_bad_policy_name_is_one_line(name, said):
     with pytest.raises(UserError, match=said) as e:
         policies.of(name, deepest=5)
     assert "\n" not in str(e.value)
+
+
+def test_policy_objects_are_taken_as_they_are():
+    policy = InTurn(3)
+    assert policies.of(policy) is policy
+    with pytest.raises(UserError, match=r"is no policy: it has no widest, choose, learn$"):
+        policies.of(object())
 
 
 def test_absurd_draft_length_is_refused():
@@ -118,7 +126,7 @@ def test_table_holds_from_entry_to_entry():
 
 
 NAMED = st.one_of(
-    st.sampled_from(["never", "goodput", "bandit"]),
+    st.sampled_from(["never", "greedy", "goodput", "bandit"]),
     st.integers(0, 5).map("always:{}".format),
     st.tuples(st.integers(0, 5), st.integers(0, 70)).map(lambda t: f"threshold:{t[0]},{t[1]}"),
     st.dictionaries(st.integers(1, 70), st.integers(0, 5), min_size=1).map(
@@ -182,7 +190,9 @@ def history(name: str, requests: list[Request], until: float):
     return recorded.choices[:before], recorded.choices[before + 1 :]
 
 
-@pytest.mark.parametrize("name", ["goodput", "bandit", "threshold:3,4", "table:1=5,4=2,7=0"])
+@pytest.mark.parametrize(
+    "name", ["greedy", "goodput", "bandit", "threshold:3,4", "table:1=5,4=2,7=0"]
+)
 def test_choices_do_not_depend_on_the_future(name):
     """Two histories part after six seconds; what was chosen before that is the same."""
     rng = random.Random(1)

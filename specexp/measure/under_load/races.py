@@ -66,7 +66,7 @@ def widest(pairing: Pairing, names: Iterable[str], costs: Costs | None) -> int:
 def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
     """The cost table for these requests, measured if need be; None if no policy reads it. Raises
     UserError as `break_even.profile` does."""
-    if "goodput" not in names:
+    if not {*policies.PRICED} & {*names}:
         return None
     return break_even.profile(pairing, longest=slots_for(offered, 0))
 

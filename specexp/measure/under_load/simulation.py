@@ -46,7 +46,7 @@ def simulate(
     costs = replace(costs, about=costs.about | {"grades": 1})  # simulated drafts have no grades
     runs = {}
     for name in names:
-        deepest = costs.gammas[-1] if name in ("goodput", "bandit") else policies.MOST
+        deepest = costs.gammas[-1] if name in (*policies.PRICED, "bandit") else policies.MOST
         chosen = policies.of("never" if name == "plain" else name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
         rows_of_server = SimulatedRows(

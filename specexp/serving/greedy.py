@@ -1,0 +1,53 @@
+"""Greedy: draft the length that maximises expected tokens over measured seconds.
+
+The policy to read first (SmartSpec's objective: Liu et al. 2024, arXiv 2406.14066, section 4), and
+the one that `goodput` must beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+from specexp.policy import Load, Plan
+from specexp.trace import Step
+from specexp.tree import Tree
+
+FADE, PLAIN_FADE = 0.99, 0.999  # of the counts, in a round that drafts and in one that does not
+HOPE = 8.0  # draft tokens that count as accepted at first, and again after many plain rounds
+
+
+class RoundCosts(Protocol):
+    def round_s(self, batch: float, gamma: float, context: float) -> float: ...
+
+
+class Greedy:
+    """costs: seconds of a round, as `cost_table.Costs`; gammas: the draft lengths to choose from.
+    All rows draft alike."""
+
+    def __init__(self, costs: RoundCosts, gammas: tuple[int, ...]) -> None:
+        self.costs, self.gammas = costs, gammas
+        self.widest = Tree.chain(max(gammas)).room
+        self.judged = [HOPE] * max(gammas)  # draft tokens at depth 1, 2, ... that were looked at
+        self.accepted = [HOPE] * max(gammas)
+
+    def choose(self, load: Load) -> Plan:
+        shares = [a / j for a, j in zip(self.accepted, self.judged, strict=True)]
+        tokens = list(accumulate(accumulate(shares, mul), initial=1.0))  # of a round, by gamma
+
+        def rate(gamma: int) -> float:
+            return tokens[gamma] / self.costs.round_s(load.rows, gamma, load.context)
+
+        return Plan(Tree.chain(max((0, *self.gammas), key=rate)))
+
+    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
+        fade = FADE if plan.tree.depth else PLAIN_FADE
+        hope = 0.0 if plan.tree.depth else (1 - fade) * HOPE
+        for counts in (self.judged, self.accepted):
+            counts[:] = [fade * count + hope for count in counts]
+        for step in steps:
+            for i in range(min(step.accepted + 1, plan.asked(step))):
+                self.judged[i] += 1
+                self.accepted[i] += i < step.accepted
