@@ -7,9 +7,9 @@ was measured on. Times are seconds inside, and milliseconds where they are shown
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -81,26 +81,17 @@ class Setting:
     limits: Limits
     router: str
 
-    def simulate(self, name: str, asked: Arrivals, replicas: int, said: str = "") -> Served:
-        """Serve requests on so many replicas under a policy, with a progress bar named `said`."""
+    def simulate(self, name: str, offered: Arrivals, replicas: int) -> Served:
+        """Serve requests on so many replicas under a policy."""
         pace, read_s = self.paces[name], self.costs.prefill_s
-        with tqdm(total=len(asked), desc=said or name, unit="request", delay=1) as bar:
+        return fleet.simulate(offered, pace, read_s, replicas, self.router, self.day.seed)
 
-            def watch(done: int) -> None:
-                bar.update(done - bar.n)
-
-            served = fleet.simulate(
-                asked, pace, read_s, replicas, self.router, self.day.seed, watch
-            )
-            watch(len(asked))
-        return served
-
-    def size(self, name: str, asked: Arrivals, near: int = 1) -> float:
+    def size(self, name: str, offered: Arrivals, near: int = 1) -> float:
         """The fewest replicas that keep the limits, NaN if no number does. Raises UserError instead
         for plain decoding: then there is nothing to compare with."""
         pace, read_s = self.paces[name], self.costs.prefill_s
         try:
-            return fleet.size(asked, pace, read_s, self.limits, self.router, self.day.seed, near)
+            return fleet.size(offered, pace, read_s, self.limits, self.router, self.day.seed, near)
         except UserError:
             if name == "plain":
                 raise
@@ -146,17 +137,14 @@ def hourly(setting: Setting, sample: int) -> pd.DataFrame:
     """One row a policy and hour of the day: the rate of its requests, and the fewest replicas that
     keep the limits for a sample of `sample` requests. Hours of equal rate are simulated once."""
     rows: list[dict[str, Any]] = []
-    with _counting("sizing", HOURS * len(setting.paces)) as bar:
-        for name in setting.paces:
-            found: dict[float, float] = {}
-            near = 1
-            for hour, rate in enumerate(setting.day.rates().round(9).tolist()):
-                if rate not in found:
-                    asked = setting.day.window(rate, sample)
-                    found[rate] = setting.size(name, asked, near)
-                    near = near if np.isnan(found[rate]) else int(found[rate])
-                rows.append({"policy": name, "hour": hour, "rate": rate, "replicas": found[rate]})
-                bar.update()
+    for name in tqdm(setting.paces, desc="sizing", unit="policy", delay=1):
+        sizes: dict[float, float] = {}
+        near = 1
+        for hour, rate in enumerate(setting.day.rates().round(9).tolist()):
+            if rate not in sizes:
+                sizes[rate] = setting.size(name, setting.day.window(rate, sample), near)
+                near = near if np.isnan(sizes[rate]) else int(sizes[rate])
+            rows.append({"policy": name, "hour": hour, "rate": rate, "replicas": sizes[rate]})
     return pd.DataFrame(rows)
 
 
@@ -170,19 +158,16 @@ def over_size(setting: Setting, hours: pd.DataFrame, sample: int, points: int = 
     """The busiest hour on fleets of several sizes. One row a policy and size: the quantiles of TTFT
     and TPOT that are limited, in ms, and the share of requests within both limits."""
     busiest = hours[hours["rate"] == hours["rate"].max()]
-    asked = setting.day.window(busiest["rate"].iloc[0], sample)
+    offered = setting.day.window(busiest["rate"].iloc[0], sample)
     low, high = 0.6 * busiest["replicas"].min(), 1.5 * busiest["replicas"].max()
     sizes = np.unique(np.geomspace(max(1, low), max(4, high), points).round().astype(int))
     rows = []
-    with _counting("sizes", len(sizes) * len(setting.paces)) as bar:
-        for name in setting.paces:
-            for replicas in sizes.tolist():
-                served = setting.simulate(name, asked, replicas)
-                ttft_s, tpot_s = setting.limits.of(served)
-                rows.append({"policy": name, "replicas": replicas, "ttft_ms": 1e3 * ttft_s,
-                             "tpot_ms": 1e3 * tpot_s,
-                             "good": within(served, setting.limits).mean()})  # fmt: skip
-                bar.update()
+    for name, replicas in product(setting.paces, sizes.tolist()):
+        served = setting.simulate(name, offered, replicas)
+        ttft_s, tpot_s = setting.limits.of(served)
+        rows.append({"policy": name, "replicas": replicas, "ttft_ms": 1e3 * ttft_s,
+                     "tpot_ms": 1e3 * tpot_s,
+                     "good": within(served, setting.limits).mean()})  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -194,32 +179,31 @@ def within(served: Served, limits: Limits) -> np.ndarray:
 def whole_day(setting: Setting, replicas: int) -> pd.DataFrame:
     """Every request of the day on one fleet, under every policy: one row of `served_metrics` a
     policy."""
-    asked = setting.day.whole()
+    offered = setting.day.whole()
     return pd.DataFrame(
-        {"policy": name}
-        | served_metrics(setting.simulate(name, asked, replicas, f"day, {name}"), setting.limits)
-        for name in setting.paces
+        {"policy": name} | served_metrics(setting.simulate(name, offered, replicas), setting.limits)
+        for name in tqdm(setting.paces, desc="day", unit="policy", delay=1)
     )
 
 
 def served_metrics(served: Served, limits: Limits) -> dict[str, float]:
     """The metrics of `load.served_metrics` for a simulated fleet; `load/occupancy`: mean streams of
     a busy replica; `load/busy`: the share of time that replicas are busy."""
-    good, asked = within(served, limits), served.arrivals
-    found = {
-        "throughput/tok_s": asked.output.sum() / served.seconds,
-        "throughput/req_s": len(asked) / served.seconds,
+    good, offered = within(served, limits), served.arrivals
+    values = {
+        "throughput/tok_s": offered.output.sum() / served.seconds,
+        "throughput/req_s": len(offered) / served.seconds,
         "goodput/share": good.mean(),
         "goodput/req_s": good.sum() / served.seconds,
         "load/occupancy": served.stream_s.sum() / served.busy_s.sum(),
         "load/busy": served.busy_s.mean() / served.seconds,
     }
     for name in ("ttft", "tpot", "e2e"):
-        values = getattr(served, f"{name}_s")
-        values = values[~np.isnan(values)]
-        for q in QUANTILES if len(values) else ():
-            found[f"latency/{name}_p{q}_ms"] = 1e3 * float(np.percentile(values, q))
-    return {key: float(value) for key, value in found.items()}
+        times = getattr(served, f"{name}_s")
+        times = times[~np.isnan(times)]
+        for q in QUANTILES if len(times) else ():
+            values[f"latency/{name}_p{q}_ms"] = 1e3 * float(np.percentile(times, q))
+    return {key: float(value) for key, value in values.items()}
 
 
 def peak(hours: pd.DataFrame, name: str) -> int:
@@ -234,8 +218,8 @@ def metrics(
     setting: Setting, hours: pd.DataFrame, days: pd.DataFrame, accepted: pd.DataFrame, policy: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of one policy, for MLflow; all but `acceptance` are SIMULATED."""
-    found, series = summaries.acceptance_metrics(accepted)
-    found |= {
+    values, series = summaries.acceptance_metrics(accepted)
+    values |= {
         "fleet/replicas": peak(hours, policy),
         "fleet/replicas_plain": peak(hours, "plain"),
         "fleet/saved": saved(hours, policy),
@@ -245,9 +229,9 @@ def metrics(
         "fleet/ttft_limit_ms": 1e3 * setting.limits.ttft_s,
         "fleet/tpot_limit_ms": 1e3 * setting.limits.tpot_s,
     }
-    found |= days.set_index("policy").loc[policy].to_dict()
+    values |= days.set_index("policy").loc[policy].to_dict()
     by_hour = {name: part.set_index("hour")["replicas"] for name, part in hours.groupby("policy")}
-    return found, series | {
+    return values, series | {
         "fleet/replicas_at_hour": by_hour[policy].to_dict(),
         "fleet/replicas_plain_at_hour": by_hour["plain"].to_dict(),
         "fleet/tok_s_at_streams": {
@@ -255,9 +239,3 @@ def metrics(
             for b in range(1, setting.paces[policy].rows + 1)
         },
     }
-
-
-@contextmanager
-def _counting(said: str, total: int) -> Iterator[tqdm]:
-    with tqdm(total=total, desc=said, unit="fleet", delay=1) as bar:
-        yield bar

@@ -115,13 +115,13 @@ def many_of_a_day(
     check_swing(swing)
     rng = np.random.default_rng(seed)
     length, peak = count / rate, rate * (1 + swing)
-    found = np.zeros(0)
-    while len(found) < count:
+    arrived = np.zeros(0)
+    while len(arrived) < count:
         size = int(1.2 * count * (1 + swing)) + 100
-        at = (found[-1] if len(found) else 0.0) + rng.exponential(1 / peak, size).cumsum()
+        at = (arrived[-1] if len(arrived) else 0.0) + rng.exponential(1 / peak, size).cumsum()
         load = 1 - swing * np.cos(2 * np.pi * at / length)
-        found = np.concatenate([found, at[rng.random(size) * (1 + swing) < load]])
-    return Arrivals(found[:count], *lengths.draw(count, rng))
+        arrived = np.concatenate([arrived, at[rng.random(size) * (1 + swing) < load]])
+    return Arrivals(arrived[:count], *lengths.draw(count, rng))
 
 
 def read_csv(path: str | Path) -> list[Arrival]:
@@ -133,7 +133,7 @@ def read_csv(path: str | Path) -> list[Arrival]:
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise UserError(f"cannot read the trace {path}: {e}") from e
-    found: list[Arrival] = []
+    trace: list[Arrival] = []
     for line, row in rows:
         try:
             at, prompt, output = (float(row[COLUMNS[i]]) for i in (0, 2, 3))
@@ -143,13 +143,13 @@ def read_csv(path: str | Path) -> list[Arrival]:
             ) from e
         if not (np.isfinite([at, prompt, output]).all() and prompt >= 0 and output >= 0):
             raise UserError(f"{path}:{line}: times and tokens must be finite and not negative")
-        if found and at < found[-1].at_s:
+        if trace and at < trace[-1].at_s:
             raise UserError(f"{path}:{line}: is earlier than the request above it; sort the trace")
         if int(output) and int(prompt):
-            found.append(Arrival(at, int(prompt), int(output)))
-    if not found:
+            trace.append(Arrival(at, int(prompt), int(output)))
+    if not trace:
         raise UserError(f"{path} has no request with tokens in it")
-    return [a._replace(at_s=a.at_s - found[0].at_s) for a in found]
+    return [a._replace(at_s=a.at_s - trace[0].at_s) for a in trace]
 
 
 def write_csv(path: str | Path, arrivals: list[Arrival]) -> None:

@@ -6,7 +6,7 @@ So a replica needs one clock only, its *credit*: the tokens that a stream presen
 would have got. It stands still during prefill. The events are arrivals and the ends of outputs.
 
 Simplifications:
-- Tokens flow evenly; the luck of a request's guesses is drawn once.
+- Tokens flow evenly; how far a request is from the mean is drawn once.
 - All requests have the same acceptance, and all streams the same context.
 - A prompt is prefilled at once when its request gets a place, and no stream advances meanwhile.
 - A request that joins others waits for half a round of theirs.
@@ -44,8 +44,8 @@ class Pace:
 
     gamma: draft length; tokens_s: tokens a second of each stream; round: expected tokens of a
     stream a round; over: expected tokens that the last round of an output yields beyond its end,
-    and those that a plain first round lacks; luck: an output of n tokens takes the time of
-    n + over + luck * sqrt(n) * z tokens, z being standard normal.
+    and those that a plain first round lacks; spread: an output of n tokens takes the time of
+    n + over + spread * sqrt(n) * z tokens, z being standard normal.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Pace:
     tokens_s: Sequence[float]
     round: Sequence[float]
     over: Sequence[float]
-    luck: Sequence[float]
+    spread: Sequence[float]
 
     def __post_init__(self) -> None:
         if len(self.tokens_s) < 2 or not all(0 < x < math.inf for x in self.tokens_s[1:]):
@@ -73,11 +73,11 @@ def pace(
     prompt: float = 0.0,
     output: float = 1.0,
 ) -> Pace:
-    """The pace of a policy: `plain`, `goodput`, or one of `policies.NAMES` that depends on the
-    number of rows alone. `goodput` is the best of plain decoding and all draft lengths at every
-    number of streams: it knows costs and acceptance.
+    """The pace of a policy: `plain`, one of `policies.PRICED`, or one that depends on the number
+    of rows alone. Those of `PRICED` are the best of plain decoding and all draft lengths at every
+    number of streams: they know costs and acceptance.
 
-    conditional[i]: P(guess i + 1 accepted given that guess i was). The drafter's prefill of
+    conditional[i]: P(draft token i + 1 accepted given that token i was). The drafter's prefill of
     `prompt` tokens a request is spread over the rounds of an output of `output` tokens, both means.
     A batch that the table makes slower than a larger one takes the larger one's time, so that a
     single disturbed measurement does not matter. Raises UserError.
@@ -96,7 +96,7 @@ def pace(
         padded = (b, *(x for x in costs.batches if x > b))
         return tokens / (min(costs.round_s(x, gamma, context) for x in padded) + reading)
 
-    if name == "goodput":
+    if name in policies.PRICED:
         chosen = [max(gammas, key=partial(tokens_s, b)) for b in range(1, rows + 1)]
     else:
         policy = policies.of("never" if name == "plain" else name, deepest=deepest)
@@ -113,7 +113,7 @@ def pace(
 
 
 def _moments(conditional: Sequence[float], gamma: int) -> tuple[float, float]:
-    """E[X] and E[X^2] of the tokens X that a round of gamma guesses yields.
+    """E[X] and E[X^2] of the tokens X that a round of gamma draft tokens yields.
 
     By renewal theory, rounds that reach n tokens overshoot them by (E[X^2] / E[X] - 1) / 2 on
     average, and the variance of their number is n Var[X] / E[X]^3 (Cox 1962, Renewal Theory,
@@ -179,7 +179,9 @@ class _Replica:
             self.stream_s += b * (until - self.now)
         self.now = until
 
-    def join(self, request: int, tokens: float, luck: float, read_s: float, waits: bool) -> None:
+    def join(
+        self, request: int, tokens: float, deviation: float, read_s: float, waits: bool
+    ) -> None:
         """Add a stream: prefill for `read_s`, then `tokens` of output; `waits`: for the round that
         is under way, if one is."""
         pace, now = self.pace, self.now
@@ -190,7 +192,7 @@ class _Replica:
         self.streams = b = self.streams + 1
         first = pace.round[b]
         heappush(self.firsts, (begin + first, request))
-        need = tokens + pace.over[b] + pace.luck[b] * luck
+        need = tokens + pace.over[b] + pace.spread[b] * deviation
         heappush(self.ends, (begin + (need if need > first else first), request))
 
     def next_s(self) -> float:
@@ -219,14 +221,13 @@ def simulate(
     replicas: int,
     router: str = "least",
     seed: int = 0,
-    watch: Callable[[int], None] | None = None,
 ) -> Served:
     """Serve all arrivals. read_s(tokens): seconds of a prompt's prefill, as `Costs.prefill_s`.
 
     The router picks a replica when a request arrives (`least`: the first of those with the fewest
     requests; `two_choices`: the one with fewer requests of two drawn at random; `round_robin`), and
-    the request stays there. Beyond `pace.rows` streams requests wait in order. `watch` is told now
-    and then how many have arrived. Raises UserError.
+    the request stays there. Beyond `pace.rows` streams requests wait in order. Raises
+    UserError.
     """
     _check(arrivals, replicas)
     n, rows = len(arrivals), pace.rows
@@ -234,7 +235,7 @@ def simulate(
     reads = np.array([read_s(p) for p in lengths.tolist()])[which].tolist()
     at_s, tokens = arrivals.at_s.tolist(), arrivals.output.tolist()
     z = np.random.default_rng(seed).standard_normal(n)
-    lucks = (z * np.sqrt(arrivals.output)).tolist()
+    deviations = (z * np.sqrt(arrivals.output)).tolist()
     first_s, end_s, where, load = [0.0] * n, [0.0] * n, [0] * n, [0] * replicas
     fleet = [_Replica(pace, first_s) for _ in range(replicas)]
     route = _route(router, load, seed)
@@ -249,7 +250,7 @@ def simulate(
                 load[r] -= 1
                 if replica.waiting:
                     i = replica.waiting.popleft()
-                    replica.join(i, tokens[i], lucks[i], reads[i], False)
+                    replica.join(i, tokens[i], deviations[i], reads[i], False)
                 if replica.streams:
                     schedule(r, replica)
 
@@ -264,12 +265,10 @@ def simulate(
         replica = fleet[r]
         if replica.streams < rows:
             replica.write(now)
-            replica.join(i, tokens[i], lucks[i], reads[i], True)
+            replica.join(i, tokens[i], deviations[i], reads[i], True)
             schedule(r, replica)
         else:
             replica.waiting.append(i)
-        if watch and not i % 4096:
-            watch(i)
     end_until(math.inf)
     first, end = np.array(first_s), np.array(end_s)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -296,19 +295,18 @@ def check_router(router: str) -> None:
 def _route(router: str, load: list[int], seed: int) -> Callable[[int], int]:
     """The router of that name: a function from request i to its replica. load: the requests that
     each replica has, which the caller keeps current."""
-    replicas, draw = len(load), random.Random(seed).random
+    check_router(router)
+    if router == "least":
+        return lambda i: load.index(min(load))
+    if router == "round_robin":
+        return lambda i: i % len(load)
+    draw = random.Random(seed).random
 
     def two_choices(i: int) -> int:
-        a, b = int(draw() * replicas), int(draw() * replicas)
+        a, b = int(draw() * len(load)), int(draw() * len(load))
         return b if load[b] < load[a] else a
 
-    routes: dict[str, Callable[[int], int]] = {
-        "least": lambda i: load.index(min(load)),
-        "round_robin": lambda i: i % replicas,
-        "two_choices": two_choices,
-    }
-    check_router(router)
-    return routes[router]
+    return two_choices
 
 
 def _check(arrivals: Arrivals, replicas: int) -> None:
@@ -392,6 +390,6 @@ def size(
 def _apart(arrivals: Arrivals, pace: Pace, read_s: Callable[[float], float]) -> Arrivals:
     """The same requests, so far apart that each is served alone."""
     most = float(arrivals.output.max())
-    need = most + pace.round[1] + pace.over[1] + 9 * pace.luck[1] * math.sqrt(most)
+    need = most + pace.round[1] + pace.over[1] + 9 * pace.spread[1] * math.sqrt(most)
     longest = read_s(float(arrivals.prompt.max())) + need / pace.tokens_s[1]
     return Arrivals(2 * longest * np.arange(len(arrivals)), arrivals.prompt, arrivals.output)

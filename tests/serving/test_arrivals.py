@@ -28,19 +28,19 @@ def gaps(arrivals):
 
 @pytest.mark.parametrize("rate", [0.5, 20.0])
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
-def test_gaps_have_the_rate_and_the_burstiness_asked_for(rate, cv):
+def test_gaps_have_the_requested_rate_and_burstiness(rate, cv):
     found = gaps(bursty(rate, 20_000, LENGTHS, seed=1, cv=cv))
     assert found.mean() == pytest.approx(1 / rate, rel=5 * cv / 20_000**0.5)
     assert found.std() / found.mean() == pytest.approx(cv, rel=0.15)
 
 
-def test_everything_follows_from_the_seed():
+def test_arrivals_follow_from_the_seed():
     for make in (lambda s: poisson(3, 50, LENGTHS, s), lambda s: day(3, 50, LENGTHS, s)):
         assert make(4) == make(4)
         assert make(4) != make(5)
 
 
-def test_a_day_rises_and_falls_as_its_curve_says():
+def test_day_follows_its_curve():
     found = np.array([a.at_s for a in day(10, 40_000, LENGTHS, seed=2, swing=0.8)])
     assert (np.diff(found) >= 0).all()
     counts, edges = np.histogram(found, 8, (0, 4000))
@@ -60,7 +60,7 @@ def test_lengths_have_their_medians_and_bounds():
     assert {a[1:] for a in poisson(1, 9, Lengths(7, 5, 0.0), 0)} == {(7, 5)}
 
 
-def test_a_trace_is_read_as_it_was_written(tmp_path):
+def test_trace_round_trip(tmp_path):
     made = bursty(5, 40, LENGTHS, 0, 2.0)
     write_csv(tmp_path / "t.csv", made)
     again = read_csv(tmp_path / "t.csv")
@@ -76,7 +76,7 @@ def test_failed_requests_of_a_trace_are_left_out(tmp_path):
     assert read_csv(file) == [Arrival(0.0, 9, 3)]
 
 
-def test_a_trace_saved_by_a_spreadsheet_is_read(tmp_path):
+def test_trace_with_a_byte_order_mark_is_read(tmp_path):
     file = tmp_path / "t.csv"
     file.write_bytes(("\ufeff" + ",".join(COLUMNS) + "\r\n\r\n5,m,9,3,12,l\r\n").encode())
     assert read_csv(file) == [Arrival(0.0, 9, 3)]
@@ -100,7 +100,7 @@ def test_a_trace_saved_by_a_spreadsheet_is_read(tmp_path):
     ],
     ids=["text", "order", "negative", "nan", "short", "empty", "less than a token", "no table"],
 )
-def test_a_bad_trace_is_one_line_that_names_the_place(tmp_path, lines, message):
+def test_bad_trace_is_one_line_with_file_and_line(tmp_path, lines, message):
     file = tmp_path / "t.csv"
     file.write_text("\n".join([",".join(COLUMNS), *lines]))
     with pytest.raises(UserError, match=message) as e:
@@ -113,7 +113,7 @@ def test_a_bad_trace_is_one_line_that_names_the_place(tmp_path, lines, message):
     ["closed:0", "closed:x", "poisson:", "poisson:-1", "poisson:inf", "bursty:2,0", "day:0",
      "trace:/nowhere.csv", "steady:3", ""],
 )  # fmt: skip
-def test_a_bad_load_is_one_line(load):
+def test_bad_load_is_one_line(load):
     with pytest.raises(UserError) as e:
         parse(load, 5)
     assert "\n" not in str(e.value)
@@ -121,14 +121,14 @@ def test_a_bad_load_is_one_line(load):
 
 @settings(max_examples=30)
 @given(st.integers(1, 99), st.integers(1, 60), st.floats(0.01, 100), st.floats(0.3, 4))
-def test_names_of_loads_mean_what_they_say(streams, count, rate, cv):
+def test_load_names(streams, count, rate, cv):
     assert parse(f"closed:{streams}", count) == Closed(streams, count)
     assert parse(f"poisson:{rate}", count, 3) == poisson(rate, count, LENGTHS, 3)
     assert parse(f"bursty:{rate},{cv}", count, 3) == bursty(rate, count, LENGTHS, 3, cv)
     assert len(parse(f"day:{rate}", count, 3)) == count
 
 
-def test_the_shipped_traces_are_what_their_makers_make(tmp_path):
+def test_shipped_traces_are_reproducible(tmp_path):
     from pathlib import Path
 
     folder = Path(__file__).resolve().parents[2] / "data" / "traces"

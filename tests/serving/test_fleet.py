@@ -29,10 +29,10 @@ KEPT = (0.8, 0.75, 0.7, 0.6, 0.6)
 LENGTHS = Lengths(prompt=30, output=60, most=200)
 
 
-def even(rates, round_=0.0, over=0.0, luck=0.0) -> Pace:
+def even(rates, round_=0.0, over=0.0, spread=0.0) -> Pace:
     """A pace of these tokens a second at 1, 2, ... streams."""
     many = len(rates) + 1
-    return Pace("even", [0] * many, [0.0, *rates], [round_] * many, [over] * many, [luck] * many)
+    return Pace("even", [0] * many, [0.0, *rates], [round_] * many, [over] * many, [spread] * many)
 
 
 def free(tokens: float) -> float:
@@ -115,7 +115,7 @@ tiny_case = st.fixed_dictionaries({
 
 @settings(max_examples=300)
 @given(tiny_case)
-def test_times_are_those_of_exact_arithmetic(case):
+def test_times_match_exact_arithmetic(case):
     rates, rng = [Fraction(0), *case["rates"]], case["data"]
     at = [t + Fraction(i, 997) for i, t in enumerate(itertools.accumulate(case["gaps"]))]
     tokens = [rng.randint(1, 9) for _ in at]
@@ -155,7 +155,7 @@ def test_times_are_those_of_exact_arithmetic(case):
             assert math.isnan(served.tpot_s[i])
 
 
-def test_an_idle_replica_reads_then_writes():
+def test_idle_replica_prefills_then_decodes():
     """Three tokens a round of 0.3 s: the first round ends 0.3 s after the prompt is read, and
     seven tokens are written as 8 of 10 a second, one being too many."""
     served = simulate(arrivals([5], [4], [7]), even([10], 3, 1), lambda p: p / 8, 1)
@@ -165,7 +165,7 @@ def test_an_idle_replica_reads_then_writes():
     assert served.busy_s[0] == served.stream_s[0] == pytest.approx(1.3)
 
 
-def test_nobody_writes_while_a_prompt_is_read():
+def test_prefill_stalls_all_streams():
     """The second comes when the first has 4 of its 10 tokens, and takes 2 s to read."""
     served = simulate(arrivals([0, 4], [0, 1], [10, 3]), even([1, 1]), lambda p: 2 * p, 1)
     assert served.e2e_s.tolist() == pytest.approx([12, 5])
@@ -182,44 +182,42 @@ traffic = st.builds(
 
 @settings(max_examples=40)
 @given(traffic, st.integers(1, 6), st.integers(1, 8), st.sampled_from(ROUTERS))
-def test_all_that_is_asked_is_written_once(asked, replicas, rows, router):
+def test_all_tokens_are_served_once(offered, replicas, rows, router):
     """At 100 tokens a second a replica whoever shares them, busy seconds count the tokens."""
     shared = even([100 / b for b in range(1, rows + 1)])
-    served = simulate(asked, shared, free, replicas, router, seed=3)
-    assert 100 * served.busy_s.sum() == pytest.approx(asked.output.sum())
+    served = simulate(offered, shared, free, replicas, router, seed=3)
+    assert 100 * served.busy_s.sum() == pytest.approx(offered.output.sum())
     for r in range(replicas):
         mine = served.replica == r
-        assert 100 * served.busy_s[r] == pytest.approx(asked.output[mine].sum())
+        assert 100 * served.busy_s[r] == pytest.approx(offered.output[mine].sum())
         if rows >= mine.sum():  # nobody waits: all the time here is a stream's
             assert served.stream_s[r] == pytest.approx(served.e2e_s[mine].sum())
     assert (served.ttft_s >= -1e-9).all()
-    assert (served.e2e_s >= asked.output / 100 - 1e-9).all()
+    assert (served.e2e_s >= offered.output / 100 - 1e-9).all()
     assert (served.e2e_s >= served.ttft_s).all()
 
 
 @settings(max_examples=30)
 @given(traffic, st.integers(1, 4), st.integers(1, 5), st.sampled_from(ROUTERS))
-def test_who_asks_for_as_much_is_not_overtaken(asked, replicas, rows, router):
-    asked = Arrivals(asked.at_s, np.full(len(asked), 7), np.full(len(asked), 40))
-    served = simulate(asked, even([90 / b**0.5 for b in range(1, rows + 1)], 2.0),
+def test_equal_requests_end_in_order(offered, replicas, rows, router):
+    offered = Arrivals(offered.at_s, np.full(len(offered), 7), np.full(len(offered), 40))
+    served = simulate(offered, even([90 / b**0.5 for b in range(1, rows + 1)], 2.0),
                       lambda p: p / 1000, replicas, router)  # fmt: skip
     for r in range(replicas):
         mine = served.replica == r
-        assert (np.diff((asked.at_s + served.e2e_s)[mine]) > -1e-9).all()
-        assert (np.diff((asked.at_s + served.ttft_s)[mine]) > -1e-9).all()
+        assert (np.diff((offered.at_s + served.e2e_s)[mine]) > -1e-9).all()
+        assert (np.diff((offered.at_s + served.ttft_s)[mine]) > -1e-9).all()
     assert (served.ttft_s >= 7 / 1000).all()
 
 
 @settings(max_examples=20)
 @given(traffic, st.integers(1, 4), st.sampled_from(ROUTERS))
-def test_a_machine_twice_as_slow_on_traffic_half_as_fast_takes_twice_as_long(
-    asked, replicas, router
-):
+def test_times_scale_with_the_machine(offered, replicas, router):
     table = pace(planted(), "goodput", KEPT, 12, 100, 30, 60)
     slow = Pace(table.name, table.gamma, [x / 2 for x in table.tokens_s], table.round, table.over,
-                table.luck)  # fmt: skip
-    one = simulate(asked, table, lambda p: p / 512, replicas, router)
-    two = simulate(Arrivals(2 * asked.at_s, asked.prompt, asked.output), slow,
+                table.spread)  # fmt: skip
+    one = simulate(offered, table, lambda p: p / 512, replicas, router)
+    two = simulate(Arrivals(2 * offered.at_s, offered.prompt, offered.output), slow,
                    lambda p: p / 256, replicas, router)  # fmt: skip
     assert (two.replica == one.replica).all()
     assert (two.e2e_s == 2 * one.e2e_s).all()
@@ -231,7 +229,7 @@ def test_a_machine_twice_as_slow_on_traffic_half_as_fast_takes_twice_as_long(
 
 @pytest.mark.parametrize("rho", [0.3, 0.7])
 @pytest.mark.parametrize("law", ["exponential", "constant", "long tail"])
-def test_sojourn_times_are_those_of_processor_sharing(rho, law):
+def test_sojourn_times_match_processor_sharing(rho, law):
     """M/G/1-PS: E[T] = E[S] / (1 - rho), whatever the law of S (Kleinrock 1976, section 4.4).
     Within four standard errors by the means of 25 batches, of at most 4 % of the value each."""
     count, rng = 50_000, np.random.default_rng(8)
@@ -239,8 +237,8 @@ def test_sojourn_times_are_those_of_processor_sharing(rho, law):
         "exponential": rng.exponential(1, count), "constant": np.ones(count),
         "long tail": rng.exponential(1, count) * np.where(rng.random(count) < 0.1, 5.5, 0.5),
     }[law]  # fmt: skip
-    asked = Arrivals(rng.exponential(1 / rho, count).cumsum(), np.zeros(count), sizes)
-    served = simulate(asked, even([1 / b for b in range(1, 1000)]), free, 1)
+    offered = Arrivals(rng.exponential(1 / rho, count).cumsum(), np.zeros(count), sizes)
+    served = simulate(offered, even([1 / b for b in range(1, 1000)]), free, 1)
     batches = served.e2e_s.reshape(25, -1).mean(axis=1)
     error = batches.std(ddof=1) / 5
     assert error < 0.04 / (1 - rho)
@@ -249,7 +247,7 @@ def test_sojourn_times_are_those_of_processor_sharing(rho, law):
 
 
 @pytest.mark.parametrize("gamma", [1, 3, 5])
-def test_rounds_of_an_answer_vary_as_renewal_theory_says(gamma):
+def test_rounds_match_renewal_theory(gamma):
     """Against the exact law of the number of rounds, by dynamic programming."""
     costs = planted()
     reading = dataclasses.replace(costs, about=costs.about | {"reads": True})
@@ -272,7 +270,7 @@ def test_rounds_of_an_answer_vary_as_renewal_theory_says(gamma):
     assert table.round[1] == pytest.approx(sum(at_least))
     assert mean * table.round[1] == pytest.approx(new + table.over[1], rel=1e-6)
     spread = math.sqrt(square - mean**2) * table.round[1]
-    assert spread == pytest.approx(table.luck[1] * math.sqrt(new), rel=0.03)
+    assert spread == pytest.approx(table.spread[1] * math.sqrt(new), rel=0.03)
 
 
 # --- the server ----------------------------------------------------------------------------------
@@ -282,16 +280,16 @@ def test_rounds_of_an_answer_vary_as_renewal_theory_says(gamma):
 @pytest.mark.parametrize(
     ("name", "rate"), [("plain", 8), ("plain", 22), ("always:3", 20), ("goodput", 8)]
 )
-def test_one_replica_is_like_the_server_on_a_simulated_bank(name, rate, reads):
+def test_one_replica_matches_the_simulated_server(name, rate, reads):
     costs, rows = planted(slot=0), 16
     costs = dataclasses.replace(costs, about=costs.about | {"reads": reads})
-    asked = many_bursty(rate, 700, LENGTHS, 1, 1.0)
+    offered = many_bursty(rate, 700, LENGTHS, 1, 1.0)
     policy = policies.of("never" if name == "plain" else name, costs, 5)
     bank = SimulatedRows(costs, lambda _: KEPT, rows, 500, policy.widest)
-    server = Server(bank, policy, queue=len(asked))
-    table = answered(serve(server, Timed(requests(asked.each()))))
+    server = Server(bank, policy, queue=len(offered))
+    table = answered(serve(server, Timed(requests(offered.each()))))
     fluid = simulate(
-        asked, pace(costs, name, KEPT, rows, 128, asked.prompt.mean(), asked.output.mean()),
+        offered, pace(costs, name, KEPT, rows, 128, offered.prompt.mean(), offered.output.mean()),
         costs.prefill_s, 1,
     )  # fmt: skip
     real = {key: table[f"{key}_s"].quantile([0.5, 0.95]).tolist() for key in ("tpot", "e2e")}
@@ -299,13 +297,13 @@ def test_one_replica_is_like_the_server_on_a_simulated_bank(name, rate, reads):
         found = np.nanquantile(getattr(fluid, f"{key}_s"), [0.5, 0.95])
         assert found == pytest.approx(wanted, rel=0.1), key
     assert fluid.ttft_s.mean() == pytest.approx(table["ttft_s"].mean(), rel=0.2)
-    assert fluid.seconds == pytest.approx(server.steps[-1].end_s - asked.at_s[0], rel=0.02)
+    assert fluid.seconds == pytest.approx(server.steps[-1].end_s - offered.at_s[0], rel=0.02)
 
 
 # --- paces ---------------------------------------------------------------------------------------
 
 
-def test_a_pace_is_tokens_over_the_time_of_a_round():
+def test_pace_is_tokens_over_round_time():
     costs = planted()
     plain, three = (pace(costs, n, KEPT, 8, 64, 16, 50) for n in ("plain", "always:3"))
     tokens = 1 + 0.8 + 0.8 * 0.75 + 0.8 * 0.75 * 0.7
@@ -313,13 +311,13 @@ def test_a_pace_is_tokens_over_the_time_of_a_round():
         assert plain.tokens_s[b] == pytest.approx(1 / costs.step_s(b, 64))
         reading = b * tokens / 50 * costs.catch_up_s(16)
         assert three.tokens_s[b] == pytest.approx(tokens / (costs.round_s(b, 3, 64) + reading))
-        assert (plain.round[b], plain.over[b], plain.luck[b]) == (1, 0, 0)
+        assert (plain.round[b], plain.over[b], plain.spread[b]) == (1, 0, 0)
     assert set(three.gamma) == {3}
 
 
 @pytest.mark.parametrize("make", [planted, rough])
 @given(st.integers(0, 30), st.floats(0, 1), st.integers(0, 200), st.integers(1, 100))
-def test_goodput_writes_as_fast_as_the_best_of_all_at_every_load(make, seed, alpha, prompt, output):
+def test_goodput_pace_is_the_best_at_every_load(make, seed, alpha, prompt, output):
     costs = make() if make is planted else make(seed)
     given_ = [alpha] * 5, 20, 90, prompt, output
     best = pace(costs, "goodput", *given_)
@@ -328,7 +326,7 @@ def test_goodput_writes_as_fast_as_the_best_of_all_at_every_load(make, seed, alp
         assert all(a >= b for a, b in zip(best.tokens_s, other.tokens_s, strict=True)), name
 
 
-def test_policies_that_look_at_the_rows_keep_their_word():
+def test_pace_of_threshold_and_table():
     assert pace(planted(), "threshold:3,4", KEPT, 6, 64).gamma[1:] == [3, 3, 3, 3, 0, 0]
     assert pace(planted(), "table:1=5,3=1", KEPT, 4, 64).gamma[1:] == [5, 5, 1, 1]
 
@@ -336,17 +334,17 @@ def test_policies_that_look_at_the_rows_keep_their_word():
 # --- routers and sizes ---------------------------------------------------------------------------
 
 
-def test_routers_that_know_more_wait_less():
-    asked = many_of_a_day(20, 8000, Lengths(30, 60, 1.2, 2000), 3, swing=0.5)
+def test_better_informed_routers_wait_less():
+    offered = many_of_a_day(20, 8000, Lengths(30, 60, 1.2, 2000), 3, swing=0.5)
     table = even([60 / b**0.7 for b in range(1, 40)])
-    served = {name: simulate(asked, table, free, 40, name, seed=2) for name in ROUTERS}
+    served = {name: simulate(offered, table, free, 40, name, seed=2) for name in ROUTERS}
     turns = served["round_robin"].replica
     assert (turns == np.arange(len(turns)) % 40).all()
     mean = {name: s.e2e_s.mean() for name, s in served.items()}
     assert mean["least"] < mean["two_choices"] < mean["round_robin"]
-    again = simulate(asked, table, free, 40, "two_choices", seed=2)
+    again = simulate(offered, table, free, 40, "two_choices", seed=2)
     assert (again.replica == served["two_choices"].replica).all()
-    other = simulate(asked, table, free, 40, "two_choices", seed=4)
+    other = simulate(offered, table, free, 40, "two_choices", seed=4)
     assert (again.replica != other.replica).any()
 
 
@@ -355,25 +353,25 @@ def test_routers_that_know_more_wait_less():
     ("limits", "name"),
     [(Limits(0.2, 0.0075), "plain"), (Limits(0.05, 1.0), "goodput"), (Limits(9, 9, 0.5), "plain")],
 )
-def test_a_fleet_of_the_size_keeps_the_limits_and_one_less_does_not(limits, name, router):
+def test_size_is_the_fewest_that_keep_the_limits(limits, name, router):
     costs = planted()
-    asked = many_bursty(150, 1500, LENGTHS, 5, 1.0)
+    offered = many_bursty(150, 1500, LENGTHS, 5, 1.0)
     table = pace(costs, name, KEPT, 16, 90, 30, 70)
 
     def kept(replicas):
-        return limits.kept(simulate(asked, table, costs.prefill_s, replicas, router))
+        return limits.kept(simulate(offered, table, costs.prefill_s, replicas, router))
 
     for near in (1, 13):
-        found = size(asked, table, costs.prefill_s, limits, router, near=near)
+        found = size(offered, table, costs.prefill_s, limits, router, near=near)
         assert kept(found)
         assert found == 1 or not kept(found - 1)
 
 
-def test_speculation_that_knows_its_load_needs_no_more_replicas_than_none():
+def test_goodput_needs_no_more_replicas():
     costs, limits = planted(), Limits(0.3, 0.0072)
-    asked = many_bursty(150, 1500, LENGTHS, 5, 1.0)
+    offered = many_bursty(150, 1500, LENGTHS, 5, 1.0)
     found = {
-        name: size(asked, pace(costs, name, KEPT, 16, 90, 30, 70), costs.prefill_s, limits)
+        name: size(offered, pace(costs, name, KEPT, 16, 90, 30, 70), costs.prefill_s, limits)
         for name in ("plain", "goodput", "always:5")
     }
     assert found["goodput"] <= found["always:5"]
@@ -381,14 +379,14 @@ def test_speculation_that_knows_its_load_needs_no_more_replicas_than_none():
 
 
 @pytest.mark.parametrize("limits", [Limits(0.2, 0.001), Limits(1e-4, 1.0)])
-def test_limits_that_an_idle_replica_misses_are_one_line(limits):
-    asked = many_bursty(5, 50, LENGTHS, 0, 1.0)
+def test_impossible_limits_are_one_line(limits):
+    offered = many_bursty(5, 50, LENGTHS, 0, 1.0)
     table = pace(planted(), "plain", KEPT, 4, 64)
     with pytest.raises(UserError, match=r"misses the limits on an idle replica.*raise the limits"):
-        size(asked, table, planted().prefill_s, limits)
+        size(offered, table, planted().prefill_s, limits)
 
 
-# --- the lab -------------------------------------------------------------------------------------
+# --- a day -------------------------------------------------------------------------------------
 
 
 def settled(tpot_steps=1.4, names=("plain", "always:3", "goodput"), kept=KEPT, **day) -> Setting:
@@ -400,7 +398,7 @@ def settled(tpot_steps=1.4, names=("plain", "always:3", "goodput"), kept=KEPT, *
     return fleets.setting(planted(), accepted, names, Day(**day), 16, 1000, tpot_steps)
 
 
-def test_a_day_is_sized_hour_by_hour_and_savings_are_of_replica_hours():
+def test_day_is_sized_by_hour_and_drawn():
     setting = settled()
     hours = fleets.hourly(setting, 800)
     assert len(hours) == 3 * 24
@@ -427,7 +425,7 @@ def test_a_day_is_sized_hour_by_hour_and_savings_are_of_replica_hours():
         assert figure.get_suptitle().startswith("SIMULATED")
 
 
-def test_requests_of_a_day_come_at_the_rates_that_its_hours_are_judged_by():
+def test_day_has_the_rates_of_its_hours():
     day = Day(60_000, 0.7, LENGTHS, seed=3)
     counts, _ = np.histogram(day.whole().at_s, 24, (0, 86400))
     wanted = 3600 * day.rates()
@@ -435,7 +433,7 @@ def test_requests_of_a_day_come_at_the_rates_that_its_hours_are_judged_by():
     assert np.abs(counts - wanted).max() < 5 * wanted.max() ** 0.5
 
 
-def test_a_policy_that_no_fleet_can_serve_is_shown_as_such_and_not_logged():
+def test_policy_that_misses_the_limits_is_shown_so():
     setting = settled(1.3, kept=(0.1,) * 5)
     hours = fleets.hourly(setting, 200)
     assert hours[hours["policy"] == "always:3"]["replicas"].isna().all()
@@ -459,7 +457,7 @@ def test_a_policy_that_no_fleet_can_serve_is_shown_as_such_and_not_logged():
         (lambda: fleets.hourly(settled(0.5), 50), "plain misses the limits on an idle replica"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_one_line(call, said):
+def test_bad_setting_is_one_line(call, said):
     with pytest.raises(UserError, match=said) as e:
         call()
     assert "\n" not in str(e.value)
@@ -491,7 +489,7 @@ ASKED = arrivals([0, 1], [3, 3], [2, 5])
         (lambda: pace(planted(), "sometimes", KEPT, 4, 64), "is unknown"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_line_that_names_the_fix(call, said):
+def test_bad_fleet_input_is_one_line(call, said):
     with pytest.raises(UserError, match=said) as e:
         call()
     assert "\n" not in str(e.value)
