@@ -137,7 +137,7 @@ def test_profile_is_kept_by_rule_and_drafter(pairing, store):
 
 
 def accepted(*histograms):
-    """A table like that of `bench.acceptance`: one row a prompt."""
+    """A table like that of `one_pairing.acceptance`: one row a prompt."""
     records = [
         Acceptance((len(h) - 1) * sum(h), sum((k + 1) * n for k, n in enumerate(h)), 0, h)
         for h in histograms
