@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from specexp.measure import parameters, prompts
+from specexp.measure import feasible, prompts
 from specexp.models import int8
 from specexp.tracking.provenance import device_class, switched_off
 
@@ -53,7 +53,7 @@ class Surroundings:
         key = os.getcwd(), repr(read), notebook  # paths may be relative
         if key not in self.known:
             parts = {"notebook": notebook[:16], "code": self.code}
-            if sources := parameters.sources(dict(params)):
+            if sources := feasible.sources(dict(params)):
                 parts["models"] = digest(sorted([name_of(s), model_digest(s)] for s in sources))
                 if slower := switched_off(params.get("device", "auto")):
                     parts["engine"] = slower

@@ -32,6 +32,7 @@ from specexp.grids.grid_file import (
 )
 from specexp.grids.notebooks import Parameter, parameters_of, shown
 from specexp.measure import parameters
+from specexp.measure.parameters import Problem
 
 __all__ = ["MANY", "ROOT", "Point", "load", "parameters_of"]
 
@@ -115,8 +116,8 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
             key = identity.digest({"params": identity.digest(params), **around})
             yield Point(sheet.path.stem, path, experiment, params, varying, timeout, around, key,
                         sheet.notebook.timed)  # fmt: skip
-    for what, points in checks.wrong.items():
-        for line in checks.lines(what, points):
+    for what, lines_of in checks.wrong.items():
+        for line in lines_of:
             report.add(sheet.path, line, what)
 
 
@@ -225,18 +226,20 @@ def _sizes(sheet: Sheet) -> str:
 
 
 class Checks:
-    """Checks the points of a sheet against their models, and finds the lines of what is wrong.
+    """Checks the points of a sheet against their models. `wrong`: the problems, each with the lines
+    of the values to change.
 
-    To save time, the parameters judged on their own (`parameters.ALONE`) are checked once per
-    value, all others once per combination of values.
+    To save time, parameters that are judged alone are checked once per value, all others once per
+    combination of values.
     """
 
     def __init__(self, sheet: Sheet, once: api.Once, surroundings: identity.Surroundings) -> None:
         self.sheet, self.once, self.surroundings = sheet, once, surroundings
         self.seen: set[Any] = set()
-        self.together = [name for name in sheet.varying if name not in parameters.ALONE]
-        self.alone = [name for name in sheet.varying if name in parameters.ALONE]
-        self.wrong: dict[str, list[tuple[dict[str, Any], int | None]]] = {}
+        alone = {name for name, parameter in parameters.PARAMETERS.items() if parameter.alone}
+        self.together = [name for name in sheet.varying if name not in alone]
+        self.alone = [name for name in sheet.varying if name in alone]
+        self.wrong: dict[str, set[int]] = {}
 
     def see(self, params: dict[str, Any], entry: int | None) -> None:
         """Check a point, unless all its values were checked before. `entry`: of `include`."""
@@ -244,49 +247,21 @@ class Checks:
         new += [(name, norm(params[name])) for name in self.alone]
         if not self.seen.issuperset(new):
             self.seen.update(new)
-            for what in self.problems_of(params):
-                self.wrong.setdefault(what, []).append((params, entry))
+            for problem in self.problems_of(params):
+                lines = (self.sheet.where(name, params, entry) for name in problem.names)
+                line = next(filter(None, lines), self.sheet.line)
+                self.wrong.setdefault(problem.what, set()).add(line)
 
-    def problems_of(self, params: dict[str, Any]) -> list[str]:
+    def problems_of(self, params: dict[str, Any]) -> list[Problem]:
         try:
             problems = parameters.problems_of(params, None, self.once)
             if not problems:
                 self.surroundings.of(params, self.sheet.notebook.digest)
             return problems
         except (UserError, OSError) as e:
-            return [first_line(e)]
+            named = [name for name in params if name in parameters.PARAMETERS]
+            return [Problem(first_line(e), parameters.by_mention(first_line(e), named, params))]
         except Exception as e:  # a user's model files can raise anything
-            return [f"cannot be checked: {type(e).__name__}: {' '.join(str(e).split())[:200]}"]
-
-    def lines(self, what: str, points: list[tuple[dict[str, Any], int | None]]) -> set[int]:
-        """The lines of the values that cause this problem of these points."""
-        blamed: dict[tuple[str, Any], set[int]] = {}
-        for params, entry in points:
-            known = ((name, blamed.get((name, norm(v)), ())) for name, v in params.items())
-            if any(at and self.sheet.where(name, params, entry) in at for name, at in known):
-                continue
-            name = self.cause(what, params, entry)
-            line = self.sheet.where(name, params, entry) if name else None
-            if name is None or line is None:
-                return {self.sheet.line}.union(*blamed.values())
-            blamed.setdefault((name, norm(params[name])), set()).add(line)
-        return set().union(*blamed.values())
-
-    def cause(self, what: str, params: dict[str, Any], entry: int | None) -> str | None:
-        """The parameter, among those set in the file, whose default value avoids the problem; those
-        that the message mentions are tried first. If there is none, one that it mentions."""
-        given = [name for name in params if self.sheet.where(name, params, entry)]
-        mentions = {name: _mentions(what, name, params[name]) for name in given}
-        for name in sorted(given, key=lambda n: (-mentions[n], n not in self.sheet.varying)):
-            default = self.sheet.notebook.parameters[name].default
-            if what not in self.problems_of(params | {name: default}):
-                return name
-        return max((n for n in given if mentions[n]), key=lambda n: mentions[n], default=None)
-
-
-def _mentions(what: str, name: str, value: Any) -> int:
-    """Whether a message contains the name of a parameter, plus whether it contains its value."""
-    values = value if isinstance(value, list) else [value]
-    texts = (re.escape(str(v)) for v in values if v != "")
-    named = re.search(rf"\b{re.escape(name.rstrip('s'))}", what) is not None
-    return named + any(re.search(rf"(?<![\w.]){text}(?!\w)", what) for text in texts)
+            at = " ".join(f"{name}={shown(params[name])}" for name in self.sheet.varying)
+            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            return [Problem(f"cannot be checked at {at or 'all'}: {reason}")]

@@ -1,267 +1,343 @@
-"""Every problem with the parameters of an experiment, found before a weight is loaded."""
+"""The parameters of experiments: one table that notebooks, grids, `--help` and the page read.
+
+A notebook may have parameters of its own, which are not checked here. Importing this file loads
+nothing heavy: a check imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from specexp import drafters, rules
-from specexp.api import (
-    DEFAULTS,
-    Once,
-    encode,
-    locate,
-    prepare,
-    read_target,
-    request,
-    usual_gamma,
-    where,
-)
 from specexp.errors import UserError, first_line
-from specexp.measure import prompts
-from specexp.models import memory
-from specexp.models.cache import rounded
-from specexp.models.load import DTYPES, smaller, weight_bytes
-from specexp.models.servable import reach
-from specexp.sampling import Sampling
-from specexp.serving import arrivals, fleet, policies
-from specexp.tree import Tree
 
-_LEAST = {
-    "max_new_tokens": 1, "batch": 1, "limit": 1, "seed": 0, "repeats": 1, "stream": 1,
-    "turns": 2, "count": 1, "rows": 1, "chunk": 1, "queue": 0,
+if TYPE_CHECKING:
+    from specexp.api import Once
+    from specexp.measure.prompts import Prompt
+
+PAGE = Path(__file__).resolve().parents[2] / "notebooks" / "README.md"
+BEGIN, END = "<!-- parameters: begin -->\n", "<!-- parameters: end -->\n"
+_TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """`type`: as a notebook writes it. `help`: the comment behind it there. `check`: raises
+    UserError, and gets the parameter's name and a value (of a list: each of its items). `default`:
+    of the command line and of `specexp.load`. `each`: the parameter whose values a list holds.
+    `empty`: whether a list may have no items. `alone`: it is checked by its own value only,
+    whatever the others are."""
+
+    type: str
+    help: str
+    check: Callable[[str, Any], object] = lambda name, value: None
+    default: Any = None
+    each: str = ""
+    empty: bool = True
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`what`: one line for the user. `names`: the parameters that could be changed to solve it, the
+    likeliest first; none if the check does not know."""
+
+    what: str
+    names: tuple[str, ...] = ()
+
+
+# --- checks of one value -------------------------------------------------------------------------
+
+
+def _least(bound: int) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value < bound:
+            raise UserError(f"{name} is {value}; it must be {bound} or more")
+
+    return check
+
+
+def _positive(name: str, value: Any) -> None:
+    if not 0 < value < math.inf:
+        raise UserError(f"{name} is {value}; it must be positive and finite")
+
+
+def _temperature(name: str, value: Any) -> None:
+    from specexp.sampling import Sampling
+
+    Sampling(value)
+
+
+def _top_k(name: str, value: Any) -> None:
+    from specexp.sampling import Sampling
+
+    Sampling(0.0, value, 1.0)
+
+
+def _top_p(name: str, value: Any) -> None:
+    from specexp.sampling import Sampling
+
+    Sampling(0.0, 0, value)
+
+
+def _rule(name: str, value: Any) -> None:
+    from specexp import rules
+
+    if value != "auto":
+        rules.of(value)
+
+
+def _arrivals(name: str, value: Any) -> None:
+    from specexp.serving import arrivals
+
+    if value:
+        arrivals.parse(arrivals.at_rate(value, 1.0), 1)
+
+
+def _router(name: str, value: Any) -> None:
+    from specexp.serving import fleet
+
+    fleet.check_router(value)
+
+
+def _swing(name: str, value: Any) -> None:
+    from specexp.serving import arrivals
+
+    arrivals.check_swing(value)
+
+
+def _dtype(name: str, value: Any) -> None:
+    from specexp.models.load import DTYPES
+
+    if value not in DTYPES:
+        raise UserError(f"dtype {value!r} is unknown; use {', '.join(DTYPES)}")
+
+
+def _device(name: str, value: Any) -> None:
+    import torch
+
+    if value not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", value):
+        raise UserError(f"device {value!r} is unknown; use auto, cpu, cuda or cuda:N")
+    if value.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("no CUDA device is available; use device auto or cpu")
+    if int(value.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
+        raise UserError(
+            f"device {value!r} does not exist; GPUs here: {torch.cuda.device_count()}, from cuda:0"
+        )
+
+
+def _model(name: str, value: Any) -> None:
+    from specexp.api import locate
+
+    locate(value)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+PARAMETERS: dict[str, Parameter] = {
+    # the pairing
+    "target": Parameter("str", "target model: zoo name, folder or hub id", default="target-10m"),
+    "drafter": Parameter(
+        "str", "a draft model, METHOD or METHOD:ARGUMENT (see: specexp models)", default="model"
+    ),
+    "targets": Parameter("list", "target models", each="target"),
+    "draft": Parameter("str", "draft model: zoo name, folder or hub id", _model),
+    "drafts": Parameter("list", "draft models", _model, each="draft"),
+    "drafters": Parameter("list", "drafters", each="drafter"),
+    "rivals": Parameter("list", "drafters compared with it", each="drafter"),
+    "gamma": Parameter("int", "draft length"),
+    "gammas": Parameter("list", "draft lengths", each="gamma", empty=False),
+    "tree": Parameter("str", "shape of a draft: chain, 3x2x1 or grown:16", default="chain"),
+    "trees": Parameter("list", "other shapes of the draft; [] if none", each="tree"),
+    "rule": Parameter(
+        "str", "auto (reject if drafts are drawn, else match), match, reject, block",
+        _rule, "auto",
+    ),
+    "rules": Parameter("list", "rules compared with it", _rule, each="rule"),
+    "temperature": Parameter("float", "sampling temperature; 0 is greedy", _temperature, 0.0),
+    "temperatures": Parameter(
+        "list", "sampling temperatures; 0 is greedy", _temperature, each="temperature", empty=False
+    ),
+    "top_k": Parameter("int", "sample from the k likeliest tokens; 0: from all", _top_k, 0),
+    "top_p": Parameter(
+        "float", "sample from the likeliest tokens of this total probability", _top_p, 1.0
+    ),
+    "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
+    "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),
+    "seed": Parameter("int", "seed of sampled output", _least(0), 0, alone=True),
+    "seeds": Parameter("list", "seeds of sampled output", _least(0), each="seed", alone=True),
+    # what it is measured on
+    "prompts": Parameter(
+        "str", "a shipped category, all, or a question.jsonl of your own", default="all"
+    ),
+    "categories": Parameter("list", "categories of the prompts; [] for all"),
+    "limit": Parameter("int", "number of prompts, evenly over the categories", _least(1)),
+    "max_new_tokens": Parameter("int", "tokens to generate per prompt, at most", _least(1), 64),
+    "batch": Parameter("int", "batch size", _least(1)),
+    "batches": Parameter("list", "batch sizes", _least(1), each="batch", empty=False),
+    "measured_batches": Parameter(
+        "list", "batch sizes at which the map is checked", _least(1), each="batch", empty=False,
+        alone=True,
+    ),
+    "contexts": Parameter(
+        "list", "KV cache slots of a row, for prompt, output and draft",
+        _least(1), empty=False, alone=True,
+    ),
+    "repeats": Parameter("int", "repeats of the whole measurement", _least(1), alone=True),
+    "rounds": Parameter("int", "rounds from one position, to see what they emit", _least(1),
+                        alone=True),
+    "force": Parameter("bool", "measure costs again even if they are stored", alone=True),
+    # requests under load
+    "policy": Parameter(
+        "str", "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
+        default="goodput",
+    ),
+    "policies": Parameter("list", "policies compared with it and plain", each="policy"),
+    "streams": Parameter(
+        "list", "requests in flight in the closed loops", _least(1), empty=False, alone=True
+    ),
+    "turns": Parameter(
+        "int", "turns of each closed loop: the units of its intervals", _least(2), alone=True
+    ),
+    "arrivals": Parameter(
+        "str", "poisson; bursty,3 (variation of the gaps); day; trace:FILE", _arrivals, alone=True
+    ),
+    "offered": Parameter(
+        "float", "rate of requests, as a share of what plain decoding can serve",
+        _positive, alone=True,
+    ),
+    "count": Parameter("int", "number of requests of the open traffic", _least(1), 64, alone=True),
+    "rows": Parameter("int", "requests decoded at once, at most", _least(1), 32, alone=True),
+    "queue": Parameter(
+        "int", "requests that may wait; further ones are rejected", _least(0), 1024, alone=True
+    ),
+    "chunk": Parameter(
+        "int", "prompt tokens prefilled between two rounds", _least(1), 512, alone=True
+    ),
+    "ttft_ms": Parameter("float", "limit of the time to first token", _positive, 1000.0,
+                         alone=True),
+    "tpot_ms": Parameter(
+        "float", "limit of the time per token after the first", _positive, 50.0, alone=True
+    ),
+    # a day of many requests, simulated
+    "requests_per_day": Parameter("int", "requests of a day, all of them SIMULATED", _least(1)),
+    "swing": Parameter(
+        "float", "of their rate around its mean over the day, as a share", _swing, alone=True
+    ),
+    "prompt_tokens": Parameter("int", "of the median prompt; lengths are lognormal", _least(1),
+                               alone=True),
+    "output_tokens": Parameter("int", "of the median output", _least(1), alone=True),
+    "tpot_steps": Parameter(
+        "float", "limit of the p95 of TPOT, in plain steps of a single stream",
+        _positive, alone=True,
+    ),
+    "router": Parameter(
+        "str", "least (fewest requests), two_choices or round_robin", _router, alone=True
+    ),
+    "sample": Parameter("int", "requests simulated for each hour", _least(1), alone=True),
+    # finished runs
+    "grid": Parameter("str", "only runs of this grid; empty: all runs", alone=True),
+    "newest": Parameter("int", "show at most so many runs, newest first", _least(1), alone=True),
 }  # fmt: skip
-_POSITIVE = ("ttft_ms", "tpot_ms", "offered", "tpot_steps")
-_NEEDED = (
-    "gammas", "batches", "contexts", "measured_batches", "streams", "temperatures",
-    "loads",
-)  # fmt: skip
-ALONE = {
-    "seed", "seeds", "repeats", "stream", "streams", "turns", "count", "rows", "chunk", "queue",
-    *_POSITIVE, "arrivals",
-}  # fmt: skip
-"""Parameters that `check` judges independently of all others."""
 
 
-def check(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> list[str]:
+def help_of(name: str, more: str = "") -> str:
+    """What a parameter is, as sentences, for `--help`."""
+    text = PARAMETERS[name].help
+    return f"{text[0].upper()}{text[1:]}. {more}".strip()
+
+
+def as_markdown() -> str:
+    """The table for the page."""
+    rows = [
+        f"| `{name}` | {p.type} | {p.help} | {'' if p.default is None else f'`{p.default}`'} |\n"
+        for name, p in PARAMETERS.items()
+    ]
+    return "| name | type | what it is | default |\n|---|---|---|---|\n" + "".join(rows)
+
+
+# --- checking ------------------------------------------------------------------------------------
+
+
+def check(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> list[str]:
     """Every problem with these parameters, one line each, without loading a weight.
 
-    texts: the prompts, by default those that the parameters name. Unknown parameters are ignored:
-    a notebook may have its own.
+    texts: the prompts, by default those that the parameters name.
     """
-    return problems_of(params, texts, Once())
+    from specexp.api import Once
+
+    return [problem.what for problem in problems_of(params, texts, Once())]
 
 
-def insist(params: dict[str, Any], texts: list[prompts.Prompt] | None = None) -> None:
+def insist(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> None:
     """Raises UserError with every problem that `check` finds, one line each."""
     if problems := check(params, texts):
         raise UserError("\n".join(problems))
 
 
-def problems_of(
-    params: dict[str, Any], texts: list[prompts.Prompt] | None, once: Once
-) -> list[str]:
-    """As `check`, reusing what earlier checks looked up."""
-    problems: list[str] = []
+def problems_of(params: Mapping[str, Any], texts: list[Prompt] | None, once: Once) -> list[Problem]:
+    """Every problem with these parameters, reusing what earlier checks looked up."""
+    from specexp.measure import feasible
 
-    def attempt(f: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return f(*args)
-        except UserError as e:
-            problems.append(str(e))
-        except OSError as e:
-            problems.append(first_line(e))
-
-    for name, at_least in _LEAST.items():
-        for value in _values(params, name, name + "s", name + "es"):
-            if value < at_least:
-                problems.append(f"{name} is {value}; it must be {at_least} or more")
-    for name in _POSITIVE:
-        if not 0 < params.get(name, 1) < math.inf:
-            problems.append(f"{name} is {params[name]}; it must be positive and finite")
-    for name in _NEEDED:
-        if params.get(name) == []:
-            problems.append(f"{name} is empty; give at least one")
-    for value in _values(params, "temperature", "temperatures"):
-        attempt(Sampling, value)
-    attempt(Sampling, 0.0, params.get("top_k", 0), params.get("top_p", 1.0))
-    for rule in _values(params, "rule", "rules"):
-        if rule != "auto":
-            attempt(rules.of, rule)
-    for gamma in _values(params, "gamma", "gammas") or [1]:
-        for shape in _values(params, "tree", "trees") or ["chain"]:
-            attempt(Tree.parse, shape, gamma)
-    if named := params.get("arrivals"):
-        attempt(arrivals.parse, arrivals.at_rate(named, 1.0), 1)
-    attempt(fleet.check_router, params.get("router", "least"))
-    attempt(arrivals.check_swing, params.get("swing", 0.0))
-    if params.get("dtype", "float32") not in DTYPES:
-        problems.append(f"dtype {params['dtype']!r} is unknown; use {', '.join(DTYPES)}")
-    device = params.get("device", "auto")
-    if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", device):
-        problems.append(f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
-    elif device.startswith("cuda") and not torch.cuda.is_available():
-        problems.append("no CUDA device is available; use device auto or cpu")
-    elif int(device.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
-        problems.append(
-            f"device {device!r} does not exist; GPUs here: {torch.cuda.device_count()}, from cuda:0"
-        )
-    if texts is None:
-        categories = tuple(params.get("categories") or ()) or None
-        named = params.get("prompts", "all"), categories, params.get("limit")
-        texts = attempt(once, prompts.load, *named) or []
-    deepest = policies.MOST
-    if "target" in params:
-        found, pairings, longest = _check_models(params, texts, once, attempt)
-        problems += found
-        if pairings and not problems:
-            problems += attempt(_check_memory, params, pairings, longest) or []
-        deepest = min([deepest, *(ready.deepest for _, ready in filter(None, pairings))])
-    for policy in _values(params, "policy", "policies"):
-        if "requests_per_day" in params:
-            attempt(fleet.check_policy, policy)
-        if policy not in ("plain", *policies.PRICED):
-            attempt(policies.of, policy, None, deepest)
-    return list(dict.fromkeys(problems))
+    problems = list(_alone(params))
+    wrong = {name for problem in problems for name in problem.names}
+    problems += feasible.problems_of(params, texts, once, wrong)
+    first: dict[str, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.what, problem)
+    return list(first.values())
 
 
-Candidate = tuple[drafters.Request, drafters.Prepared]
+def _alone(params: Mapping[str, Any]) -> Iterator[Problem]:
+    """The problems of single values. A value of another type than the table's is a notebook's own
+    affair."""
+    for name, parameter in PARAMETERS.items():
+        value = params.get(name)
+        if value is None or not isinstance(value, _TYPES[parameter.type]):
+            continue
+        if value == [] and not parameter.empty:
+            yield Problem(f"{name} is empty; give at least one", (name,))
+        kind = _TYPES[PARAMETERS[parameter.each or name].type]
+        for item in value if isinstance(value, list) else [value]:
+            if parameter.each and not isinstance(item, kind):
+                continue
+            if what := reason(parameter.check, parameter.each or name, item):
+                yield Problem(what, (name,))
 
 
-def _check_models(
-    params: dict[str, Any], texts: list[prompts.Prompt], once: Once, attempt: Callable[..., Any]
-) -> tuple[list[str], list[Candidate], int]:
-    """Problems; the pairings that the parameters name (None for a bad one); tokens of the longest
-    prompt with its output."""
-    target = params["target"]
-    known = attempt(once, read_target, target)
-    if not known:
-        return [], [], 0
-    config, _, tokenizer = known
-    pairings = [
-        attempt(once, prepare, once, *(options | {"seed": 0}).items())
-        for options in each_pairing(params)
-    ]
-    context = reach(config)
-    new = params.get("max_new_tokens", 0)
-    problems, too_long = [], []
-    for gamma in _values(params, "gamma", "gammas"):
-        if gamma >= context:
-            problems.append(f"gamma {gamma} exceeds the {context}-token context of {target}")
-    longest = 0
-    for prompt in texts:
-        need = len(attempt(once, encode, tokenizer, prompt.text) or []) + new
-        longest = max(longest, need)
-        if need > context:
-            too_long.append((need, prompt.question_id))
-    if too_long:
-        need, name = max(too_long, key=lambda pair: pair[0])
-        others = f" ({len(too_long) - 1} more prompts are too long)" if len(too_long) > 1 else ""
-        problems.append(
-            f"prompt {name} with {new} new tokens needs {need} tokens, {need - context} more than "
-            f"the {context}-token context of {target}{others}"
-        )
-    return problems, pairings, longest
+def reason(check: Callable[..., Any], *args: Any) -> str:
+    """The message of the UserError or OSError that a check raises, or ""."""
+    try:
+        check(*args)
+    except (UserError, OSError) as e:
+        return str(e) if isinstance(e, UserError) else first_line(e)
+    return ""
 
 
-def _check_memory(params: dict[str, Any], pairings: list[Candidate], longest: int) -> list[str]:
-    """A problem, with advice on what would fit, if the pairing that needs the most memory does not
-    fit the device."""
-    dtype, config = DTYPES[params.get("dtype", "float32")], pairings[0][0].config
-    free = memory.free_memory(torch.device(where(params.get("device", "auto"))))
-    batch = max(_values(params, "batch", "batches"), default=1)
-
-    def need(batch: int) -> memory.Need:
-        found = (needed(plan, ready, dtype, batch, longest) for plan, ready in pairings)
-        return max(found, key=lambda need: need.total)
-
-    most = need(batch)
-    if most.total <= free:
-        return []
-    fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
-    advice = f"a batch of {fits} would fit" if fits else smaller(config, dtype, free)
-    return [
-        f"{params['target']} on batch {batch} x {longest} tokens needs at least {most}, and "
-        f"{memory.gib(free)} GiB are free: {advice}"
-    ]
-
-
-def needed(
-    plan: drafters.Request, ready: drafters.Prepared, dtype: torch.dtype, batch: int, tokens: int
-) -> memory.Need:
-    """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
-    Heads are small beside their target and are left out."""
-    draft = ready.config
-    models = [plan.config, *([draft] if draft else [])]
-    own = models[:1] if draft == plan.config else models  # a target that drafts for itself
-    size, slots = dtype.itemsize, rounded(tokens + plan.tree.room)
-    law = memory.law_bytes("any", plan.sampling.temperature)
-    held = zip(models, (1, ready.slots), strict=False)
-    return memory.Need(
-        sum(weight_bytes(model, dtype) for model in own),
-        sum(batch * slots * times * memory.kv_bytes(model, size) for model, times in held),
-        memory.work_bytes(models, size, batch, slots, tokens, len(plan.tree), law),
-    )
-
-
-def each_pairing(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of `load` options that these parameters name, singly or in lists. `rivals`
-    are compared at `temperature` only, not at each of `temperatures`."""
-    yield from _combined(params)
-    beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures", "trees")}
-    for rival in _values(params, "rivals"):
-        yield from _combined(beside | {"drafter": rival})
-
-
-def _combined(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    named = {
-        "drafter": _values(params, "drafter", "drafters"),
-        "gamma": _values(params, "gamma", "gammas"),
-        "temperature": _values(params, "temperature", "temperatures"),
-        "rule": _values(params, "rule", "rules"),
-        "tree": _values(params, "tree", "trees"),
-    }
-    fixed = DEFAULTS | {name: value for name, value in params.items() if name in DEFAULTS}
-    lists = {name: values for name, values in named.items() if values}
-    for values in itertools.product(*lists.values()):
-        options = fixed | dict(zip(lists, values, strict=True))
-        if options["gamma"] is None:
-            options["gamma"] = usual_gamma(options)
-        yield options
-
-
-def sources(params: dict[str, Any]) -> set[str]:
-    """The folders and hub ids of all models that these parameters name, zoo defaults included.
-
-    Raises UserError for a model that does not exist.
-    """
-    found = {locate(name) for name in _values(params, "target", "targets", "draft", "drafts")}
-    for target in _values(params, "target", "targets"):
-        known = read_target(target)
-        drafts = {
-            options["drafter"]: options for options in each_pairing(params | {"target": target})
-        }
-        for options in drafts.values():
-            plan = request(options | {"gamma": 1, "tree": "chain"}, *known)
-
-            def source(method: str, name: str, find: Any = plan.source) -> str:
-                found.add(find(method, name))
-                return str(find(method, name))
-
-            with suppress(UserError):  # gamma 1 may not suit; `check` has passed the one asked for
-                drafters.prepare(replace(plan, source=source))
-    return found
-
-
-def _values(params: dict[str, Any], *names: str) -> list[Any]:
+def values(params: Mapping[str, Any], *names: str) -> list[Any]:
     """All values of these parameters, lists flattened; None is left out."""
-    found = [params[n] for n in dict.fromkeys(names) if n in params and params[n] is not None]
-    return [v for x in found for v in (x if isinstance(x, list) else [x])]
+    present = [params[name] for name in names if params.get(name) is not None]
+    return [v for x in present for v in (x if isinstance(x, list) else [x])]
+
+
+def by_mention(what: str, names: Iterable[str], params: Mapping[str, Any]) -> tuple[str, ...]:
+    """These parameters, those first whose name and value a message mentions."""
+
+    def mentions(name: str) -> int:
+        value = params[name]
+        texts = [re.escape(str(v)) for v in (value if isinstance(value, list) else [value])]
+        known = PARAMETERS.get(name)
+        word = re.escape((known and known.each) or name)
+        valued = any(re.search(rf"(?<![\w.]){text}(?!\w)", what) for text in texts if text)
+        return (re.search(rf"\b{word}", what) is not None) + valued
+
+    return tuple(sorted(names, key=lambda name: -mentions(name)))
+
+
+if __name__ == "__main__":  # renew the table of the page
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + as_markdown() + END + rest.partition(END)[2])

@@ -19,6 +19,7 @@ from specexp.fast import cpu
 from specexp.grids import identity, notebooks, yaml_lines
 from specexp.grids import points as grid
 from specexp.measure import parameters
+from specexp.measure.parameters import Problem
 from specexp.models.load import read_tokenizer
 from specexp.tracking import provenance
 
@@ -421,7 +422,9 @@ def test_only_what_is_not_there_is_refused(load, text):
 
 def test_what_only_chose_is_blamed_on_its_own_line(load, monkeypatch):
     monkeypatch.setattr(
-        parameters, "problems_of", lambda params, *_: ["x is 9"] if params["x"] == 9 else []
+        parameters,
+        "problems_of",
+        lambda params, *_: [Problem("x is 9", ("x",))] if params["x"] == 9 else [],
     )
     text = HEAD + "grid:\n  x: [1,\n   9]\n  how: [a, b]\ninclude:\n- {x: 2}\n- {x: 9, how: c}"
     assert refusal(load, text, only=["x=9", "how=a"]) == ["4: x is 9"]
@@ -866,7 +869,7 @@ def test_what_makes_no_sense_is_told_on_the_line_of_the_value_to_blame(load, cas
 
 
 def test_what_no_value_is_to_blame_for_is_told_once_on_the_line_of_the_grid(load, monkeypatch):
-    monkeypatch.setattr(parameters, "problems_of", lambda *_: ["the world is flat"])
+    monkeypatch.setattr(parameters, "problems_of", lambda *_: [Problem("the world is flat")])
     assert refusal(load, HEAD + "experiment: a\ngrid: {x: [1, 2]}") == ["3: the world is flat"]
     assert refusal(load, "experiment: a\n" + HEAD) == ["2: the world is flat"]
 
@@ -879,8 +882,8 @@ def test_a_model_that_only_the_identity_reads_is_missed_before_anything_runs(loa
 
 
 def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
-    monkeypatch.setattr(parameters.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(parameters.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert parameters.check({"device": "cuda:1"}) == []
     assert parameters.check({"device": "cuda:2"}) == [
         "device 'cuda:2' does not exist; GPUs here: 2, from cuda:0"
@@ -943,7 +946,7 @@ def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
 
 
 def test_all_that_is_wrong_with_a_notebook_is_said_in_its_first_cell_of_work():
-    with pytest.raises(UserError, match=r"limit is 0; .*\ngammas is empty"):
+    with pytest.raises(UserError, match=r"^gammas is empty; .*\nlimit is 0; .*more$"):
         parameters.insist({"limit": 0, "gammas": []})
     for number in (10, 20, 30, 40, 60):
         [file] = (grid.ROOT / "notebooks").glob(f"{number}_*.ipynb")
@@ -982,8 +985,8 @@ def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
 
     monkeypatch.setattr(parameters, "problems_of", broken)
     assert refusal(load, HEAD + "grid:\n  x: [2,\n   3]") == [
-        "3: cannot be checked: ValueError: no",
-        "4: cannot be checked: ZeroDivisionError: by nothing",
+        "2: cannot be checked at x=2: ValueError: no",
+        "2: cannot be checked at x=3: ZeroDivisionError: by nothing",
     ]
 
 
@@ -1000,10 +1003,10 @@ def test_every_value_and_every_combination_is_checked_and_none_twice(load, monke
 
 
 def test_what_is_checked_alone_is_the_same_whatever_the_others_are():
-    """Points are left out of the checks in reliance on `build.ALONE`."""
+    """Points are left out of the checks in reliance on `Parameter.alone`."""
     base = {n: p.default for n, p in notebooks.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
     wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
-    assert set(wrong) <= parameters.ALONE
+    assert all(parameters.PARAMETERS[name].alone for name in wrong)
     for name, value in wrong.items():
         [said] = parameters.check(base | {name: value})
         for other in ({"gamma": 1}, {"drafter": "ngram"}, {"temperatures": [0.5]}):

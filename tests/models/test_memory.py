@@ -13,7 +13,7 @@ from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import cpu
-from specexp.measure import parameters
+from specexp.measure import feasible, parameters
 from specexp.measure.hardware import peak_memory
 from specexp.measure.prompts import Prompt
 from specexp.models import load, memory
@@ -163,11 +163,11 @@ def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
         pairing.generate(["def mean(values):"], 20)
         models = pairing.engine.models
         held = sum(peak_memory.held_per_token(m) * m.cache.batch * m.cache.size for m in models)
-        [options] = parameters.each_pairing(base | {"drafter": name})
+        [options] = feasible.each_pairing(base | {"drafter": name})
         plan, ready = api.prepare(api.Once(), *options.items())
         tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
         assert ready.slots == slots
-        assert held <= parameters.needed(plan, ready, torch.float32, 1, tokens).cache
+        assert held <= feasible.needed(plan, ready, torch.float32, 1, tokens).cache
 
 
 def test_gib_and_need_are_readable():

@@ -1,0 +1,224 @@
+"""Whether the pairings that parameters name can be built, fit their context and memory, and may run
+their policies: found from files' heads, before a weight is loaded."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from specexp import drafters
+from specexp.api import (
+    DEFAULTS,
+    Once,
+    encode,
+    locate,
+    prepare,
+    read_target,
+    request,
+    usual_gamma,
+    where,
+)
+from specexp.errors import UserError, first_line
+from specexp.measure import prompts
+from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
+from specexp.models import memory
+from specexp.models.cache import rounded
+from specexp.models.load import DTYPES, smaller, weight_bytes
+from specexp.models.servable import reach
+from specexp.serving import fleet, policies
+from specexp.tree import Tree
+
+Params = Mapping[str, Any]
+Candidate = tuple[drafters.Request, drafters.Prepared]
+PAIRING = ("drafter", "gamma", "temperature", "rule", "tree")
+"""What a pairing is varied over: singly, or in a list."""
+
+
+@dataclass
+class _Findings:
+    """The problems of some parameters. `of` runs a check and keeps what it raises, naming the
+    parameters to change: those that the message mentions first."""
+
+    params: Params
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, what: str, *names: str) -> None:
+        self.problems.append(Problem(what, tuple(n for n in names if n in self.params)))
+
+    def of(self, names: Sequence[str], check: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return check(*args)
+        except (UserError, OSError) as e:
+            what = str(e) if isinstance(e, UserError) else first_line(e)
+            present = [name for name in names if name in self.params]
+            self.add(what, *by_mention(what, present, self.params))
+        return None
+
+
+def problems_of(
+    params: Params, texts: list[prompts.Prompt] | None, once: Once, wrong: set[str]
+) -> list[Problem]:
+    """The problems of these parameters together. `wrong`: those whose own value is wrong already;
+    if there are any, memory is not asked about."""
+    found = _Findings(params)
+    for gamma in values(params, "gamma", "gammas") or [1]:
+        for shape in values(params, "tree", "trees") or ["chain"]:
+            found.of(("gamma", "gammas", "tree", "trees"), Tree.parse, shape, gamma)
+    if texts is None:
+        categories = tuple(params.get("categories") or ()) or None
+        limit = None if "limit" in wrong else params.get("limit")
+        named = params.get("prompts", "all"), categories, limit
+        texts = found.of(("prompts", "limit", "categories"), once, prompts.load, *named) or []
+    deepest = policies.MOST
+    if "target" in params:
+        pairings, longest = _check_models(params, texts, once, found)
+        if pairings and not (found.problems or wrong):
+            found.of(("dtype", "target"), _check_memory, params, pairings, longest, found)
+        deepest = min([deepest, *(prepared.deepest for _, prepared in pairings)])
+    for policy in values(params, "policy", "policies"):
+        if "requests_per_day" in params:
+            found.of(("policy", "policies"), fleet.check_policy, policy)
+        if policy not in ("plain", *policies.PRICED):
+            found.of(("policy", "policies", "drafter"), policies.of, policy, None, deepest)
+    return found.problems
+
+
+def _check_models(
+    params: Params, texts: list[prompts.Prompt], once: Once, found: _Findings
+) -> tuple[list[Candidate], int]:
+    """The pairings that can be built, and the tokens of the longest prompt with its output."""
+    target = params["target"]
+    parts = found.of(("target",), once, read_target, target)
+    if not parts:
+        return [], 0
+    config, _, tokenizer = parts
+    pairings = []
+    for options in each_pairing(params):
+        to_change = [*_naming(options, params), "target", "dtype"]
+        of_seed_0 = (options | {"seed": 0}).items()
+        if pairing := found.of(to_change, once, prepare, once, *of_seed_0):
+            pairings.append(pairing)
+    context = reach(config)
+    new = params.get("max_new_tokens", 0)
+    for gamma in values(params, "gamma", "gammas"):
+        if gamma >= context:
+            what = f"gamma {gamma} exceeds the {context}-token context of {target}"
+            found.add(what, "gamma", "gammas", "target")
+    longest, too_long = 0, []
+    for prompt in texts:
+        tokens = found.of(("prompts", "target"), once, encode, tokenizer, prompt.text) or []
+        need = len(tokens) + new
+        longest = max(longest, need)
+        if need > context:
+            too_long.append((need, prompt.question_id))
+    if too_long:
+        need, name = max(too_long, key=lambda pair: pair[0])
+        others = f" ({len(too_long) - 1} more prompts are too long)" if len(too_long) > 1 else ""
+        found.add(
+            f"prompt {name} with {new} new tokens needs {need} tokens, {need - context} more than "
+            f"the {context}-token context of {target}{others}",
+            *(("max_new_tokens",) if new >= context / 2 else ()), "prompts", "max_new_tokens",
+            "target",
+        )  # fmt: skip
+    return pairings, longest
+
+
+def _naming(options: Mapping[str, Any], params: Params) -> Iterator[str]:
+    """The parameters from which this pairing has its options."""
+    for name, value in params.items():
+        option = PARAMETERS[name].each or name if name in PARAMETERS else ""
+        listed = value if isinstance(value, list) else [value]
+        if option in (*PAIRING, "top_k", "top_p") and options[option] in listed:
+            yield name
+
+
+def _check_memory(
+    params: Params, pairings: list[Candidate], longest: int, found: _Findings
+) -> None:
+    """A problem, with advice on what would fit, if the pairing that needs the most memory does not
+    fit the device."""
+    dtype, config = DTYPES[params.get("dtype", "float32")], pairings[0][0].config
+    free = memory.free_memory(torch.device(where(params.get("device", "auto"))))
+    batch = max(values(params, "batch", "batches"), default=1)
+
+    def need(batch: int) -> memory.Need:
+        needs = (needed(plan, prepared, dtype, batch, longest) for plan, prepared in pairings)
+        return max(needs, key=lambda need: need.total)
+
+    most = need(batch)
+    if most.total <= free:
+        return
+    fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
+    advice = f"a batch of {fits} would fit" if fits else smaller(config, dtype, free)
+    found.add(
+        f"{params['target']} on batch {batch} x {longest} tokens needs at least {most}, and "
+        f"{memory.gib(free)} GiB are free: {advice}",
+        *(("batch", "batches") if fits else ()), "target", "dtype", "device", "max_new_tokens",
+    )  # fmt: skip
+
+
+def needed(
+    plan: drafters.Request, prepared: drafters.Prepared, dtype: torch.dtype, batch: int, tokens: int
+) -> memory.Need:
+    """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
+    Heads are small beside their target and are left out."""
+    draft = prepared.config
+    models = [plan.config, *([draft] if draft else [])]
+    own = models[:1] if draft == plan.config else models  # a target that drafts for itself
+    size, slots = dtype.itemsize, rounded(tokens + plan.tree.room)
+    law = memory.law_bytes("any", plan.sampling.temperature)
+    held = zip(models, (1, prepared.slots), strict=False)
+    return memory.Need(
+        sum(weight_bytes(model, dtype) for model in own),
+        sum(batch * slots * times * memory.kv_bytes(model, size) for model, times in held),
+        memory.work_bytes(models, size, batch, slots, tokens, len(plan.tree), law),
+    )
+
+
+def each_pairing(params: Params) -> Iterator[dict[str, Any]]:
+    """Every combination of pairing options that these parameters name, singly or in lists. `rivals`
+    are compared at `temperature` only, not at each of `temperatures`, and not on `trees`."""
+    yield from _combined(params)
+    beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures", "trees")}
+    for rival in values(params, "rivals"):
+        yield from _combined(beside | {"drafter": rival})
+
+
+def _combined(params: Params) -> Iterator[dict[str, Any]]:
+    fixed = DEFAULTS | {name: value for name, value in params.items() if name in DEFAULTS}
+    named = {option: values(params, option, f"{option}s") for option in PAIRING}
+    lists = {option: several for option, several in named.items() if several}
+    for combination in itertools.product(*lists.values()):
+        options = fixed | dict(zip(lists, combination, strict=True))
+        if options["gamma"] is None:
+            options["gamma"] = usual_gamma(options)
+        yield options
+
+
+def sources(params: Params) -> set[str]:
+    """The folders and hub ids of all models that these parameters name, zoo defaults included.
+
+    Raises UserError for a model that does not exist.
+    """
+    folders = {locate(name) for name in values(params, "target", "targets", "draft", "drafts")}
+    for target in values(params, "target", "targets"):
+        parts = read_target(target)
+        drafts = {
+            options["drafter"]: options for options in each_pairing({**params, "target": target})
+        }
+        for options in drafts.values():
+            plan = request(options | {"gamma": 1, "tree": "chain"}, *parts)
+
+            def source(method: str, name: str, find: Any = plan.source) -> str:
+                folders.add(find(method, name))
+                return str(find(method, name))
+
+            with suppress(UserError):  # gamma 1 may not suit; `check` has passed the one named
+                drafters.prepare(replace(plan, source=source))
+    return folders
