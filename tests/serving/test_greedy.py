@@ -71,6 +71,12 @@ def test_drafting_is_tried_again_after_many_plain_rounds():
     assert 0 < sum(depth > 0 for depth in plans) < 0.1 * len(plans)
 
 
+def test_depths_unseen_for_long_are_hoped_for():
+    policy = Greedy(table(guess=1e-3), GAMMAS)
+    policy.judged = policy.accepted = [0.0] * 5
+    assert policy.choose(load(1)).tree.depth == max(GAMMAS)
+
+
 def test_counts_never_exceed_what_was_judged():
     policy = observed([5] * 10, 3)
     for _ in range(10_000):

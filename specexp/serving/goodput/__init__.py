@@ -27,7 +27,7 @@ from specexp.serving.goodput.by_grade import ByGrade
 from specexp.serving.goodput.by_row import ByRow
 from specexp.serving.goodput.choice import Choice
 from specexp.serving.goodput.forecast import PLAIN, Forecast, decoding
-from specexp.serving.goodput.prices import CostTable, Prices, Round
+from specexp.serving.goodput.prices import CostTable, PastRound, Prices
 from specexp.serving.goodput.trials import Trials
 from specexp.trace import Step
 from specexp.tree import Tree
@@ -56,7 +56,7 @@ class Goodput:
         self.trials = trials or Trials()
         self.plan = PLAIN  # of this round: the settled one or a trial
         self.rounds = 0
-        self.unread: list[Round] = []  # of which nothing was learned yet
+        self.unread: list[PastRound] = []  # rounds from which nothing was learned yet
 
     def choose(self, load: Load) -> Plan:
         self.rounds += 1
@@ -70,7 +70,7 @@ class Goodput:
         return self.plan
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        self.unread.append(Round(load, plan, steps, seconds))
+        self.unread.append(PastRound(load, plan, steps, seconds))
         self.choice.left += seconds is None  # a trial goes on until it has been timed
 
     def digest(self) -> None:

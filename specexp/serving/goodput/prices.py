@@ -36,9 +36,8 @@ class CostTable(Protocol):
     def catch_up_s(self, length: float) -> float: ...
 
 
-class Round(NamedTuple):
-    """A round that the policy was told of. seconds: None if later rounds like it will not take as
-    long."""
+class PastRound(NamedTuple):
+    """What `Policy.learn` receives of a round."""
 
     load: Load
     plan: Plan
@@ -104,7 +103,7 @@ class Prices:
         share = arriving / len(rows)
         return [share + self.costs.catch_up_s(n) / self.horizon if n else share for n in behind]
 
-    def learn(self, rounds: Sequence[Round]) -> None:
+    def learn(self, rounds: Sequence[PastRound]) -> None:
         """Compare the times of rounds with the cost table, and count the requests that arrived."""
         ratios = defaultdict[tuple[int, int], list[float]](list)  # measured over predicted time
         for load, plan, steps, seconds in rounds:
