@@ -22,14 +22,14 @@ from torch import Tensor
 from specexp.drafters import Drafter
 from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
-from specexp.fast import cpu, cpu_replays, cuda_graphs
+from specexp.fast import cpu_replays, cuda_graphs
 from specexp.fast.cpu_replays import Reported
 from specexp.models.cache import rounded
 from specexp.models.lm import LM, Forward
 from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
-from specexp.sequences import Draft, Sequences
+from specexp.sequences import Draft, Sequences, round_report
 from specexp.trace import Round, Step, Trace
 from specexp.tree import Tree
 
@@ -109,17 +109,9 @@ class Engine:
     def _report(self, seqs: Sequences, draft: Draft, counts: Tensor) -> Tensor:
         """Columns: counts [B, 3]; per model that ran, whether its logits were not finite; the
         guesses; their grade, if the drafter has grades."""
-        B, N = draft.tokens.shape
-        told = [] if draft.grade is None or N == 1 else [draft.grade]
-        faults = [lm.fault for lm in (self.models if N > 1 else (self.target,))]
-        if code := cpu.by(counts, draft.tokens, *faults, *told):
-            F, G = len(faults), len(told)
-            made = torch.empty(B, 3 + F + N - 1 + G, dtype=torch.int64)
-            known = counts, draft.tokens, made, cpu.every(faults), cpu.every(told)
-            code.report(B, N, F, G, seqs.first, *known)
-            return made
-        broken = (fault[seqs.rows, None] != 0 for fault in faults)
-        return torch.cat([counts, *broken, draft.tokens[:, 1:], *(x[:, None] for x in told)], 1)
+        drafts = draft.tokens.shape[1] > 1
+        faults = [lm.fault[seqs.rows] for lm in (self.models if drafts else (self.target,))]
+        return round_report(counts, draft.tokens, faults, draft.grade if drafts else None)
 
     @property
     def models(self) -> tuple[LM, ...]:

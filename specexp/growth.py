@@ -95,7 +95,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         leaves = len(tree) - tree.levels[-1].start
         none = torch.zeros(B, leaves, V, dtype=laws[0].dtype, device=device)
         q = torch.cat([*laws, none], 1)
-    made = columns(drafted) if tree.is_chain else torch.cat(drafted, 1)
+    made = columns(*drafted) if tree.is_chain else torch.cat(drafted, 1)
     return Grown(Draft(made, nodes, seqs, q), place)
 
 

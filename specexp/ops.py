@@ -1,10 +1,10 @@
 """The seam between the algorithm and what makes it fast.
 
 `@op` marks a torch function as the *reference* of an operation: its text, as the paper says it. The
-callable it returns runs a *kernel* of the same name and signature where one is registered for the
-device, and the reference otherwise. Kernels are imported at the first call on their device, from
-`fast/cpu/ops.py` or `fast/gpu/ops.py`; without these files, or with SPECEXP_FAST=off, an operation
-is its reference. A table and not `torch.library`, whose dispatch takes longer (LOG.md).
+callable it returns runs a *kernel* of the same signature where one is registered for the device,
+and the reference otherwise. Kernels are imported at the first call on their device, from a file of
+fast/; without it, or with SPECEXP_FAST=off, an operation is its reference. A table and not
+`torch.library`, whose dispatch takes longer (LOG.md).
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-HOMES = {"cpu": "specexp.fast.cpu.ops", "cuda": "specexp.fast.gpu.ops"}  # device type -> kernels
-
-
-class Kernel(NamedTuple):
-    run: Callable[..., Any]
-    ready: Callable[[], object]  # whether it can run here and now; asked before its first use
+HOMES = {"cpu": "specexp.fast.cpu.ops", "cuda": "specexp.fast.gpu.ops"}  # of kernels, by device
 
 
 class Op(NamedTuple):
     reference: Callable[..., Any]
-    kernels: dict[str, Kernel]  # by device type
+    kernels: dict[str, tuple[Callable[..., Any], Callable[[], object]]]  # by device: it, `ready`
     chosen: dict[torch.device, Callable[..., Any]]  # what runs on the devices met so far
 
 
@@ -40,12 +34,10 @@ OPS: dict[Callable[..., Any], Op] = {}  # by the callable that `op` returned
 def op(reference: Callable[P, T]) -> Callable[P, T]:
     """Make this torch function, or method, the reference of an operation.
 
-    The device is that of the first positional argument with a `.device`: a tensor, a module, an
-    object of ours. A kernel refuses an input (a dtype, a stride) by returning NotImplemented before
-    it has written anything; then the reference runs.
+    The device is that of the first positional argument with a `.device`. A kernel refuses an input
+    (a dtype, a stride) by returning NotImplemented before it has written anything.
     """
-    operation = Op(reference, {}, {})
-    chosen = operation.chosen
+    operation = Op(reference, {}, chosen := dict[torch.device, Callable[..., Any]]())
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for x in args:
@@ -62,10 +54,10 @@ def op(reference: Callable[P, T]) -> Callable[P, T]:
 def kernel(
     operation: Callable[P, T], *devices: str, ready: Callable[[], object] = lambda: True
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register the decorated function as an operation's kernel on devices of these types."""
+    """Register a function as an operation's kernel; `ready` is asked before its first use."""
 
     def register(run: Callable[P, T]) -> Callable[P, T]:
-        OPS[operation].kernels.update(dict.fromkeys(devices, Kernel(run, ready)))
+        OPS[operation].kernels.update(dict.fromkeys(devices, (run, ready)))
         return run
 
     return register
@@ -77,18 +69,22 @@ def fast() -> bool:
 
 
 def forget() -> None:
-    """Choose anew at the next call, because SPECEXP_FAST or what a kernel needs has changed."""
+    """Choose anew at the next call: SPECEXP_FAST or what a kernel needs has changed."""
     for operation in OPS.values():
         operation.chosen.clear()
 
 
+def home(device: torch.device) -> Any:
+    """The module of kernels for a device, whose `state()` says in words what can run; or None."""
+    name = HOMES.get(device.type) if fast() else None
+    try:
+        return name and importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if not f"{name}.".startswith(f"{e.name}."):  # something else that it imports
+            raise
+
+
 def _choose(operation: Op, device: torch.device) -> Callable[..., Any]:
-    if fast() and (home := HOMES.get(device.type)):
-        try:
-            importlib.import_module(home)
-        except ModuleNotFoundError as e:
-            if not f"{home}.".startswith(f"{e.name}."):  # something else that it imports
-                raise
-    found = operation.kernels.get(device.type) if fast() else None
-    run = found.run if found and found.ready() else operation.reference
-    return operation.chosen.setdefault(device, run)
+    home(device)  # registers its kernels
+    run, ready = operation.kernels.get(device.type, (operation.reference, fast))
+    return operation.chosen.setdefault(device, run if fast() and ready() else operation.reference)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specexp import objects
 from specexp.errors import UserError
-from specexp.fast import cpu
-from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Rng
+from specexp.ops import op
+from specexp.sampling import RESIDUAL, TOKEN, Rng
 from specexp.sequences import Draft, Verdict
 
 
@@ -81,20 +81,18 @@ class Match:
     samples = True
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-        sample = rng.categorical(p, draft.keys, TOKEN)
-        parents, D = draft.nodes.parents, draft.nodes.deepest
-        if code := cpu.by(draft.tokens, sample, parents):
-            B, N = sample.shape
-            path, new, n = (torch.empty(B * k, dtype=torch.int64) for k in (D + 1, D + 1, 1))
-            shared = len(parents) == 1
-            code.follow(B, N, D + 1, shared, draft.tokens, sample, parents, path, n, new)
-            return Verdict(path.view(B, -1), n, new.view(B, -1))
-        wanted = sample.gather(1, parents.expand_as(sample))
-        path, n = draft.nodes.accepted(draft.tokens == wanted)
-        return Verdict(path, n, sample.gather(1, path))
+        return follow(draft, rng.categorical(p, draft.keys, TOKEN))
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         return p
+
+
+@op
+def follow(draft: Draft, sample: Tensor) -> Verdict:
+    """Accept the guesses that equal sample [B, N] at their parents, as deep as possible."""
+    wanted = sample.gather(1, draft.nodes.parents.expand_as(sample))
+    path, n = draft.nodes.accepted(draft.tokens == wanted)
+    return Verdict(path, n, sample.gather(1, path))
 
 
 class Reject:
@@ -118,9 +116,8 @@ class Reject:
         self.lenience, self.lossy = lenience, lenience < 1
         self.name = f"lenient {lenience:g} (lossy)" if self.lossy else "reject"
 
+    @op
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-        if judged := _compiled("reject", draft, p, rng, self.lenience):
-            return judged
         nodes, tokens = draft.nodes, draft.tokens
         left, q = p, draft.q  # the residual of p, and the distribution of the next sibling
         open_ = torch.ones_like(tokens, dtype=torch.bool)  # [B, N]: no child accepted yet
@@ -165,13 +162,12 @@ class Block:
     lossy = samples = False
     wants_q = chains_only = looks_ahead = True
 
+    @op
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         tokens = draft.tokens
         N = p.shape[1]
         if draft.nodes.deepest != N - 1:
             raise UserError("rule block judges chains; use tree chain, or the rule reject")
-        if judged := _compiled("block", draft, p, rng, 1.0):
-            return judged
         following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -1)], 1)
         x = following.clamp(min=0)[..., None]
         made = (following >= 0).cumprod(1).bool()  # [B, N]: guesses up to node i + 1 exist
@@ -283,25 +279,6 @@ def _named(name: str) -> Rule:
         f"rule {name!r} is unknown{hint} (there are {', '.join(NAMES)}; one of your own is "
         "module:Class)"
     )
-
-
-def _compiled(rule: str, draft: Draft, p: Tensor, rng: Rng, lenience: float) -> Verdict | None:
-    """The verdict of Reject or Block from compiled code; None if it cannot handle the input."""
-    children, q = draft.nodes.children, draft.q
-    if not isinstance(rng, Noise) or (q is not None and q.shape != p.shape):
-        return None
-    laws = (p,) if q is None else (p, q)
-    if not (code := cpu.by(draft.tokens, children, draft.keys, *laws)):
-        return None
-    B, N, V = p.shape
-    D, (b, _, K) = draft.nodes.deepest, children.shape
-    path, new, n = (torch.empty(B * k, dtype=torch.int64) for k in (D + 1, D + 1, 1))
-    shape = B, N, V, D + 1, K, b == 1, torch.get_num_threads()
-    chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
-    read = draft.tokens, children, draft.keys, p, 0 if q is None else q
-    if not getattr(code, rule)(*shape, *chance, *read, torch.empty(B, 4, V), path, n, new):
-        raise IndexError(f"a guess is outside the vocabulary of {V} tokens")
-    return Verdict(path.view(B, -1), n, new.view(B, -1))
 
 
 def _drawn(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:

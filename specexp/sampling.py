@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specexp.errors import UserError
-from specexp.fast import cpu
+from specexp.ops import op
 
 TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes of noise; ACCEPT uses one lane per sibling
 LEAST = torch.finfo(torch.float32).tiny  # the least temperature; float32 rounds smaller ones to 0
@@ -27,29 +27,19 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
+@op
 def likeliest(w: Tensor) -> Tensor:
     """argmax over w [..., V], int64 [...]; the lowest index at a tie."""
-    code = cpu.by(w)
-    if code is None or w.dtype != torch.float32:
-        return w.argmax(-1)
-    best = torch.empty(w.shape[:-1], dtype=torch.int64)
-    code.likeliest(best.numel(), w.shape[-1], w, best)
-    return best
+    return w.argmax(-1)
 
 
+@op
 def ranked(w: Tensor, k: int) -> Tensor:
     """Indices of the k largest of w [..., V], largest first, int64 [..., k]. Raises UserError if
     k > V."""
     if k > w.shape[-1]:
         raise UserError(f"a vocabulary of {w.shape[-1]} has no {k} likeliest tokens; use fewer")
-    if k == 1:
-        return likeliest(w)[..., None]
-    code = cpu.by(w)
-    if code is None or w.dtype != torch.float32:
-        return w.topk(k).indices
-    best = torch.empty(*w.shape[:-1], k, dtype=torch.int64)
-    code.ranked(w.shape[:-1].numel(), w.shape[-1], k, w, best)
-    return best
+    return likeliest(w)[..., None] if k == 1 else w.topk(k).indices
 
 
 _M1, _M2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
@@ -97,16 +87,10 @@ class Noise:
         bits = mix(at[..., None] + lanes * _GOLDEN) & 0x7FFFFFFFFFFFFFFF
         return (bits.float() + 0.5) * 2.0**-63
 
+    @op
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """w / exponential arrival times: its argmax is a draw from w, its top k are k draws."""
-        V = w.shape[-1]
-        plain = w.dtype == torch.float32 and keys.dim() < 3 and keys.stride(-1) == 1
-        if plain and (code := cpu.by(w)):
-            made, asked = torch.empty(w.shape), (keys.shape[-1], keys.stride(0), V)
-            salt, threads = self.salt(purpose), torch.get_num_threads()
-            code.race(keys.numel(), *asked, threads, salt, keys, w, made)
-            return made
-        lanes = torch.arange(V, device=w.device)
+        lanes = torch.arange(w.shape[-1], device=w.device)
         u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # keeps arrivals finite
         return w / -torch.log1p(-u)
 
@@ -167,17 +151,13 @@ class Sampling:
     def rng(self, seed: int) -> Rng:
         return Noise(seed) if self.temperature > 0 else Certain()
 
+    @op
     def law(self, logits: Tensor) -> Tensor:
         """Probabilities [..., V], float32 (float64 stays float64). Temperature 0 gives a one-hot
         distribution, the lowest token at a tie, so rules and drafters never ask for it."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
-        V, shape = logits.shape[-1], (self.top_k, float(self.temperature), float(self.top_p))
-        if logits.dtype == torch.float32 and (code := cpu.by(given := logits.contiguous())):
-            made = torch.empty(given.shape)
-            code.law(made.numel() // V, V, torch.get_num_threads(), *shape, given, made)
-            return made
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[..., -1:]

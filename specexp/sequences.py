@@ -9,7 +9,6 @@ token is always fed again as the root of the next draft, so no round is special.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int64
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specexp.errors import UserError
-from specexp.fast import cpu
+from specexp.ops import op
 from specexp.sampling import mix
 from specexp.tree import Nodes
 
@@ -37,6 +36,10 @@ class Draft:
     q: Tensor | None = None
     grade: Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
     @cached_property
     def keys(self) -> Tensor:
         """[B, N] noise addresses of the token that follows each node; valid until the commit. When
@@ -49,8 +52,8 @@ class Draft:
         if budget is None:
             return self
         if reach is not None and self.grade is not None:
-            budget = _reached(budget, reach, self.grade)
-        return replace(self, tokens=_until(self.tokens, self.nodes.depth, budget))
+            budget = reached(budget, reach, self.grade)
+        return replace(self, tokens=until(self.tokens, self.nodes.depth, budget))
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
         """The verdict that accepts n [B] guesses along path [B, D+1], then adds bonus [B]."""
@@ -164,6 +167,10 @@ class Sequences:
         )
 
     @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @property
     def ragged(self) -> tuple[Tensor, ...]:
         """The tensors that limit how deep each row may draft."""
         return tuple(x for x in (self.budget, self.reach) if x is not None)
@@ -184,22 +191,14 @@ class Sequences:
         first = torch.arange(1, device=self.tokens.device)[None]
         return self.read(self.places(first))
 
+    @op
     def places(self, depth: Tensor) -> Tensor:
         """[B, n] slots, or positions, `depth` [b, n] past the root's; clamped at 0."""
-        if code := cpu.by(self.length, depth):
-            (b, n), B = depth.shape, len(self.length)
-            made = torch.empty(B, n, dtype=torch.int64)
-            code.places(B, n, b == 1, self.length, depth, made)
-            return made
         return (self.length[:, None] - 1 + depth).clamp(min=0)
 
+    @op
     def read(self, slots: Tensor) -> Tensor:
         """The tokens [B, n] in slots [B, n]."""
-        if code := cpu.by(slots):
-            made = torch.empty(slots.shape, dtype=torch.int64)
-            if not code.read(*slots.shape, self.tokens.stride(0), self.tokens, slots, made):
-                raise IndexError(f"a slot is outside the {self.tokens.stride(0)} slots of a row")
-            return made
         return self.tokens.gather(1, slots)
 
     def drafting(self, tokens: Tensor, depth: int) -> Tensor:
@@ -208,7 +207,7 @@ class Sequences:
         if self.budget is None:
             return tokens
         beyond = torch.arange(depth + 1, depth + 2, device=tokens.device)[None]
-        return _until(tokens, beyond, self.budget)
+        return until(tokens, beyond, self.budget)
 
     def draft(
         self,
@@ -221,6 +220,7 @@ class Sequences:
         tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
         return Draft(tokens, nodes, self, q, grade)
 
+    @op
     def keys(self, depth: Tensor) -> Tensor:
         """[B, n] noise addresses of the tokens that follow nodes at `depth` [b, n].
 
@@ -229,15 +229,10 @@ class Sequences:
         positions it then does not write, so under such a rule the address is `by_round`: a hash of
         the stream, the root's position and the distance from the root.
         """
-        if code := cpu.by(self.stream, self.length, depth):
-            (b, n), B = depth.shape, len(self.length)
-            made = torch.empty(B, n, dtype=torch.int64)
-            shape = B, n, b == 1, self.by_round
-            code.addresses(*shape, self.stream, self.length, depth, made)
-            return made
         root = mix(self.stream)[:, None] + self.length[:, None]
         return mix((mix(root) if self.by_round else root) + depth)
 
+    @op
     def commit(self, verdict: Verdict) -> Tensor:
         """Append the accepted path and the bonus token. Returns [B, 3]: guesses accepted, tokens
         emitted after the EOS and limit cuts, and whether the row goes on.
@@ -245,13 +240,6 @@ class Sequences:
         An emitted EOS lowers the row's limit to its length. Rows already done emit 0. Tokens past a
         row's length are never read and may be overwritten.
         """
-        if code := cpu.by(verdict.new, verdict.n, self.length, self.limit, self.eos):
-            (B, places), (stride, _) = verdict.new.shape, self.tokens.stride()
-            counts = torch.empty(B, 3, dtype=torch.int64)
-            read = verdict.new, verdict.n, self.eos
-            changed = self.tokens, self.length, self.limit
-            code.commit(B, places, len(self.eos), stride, *read, *changed, counts)
-            return counts
         at = torch.arange(verdict.new.shape[1], device=self.tokens.device)
         ends = (verdict.new[..., None] == self.eos).any(-1)
         before_end = torch.where(ends, at, at.numel()).amin(1)
@@ -263,31 +251,36 @@ class Sequences:
         return torch.stack([verdict.n, emitted, self.live], 1)
 
 
-def columns(parts: Sequence[Tensor]) -> Tensor:
+@op
+def columns(*parts: Tensor) -> Tensor:
     """Concatenate n columns [B, 1], which may be strided views, into [B, n]."""
-    if code := cpu.by(*(x[:1] for x in parts)):
-        B, n = len(parts[0]), len(parts)
-        made = torch.empty(B, n, dtype=torch.int64)
-        strides = (c_int64 * n)(*(x.stride(0) for x in parts))
-        code.columns(B, n, made, cpu.every(parts), strides)
-        return made
-    return torch.cat(list(parts), 1)
+    return torch.cat(parts, 1)
 
 
-def _until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
+@op
+def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
     """tokens [B, n], with -1 where depth [b, n] or [1, 1] exceeds the row's budget [B]."""
-    if code := cpu.by(tokens, depth, budget):
-        (B, n), (b, wide) = tokens.shape, depth.shape
-        made = torch.empty(B, n, dtype=torch.int64)
-        code.until(B, n, wide if b > 1 else 0, wide > 1, tokens, depth, budget, made)
-        return made
     return torch.where(depth <= budget[:, None], tokens, -1)
 
 
-def _reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
+@op
+def reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
     """[B]: the smaller of each row's budget [B] and the reach of its grade [B]."""
-    if code := cpu.by(budget, reach, grade):
-        made = torch.empty_like(budget)
-        code.reached(len(budget), budget, reach, grade, made)
-        return made
     return torch.minimum(budget, reach[grade])
+
+
+@op
+def at_least(tokens: Tensor, least: int) -> Tensor:
+    """tokens, with `least` in place of smaller ones: 0 makes every guess one that is verified."""
+    return tokens.clamp(min=least)
+
+
+@op
+def round_report(
+    counts: Tensor, tokens: Tensor, faults: Sequence[Tensor], grade: Tensor | None
+) -> Tensor:
+    """What the host reads of a round, int64: the columns of counts [B, 3], whether each of the
+    `faults` [B] is not 0, the guesses of tokens [B, N], and `grade` [B] if there is one."""
+    broken = [fault[:, None] != 0 for fault in faults]
+    grades = [] if grade is None else [grade[:, None]]
+    return torch.cat([counts, *broken, tokens[:, 1:], *grades], 1)

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specexp.fast import cpu
+from specexp import ops
 
 CONTEXT = 128
 HERE = Path(__file__).parent
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config, items):
         "cuda": torch.cuda.is_available(),
         "mount": _may_mount(),
         "postgres": _postgres(),
-        "compiler": cpu.compiler() is not None,
+        "compiler": _compiler(),
     } | {
         name: importlib.util.find_spec(name) is not None
         for name in ("speculators", "ray", "torchao")
@@ -116,6 +116,14 @@ def pytest_collection_modifyitems(config, items):
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in gone]
+
+
+def _compiler() -> bool:
+    if importlib.util.find_spec("specexp.fast") is None:
+        return False
+    from specexp.fast.cpu import build
+
+    return build.compiler() is not None
 
 
 def _postgres() -> bool:
@@ -131,6 +139,12 @@ def _may_mount() -> bool:
         if shutil.which("mount") is None or subprocess.run(asked, capture_output=True).returncode:
             return False
         return subprocess.run(["umount", folder]).returncode == 0
+
+
+@pytest.fixture(autouse=True)
+def _choose_kernels_anew():
+    """What one test switches off is on in the next."""
+    ops.forget()
 
 
 def tiny_llama(seed: int, layers: int = 2, vocab: int = 32, **config) -> LlamaForCausalLM:

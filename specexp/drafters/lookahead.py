@@ -18,7 +18,6 @@ from torch import Tensor
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters.recycle import Table, in_vocabulary
 from specexp.errors import UserError
-from specexp.fast import cpu
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, likeliest
 from specexp.sequences import Draft, Sequences, Verdict, columns
@@ -59,7 +58,7 @@ class Lookahead(Drafter):
         tokens = [seqs.root]
         found = self._grams(seqs, tokens[0])
         latest, none = found[:, 0], found[:, 0, :0]
-        head = _either(latest, old[:, : self.n - 1])
+        head = torch.where(latest >= 0, latest, old[:, : self.n - 1])
         beyond = [torch.full_like(tokens[0], -1)] * (tree.depth - self.depth)
         line = [*head.split(1, 1), *old.split(1, 1)[self.n - 1 :], *beyond]
         tails = [none]  # per node, the rest of its n-gram
@@ -77,7 +76,7 @@ class Lookahead(Drafter):
                     used += 1
                 tokens.append(rest[:, :1])
                 tails.append(rest[:, 1:])
-        draft = Draft(columns(tokens), nodes, seqs).within()
+        draft = Draft(columns(*tokens), nodes, seqs).within()
         self.fed = draft.tokens
         return draft
 
@@ -88,13 +87,6 @@ class Lookahead(Drafter):
     def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
         """Refine the line and extend the pool from the target's tokens along the deepest branch."""
         predicted = likeliest(seen.logits)
-        if code := cpu.by(predicted, self.fed, verdict.n, *self.state):
-            sizes = len(self.branch), self.depth, self.pool.places, POOL, self.n - 1
-            changed = (x[seqs.rows] for x in (self.lines, *self.pool.state))
-            code.learn(
-                *predicted.shape, *sizes, self.branch, self.fed, predicted, verdict.n, *changed
-            )
-            return
         predicted = predicted[:, self.branch]  # [B, d + 1], after the root and each guess
         read = self.fed[:, self.branch]
         verified = (read >= 0).cumprod(1)  # within the row's budget
@@ -117,16 +109,6 @@ class Lookahead(Drafter):
         known = (old == news).all(-1).any(-1)[..., None, None]
         shifted = torch.cat([news, old[:, :, :-1]], 2)
         self.pool.write(seqs.rows, keys, torch.where(known, old, shifted))
-
-
-def _either(tokens: Tensor, others: Tensor) -> Tensor:
-    """The rows of tokens [B, n], or those of others [B, n] where tokens is -1."""
-    if code := cpu.by(tokens[:1], others[:1]):
-        made = torch.empty(tokens.shape, dtype=torch.int64)
-        strides = tokens.stride(0), others.stride(0)
-        code.either(*tokens.shape, *strides, tokens, others, made)
-        return made
-    return torch.where(tokens >= 0, tokens, others)
 
 
 @cache  # never freed: recorded graphs read these tensors

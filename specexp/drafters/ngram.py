@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.fast import cpu
+from specexp.ops import op
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -27,19 +27,13 @@ class NGram(Drafter):
         """vocab: ids from there on may occur in a prompt but are never guessed."""
         self.n, self.grades, self.vocab = n, n + 1, vocab
 
+    @op
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The k-th leaf of the tree continues the k-th best occurrence; -1 where there is none."""
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
             return seqs.draft(nodes)
-        leaves, branch = _first_leaf(tree, seqs.tokens.device)
-        if code := cpu.by(seqs.length):
-            (B, _), (stride, _) = seqs.tokens.shape, seqs.tokens.stride()
-            made = torch.empty(B, len(tree), dtype=torch.int64)
-            read = branch, nodes.depth, seqs.length, seqs.tokens
-            grade = torch.empty(B, dtype=torch.int64)
-            code.lookup(B, len(tree), self.n, leaves, self.vocab, stride, *read, made, grade)
-            return Draft(made, nodes, seqs, grade=grade)
+        leaves, branch = first_leaf(tree, seqs.tokens.device)
         ends, agrees = self._occurrences(seqs, leaves)  # [B, leaves]
         step = nodes.depth[:, 1:]
         end, found = ends[:, branch], agrees[:, branch] > 0
@@ -69,7 +63,7 @@ class NGram(Drafter):
 
 
 @cache  # never freed: recorded graphs read these tensors
-def _first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
+def first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
     """The number of leaves and, for every guess, the index of the first leaf below it."""
     leaves = [i for i in range(len(tree)) if i not in tree.parents]
     first: list[int] = [len(leaves)] * len(tree)

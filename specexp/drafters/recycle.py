@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
-from specexp.fast import cpu
 from specexp.models.lm import LM, Forward
+from specexp.ops import op
 from specexp.sampling import Rng, ranked
 from specexp.sequences import Draft, Sequences, Verdict, columns
 from specexp.tree import Tree
@@ -43,26 +43,17 @@ class Table:
         for part in self.state:
             part[rows] = -1
 
+    @op
     def read(self, rows: slice, tokens: Tensor) -> Tensor:
         """The notes [b, n, *shape] of tokens [b, n], -1 where there is none."""
-        if code := cpu.by(*self.state):
-            size = self.notes.stride(1)
-            made = torch.empty(*tokens.shape, *self.notes.shape[2:], dtype=torch.int64)
-            read = tokens, self.owner[rows], self.notes[rows]
-            code.recall(*tokens.shape, self.places, size, *tokens.stride(), *read, made)
-            return made
         place = self._place(tokens)
         known = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
         found = _gather(self.notes[rows], place)
         return torch.where(_broadcast(known, found), found, -1)
 
+    @op
     def write(self, rows: slice, tokens: Tensor, notes: Tensor) -> None:
         """Set the notes [b, n, *shape] of tokens [b, n]; -1 is padding, the last of equals wins."""
-        if code := cpu.by(tokens, notes, *self.state):
-            size = self.notes.stride(1)
-            changed = self.owner[rows], self.notes[rows]
-            code.note(*tokens.shape, self.places, size, tokens, notes, *changed)
-            return
         place = self._place(tokens)
         order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = torch.zeros_like(self.owner[rows]).scatter_reduce(1, place, order, "amax")
@@ -116,7 +107,7 @@ class Recycle(Drafter):
             if children := tree.parents.count(parent):
                 found = self.table.read(seqs.rows, tokens[parent])
                 tokens += found[:, 0, :children].split(1, dim=1)
-        draft = Draft(columns(tokens), tree.nodes(seqs.tokens.device), seqs).within()
+        draft = Draft(columns(*tokens), tree.nodes(seqs.tokens.device), seqs).within()
         self.fed = draft.tokens
         return draft
 

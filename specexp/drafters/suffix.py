@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.fast import cpu
+from specexp.ops import op
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -31,18 +31,13 @@ class Suffix(Drafter):
         self.vocab, self.longest, self.least, self.stretch = vocab, longest, least, stretch
         self.grades = min(longest, SURE) + 1
 
+    @op
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The k-th child of a node is the token with the k-th most votes; ties go to the latest."""
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
             return seqs.draft(nodes)
         B, S = seqs.tokens.shape
-        if code := cpu.by(seqs.length):
-            made, grade = (torch.empty(B * n, dtype=torch.int64) for n in (len(tree), 1))
-            read = nodes.parents, nodes.depth, seqs.length, seqs.tokens
-            shape = B, len(tree), self.longest, SURE, self.vocab, seqs.tokens.stride(0)
-            code.vote(*shape, float(self.least), float(self.stretch), *read, made, grade)
-            return Draft(made.view(B, -1), nodes, seqs, grade=grade)
         place = torch.arange(S, device=seqs.tokens.device)
         agreed = self._agreed(seqs)
         most = agreed.amax(1, keepdim=True)

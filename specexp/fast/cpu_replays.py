@@ -2,7 +2,7 @@
 
 A round of a small model is some hundred operations of a few microseconds, and Python takes as long
 between them. As in a CUDA graph, they run again in order at the same addresses: consecutive
-compiled calls (native/) in one call, torch's operations one by one, and those whose result cannot
+compiled calls (cpu/) in one call, torch's operations one by one, and those whose result cannot
 change not at all. A round that reads a value on the host, or whose shapes depend on values, is not
 replayed.
 """
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specexp.fast import cpu
+from specexp.fast.cpu import build
+from specexp.fast.cpu.passes import Native
 from specexp.fast.cuda_graphs import Graphs
 from specexp.models.lm import LM
 
@@ -127,7 +128,7 @@ def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
     return None
 
 
-Step: TypeAlias = cpu.Call | Operation
+Step: TypeAlias = build.Call | Operation
 
 
 class Recording(TorchDispatchMode):
@@ -164,12 +165,12 @@ class Recording(TorchDispatchMode):
 def recording() -> Iterator[Recording]:
     """Records what runs meanwhile in this thread: torch's operations and compiled calls."""
     noted = Recording()
-    before, cpu.here.calls = cpu.here.calls, noted.steps
+    before, build.here.calls = build.here.calls, noted.steps
     try:
         with noted:
             yield noted
     finally:
-        cpu.here.calls = before
+        build.here.calls = before
 
 
 class _Call(Structure):
@@ -179,12 +180,12 @@ class _Call(Structure):
 class _Compiled:
     """Replays compiled calls. Keeps alive whatever they were given."""
 
-    def __init__(self, call: cpu.Call) -> None:
-        self.calls: list[cpu.Call] = []
-        self.code = cpu.replaying()
+    def __init__(self, call: build.Call) -> None:
+        self.calls: list[build.Call] = []
+        self.code = build.replaying()
         self.add(call)
 
-    def add(self, call: cpu.Call) -> None:
+    def add(self, call: build.Call) -> None:
         self.calls.append(call)
         each = (_Call(call.function, addressof(call.places)) for call in self.calls)
         self.list = (_Call * len(self.calls))(*each)
@@ -234,7 +235,7 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
     written = set[int]().union(*(step.writes for step in steps if isinstance(step, Operation)))
     there: set[int] = set()
     for step in steps:
-        if isinstance(step, cpu.Call):
+        if isinstance(step, build.Call):
             yield step
         elif not step.uninitialised:
             made, chance = _memory(step.made), torch.Tag.nondeterministic_seeded in step.func.tags
@@ -256,7 +257,7 @@ def of(target: LM) -> Graphs | None:
     """New replays for one owner, if the target's passes are compiled; None otherwise, or with
     SPECEXP_GRAPHS=off."""
     off = os.environ.get("SPECEXP_GRAPHS") == "off"
-    return None if off or not isinstance(target.net, cpu.Native) else Graphs(Calls())
+    return None if off or not isinstance(target.net, Native) else Graphs(Calls())
 
 
 class Calls:

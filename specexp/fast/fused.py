@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specexp.errors import first_line, ran_out
-from specexp.fast import cpu
-from specexp.fast.cpu import Native
+from specexp.fast.cpu import passes
+from specexp.fast.cpu.passes import Native
 from specexp.models import heads, int8, lm
 from specexp.models.cache import SlotCache
 from specexp.models.lm import Network
@@ -269,7 +269,7 @@ def aimed(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
 def ways(fused: Fused) -> Iterator[Fused | Native]:
     """Implementations, from the one that must agree with the module to the fastest."""
     yield fused
-    if compiled := cpu.of(fused):
+    if compiled := passes.of(fused):
         yield compiled
 
 

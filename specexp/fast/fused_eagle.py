@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specexp.fast import fused
-from specexp.fast.cpu import Native
+from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused, product
 from specexp.models import heads
 from specexp.models.cache import SlotCache

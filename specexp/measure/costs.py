@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.fast import cpu
+from specexp.fast.cpu import build
 from specexp.models.int8 import held
-from specexp.sequences import Draft, Sequences
+from specexp.sequences import Draft, Sequences, at_least
 from specexp.serving.cost_table import CALM, Costs
 from specexp.tree import Tree
 
@@ -37,7 +36,7 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{platform.machine()} {cpu.vectors()}, {os.cpu_count()} cores"
+        name = f"{platform.machine()} {build.vectors()}, {os.cpu_count()} cores"
     return {
         "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
@@ -168,15 +167,7 @@ class _Unpadded(Engine):
 
     def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
         draft = super()._guesses(seqs, tree)
-        return replace(draft, tokens=_at_least(0, draft.tokens))
-
-
-def _at_least(least: int, x: Tensor) -> Tensor:
-    if code := cpu.by(x):
-        made = torch.empty(x.shape, dtype=torch.int64)
-        code.at_least(x.numel(), least, x, made)
-        return made
-    return x.clamp(min=least)
+        return replace(draft, tokens=at_least(draft.tokens, 0))
 
 
 @torch.inference_mode()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specexp.errors import UserError
-from specexp.fast import cpu
 from specexp.models import memory
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
@@ -150,11 +149,7 @@ class LM:
         logits, hidden = self._run(seqs, tokens, slots, positions, visible, taps, last, **inputs)
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
-        if code := cpu.by(logits, self.fault):
-            B, n, V = logits.shape
-            code.spoil(B, n * V, seqs.first, logits, self.fault)
-        else:
-            self.fault[seqs.rows].add_(logits.amax((1, 2)), alpha=0)  # 0 * inf and 0 * NaN are NaN
+        spoil(self.fault[seqs.rows], logits)
         return Forward(logits, hidden)
 
     @torch.inference_mode()
@@ -219,3 +214,9 @@ class LM:
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
             positions = positions.clamp(max=self.context - 1)
         return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
+
+
+@op
+def spoil(fault: Tensor, logits: Tensor) -> None:
+    """Make fault [B] NaN in rows whose logits [B, n, V] are not all finite."""
+    fault.add_(logits.amax((1, 2)), alpha=0)  # 0 * inf and 0 * NaN are NaN

@@ -54,10 +54,10 @@ def device_class(device: str) -> str:
 
 def switched_off(device: str) -> str:
     """Which accelerated parts are switched off or cannot be compiled; empty if none."""
-    from specexp.fast import cpu
+    from specexp.fast.cpu import build
 
     off = [f"{name} off" for name in SWITCHES if os.environ.get(name) == "off"]
-    if device_class(device) == "cpu" and not cpu.compiler():
+    if device_class(device) == "cpu" and not build.compiler():
         off.append("no compiler")
     return ", ".join(off)
 

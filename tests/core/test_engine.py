@@ -28,13 +28,13 @@ from support.tiny import (
     slowly,
 )  # fmt: skip
 
+from specexp import ops
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.early_exit import lower
 from specexp.drafters.model import DraftModel
 from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
-from specexp.fast import cpu
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.rules import Reject
@@ -367,8 +367,7 @@ class Graded(DraftModel):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_grade_is_never_taken_for_a_model_that_broke(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(cpu, "by", lambda *read: None)
+    monkeypatch.setattr(ops, "fast", lambda: compiled)
     made = engine("model", "chain")
     made.drafter.__class__ = Graded
     made.policy = Alternating((0, 3))
@@ -409,7 +408,7 @@ def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperatur
 
 
 def test_nor_where_many_tokens_end_a_text(monkeypatch):
-    monkeypatch.setattr(cpu, "by", lambda *read: None)
+    monkeypatch.setattr(ops, "fast", lambda: False)
     seqs = Sequences.of([[5, 6]], 8, slack=5, eos=range(3, 32))
     new = torch.tensor([[1, 2, 9, 1, 1]])
     verdict = Verdict(torch.arange(5)[None], torch.tensor([4]), new)

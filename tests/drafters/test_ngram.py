@@ -1,14 +1,13 @@
 """Prompt lookup, against a search that reads like its definition."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.references import references
 from support.tiny import NEW, engine
 
 from specexp.drafters import Drafter, Request
 from specexp.drafters.ngram import NGram, prepare
-from specexp.fast import cpu
 from specexp.models.lm import LM
 from specexp.sampling import Certain
 from specexp.sequences import Draft, Sequences
@@ -43,8 +42,7 @@ def drafted(texts: list[list[int]], tree: Tree, n: int, vocab: int = 100) -> Dra
     slots = max(map(len, texts)) + len(tree)
     seqs = Sequences.of(texts, 8, slack=len(tree)).window(0, len(texts), slots)
     made = NGram(n, vocab).propose(seqs, tree, Certain())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "by", lambda *read: None)
+    with references():
         again = NGram(n, vocab).propose(seqs, tree, Certain())
     assert again.tokens.equal(made.tokens)
     assert len(tree) == 1 or again.grade.equal(made.grade)

@@ -13,7 +13,8 @@ from test_cuda_graphs import Turns, told
 from torch import Tensor
 
 from specexp.engine import Engine
-from specexp.fast import cpu, cpu_replays
+from specexp.fast import cpu_replays
+from specexp.fast.cpu import build
 from specexp.fast.cuda_graphs import Graphs
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
@@ -378,7 +379,7 @@ def test_a_pass_in_another_thread_is_not_noted():
     with torch.inference_mode(), cpu_replays.recording() as noted:
         made.round(seqs, TREES["empty"])
     assert len(noted.steps) == count
-    assert cpu.here.calls is None
+    assert build.here.calls is None
 
 
 @pytest.mark.parametrize("slot", [-1, 99])

@@ -19,7 +19,7 @@ from transformers import (
 
 from specexp import ops
 from specexp.fast import fused
-from specexp.fast.cpu import Native
+from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused
 from specexp.models.lm import LM, Unfused
 from specexp.models.load import of_module

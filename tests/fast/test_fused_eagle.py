@@ -10,7 +10,7 @@ from support.norms import DEFAULTS, with_norms
 from support.tiny import PROMPTS, V, heads
 
 from specexp.fast import fused
-from specexp.fast.cpu import Native
+from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused
 from specexp.fast.fused_eagle import FusedEagle
 from specexp.models import head_files

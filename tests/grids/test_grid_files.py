@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specexp import api
 from specexp.errors import UserError
-from specexp.fast import cpu
+from specexp.fast.cpu import build
 from specexp.grids import identity, notebooks, yaml_lines
 from specexp.grids import points as grid
 from specexp.measure import parameters
@@ -240,7 +240,7 @@ def test_opening_saving_and_running_a_notebook_keeps_the_key_and_editing_code_do
 @pytest.fixture
 def compiled(monkeypatch):
     """Pretend that nothing is switched off and that there is a compiler."""
-    monkeypatch.setattr(cpu, "compiler", lambda: "c++")
+    monkeypatch.setattr(build, "compiler", lambda: "c++")
     for name in provenance.SWITCHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -284,7 +284,7 @@ def test_what_is_not_compiled_is_another_point_than_what_is(folder, compiled, mo
     monkeypatch.setenv(name, "off")
     [off] = grid.load([file])
     assert changed(usual, off) == {"engine"}
-    monkeypatch.setattr(cpu, "compiler", lambda: None)
+    monkeypatch.setattr(build, "compiler", lambda: None)
     assert provenance.switched_off("cpu") == f"{name} off, no compiler"
     monkeypatch.delenv(name)
     [none] = grid.load([file])

@@ -14,7 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from specexp import api
 from specexp.drafters.model import DraftModel
-from specexp.fast import cpu, cuda_graphs
+from specexp.fast import cuda_graphs
+from specexp.fast.cpu import passes
 from specexp.measure.hardware import roofline, suites
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import LM
@@ -213,7 +214,7 @@ def test_clock_of_compiled_passes(pairing, monkeypatch):
         trace = engine.generate(ids, 12).trace
         assert 0 < spent() < trace.decode_s
     with suites.passing(engine) as spent:
-        monkeypatch.setattr(cpu, "passes_s", lambda: next(seconds))
+        monkeypatch.setattr(passes, "passes_s", lambda: next(seconds))
         engine.generate(ids, 12)
         assert spent() == 5  # from when the prompt had been read
     assert "begin" not in vars(engine)
@@ -241,7 +242,7 @@ def test_watched_rounds_split_cuda_graphs(pairing):
 def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
     """Every suite on a tape: nothing is timed well, and everything has to fit together."""
     monkeypatch.setattr(cuda_graphs, "on", lambda device: cuda_graphs.Graphs(Tape()))
-    monkeypatch.setattr(cpu.Native, "sparing", 0)  # a tape knows only torch's operations
+    monkeypatch.setattr(passes.Native, "sparing", 0)  # a tape knows only torch's operations
     taped_rig = pairing.apart()
     for name in suites.NAMES:
         settings = (PROMPTS, [1, 2], 12, 1)

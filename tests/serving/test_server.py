@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
 
+from specexp import ops
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.fast import cpu
 from specexp.models.cache import Slots
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -169,8 +169,7 @@ def test_cancel_removes_only_its_own_request():
 )
 def test_depth_follows_budget_and_reach(reach, drafted, compiled, monkeypatch):
     """Of the first and last three tokens agree, of the others one and none."""
-    if not compiled:
-        monkeypatch.setattr(cpu, "by", lambda *read: None)
+    monkeypatch.setattr(ops, "fast", lambda: compiled)
     made = engine("ngram", "chain", "match")
     made.drafter = NGram(3)
     rows = EngineRows(made, 4, SLOTS, SLACK)

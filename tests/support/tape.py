@@ -3,12 +3,12 @@ and run again on that memory. Python runs while they are recorded and never agai
 
 from contextlib import contextmanager
 
-import pytest
 import torch
+from support.references import references
 from torch.utils._pytree import tree_leaves
 
 from specexp.engine import Engine
-from specexp.fast import cpu, cuda_graphs
+from specexp.fast import cuda_graphs
 from specexp.fast.cpu_replays import Recording, again
 from specexp.fast.cuda_graphs import Graphs, Refused
 
@@ -31,8 +31,7 @@ class Operations(Recording):
 @contextmanager
 def operations():
     """Nothing is compiled meanwhile: a stream knows only operations."""
-    with pytest.MonkeyPatch.context() as uncompiled, Operations() as noted:
-        uncompiled.setattr(cpu, "by", lambda *read: None)
+    with references(), Operations() as noted:
         yield noted
 
 

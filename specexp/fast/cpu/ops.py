@@ -1,5 +1,323 @@
-"""The kernels of a CPU."""
+"""The kernels of a CPU: each calls a compiled function (rounds.cpp, chance.cpp).
 
+Besides passes, a round is few numbers in many operations, and each of torch's takes microseconds. A
+kernel takes plain int64 and float32 tensors that are contiguous, where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import c_int64
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from specexp import ops, rules, sampling, sequences
+from specexp.drafters import ngram, recycle, suffix
 from specexp.fast import fused, fused_eagle, huge_pages
+from specexp.fast.cpu import build
+from specexp.models import lm
+from specexp.sampling import ACCEPT, RESIDUAL, Noise, Rng, Sampling
+from specexp.sequences import Draft, Sequences, Verdict
+from specexp.tree import Tree
 
+P = ParamSpec("P")
+T = TypeVar("T")
 __all__ = ["fused", "fused_eagle", "huge_pages"]  # importing them registers theirs
+
+state = build.state
+PLAIN = (Tensor, torch.nn.Parameter)  # no subclass: it may have no memory of its own
+
+
+def compiled(operation: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    return ops.kernel(operation, "cpu", ready=build.library)
+
+
+def packed(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether these are contiguous, of this dtype and on a CPU."""
+    for x in tensors:
+        if type(x) not in PLAIN or x.dtype != dtype or not x.is_cpu or not x.is_contiguous():
+            return False
+    return True
+
+
+integers, floats = partial(packed, torch.int64), partial(packed, torch.float32)
+
+
+def by_rows(x: Tensor) -> bool:
+    """Whether x [B, n] is int64 on a CPU; its rows may lie apart."""
+    return type(x) in PLAIN and x.dtype == torch.int64 and x.is_cpu and x.stride(1) == 1
+
+
+# --- sampling.py ----------------------------------------------------------------------------------
+
+
+@compiled(sampling.likeliest)
+def likeliest(w: Tensor) -> Tensor:
+    if not floats(w) or not w.numel():
+        return NotImplemented
+    best = torch.empty(w.shape[:-1], dtype=torch.int64)
+    build.functions().likeliest(best.numel(), w.shape[-1], w, best)
+    return best
+
+
+@compiled(sampling.ranked)
+def ranked(w: Tensor, k: int) -> Tensor:
+    """Of equals the first is ranked first."""
+    V = w.shape[-1]
+    if not 1 < k <= V or not floats(w):
+        return NotImplemented
+    best = torch.empty(*w.shape[:-1], k, dtype=torch.int64)
+    build.functions().ranked(w.shape[:-1].numel(), V, k, w, best)
+    return best
+
+
+@compiled(Noise.race)
+def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+    """The rows of keys [n] or [B, n] may lie apart."""
+    if type(self) is not Noise or not floats(w) or w.requires_grad or not w.numel():
+        return NotImplemented
+    if w.shape[:-1] != keys.shape or not 0 < keys.dim() < 3 or not integers(keys[-1:]):
+        return NotImplemented
+    weights, threads = torch.empty(w.shape), torch.get_num_threads()
+    shape = keys.numel(), keys.shape[-1], keys.stride(0), w.shape[-1], threads
+    build.functions().race(*shape, self.salt(purpose), keys, w, weights)
+    return weights
+
+
+@compiled(Sampling.law)
+def law(self: Sampling, logits: Tensor) -> Tensor:
+    """Logits of any strides, and of 16 bits, are copied first."""
+    if self.temperature == 0 or logits.dtype == torch.float64 or logits.requires_grad:
+        return NotImplemented
+    logits = logits.float().contiguous()
+    if not floats(logits) or not logits.numel():
+        return NotImplemented
+    p, V = torch.empty(logits.shape), logits.shape[-1]
+    shape = self.top_k, float(self.temperature), float(self.top_p)
+    build.functions().law(p.numel() // V, V, torch.get_num_threads(), *shape, logits, p)
+    return p
+
+
+# --- sequences.py ---------------------------------------------------------------------------------
+
+
+@compiled(Sequences.places)
+def places(self: Sequences, depth: Tensor) -> Tensor:
+    (b, n), B = depth.shape, len(self.length)
+    if not integers(self.length, depth) or b not in (1, B):
+        return NotImplemented
+    slots = torch.empty(B, n, dtype=torch.int64)
+    build.functions().places(B, n, b == 1, self.length, depth, slots)
+    return slots
+
+
+@compiled(Sequences.read)
+def read(self: Sequences, slots: Tensor) -> Tensor:
+    """Raises IndexError for a slot that there is not."""
+    if not integers(slots) or not by_rows(self.tokens) or len(slots) > len(self.tokens):
+        return NotImplemented
+    tokens, S = torch.empty(slots.shape, dtype=torch.int64), self.tokens.stride(0)
+    if not build.functions().read(*slots.shape, S, self.tokens, slots, tokens):
+        raise IndexError(f"a slot is outside the {S} slots of a row")
+    return tokens
+
+
+@compiled(Sequences.keys)
+def keys(self: Sequences, depth: Tensor) -> Tensor:
+    (b, n), B = depth.shape, len(self.length)
+    if not integers(self.stream, self.length, depth) or b not in (1, B):
+        return NotImplemented
+    addresses = torch.empty(B, n, dtype=torch.int64)
+    shape = B, n, b == 1, self.by_round
+    build.functions().addresses(*shape, self.stream, self.length, depth, addresses)
+    return addresses
+
+
+@compiled(Sequences.commit)
+def commit(self: Sequences, verdict: Verdict) -> Tensor:
+    """Writes no tokens past a row's new length."""
+    arguments = verdict.new, verdict.n, self.eos
+    changed = self.tokens, self.length, self.limit
+    if not integers(*arguments, *changed[1:]) or not by_rows(self.tokens):
+        return NotImplemented
+    B, n = verdict.new.shape
+    counts = torch.empty(B, 3, dtype=torch.int64)
+    shape = B, n, len(self.eos), self.tokens.stride(0)
+    build.functions().commit(*shape, *arguments, *changed, counts)
+    return counts
+
+
+@compiled(sequences.columns)
+def columns(*parts: Tensor) -> Tensor:
+    """The columns may be strided."""
+    B, n = len(parts[0]), len(parts)
+    if any(x.shape != (B, 1) or not integers(x[:1]) for x in parts):
+        return NotImplemented
+    table, strides = torch.empty(B, n, dtype=torch.int64), (x.stride(0) for x in parts)
+    build.functions().columns(B, n, table, build.addresses(parts), (c_int64 * n)(*strides))
+    return table
+
+
+@compiled(sequences.until)
+def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
+    (B, n), (b, wide) = tokens.shape, depth.shape
+    if not integers(tokens, depth, budget) or b not in (1, B) or wide not in (1, n):
+        return NotImplemented
+    cut = torch.empty(B, n, dtype=torch.int64)
+    strides = wide if b > 1 else 0, wide > 1
+    build.functions().until(B, n, *strides, tokens, depth, budget, cut)
+    return cut
+
+
+@compiled(sequences.reached)
+def reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
+    if not integers(budget, reach, grade):
+        return NotImplemented
+    least = torch.empty_like(budget)
+    build.functions().reached(len(budget), budget, reach, grade, least)
+    return least
+
+
+@compiled(sequences.at_least)
+def at_least(tokens: Tensor, least: int) -> Tensor:
+    if not integers(tokens):
+        return NotImplemented
+    raised = torch.empty(tokens.shape, dtype=torch.int64)
+    build.functions().at_least(tokens.numel(), least, tokens, raised)
+    return raised
+
+
+@compiled(sequences.round_report)
+def round_report(
+    counts: Tensor, tokens: Tensor, faults: Sequence[Tensor], grade: Tensor | None
+) -> Tensor:
+    grades = [] if grade is None else [grade]
+    if not integers(counts, tokens, *grades) or not floats(*faults):
+        return NotImplemented
+    (B, N), F, G = tokens.shape, len(faults), len(grades)
+    table = torch.empty(B, 3 + F + N - 1 + G, dtype=torch.int64)
+    more = build.addresses(faults), build.addresses(grades)
+    build.functions().report(B, N, F, G, counts, tokens, table, *more)
+    return table
+
+
+# --- rules.py -------------------------------------------------------------------------------------
+
+
+@compiled(rules.follow)
+def follow(draft: Draft, sample: Tensor) -> Verdict:
+    (B, N), parents = draft.tokens.shape, draft.nodes.parents
+    if not integers(draft.tokens, sample, parents) or sample.shape != (B, N):
+        return NotImplemented
+    path, n, new = _verdict(draft)
+    shape = B, N, path.shape[1], len(parents) == 1
+    build.functions().follow(*shape, draft.tokens, sample, parents, path, n, new)
+    return Verdict(path, n, new)
+
+
+@compiled(rules.Reject.__call__)
+def reject(self: rules.Reject, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
+    return _judged("reject", self.lenience, draft, p, rng)
+
+
+@compiled(rules.Block.__call__)
+def block(self: rules.Block, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
+    is_chain = draft.nodes.deepest == p.shape[1] - 1
+    return _judged("block", 1.0, draft, p, rng) if is_chain else NotImplemented
+
+
+def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
+    """Raises IndexError for a guess outside the vocabulary."""
+    children, q = draft.nodes.children, draft.q
+    laws = [p] if q is None else [p, q]
+    if type(rng) is not Noise or not floats(*laws) or any(x.shape != p.shape for x in laws):
+        return NotImplemented
+    if not integers(draft.tokens, children, draft.keys):
+        return NotImplemented
+    (B, N, V), (b, _, K) = p.shape, children.shape
+    path, n, new = _verdict(draft)
+    shape = B, N, V, path.shape[1], K, b == 1, torch.get_num_threads()
+    chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
+    arguments = draft.tokens, children, draft.keys, p, 0 if q is None else q
+    judge = getattr(build.functions(), rule)
+    if not judge(*shape, *chance, *arguments, torch.empty(B, 4, V), path, n, new):
+        raise IndexError(f"a guess is outside the vocabulary of {V} tokens")
+    return Verdict(path, n, new)
+
+
+def _verdict(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for path [B, D + 1], n [B] and new [B, D + 1]."""
+    B, D = len(draft.tokens), draft.nodes.deepest
+    path, new = (torch.empty(B, D + 1, dtype=torch.int64) for _ in range(2))
+    return path, torch.empty(B, dtype=torch.int64), new
+
+
+# --- drafters/ ------------------------------------------------------------------------------------
+
+
+@compiled(ngram.NGram.propose)
+def lookup(self: ngram.NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+    if len(tree) == 1 or not integers(seqs.length) or not by_rows(seqs.tokens):
+        return NotImplemented
+    nodes, (leaves, branch) = tree.nodes("cpu"), ngram.first_leaf(tree, seqs.device)
+    tokens, grade = _draft(seqs, tree)
+    shape = *tokens.shape, self.n, leaves, self.vocab, seqs.tokens.stride(0)
+    arguments = branch, nodes.depth, seqs.length, seqs.tokens
+    build.functions().lookup(*shape, *arguments, tokens, grade)
+    return Draft(tokens, nodes, seqs, grade=grade)
+
+
+@compiled(suffix.Suffix.propose)
+def vote(self: suffix.Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+    if len(tree) == 1 or not integers(seqs.length) or not by_rows(seqs.tokens):
+        return NotImplemented
+    nodes = tree.nodes("cpu")
+    tokens, grade = _draft(seqs, tree)
+    shape = *tokens.shape, self.longest, suffix.SURE, self.vocab, seqs.tokens.stride(0)
+    limits = float(self.least), float(self.stretch)
+    arguments = nodes.parents, nodes.depth, seqs.length, seqs.tokens
+    build.functions().vote(*shape, *limits, *arguments, tokens, grade)
+    return Draft(tokens, nodes, seqs, grade=grade)
+
+
+def _draft(seqs: Sequences, tree: Tree) -> tuple[Tensor, Tensor]:
+    """Room for tokens [B, N] and grade [B]."""
+    B = len(seqs.length)
+    tokens = torch.empty(B, len(tree), dtype=torch.int64)
+    return tokens, torch.empty(B, dtype=torch.int64)
+
+
+@compiled(recycle.Table.read)
+def recall(self: recycle.Table, rows: slice, tokens: Tensor) -> Tensor:
+    """Tokens may be strided."""
+    owner, notes = (x[rows] for x in self.state)
+    if not integers(owner, notes) or tokens.dtype != torch.int64 or len(tokens) != len(owner):
+        return NotImplemented
+    copies = torch.empty(*tokens.shape, *notes.shape[2:], dtype=torch.int64)
+    shape = *tokens.shape, self.places, notes.stride(1), *tokens.stride()
+    build.functions().recall(*shape, tokens, owner, notes, copies)
+    return copies
+
+
+@compiled(recycle.Table.write)
+def note(self: recycle.Table, rows: slice, tokens: Tensor, notes: Tensor) -> None:
+    changed = [x[rows] for x in self.state]
+    if not integers(tokens, notes, *changed) or len(tokens) != len(changed[0]):
+        return NotImplemented
+    shape = *tokens.shape, self.places, changed[1].stride(1)
+    build.functions().note(*shape, tokens, notes, *changed)
+    return None
+
+
+# --- models/ --------------------------------------------------------------------------------------
+
+
+@compiled(lm.spoil)
+def spoil(fault: Tensor, logits: Tensor) -> None:
+    if not floats(fault, logits) or len(fault) != len(logits):
+        return NotImplemented
+    build.functions().spoil(len(fault), logits[0].numel(), logits, fault)
+    return None

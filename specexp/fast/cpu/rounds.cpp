@@ -1,7 +1,6 @@
 // The steps of a round besides passes: few numbers, but every torch operation is slow, because the
-// pass before has evicted its code from the cache. They do what these do: likeliest (sampling.py),
-// LM.feed, Match, Sequences.commit, Engine._report, drafters/. Arrays are contiguous, except
-// `tokens` where a stride is given.
+// pass before has evicted its code from the cache. They do what the operations do that ops.py names
+// beside them. Arrays are contiguous, except `tokens` where a stride is given.
 
 #include "calls.h"
 #include "vectors.h"
@@ -23,8 +22,8 @@ static void ranked(int64_t rows, int64_t size, int64_t most, const float *w, int
         }
 }
 
-static void spoil(int64_t rows, int64_t size, int64_t first, const float *w, float *fault) {
-    for (fault += first; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
+static void spoil(int64_t rows, int64_t size, const float *w, float *fault) {
+    for (; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
 }
 
 // parents: shared by all rows, or one array per row.
@@ -60,12 +59,12 @@ static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, c
 }
 
 // Columns: counts [rows, 3], one per model's `faults`, the guesses, then the columns `told`.
-static void report(int64_t rows, int64_t nodes, int64_t models, int64_t more, int64_t first,
+static void report(int64_t rows, int64_t nodes, int64_t models, int64_t more,
             const int64_t *counts, const int64_t *tokens, int64_t *made, const float *const *faults,
             const int64_t *const *told) {
     for (int64_t row = 0; row < rows; row++) {
         made = std::copy_n(counts + row * 3, 3, made);
-        for (int64_t i = 0; i < models; i++) *made++ = faults[i][first + row] != 0;
+        for (int64_t i = 0; i < models; i++) *made++ = faults[i][row] != 0;
         made = std::copy_n(tokens + row * nodes + 1, nodes - 1, made);
         for (int64_t i = 0; i < more; i++) *made++ = told[i][row];
     }
@@ -186,44 +185,6 @@ static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const in
         }
 }
 
-// What drafters/lookahead.py learns from the target's tokens along a branch of `steps` nodes: a
-// line of those after the n accepted, and n-grams of `size` tokens for the `pool` of the token
-// before them. The branch ends at the first guess that was not made.
-static void learn(int64_t rows, int64_t nodes, int64_t steps, int64_t line, int64_t places,
-                  int64_t pool, int64_t size, const int64_t *branch, const int64_t *fed,
-                  const int64_t *said, const int64_t *n, int64_t *lines, int64_t *owner,
-                  int64_t *notes) {
-    const int64_t wide = pool * size;
-    std::vector<int64_t> keys(steps), news(steps * wide), gram(size);
-    for (; rows--; fed += nodes, said += nodes, n++, lines += line) {
-        int64_t heard = 0;
-        while (heard < steps && fed[branch[heard]] >= 0) heard++;
-        const int64_t grams = std::max<int64_t>(heard - size, 0);
-        for (int64_t i = 0; heard && i < line; i++)
-            lines[i] = said[branch[std::min(*n + 1 + i, heard - 1)]];
-        for (int64_t g = 0; g < grams; g++) {
-            int64_t *kept = news.data() + g * wide, *end = kept + wide;
-            keys[g] = fed[branch[g]];
-            recall(1, 1, places, wide, 0, 0, &keys[g], owner, notes, kept);
-            for (int64_t i = 0; i < size; i++) gram[i] = said[branch[g + i]];
-            const int64_t *found = kept;
-            while (found < end && !std::equal(gram.begin(), gram.end(), found)) found += size;
-            if (found < end) continue;
-            std::copy_backward(kept, end - size, end);
-            std::copy(gram.begin(), gram.end(), kept);
-        }
-        note(1, grams, places, wide, keys.data(), news.data(), owner, notes);
-        owner += places + 1, notes += (places + 1) * wide;
-    }
-}
-
-// tokens, or `others` where a token is -1; both with a row stride.
-static void either(int64_t rows, int64_t n, int64_t down, int64_t others_down, const int64_t *tokens,
-                   const int64_t *others, int64_t *made) {
-    for (; rows--; tokens += down, others += others_down)
-        for (int64_t i = 0; i < n; i++) *made++ = tokens[i] >= 0 ? tokens[i] : others[i];
-}
-
 // Slots or positions at these depths past the root's, clamped at 0.
 static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *length,
                    const int64_t *depth, int64_t *made) {
@@ -274,8 +235,6 @@ CALLED(lookup, lookup)
 CALLED(vote, vote)
 CALLED(recall, recall)
 CALLED(note, note)
-CALLED(learn, learn)
-CALLED(either, either)
 CALLED(places, places)
 CALLED(read, read)
 CALLED(until, until)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specexp.fast import cpu
+from specexp.fast.cpu import build
 from specexp.measure.interleave import clock
 
 EMULATED = 4.0  # times float32's time: native float64 takes twice as long, emulation far more
@@ -17,7 +17,7 @@ def described(device: torch.device) -> str:
     """The device in a few words."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    return f"cpu ({cpu.vectors()}); no CUDA device found"
+    return f"cpu ({build.vectors()}); no CUDA device found"
 
 
 def matrices(device: torch.device) -> list[torch.Tensor]:

@@ -26,7 +26,8 @@ from specexp import api
 from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.fast import cpu, cuda_graphs
+from specexp.fast import cuda_graphs
+from specexp.fast.cpu import passes as compiled
 from specexp.measure import interleave, parameters, statistics, summaries
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
@@ -263,18 +264,18 @@ def passing(engine: Engine) -> Iterator[Callable[[], float]]:
     compiled passes. 0 where rounds are not replayed or a model is not compiled: the phases are used
     instead."""
     nets = [lm.net for lm in engine.models]
-    clocked = engine.replays is not None and all(isinstance(net, cpu.Native) for net in nets)
+    clocked = engine.replays is not None and all(isinstance(net, compiled.Native) for net in nets)
     begin, begun = engine.begin, 0.0
 
     def noted(seqs: Sequences) -> Sequences:
         nonlocal begun
         made = begin(seqs)
-        begun = cpu.passes_s()
+        begun = compiled.passes_s()
         return made
 
     vars(engine)["begin"] = noted
     try:
-        yield lambda: cpu.passes_s() - begun if clocked else 0.0
+        yield lambda: compiled.passes_s() - begun if clocked else 0.0
     finally:
         del vars(engine)["begin"]
 

@@ -1,0 +1,187 @@
+"""Compiled code for a CPU: C++ that is compiled once per machine, and how Python calls it.
+
+passes.cpp runs a network over a few rows as one call (passes.py); rounds.cpp and chance.cpp hold
+the kernels of operations (ops.py). Without a C++ compiler, or with SPECEXP_NATIVE=off, torch's
+operations do the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from ctypes import CDLL, Array, addressof, c_bool, c_double, c_int64, c_void_p, cast
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("specexp")
+
+FOLDER = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+FUNCTIONS = {
+    "rounds": (
+        "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
+        "note", "places", "read", "until", "reached", "columns", "at_least",
+    ),
+    "chance": ("law", "race", "addresses", "reject", "block"),
+}  # fmt: skip
+
+
+class Here(threading.local):
+    """`calls`: a list to which this thread's calls of compiled functions are appended, or None."""
+
+    calls: list[Any] | None = None
+
+
+here = Here()
+
+
+class Call(NamedTuple):
+    """A call of a compiled function: its address, and its arguments as numbers and as objects."""
+
+    function: int
+    places: Array[c_int64]
+    given: tuple[Any, ...]
+
+
+class Function:
+    """A compiled function of numbers, tensors and ctypes objects. Returns False if it failed."""
+
+    def __init__(self, code: CDLL, name: str) -> None:
+        self.code = code[f"call_{name}"]
+        self.code.restype = c_bool
+        self.address: int = cast(self.code, c_void_p).value or 0
+
+    def __call__(self, *arguments: Any) -> bool:
+        numbers = (c_int64 * len(arguments))(*map(_number, arguments))
+        if here.calls is not None:
+            here.calls.append(Call(self.address, numbers, arguments))
+        done: bool = self.code(numbers)
+        return done
+
+
+def _number(x: Any) -> int:
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    if isinstance(x, float):
+        return c_int64.from_buffer(c_double(x)).value  # its bit pattern
+    return x if isinstance(x, int) else addressof(x)
+
+
+def address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
+    """The addresses of these tensors, as an argument."""
+    return (c_void_p * len(tensors))(*map(address, tensors))
+
+
+class Library(NamedTuple):
+    passes: CDLL
+    rounds: CDLL
+    chance: CDLL
+
+
+def library() -> Library | None:
+    """The compiled code, which is compiled if need be. None if it is turned off or cannot be
+    compiled; one warning says why."""
+    return None if _off() else _loaded()
+
+
+def state() -> str:
+    """Whether there is compiled code, and why not, in words."""
+    if _off():
+        return "off by SPECEXP_NATIVE: torch's operations"
+    if compiler() is None:
+        return "no C++ compiler: torch's operations"
+    return f"compiled, {vectors()}" if _loaded() else "does not compile: torch's operations"
+
+
+def _off() -> bool:
+    return os.environ.get("SPECEXP_NATIVE") == "off"
+
+
+@cache
+def _loaded() -> Library | None:
+    try:
+        code = Library(*(CDLL(str(_built(FOLDER / f"{name}.cpp"))) for name in Library._fields))
+        code.passes.spent_ns.restype = c_int64
+        rounds = code.rounds
+        rounds.replay.restype, rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
+        rounds.replay_rounds.restype = c_int64
+        numbers = c_int64, c_double, c_int64, c_int64
+        rounds.replay_rounds.argtypes = c_int64, c_void_p, *numbers, *[c_void_p] * 3
+        return code
+    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+        output = getattr(e, "stderr", None) or str(e)
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        why = next((line for line in lines if "error" in line), lines[0] if lines else repr(e))
+        log.warning("passes on this CPU are not compiled, which makes them slower: %s", why)
+        return None
+
+
+def functions() -> Any:
+    """The compiled functions besides passes; there must be compiled code."""
+    return _functions(_loaded())
+
+
+@cache
+def _functions(code: Library) -> SimpleNamespace:
+    names = ((getattr(code, part), name) for part, names in FUNCTIONS.items() for name in names)
+    return SimpleNamespace(**{name: Function(part, name) for part, name in names})
+
+
+def replaying() -> CDLL:
+    """The library with `replay` and `replay_rounds` (rounds.cpp), which run lists of compiled
+    calls."""
+    code = library()
+    assert code is not None
+    return code.rounds
+
+
+def compiler() -> str | None:
+    return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+
+
+def _built(source: Path) -> Path:
+    """The shared library of this source, for this compiler and processor."""
+    if (program := compiler()) is None:
+        raise OSError("there is no C++ compiler (install g++, or set CXX)")
+    command = [*shlex.split(program), *FLAGS]
+    texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
+    parts = *texts, repr(command).encode(), _processor().encode()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp"
+    file = folder / f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            whole = [*command, str(source), "-o", f"{unfinished}/{source.stem}.so"]
+            subprocess.run(whole, check=True, capture_output=True, text=True, timeout=300)
+            os.replace(whole[-1], file)
+    return file
+
+
+def _processor() -> str:
+    """Identifies what -march=native depends on."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(flags)}"
+
+
+def vectors() -> str:
+    """The instructions of this CPU that passes depend on: `AVX512 AMX`, `AVX512`, `AVX2`, ..."""
+    return torch.backends.cpu.get_cpu_capability() + " AMX" * ("amx_bf16" in _processor())

@@ -1,0 +1,148 @@
+"""Compiled passes: a pass of a network over a few rows as one call of passes.cpp.
+
+A small model's pass is some six hundred operations of a few microseconds each, three times as long
+as it takes to read the weights. A token's logits are equal to the last bit whatever shares its
+pass, so verifying a chain gives exactly what plain decoding gives.
+"""
+
+from __future__ import annotations
+
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_float,
+    c_int64,
+    c_void_p,
+)
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from specexp.fast.cpu.build import Function, address, addresses, library
+
+if TYPE_CHECKING:
+    from specexp.models.cache import SlotCache
+
+NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
+
+
+class Layer(Structure):
+    _fields_ = [(name, c_void_p) for name in (*NORMS, *PRODUCTS, *(f"{p}_bias" for p in PRODUCTS))]
+
+
+class Net(Structure):
+    _fields_ = [
+        *((n, c_int64) for n in ("layers", "width", "reads", "heads", "keys", "dim", "hidden")),
+        *((n, c_int64) for n in ("known", "vocab", "all", "adds")),
+        *((n, c_float) for n in ("eps", "scale", "stretch")),
+        *((n, c_void_p) for n in ("embed", "norm", "head", "token_norm", "state_norm", "ids")),
+        ("frequencies", c_void_p),
+        ("layer", POINTER(Layer)),
+    ]
+
+
+class Pass(Structure):
+    _fields_ = [
+        *((n, c_int64) for n in ("rows", "n", "seen", "threads")),
+        *((n, c_void_p) for n in ("tokens", "positions", "slots", "visible", "x", "k", "v")),
+        *((n, c_int64) for n in ("at", "row_stride", "head_stride", "last", "taps")),
+        *((n, c_void_p) for n in ("tap", "states", "logits", "room")),
+    ]
+
+
+class Native:
+    """Compiled passes of `fused`, which must be on a CPU. Passes of more than `sparing` tokens are
+    left to `fused`, because torch's libraries are faster for many rows."""
+
+    sparing = 512  # tokens
+
+    def __init__(self, fused: Any, code: CDLL) -> None:
+        self.fused, first = fused, fused.layers[0]
+        self.dtype: torch.dtype = fused.head.dtype
+        name = str(self.dtype).removeprefix("torch.")
+        self.run, self.room_for = Function(code, name), code[f"room_for_{name}"]
+        self.room_for.restype = c_int64
+        self.frequencies = fused.frequencies.float().contiguous()
+        self.layers = (Layer * len(fused.layers))(*(_layer(layer) for layer in fused.layers))
+        vocab = 0 if fused.embed is None else len(fused.embed)  # of its input
+        self.net = Net(
+            len(fused.layers), fused.head.shape[1], first.qkv.shape[1], first.heads, first.keys,
+            first.head_dim, first.hidden, vocab, len(fused.head), fused.vocab, fused.adds,
+            first.after.eps, first.scale, fused.rotary.attention_scaling, address(fused.embed),
+            _weight(fused.norm), address(fused.head), *map(_weight, fused.beside or (None, None)),
+            address(fused.ids), address(self.frequencies), self.layers,
+        )  # fmt: skip
+        self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `Fused`; logits are float32."""
+        B, n = tokens.shape
+        if B * n > self.sparing:
+            return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
+        last, net = n if last is None else last, self.net
+        keys, values = self.buffers.get(cache) or self._buffers(cache)
+        tapped = (c_int64 * len(taps))(*taps)
+        arguments = (tokens, positions, cache.slots, visible, inputs.get("x"))
+        packed = [None if x is None else x.contiguous() for x in arguments]
+        states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
+        logits = torch.empty(B, last, net.all)
+        head = cache.size * net.dim
+        row = net.keys * head
+        call = Pass(
+            B, n, cache.seen, torch.get_num_threads(), *map(address, packed), addressof(keys),
+            addressof(values), cache.rows.start * row, row, head, last, len(taps),
+            addressof(tapped), address(states), address(logits), None,
+        )  # fmt: skip
+        room = torch.empty(self.room_for(byref(net), byref(call)))
+        call.room = address(room)
+        call.holds = packed, keys, values, tapped, states, logits, room
+        if not self.run(net, call):
+            raise IndexError(f"a token is not below {net.known}, or a slot not below {cache.seen}")
+        return logits if last else None, states
+
+    def _buffers(self, cache: SlotCache) -> tuple[Any, Any]:
+        """The addresses of every layer's keys and values."""
+        like = torch.empty(0, self.net.keys, 0, self.net.dim, dtype=self.dtype)
+        layers = cache.layers[: len(self.layers)]
+        for layer in layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(like, like)
+        buffers = addresses([x.keys for x in layers]), addresses([x.values for x in layers])
+        return self.buffers.setdefault(cache, buffers)
+
+
+def _weight(norm: Any) -> int | None:
+    return norm and address(norm.weight)
+
+
+def _layer(layer: Any) -> Layer:
+    norms = map(_weight, (layer.before, layer.after, *(layer.norms or (None, None))))
+    biases = (layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias)
+    return Layer(*norms, *map(address, (layer.qkv, layer.out, layer.up, layer.down, *biases)))
+
+
+def of(fused: Any) -> Native | None:
+    """The compiled passes of `fused`; None if they cannot be had."""
+    weights = [w for w in (fused.embed, fused.head) if w is not None]
+    weights += [layer.qkv for layer in fused.layers]
+    kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}
+    if kinds not in ({(True, "cpu", torch.float32)}, {(True, "cpu", torch.bfloat16)}):
+        return None
+    if 2 * len(fused.frequencies) != fused.layers[0].head_dim:
+        return None
+    code = library()
+    return Native(fused, code.passes) if code else None
+
+
+def passes_s() -> float:
+    """Seconds spent in compiled passes so far, in this process."""
+    code = library()
+    return float(code.passes.spent_ns()) / 1e9 if code else 0.0

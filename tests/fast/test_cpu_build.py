@@ -1,0 +1,257 @@
+"""C++ is compiled once a machine; without a compiler a line says so. Planted bugs are caught."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_cpu_replays
+import test_fused_eagle
+import torch
+from support.inputs import INPUTS, differing
+from support.references import references
+from test_cpu_passes import NEAR, off, sparing, steady, wide_is_right
+from test_fused import made
+
+from specexp.fast import fused
+from specexp.fast.cpu import build
+from specexp.fast.fused import Fused
+from specexp.models.load import of_module
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """Every test tries its modules anew."""
+    fused._FUSED.clear()
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """A machine on which nothing was compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build._loaded.cache_clear()
+    yield tmp_path / "cache" / "specexp"
+    build._loaded.cache_clear()
+
+
+def test_code_is_compiled_once_a_machine(anew, monkeypatch):
+    assert build.library() is not None
+    written = {file: file.stat().st_mtime_ns for file in anew.iterdir()}
+    assert {file.name.partition("-")[0] for file in written} == {"passes", "rounds", "chance"}
+    build._loaded.cache_clear()
+    monkeypatch.setattr(build.subprocess, "run", None)
+    assert build.library() is not None
+    assert {file: file.stat().st_mtime_ns for file in anew.iterdir()} == written
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [("", "no C++ compiler (install g++"), ("/nowhere/g++", "nowhere"), ("false", "false")],
+)
+def test_warning_says_why_nothing_is_compiled(anew, monkeypatch, caplog, compiler, said):
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    else:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(anew))
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert isinstance(of_module(made("llama", torch.float32)).net, Fused)
+        assert isinstance(of_module(made("tied", torch.float32)).net, Fused)
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line.startswith("passes on this CPU are not compiled, which makes them slower: ")
+    assert said in line
+
+
+def changed(monkeypatch, folder: Path, change: Callable[[str], str], *names: str) -> None:
+    """From now on sources are a copy of what they were, of which some are changed."""
+    shutil.copytree(build.FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for name in names:
+        source = folder / name
+        source.write_text(change(source.read_text()))
+    monkeypatch.setattr(build, "FOLDER", folder)
+
+
+def test_warning_quotes_first_compile_error(anew, monkeypatch, caplog):
+    changed(monkeypatch, anew.parent / "copy", lambda text: text + "\nnonsense;\n", "rounds.cpp")
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert build.library() is None
+    assert "error" in caplog.text
+    assert "nonsense" in caplog.text
+
+
+# --- planted bugs --------------------------------------------------------------------------------
+
+BUGS = {
+    "a token does not see itself": ("p.slots[token] + 1", "p.slots[token]"),
+    "a mask is not read": ("visible[i][j] ? s[j]", "true ? s[j]"),
+    "keys of the first row": ("row * p.row_stride + key", "0 * p.row_stride + key"),
+    "a head reads another's keys": ("key * p.head_stride", "(key + 1) % net.keys * p.head_stride"),
+    "heads of a key exchanged": ("(first + i) % G)", "(G - 1 - (first + i) % G))"),
+    "all tokens see what the first does": ("(first + i) / G", "first / G"),
+    "turned the other way": ("cosine[i] - x", "cosine[i] + x"),
+    "up for gate": ("E, room.gate, F);", "E, room.up, F);"),
+    "norms of queries left out": ("if (weight) normed", "if (weight && h >= H) normed"),
+    "states a layer late": ("p.tap[t] == layer", "p.tap[t] == layer + 1"),
+    "logits of the first places": ("% p.n + p.last - p.n", "% p.n < p.last ? i % p.n : -1"),
+    "logits stay where they were made": ("if (wanted && kept", "if (false && kept"),
+    "shorter texts lie as far apart": ("h / G * tall", "h / G * n"),
+    "what is read is what is added to": ("given = net.token_norm && !at", "given = false"),
+    "what is added to is never normed": ("if (net.adds) begins", "if (false) begins"),
+    "columns of their own": ("made[net.ids[o]]", "made[o]"),
+    "no token is impossible": ("made, net.all, -INFINITY", "made, net.all, 0.0f"),
+    "what has no part is impossible": ("* net.all, 0.0f)", "* net.all, -INFINITY)"),
+    "states of what has no part": ("if (p.tokens[i] == -1) memset", "if (false) memset"),
+    "features as the norm got them last": ("tap(-1, x)", "tap(-1, read)"),
+    "the last of equals": ("w[at] == w[best] && at < best", "w[at] == w[best] && at > best"),
+    "the last lane's largest": ("place = x > most ? here", "place = x >= most ? here"),
+    "no number is not seen": ("odd |= x != x", "odd |= x != x && false"),
+    "accepted after a refusal": ("depth[up] < 0 || ", ""),
+    "compared with a node's own sample": ("!= sample[up]", "!= sample[i]"),
+    "a tree for all": ("shared ? 0 : nodes", "0"),
+    "an end of text that is not delivered": ("before_end) + 1", "before_end - 1) + 1"),
+    "an end of text does not end the row": ("if (emitted > before_end)", "if (!emitted)"),
+    "done rows go back": ("*limit - *length, 0)", "*limit - *length, -1)"),
+    "no slot is the first": ("1 + depth[i], 0)", "1 + depth[i], 1)"),
+    "slots of the first text": ("*made++ = tokens[*slots];", "*made++ = tokens[slots[-i]];"),
+    "a budget that ends a guess early": ("right] <= *budget", "right] < *budget"),
+    "the depths of the first row": ("depth += down, budget++", "budget++"),
+    "rows for columns": ("parts[i][row * strides[i]]", "parts[i][0]"),
+    "columns of nothing else": ("parts[i][row * strides[i]]", "parts[i][row]"),
+    "all that agree have a vote": ("voters.clear(), most = agrees", "most = agrees"),
+    "the fewest votes": ("more > 0 ||", "more < 0 ||"),
+    "ties go to the earliest": ("end > voters[b.to - 1].end", "end < voters[b.to - 1].end"),
+    "a guess is trusted for itself": ("all.trust * share}", "share}"),
+    "votes alone are the share": ("(float)(v - from) / (all.to - all.from)", "(float)(v - from)"),
+    "a stretch too far": ("depth[i] <= stretch * most", "depth[i] <= stretch * most + 1"),
+    "ids beyond the vocabulary are guessed": ("says >= 0 && says < vocab", "says >= 0"),
+    "a guess is no text": ("says = at > last ? made[node]", "says = false ? made[node]"),
+    "the root's guess for all": ("depth[node] > at - last", "depth[node] > 1"),
+    "what is noted of another": ("&& owner[place] == token", "&& owner[place] >= 0"),
+    "notes of the first row": ("tokens += down, owner += places + 1", "tokens += down, owner += 0"),
+    "the place for the token": ("owner[place] = *tokens", "owner[place] = place"),
+    "the first for the largest": (
+        "if (kept == most && !(w[i] > w[best[most - 1]]))",
+        "if (kept == most)",
+    ),
+    "ranked as they come": ("at && w[i] > w[best[at - 1]]", "false"),
+    "a lane's noise is that of another vector's": ("uniform(at, i + t)", "uniform(at, t)"),
+    "uniforms of other bits": ("* GOLDEN) & INT64_MAX", "* GOLDEN) >> 1"),
+    "hashed once too little": ("return x ^ x >> 31", "return x"),
+    "early arrivals rounded": ("0006145e-06f + lost)", "0006145e-06f)"),
+    "a race without an end": ("u < latest ? u : latest", "u"),
+    "purposes share their noise": ("mixed(key + salt)", "mixed(key)"),
+    "noise of the first row": ("keys[row / n * down + row % n]", "keys[row % n]"),
+    "keys side by side": ("keys[row / n * down + row % n]", "keys[row]"),
+    "noise by row, not by place": ("*stream++) + *length++", "*stream++)"),
+    "the noise of a position seen again": ("by_round ? mixed(root) : root", "root"),
+    "temperature upside down": ("(x[i] - most) / temperature", "(x[i] - most) * temperature"),
+    "top-k drops ties": ("x < least ? none", "x <= least ? none"),
+    "top-k keeps one more": ("least = ranked[top_k - 1]", "least = ranked[top_k]"),
+    "top-p keeps one too few": ("before < top_p &&", "before + p[left[0]] < top_p &&"),
+    "top-p of the highest of equals": ("a > b); };", "a < b); };"),
+    "what top-p leaves is not scaled": ("    scaled(size, p);\n}", "}"),
+    "a guess of zero probability taken as drawn": ("x >= 0 && q[x] > 0) return", "x >= 0) return"),
+    "no guess taken for token 0": (
+        "-1 : row.tokens[child];",
+        "-1 : std::max<int64_t>(0, row.tokens[child]);",
+    ),
+    "siblings drawn from one q": ("others[x] = 0;", ""),
+    "second sibling held against p": ("<= left[x] /", "<= row.p_at(node)[x] /"),
+    "siblings share a coin": ("row.coin(node, rank)", "row.coin(node, 0)"),
+    "nodes share a coin": ("row.coin(node, rank)", "row.coin(0, rank)"),
+    "lenient in the ratio only": ("- lenience * drawn[i]", "- drawn[i]"),
+    "lenient in the rest only": ("(row.lenience * chance)", "chance"),
+    "residual is p": ("left = spare, std::swap", "std::swap"),
+    "coins on the bonus's noise": ("keys[node] + accept", "keys[node] + residual"),
+    "bonus on the root's noise": ("keys[path[count]] + residual", "keys[0] + residual"),
+    "children of the first row": ("shared ? 0 : first * width", "0"),
+    "block: passes with its mass": ("mass / all : 1", "mass : 1"),
+    "block: coin of the guess after": ("row.coin(i - 1, 0)", "row.coin(i, 0)"),
+    "block: not cut at one": ("(p[x] / drawn[x]), 1.0f)", "(p[x] / drawn[x]), 9.0f)"),
+    "block: of the last alone": ("owed = std::min(owed *", "owed = std::min(1 *"),
+    "block: residual of p, not of P p": ("uncovered(owed, p", "uncovered(1, p"),
+    "block: bonus from p": ("mass > 0 ? spare : p", "p"),
+    "rounds after the last": ("if (report[1] && !report[2])", "if (false)"),
+    "rounds that are not made": ("if (!replay(count, calls)) return -1;", ""),
+    "all at once": ("*seconds++ = now", "*seconds = now"),
+    "sums in another order": ("(q[0] + q[2]) + (q[1] + q[3])", "q[0] + q[1] + q[2] + q[3]"),
+}
+
+
+def right() -> bool:
+    eagles = (
+        test_fused_eagle.off(kind, torch.float32) for kind in ("eagle3", "norm_before_residual")
+    )
+    near = all(x < NEAR[torch.float32] for x in (off("qwen3"), *eagles))
+    near = near and test_fused_eagle.tells_apart(test_fused_eagle.made("eagle3", torch.float32))
+    same = steady("qwen3") and steady("one key") and sparing("qwen3")
+    with references():
+        if not (near and same and not any(differing(x, "cpu", range(150))[0] for x in INPUTS)):
+            return False
+    return test_cpu_replays.held_rounds_are_rounds("model")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory) -> Path:
+    """Where sources without a bug are compiled once for all that have one in another."""
+    return tmp_path_factory.mktemp("once")
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_caught(anew, once, monkeypatch, bug):
+    good, bad = BUGS[bug]
+    count = {p.name: p.read_text().count(good) for p in build.FOLDER.iterdir() if p.is_file()}
+    [name] = [name for name, found in count.items() if found]
+    assert count[name] == 1
+    changed(monkeypatch, anew.parent / "copy", lambda text: text.replace(good, bad), name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(once))
+    monkeypatch.setattr(build, "FLAGS", tuple(f.replace("-O3", "-O1") for f in build.FLAGS))
+    monkeypatch.setattr(fused, "_off", lambda *_: 0.0)
+    assert not right()
+
+
+@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3"])
+def test_narrower_vectors_give_the_same(anew, monkeypatch, march):
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        march = "native"
+    flags = (f.replace("native", march) for f in build.FLAGS)
+    monkeypatch.setattr(build, "FLAGS", tuple(flags))
+    assert right()
+
+
+def test_no_bug_is_seen_where_none_was_planted(anew, monkeypatch):
+    monkeypatch.setattr(build, "FLAGS", tuple(f.replace("-O3", "-O1") for f in build.FLAGS))
+    assert right()
+
+
+# --- products by tiles ---------------------------------------------------------------------------
+
+AMX = build.vectors().endswith("AMX")
+
+
+TILE_BUGS = {
+    "packed for the tile before": ("packed + c * TILE", "packed + c / 2 * TILE"),
+    "weights of the first inputs": ("w + u * lump + c * DEEP", "w + u * lump"),
+    "the first sixteen outputs for all": ("w + u * lump + c * DEEP", "w + c * DEEP"),
+    "tokens for pairs": ("rows - 1) * inputs + at);\n        transpose(row);",
+                         "rows - 1) * inputs + at);"),
+    "the first sixteen tokens for all": ("std::min(first + t, rows - 1)", "std::min(t, rows - 1)"),
+    "sums go on": ("each<N>([&](auto u) { zero_tile<u>(); });", ""),
+    "a bias for sixteen outputs": ("load(bias + u * SIDE)", "load(bias)"),
+    "set where it is added": ("added ? load(to) + sums : sums", "sums"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not AMX, reason="this processor has no AMX")
+@pytest.mark.parametrize("bug", TILE_BUGS)
+def test_bug_planted_in_tiles_is_caught(anew, once, monkeypatch, bug):
+    good, bad = TILE_BUGS[bug]
+    source = (build.FOLDER / "tiles.h").read_text()
+    assert source.count(good) == 1
+    changed(monkeypatch, anew.parent / "copy", lambda text: text.replace(good, bad), "tiles.h")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(once))
+    monkeypatch.setattr(fused, "_off", lambda *_: 0.0)
+    assert not wide_is_right()

@@ -1,0 +1,152 @@
+"""Every kernel gives what its torch reference gives, on inputs of every kind."""
+
+import pytest
+import torch
+from support.inputs import INPUTS, LAST, SHAPES, differing, key_of
+from support.references import references
+
+from specexp import ops
+from specexp.drafters.suffix import Suffix
+from specexp.models import heads, lm, load
+from specexp.rules import Block, Reject
+from specexp.sampling import ACCEPT, TOKEN, Certain, Noise, Sampling, mix, ranked
+from specexp.sequences import Draft, Sequences
+from specexp.tree import Tree
+
+# networks, which are compared whole: test_fused.py, test_fused_eagle.py, test_huge_pages.py
+NETWORKS = {lm.network, heads.network, load.settle}
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def registered() -> list[object]:
+    """A case for every kernel that is ready on this machine."""
+    cases = []
+    for device in DEVICES:
+        ops.home(torch.device(device))
+        for call, op in ops.OPS.items():
+            if call not in NETWORKS and device in op.kernels and op.kernels[device][1]():
+                cases.append(pytest.param(call, device, id=f"{call.__qualname__}-{device}"))
+    return cases
+
+
+@pytest.mark.parametrize(("operation", "device"), registered())
+def test_kernel_matches_reference(operation, device):
+    assert operation in INPUTS, "a new kernel: say in INPUTS what it is compared on"
+    with references():
+        differ, taken = differing(operation, device, range(400))
+    assert differ == []
+    assert taken > 100, "the kernel refuses most of what it is compared on"
+
+
+# --- what holds of kernels alone ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [(20, 21), (21, 20)])
+def test_votes_of_a_long_text_are_counted_one_by_one(last):
+    """Two tokens that have followed as often, the last time three places apart."""
+    text = [t for said in (last * 6666) for t in (1, 2, said)] + [1, 2]
+    seqs, tree = Sequences.of([text], 4, slack=4), Tree.branching(2)
+    found = []
+    for off in (False, True):
+        with references(off):
+            found.append(Suffix(64, 2).propose(seqs, tree, Certain()).tokens.tolist())
+    assert found == [[[2, *reversed(last)]]] * 2
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("size", [3, 16, 1000])
+def test_first_of_equals_is_ranked_first(size):
+    w = torch.randint(0, 5, (2, 4, size)).float()
+    wanted = w.sort(descending=True, stable=True).indices
+    for k in (1, 3):
+        assert torch.equal(ranked(w, k), wanted[..., :k])
+
+
+def decided(noise: Noise, keys: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """[B] bool: is a chosen guess kept of which the target is as sure as p [B]?"""
+    B, nodes = len(p), Tree.chain(1).nodes("cpu")
+    law = torch.stack([p, 1 - p], 1)[:, None].expand(-1, 2, -1).contiguous()
+    text = Sequences.empty(B, 2)
+    draft = Draft(torch.zeros(B, 2, dtype=torch.int64), nodes, text)
+    draft.keys = keys[:, None].expand(-1, 2).contiguous()
+    return Reject()(draft, law, noise).n == 1
+
+
+@pytest.mark.compiler
+def test_uniforms_match_to_the_last_bit():
+    """A coin falls heads at its uniform, and tails at the number before."""
+    noise = Noise(3)
+    odd = [key_of(noise, ACCEPT, 0, bits) for bits in (0, 1, 5, LAST >> 1, (LAST >> 2) + 1)]
+    keys = torch.cat([mix(torch.arange(100_000)), torch.tensor(odd)])
+    u = noise.uniform(keys, ACCEPT, torch.zeros(1, dtype=torch.int64))[:, 0]
+    assert u[-5:].tolist()[0] == 2.0**-64
+    assert u[-2] == 1
+    assert decided(noise, keys, u).all()
+    assert not decided(noise, keys, u.nextafter(torch.zeros(1))).any()
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("V", [1, 15, 16, 1000])
+def test_arrivals_are_exact_but_for_rounding(V):
+    noise, keys = Noise(1), mix(torch.arange(100_000 // V))
+    u = noise.uniform(keys, TOKEN, torch.arange(V)).clamp(max=1 - 2**-24).double()
+    w = 1 - torch.rand(len(keys), V, generator=torch.manual_seed(0))  # never 0
+    off = noise.race(w, keys, TOKEN).double() * -torch.log1p(-u) / w.double() - 1
+    assert off.abs().max() < 3e-7
+    assert not noise.race(0 * w, keys, TOKEN).any()
+
+
+@pytest.mark.compiler
+def test_verdicts_do_not_depend_on_rows_or_threads():
+    torch.manual_seed(0)
+    V, noise, threads = 33_001, Noise(0), torch.get_num_threads()
+    nodes, seqs = Tree.chain(1).nodes("cpu"), Sequences.of([[1], [2], [3]], 3, slack=1)
+    logits, guesses = torch.randn(3, 2, V), torch.randint(0, V, (3, 1))
+
+    def made(rows: slice) -> list[torch.Tensor]:
+        few = seqs.window(rows.start, rows.stop - rows.start)
+        draft = few.draft(nodes, guesses[rows])
+        p = Sampling(0.8, top_p=0.9).law(logits[rows])
+        verdict = Reject()(draft, p, noise)
+        return [p, noise.race(p, draft.keys, TOKEN), verdict.n, verdict.new]
+
+    wanted = made(slice(0, 3))
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for rows in (slice(0, 3), slice(1, 2), slice(1, 3)):
+                pairs = zip(made(rows), wanted, strict=True)
+                assert all(torch.equal(some, all_[rows]) for some, all_ in pairs)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_broken_logits_leave_laws_of_other_rows(bad):
+    logits = torch.randn(3, 20, generator=torch.manual_seed(0))
+    good = logits.clone()
+    logits[1, 4] = bad
+    for shape in SHAPES:
+        law = Sampling(0.7, **shape).law
+        assert law(logits)[1].isnan().any()
+        assert torch.equal(law(logits)[[0, 2]], law(good)[[0, 2]])
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("rule", [Reject(), Block()])
+def test_guess_outside_vocabulary_is_refused(rule):
+    seqs = Sequences.of([[1], [2]], 3, slack=1)
+    draft = seqs.draft(Tree.chain(1).nodes("cpu"), torch.tensor([[0], [5]]))
+    with pytest.raises(IndexError, match="a guess is outside the vocabulary of 5 tokens"):
+        rule(draft, torch.full((2, 2, 5), 0.2), Noise(0))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("rule", [Reject(), Block()])
+def test_q_of_another_vocabulary_is_refused(rule):
+    seqs = Sequences.of([[1], [2]], 3, slack=1)
+    guesses, q = torch.tensor([[0], [3]]), torch.full((2, 2, 4), 0.25)
+    draft = seqs.draft(Tree.chain(1).nodes("cpu"), guesses, q)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        rule(draft, torch.full((2, 2, 5), 0.2), Noise(0))
