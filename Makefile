@@ -53,5 +53,5 @@ $(STAMP):
 	$(PY) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "specexp needs Python 3.11 or newer; set PY=/path/to/python3.11")'
 	$(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(head -n 1 constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev,quant,ray,slurm]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev,quant,ray]"
 	@rm -f $(VENV)/.installed-* && touch $@

@@ -216,7 +216,7 @@ def points(tmp_path):
 
     from specexp.grids import points as grid
 
-    def call(timeout_s: float = 120, **axes) -> list[grid.Point]:
+    def call(timeout_s: float = 1200, **axes) -> list[grid.Point]:
         file = tmp_path / "trivial.yaml"
         spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": timeout_s}
         file.write_text(yaml.safe_dump(spec | {"grid": axes}))

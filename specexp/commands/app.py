@@ -699,15 +699,14 @@ def grid_run(
         Optional[int],  # noqa: UP045
         typer.Option(
             help="Points to run at once; points that measure time still get a machine to "
-            "themselves. Default: 1 here, what fits on Ray, 16 jobs on Slurm."
+            "themselves. Default: 1 here, what fits on Ray."
         ),
     ] = None,
     on: Annotated[
         str,
         typer.Option(
-            help="Where to run: here; ray (all CPUs and GPUs of this machine); a Ray cluster as "
-            "HOST:6379, ray://HOST:10001 or auto (the one running here); or slurm (one job per "
-            "point), with options of sbatch as in slurm:partition=gpu,account=me."
+            help="Where to run: here; ray (all CPUs and GPUs of this machine); or a Ray cluster as "
+            "HOST:6379, ray://HOST:10001 or auto (the one running here)."
         ),
     ] = "here",
     together: Annotated[

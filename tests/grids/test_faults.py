@@ -432,7 +432,7 @@ def test_one_changed_byte_anywhere_is_found(bench):
         data = bytearray(file.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
-    end = b.go(seconds=300)
+    end = b.go()
     assert "160 of 160 points to run" in end.said
     assert b.wrong() == []
 
@@ -456,13 +456,11 @@ def test_what_a_dead_machine_tore_in_failed_is_passed_over(bench):
 
 def together(warm, store: Path, jobs: list[dict]) -> list:
     pids = [warm.start("grid", store, **job) for job in jobs]
-    return [warm.wait(pid, 300) for pid in pids]
+    return [warm.wait(pid) for pid in pids]
 
 
-def until(true, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def until(true) -> None:
     while not true():
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -640,5 +638,5 @@ def test_memory_stays_flat_over_a_thousand_points(bench):
     last = few.go(seconds=3000)
     assert first.code == last.code == 0
     assert last.peak_mb < first.peak_mb + 100, (first.peak_mb, last.peak_mb)
-    assert few.go(seconds=600).said.startswith(f"0 of {many} points to run")
+    assert few.go().said.startswith(f"0 of {many} points to run")
     assert few.wrong() == []

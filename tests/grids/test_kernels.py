@@ -93,13 +93,14 @@ def output(cell) -> str:
     return "".join(parts).strip()
 
 
-def gone(pids, within: float = 20.0) -> bool:
-    deadline = time.monotonic() + within
-    while any(alive(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
+def until(true) -> None:
+    """Wait for an event, however long it takes: pytest ends a test that hangs."""
+    while not true():
         time.sleep(0.02)
-    return True
+
+
+def wait_until_gone(pids) -> None:
+    until(lambda: not any(map(alive, pids)))
 
 
 def alive(pid: int) -> bool:
@@ -260,7 +261,7 @@ def test_a_child_of_loaded_models_computes_in_several_threads(go, slot):
     """
     warm = {"target": "target-10m", "drafter": "ngram", "device": "cpu"}
     look = LOOK.format("target-10m", "ngram")
-    said = go(slot, count, look, env={"OMP_NUM_THREADS": "2"}, warm=warm, execution_timeout=60)
+    said = go(slot, count, look, env={"OMP_NUM_THREADS": "2"}, warm=warm, execution_timeout=600)
     assert said[0] == "2 1"
     assert said[1].startswith("1 ")
     assert go(slot, count, warm=warm) == ["1 0"]
@@ -337,7 +338,7 @@ def test_a_hanging_point_is_killed_from_another_thread(go, either, tmp_path):
 def test_a_cell_that_takes_too_long_is_cut_off(go, slot):
     with pytest.raises(CellTimeoutError):
         go(slot, "import time; time.sleep(600)", execution_timeout=1)
-    assert gone([slot.pid])
+    wait_until_gone([slot.pid])
     assert slot.ended == ""
 
 
@@ -356,9 +357,9 @@ def test_a_slot_that_is_killed_takes_its_kernel_and_no_other_point(go, forking, 
             go(slot, CHILDREN, "os.kill(os.getppid(), 9); time.sleep(600)")
         assert slot.ended == "was killed with its parent process"
         assert go(slot, "print(1)") == ["1"]
-        assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+        wait_until_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
         os.kill(slot.slot, signal.SIGKILL)  # while it is idle
-        assert gone([slot.slot])
+        wait_until_gone([slot.slot])
         assert go(slot, "print(1)") == ["1"]
         before = other.slot
         assert go(other, "print(1)") == ["1"]
@@ -478,7 +479,7 @@ def test_what_hangs_before_the_kernel_starts_is_killed_too(go, helpers, tmp_path
         if stuck == "loading":
             assert go(slot, "print(1)") == ["1"]
         zygote = k.zygote.pid
-    assert gone([zygote])
+    wait_until_gone([zygote])
 
 
 RUNNER = """
@@ -508,21 +509,15 @@ def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
     )  # fmt: skip
     zygote, folder = runner.stdout.readline().split()
     mark = tmp_path / (state if state in ("importing", "deadlocked", "loading") else "pids")
-    deadline = time.monotonic() + 60
-    while not mark.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(mark.exists)
     below = psutil.Process(runner.pid).children(recursive=True)
     pids = {process.pid for process in below} | {int(pid) for pid in mark.read_text().split()}
     assert int(zygote) in pids
     assert all(map(alive, pids))
     runner.kill()
     runner.wait()
-    assert gone(pids)
-    deadline = time.monotonic() + 20
-    while Path(folder).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_gone(pids)
+    until(lambda: not Path(folder).exists())
 
 
 @pytest.mark.parametrize("length", [74, 75, 150])

@@ -1,7 +1,6 @@
 """Notebooks that misbehave, in real kernels, harm themselves only."""
 
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +47,12 @@ while not others:
 for other in others:
     harm(other)
 """
+UNTIL_A_RESULT = """
+import os, time
+from pathlib import Path
+while not any(Path(os.environ["SPECEXP_ATTEMPT"]).parents[1].glob("results/*")):
+    time.sleep(0.1)
+"""
 MEMORY = """
 import resource
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -92,7 +97,7 @@ ENDS = {
     "is a vandal": VANDAL,
     "harms a neighbour": "harm = lambda p: (p / 'result.json').write_text('{}')" + NEIGHBOUR,
     "removes a neighbour": "import shutil; harm = shutil.rmtree" + NEIGHBOUR,
-    "is slow": "import time; time.sleep(6)",
+    "is slow": UNTIL_A_RESULT,
 }  # fmt: skip
 FAILS = {
     "raises SystemExit": {"invalid-result", "error"},
@@ -141,15 +146,15 @@ class Wild:
     def __init__(self, warm: Warm, store: Path, folder: Path):
         self.warm, self.store, self.folder, self.notebook = warm, store, folder, wild(folder)
 
-    def go(self, *arguments: str, timeout_s: float = 60, **axes):
+    def go(self, *arguments: str, timeout_s: float = 1200, **axes):
         end = self.warm.run(
-            "grid", self.store, 600, real=True, arguments=arguments, tune=SOON,
+            "grid", self.store, real=True, arguments=arguments, tune=SOON,
             grids=[str(self.file(timeout_s, **axes))],
         )  # fmt: skip
         assert "Traceback" not in end.said
         return end
 
-    def file(self, timeout_s: float = 60, **axes) -> Path:
+    def file(self, timeout_s: float = 1200, **axes) -> Path:
         path = self.folder / "wild.yaml"
         spec = {"notebook": str(self.notebook), "grid": axes, "timeout_s": timeout_s}
         path.write_text(yaml.safe_dump(spec))
@@ -174,7 +179,7 @@ class Wild:
         [point] = points.load([self.file(how=[how])])
         return self.store / "results" / point.run_key
 
-    def as_expected(self, timeout_s: float = 60, **axes) -> None:
+    def as_expected(self, timeout_s: float = 1200, **axes) -> None:
         """Run a grid: what must fail fails, of its kind, and all else is done, once and whole."""
         end = self.go(timeout_s=timeout_s, **axes)
         for (how, where), kind in self.kinds(**axes).items():
@@ -229,22 +234,20 @@ def test_a_notebook_that_wants_too_much_memory_fails_alone(wilds):
 @pytest.mark.timeout(1800)
 def test_notebooks_that_do_not_end_are_ended(wilds):
     hows = [how for how, kinds in FAILS.items() if kinds == {"timeout"}]
-    begin = time.monotonic()
-    wilds.as_expected(timeout_s=8, how=[*hows, "well"], where=[2])
-    assert time.monotonic() - begin < (8 + 10) * len(hows) + 60
+    wilds.as_expected(timeout_s=8, how=hows, where=[2])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_what_hangs_after_the_last_cell_has_succeeded(wilds):
-    wilds.as_expected(timeout_s=60, how=["lingers", "leaves a thread"], where=[3])
+    wilds.as_expected(how=["lingers", "leaves a thread"], where=[3])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_processes_do_not_outlive_their_point(wilds):
     hows = ["leaves a process", "leaves a daemon", "leaves a pool", "forks", "forks and both go on"]
-    wilds.as_expected(how=hows, timeout_s=30)
+    wilds.as_expected(how=hows)
 
 
 @pytest.mark.slow
@@ -255,7 +258,6 @@ def test_processes_do_not_outlive_a_killed_runner(wilds, how):
     end = wilds.warm.run(
         "grid",
         wilds.store,
-        600,
         real=True,
         grids=[file],
         inject={"do": "kill", "phase": "check", "at": 1},

@@ -56,10 +56,9 @@ def start(tmp_path) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
 
 
-def until(true, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def until(true) -> None:
+    """Wait for an event, however long it takes: pytest ends a test that hangs."""
     while not true():
-        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -258,10 +257,9 @@ def test_where_no_kernel_can_be_forked_every_point_says_why_and_runs_again_unask
 
 
 def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, points):
-    begin, before = time.monotonic(), set(psutil.Process().children(recursive=True))
+    before = set(psutil.Process().children(recursive=True))
     code, _ = go(points(timeout_s=4, how=["hangs"]))
     assert code == 1
-    assert time.monotonic() - begin < 120  # left alone it would hang for ten minutes
     assert list(runs.runs().columns) == []
     [kept] = (store / "failed").iterdir()
     assert "took longer than 4 s" in (kept / "error.txt").read_text()
@@ -274,7 +272,7 @@ def test_a_runner_killed_in_the_middle_loses_nothing(store, points, tmp_path, mo
     with monkeypatch.context() as never:
         never.setenv("SLOW_S", "600")
         child = start(tmp_path)
-    until(lambda: list((store / "attempts").glob(f"{todo[1].run_key}-*/log.txt")), 120)
+    until(lambda: list((store / "attempts").glob(f"{todo[1].run_key}-*/log.txt")))
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert first.exists()
@@ -334,7 +332,7 @@ def test_a_point_claimed_by_another_runner_is_waited_for_and_not_run(store, poin
         time.sleep(1)
         assert runner.is_alive()
         assert not list((store / "attempts").glob(f"{todo[0].run_key}-*"))
-    runner.join(60)
+    runner.join()
     [(code, text)] = said
     assert code == 0
     assert f"pid {os.getpid()}" in text
@@ -344,7 +342,7 @@ def test_a_point_claimed_by_another_runner_is_waited_for_and_not_run(store, poin
 def test_two_runners_share_a_grid_and_no_point_is_done_twice(store, points, tmp_path):
     todo = points(x=list(range(8)))
     runners = [start(tmp_path) for _ in range(2)]
-    assert [r.wait(120) for r in runners] == [0, 0]
+    assert [r.wait() for r in runners] == [0, 0]
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
     assert len(list((store / "results").iterdir())) == 8
     assert not list((store / "failed").iterdir())
@@ -371,8 +369,8 @@ def test_a_grid_has_the_points_that_another_made_first(store, tmp_path):
 
 def test_a_killed_holder_leaves_no_claim_behind(store):
     code = (
-        "import time; from specexp.tracking.results import claim\n"
-        "with claim('k') as ours: print(ours, flush=True); time.sleep(60)"
+        "import signal; from specexp.tracking.results import claim\n"
+        "with claim('k') as ours: print(ours, flush=True); signal.pause()"
     )
     held = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert held.stdout.readline().strip() == "True"
@@ -417,7 +415,7 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
         raise Failure("error", "planted")
 
     def through(point, together=False):
-        work = run.Work([point], run.live.Board(Console(quiet=True), 1), queue=[point])
+        work = run.Work([point], run.progress.Board(Console(quiet=True), 1), queue=[point])
         monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, seat)))
         work.run_queue(local.Here([point]), 1, together)
 
@@ -439,7 +437,7 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
 def test_what_is_left_is_reckoned_by_how_many_run_at_once(store, points, monkeypatch):
     todo = points(x=[1, 2, 3])
     todo = [replace(p, timed=p.params["x"] == 3) for p in todo]
-    seen, work = [], run.Work(todo, run.live.Board(Console(quiet=True), 3))
+    seen, work = [], run.Work(todo, run.progress.Board(Console(quiet=True), 3))
     monkeypatch.setattr(
         work, "_serve", lambda queue, *_: seen.append((len(queue), work.board.jobs))
     )
@@ -492,7 +490,7 @@ def test_a_signal_stops_cleanly_and_a_second_one_too(store, points, tmp_path, nu
     runner.send_signal(number)
     time.sleep(0.2)
     runner.send_signal(number)
-    assert runner.wait(20) == expected
+    assert runner.wait() == expected
     assert statuses() == {todo[0].run_key: "FINISHED", hanging: "KILLED"}
     assert not list((store / "attempts").iterdir())
     until(lambda: not any(alive(p) for p in below))
@@ -560,7 +558,7 @@ def test_points_that_time_nothing_run_side_by_side_and_the_others_alone(store, p
         running.append(point)
         most[point.timed] = max(most[point.timed], len(running))
         if point.params["x"] in meet:
-            met.wait(60)
+            met.wait()
         running.remove(point)
         raise Failure("error", "planted")
 
@@ -688,10 +686,9 @@ def refusing(monkeypatch, key, why, code):
 def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, monkeypatch):
     todo = points(x=[1, 2])
     publish = refusing(monkeypatch, todo[0].run_key, "x is\nbeyond", INVALID_PARAMETER_VALUE)
-    begin = time.monotonic()
     code, said = go(todo)
     assert code == 1
-    assert time.monotonic() - begin < run.PATIENCE_S / 2
+    assert "waiting for MLflow" not in said
     refused = store / "results" / todo[0].run_key
     assert f"MLflow refused {refused}: {store}/mlflow.db: x is" in said
     assert "the result is safe, but MLflow refused it" in said

@@ -92,7 +92,7 @@ class Warm:
 
     def __exit__(self, *_: object) -> None:
         self._server.stdin.close()
-        self._server.wait(30)
+        self._server.wait()
 
     def _ask(self, question: dict[str, Any]) -> Any:
         self._server.stdin.write(json.dumps(question) + "\n")
@@ -107,7 +107,7 @@ class Warm:
         """
         return int(self._ask({"ask": "start", "job": {"do": do, "store": str(store), **job}}))
 
-    def wait(self, pid: int, seconds: float = 120, kill: dict[str, Any] | None = None) -> End:
+    def wait(self, pid: int, seconds: float = 1200, kill: dict[str, Any] | None = None) -> End:
         """Wait for a job to end; if it takes longer, kill it and raise TimeoutError.
 
         kill: {"after": s, "phase": name, "nth": n} sends SIGKILL s seconds after the job enters the
@@ -119,7 +119,7 @@ class Warm:
             raise TimeoutError(f"job {pid} in {end.phase} after {seconds} s:\n{end.said[-3000:]}")
         return end
 
-    def run(self, do: str, store: Path, seconds: float = 120, **job: Any) -> End:
+    def run(self, do: str, store: Path, seconds: float = 1200, **job: Any) -> End:
         return self.wait(self.start(do, store, **job), seconds)
 
     def problems(self, store: Path, grids: Sequence[Path], **options: Any) -> list[str]:
@@ -251,7 +251,7 @@ def _artifacts_differ(result: Path, run: Any) -> str:
     return ""
 
 
-def orphans(root: Path, seconds: float = 5.0) -> dict[int, str]:
+def orphans(root: Path, seconds: float = 600.0) -> dict[int, str]:
     """Processes that a runner of this store started and that are still alive after `seconds`."""
     mark = f"SPECEXP_MLRUNS={root}\0".encode()
     deadline = time.monotonic() + seconds

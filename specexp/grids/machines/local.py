@@ -1,4 +1,4 @@
-"""Where points run. `Here`: on this machine; `cluster` and `slurm`: on others."""
+"""Where points run. `Here`: on this machine; `ray.OnRay`: on those of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -54,15 +54,9 @@ def of(
     name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
     say: Callable[[str], None] = lambda said: None,
 ) -> Place:  # fmt: skip
-    """The place of this name: `here`, `slurm` or `slurm:OPTIONS` (`slurm.OnSlurm`), or an address
-    of Ray (`cluster.OnRay`). Raises UserError."""
-    kind, _, asked = name.partition(":")
+    """The place of this name: `here`, or an address of Ray (`ray.OnRay`). Raises UserError."""
     if name == "here":
         return Here(points, forked)
-    if kind == "slurm":
-        from specexp.grids.machines.slurm import OnSlurm
-
-        return OnSlurm(points, asked, forked=forked, together=together, say=say)
     from specexp.grids.machines.ray import OnRay
 
     return OnRay(points, name, forked=forked, together=together, say=say)

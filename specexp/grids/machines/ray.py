@@ -69,8 +69,10 @@ class OnRay:
         together: bool = False, say: Callable[[str], None] = lambda said: None,
     ) -> None:  # fmt: skip
         if address not in (OWN, HERE) and not _ADDRESS.fullmatch(address):
-            raise UserError(f"cannot run points on {address!r}: give here, slurm, ray, auto, "
-                            "HOST:6379 or ray://HOST:10001")  # fmt: skip
+            raise UserError(
+                f"cannot run points on {address!r}: give here, ray, auto, HOST:6379 or "
+                "ray://HOST:10001 (on Slurm, let every job run this command: notebooks/README.md)"
+            )
         if importlib.util.find_spec("ray") is None:
             raise UserError('to run on Ray install it: pip install "specexp[ray]"')
         for point in points:

@@ -2,7 +2,7 @@
 
 On the worker, `run` executes a `Task` in a temporary folder and returns that folder as an
 `Outcome`: workers have no store, only the runner commits and publishes. In the runner, `Seat` gets
-the outcome through an `Executor` (`cluster`, `slurm`), and tries again if the worker was lost.
+the outcome through an `Executor` (`ray.OnRay`), and tries again if the worker was lost.
 """
 
 from __future__ import annotations
