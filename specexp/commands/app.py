@@ -749,11 +749,11 @@ def grid_run(
 @grid_app.command("status")
 def grid_status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     """Show which points are done, running, failed or to run, and an estimate of the time left."""
-    from specexp.grids import runner as run
+    from specexp.grids import progress
 
     points = _points(files, only, yes)
-    console.print(run.status(points))
-    for line in run.changed(points):
+    console.print(progress.status(points))
+    for line in progress.changed(points):
         console.print(line, soft_wrap=True)
 
 

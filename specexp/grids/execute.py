@@ -32,7 +32,7 @@ from specexp.tracking import redact, results, runs
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
-EDITED = "{} was edited while the grid ran: run the grid again"
+EDITED = "{} changed while the grid ran: run the grid again"
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
 _HTML = threading.Lock()
 
@@ -123,8 +123,8 @@ def _run(
     own = (cell.source for cell in code if notebooks.INJECTED not in cell.metadata.get("tags", []))
     if notebooks.digest_of(own)[:16] != point.surroundings["notebook"]:
         raise Failure("invalid-result", EDITED.format("the notebook"))
-    if identity.code_digest()[:16] != point.surroundings["code"]:
-        raise Failure("invalid-result", EDITED.format("specexp itself"))
+    if files := identity.edited(point.surroundings, point.notebook.parent):
+        raise Failure("invalid-result", EDITED.format(", ".join(files)))
 
 
 def _literal(path: Path) -> str:

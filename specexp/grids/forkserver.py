@@ -7,7 +7,8 @@
 Zygote and slots listen to sockets whose other ends the runner holds (kernels.py), and exit when it
 does, however it ends. A kernel dies with its slot. Processes that a kernel leaves behind become
 children of the slot, which kills them when the point ends. This module knows nothing of notebooks,
-results or papermill.
+results or papermill. (The standard library's forkserver is one for a whole process, forks even if
+an import has started threads, and outlives a runner that is killed while an import hangs.)
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ This module knows nothing of points or whether they succeed.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
 import os
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -53,27 +52,6 @@ ALWAYS = {
 
 class NoZygote(DeadKernelError):
     """The zygote died three times: no more kernels can be started."""
-
-
-def modules_of(notebooks: Iterable[Path]) -> tuple[str, ...]:
-    """The modules that code cells import at top level, including names that may be submodules."""
-    import nbformat
-    from IPython.core.inputtransformer2 import TransformerManager
-
-    names: dict[str, None] = {}
-    for notebook in notebooks:
-        for cell in nbformat.read(notebook, as_version=4).cells:
-            body: list[ast.stmt] = []
-            with contextlib.suppress(SyntaxError):
-                if cell.cell_type == "code":
-                    body = ast.parse(TransformerManager().transform_cell(cell.source)).body
-            for node in body:
-                if isinstance(node, ast.Import):
-                    names |= dict.fromkeys(a.name for a in node.names)
-                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                    below = (f"{node.module}.{a.name}" for a in node.names if a.name != "*")
-                    names |= dict.fromkeys([node.module, *below])
-    return tuple(names)
 
 
 class Kernels:

@@ -1,11 +1,13 @@
 """Static facts about a notebook: its parameters, the names its cells read, a digest of its code.
 
-Nothing is executed and no notebook is changed.
+Nothing is executed and no notebook is changed. (Papermill's own inspection of parameters skips
+lines that it does not understand, keeps the last of two equal names and knows no line numbers.)
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import keyword
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
+from specexp.grids import imports
 from specexp.tracking import redact
 
 INJECTED = "injected-parameters"  # papermill's tag for the cell that it adds
@@ -27,7 +30,7 @@ _HOW_TO_TAG = (
     "in JupyterLab select the cell, open the Property Inspector (the gears at the right) and add "
     "the cell tag `parameters`"
 )
-_MAGIC = re.compile(r"^([ \t]*)([%!?].*|.*\?)$", re.MULTILINE)
+_MAGIC = re.compile(r"^([ \t]*)((?:[\w, ]+=[ \t]*)?[%!?].*|.*\?)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,16 @@ class Parameter:
 @dataclass(frozen=True)
 class Notebook:
     """`reads`: the names that the other cells read, or None if they may read any. `digest`: of the
-    sources of the code cells, not of output, metadata or prose. `timed`: it may measure time; false
-    if its metadata say {"specexp": {"timed": false}}."""
+    sources of the code cells, not of output, metadata or prose. `imports`, `strings`: in its code,
+    without the defaults of parameters (`imports.read`). `timed`: it may measure time; false if its
+    metadata say {"specexp": {"timed": false}}."""
 
     path: Path
     parameters: dict[str, Parameter]
     reads: frozenset[str] | None
     digest: str
+    imports: tuple[str, ...] = ()
+    strings: frozenset[str] = frozenset()
     timed: bool = True
 
 
@@ -82,10 +88,18 @@ def read(path: Path) -> Notebook:
         )
     parameters = _parameters(tagged[0], f"{path.name}, parameters cell, line")
     digest = digest_of(source for source, _ in cells)
-    others = (source for source, tags in cells if "parameters" not in tags)
+    others = [source for source, tags in cells if "parameters" not in tags]
     about = metadata.get("specexp")
     timed = not (isinstance(about, dict) and about.get("timed") is False)
-    return Notebook(path, parameters, _names(others), digest, timed)
+    modules, strings = imports.read(_code(others))
+    return Notebook(path, parameters, _names(others), digest, modules, strings, timed)
+
+
+def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
+    """The modules that notebooks may import, with what stands behind specexp's public names."""
+    names = (n for path in paths for n in imports.read(_code(s for s, _ in _cells(path)[0]))[0])
+    full = (part for name in names if name[0] != "." for part in imports.unfolded(name))
+    return tuple(dict.fromkeys(full))
 
 
 def digest_of(sources: Iterable[str]) -> str:
@@ -239,6 +253,21 @@ def _parse(source: str) -> ast.Module:
             return ast.parse(source)
         except (ValueError, RecursionError, MemoryError) as e:
             raise SyntaxError(f"is not Python: {e}", (None, 1, None, None)) from e
+
+
+def _code(sources: Iterable[str]) -> ast.Module:
+    """Cells as one module, without their magics; of a cell that is not Python, the lines that
+    are."""
+    body: list[ast.stmt] = []
+    for source in sources:
+        plain = _MAGIC.sub(r"\1pass", source)
+        try:
+            body += _parse(plain).body
+        except SyntaxError:
+            for line in plain.splitlines():
+                with contextlib.suppress(SyntaxError):
+                    body += _parse(line.strip()).body
+    return ast.Module(body, [])
 
 
 def _names(sources: Iterable[str]) -> frozenset[str] | None:

@@ -111,7 +111,7 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
     for params, entry in sheet.combinations():
         with contextlib.chdir(path.parent):  # where its kernel will run
             checks.see(params, entry)
-            around = {} if checks.wrong else checks.surroundings.of(params, sheet.notebook.digest)
+            around = {} if checks.wrong else checks.surroundings.of(params, sheet.notebook)
         if around:
             key = identity.digest({"params": identity.digest(params), **around})
             yield Point(sheet.path.stem, path, experiment, params, varying, timeout, around, key,
@@ -256,7 +256,7 @@ class Checks:
         try:
             problems = parameters.problems_of(params, None, self.once)
             if not problems:
-                self.surroundings.of(params, self.sheet.notebook.digest)
+                self.surroundings.of(params, self.sheet.notebook)
             return problems
         except (UserError, OSError) as e:
             named = [name for name in params if name in parameters.PARAMETERS]

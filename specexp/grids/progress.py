@@ -1,99 +1,172 @@
-"""The terminal display of a running grid: lines for finished points, a table of running ones."""
+"""How far a grid is: what became of its points, and the display while they run."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-SHOWN = {"done": "green", "failed": "red", "stopped": "yellow", "kept": "yellow"}
+from specexp.grids import identity
+from specexp.grids.points import Point
+from specexp.tracking import results, runs
+
+RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
+STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
+ENDS = {"done": "green", "failed": "red", "stopped": "yellow", "kept": "yellow"}
 
 
-@dataclass
 class Board:
-    """The progress of `total` points. Thread-safe."""
+    """The display of `total` points: a line for each that ended, live rows for those that run.
+    Thread-safe."""
 
-    console: Console
-    total: int
-    done: int = 0
-    failed: int = 0
-    jobs: int = 1
-    _running: dict[str, tuple[float, str]] = field(default_factory=dict)
-    _took: list[float] = field(default_factory=list)
-    _lock: Any = field(default_factory=threading.RLock)
-    _begin: float = field(default_factory=time.monotonic)
-    _note: str = ""
+    def __init__(self, console: Console, total: int) -> None:
+        self.console, self.total, self.done, self.failed = console, total, 0, 0
+        self._note = ""
+        self._lock = threading.RLock()
+        self._running: dict[str, tuple[float, TaskID]] = {}  # label -> when it began, its row
+        self._rows = Progress(
+            TextColumn("{task.description}", markup=False), BarColumn(24), TimeElapsedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[detail]}", "dim", markup=False),
+            console=console, transient=True, refresh_per_second=2, speed_estimate_period=3600,
+            disable=not console.is_terminal,
+        )  # fmt: skip
+        self._whole = self._rows.add_task("", total=total, detail="")
 
     def __enter__(self) -> Board:
-        self._live = Live(
-            console=self.console, get_renderable=self._picture, refresh_per_second=2, transient=True
-        )
-        if self.console.is_terminal:
-            self._live.start()
+        self._rows.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._live.stop()
+        self._rows.stop()
+
+    def start(self) -> None:
+        """What has ended so far is of earlier runs: the time left is estimated from now on."""
+        self._rows.reset(self._whole)
+        self._count()
 
     def began(self, label: str) -> Callable[[str], None]:
         """A point has started; returns a function to call with its progress."""
-        begin = time.monotonic()
+        row = self._rows.add_task(label, total=None, detail="starting")
+        with self._lock:
+            self._running[label] = time.monotonic(), row
 
-        def watch(said: str) -> None:
+        def watch(message: str) -> None:
             with self._lock:
-                self._running[label] = begin, said
+                if label in self._running:
+                    self._rows.update(row, detail=message)
 
-        watch("starting")
         return watch
 
     def ended(self, label: str, state: str, detail: str = "") -> None:
-        """A point has ended; `state` is one of SHOWN. The time is left out if it did not run."""
+        """A point has ended; `state` is one of ENDS. The time is left out if it did not run."""
         with self._lock:
             took = f"{'':8s}"
             if label in self._running:
-                seconds = time.monotonic() - self._running.pop(label)[0]
-                self._took.append(seconds)
-                took = f"{seconds:6.1f} s"
+                begin, row = self._running.pop(label)
+                self._rows.remove_task(row)
+                took = f"{time.monotonic() - begin:6.1f} s"
             self.done += state in ("done", "kept")
             self.failed += state == "failed"
-            line = Text(f"{state:9s}", SHOWN[state]) + Text(f"{took}  {label}  ")
+            self._count()
+            line = Text(f"{state:9s}", ENDS[state]) + Text(f"{took}  {label}  ")
             self.console.print(line + Text(detail, "dim"), soft_wrap=True)
 
     def say(self, line: str, once: bool = False) -> None:
         """Print a message; with `once`, not if it was the last one printed."""
         with self._lock:
-            if once and line == self._note:
-                return
+            if not once or line != self._note:
+                self.console.print(Text(line), soft_wrap=True)
             self._note = line
-            self.console.print(Text(line), soft_wrap=True)
 
-    @property
-    def left(self) -> str:
-        """An estimate of the time left, from the mean of the points so far."""
-        if not self._took:
-            return ""
-        rest = self.total - self.done - self.failed
-        return f"about {duration(sum(self._took) / len(self._took) * rest / self.jobs)} left"
+    def _count(self) -> None:
+        counts = f"{self.done} done, {self.failed} failed of {self.total}"
+        self._rows.update(self._whole, description=counts, completed=self.done + self.failed)
 
-    def _picture(self) -> Group:
-        with self._lock:
-            now = time.monotonic()
-            rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-            for label, (begin, said) in self._running.items():
-                rows.add_row("running", duration(now - begin), Text(label), Text(said, "dim"))
-            totals = Table.grid(padding=(0, 2, 0, 0))
-            bar = ProgressBar(self.total, self.done + self.failed, width=24)
-            counts = f"{self.done} done, {self.failed} failed of {self.total}"
-            totals.add_row(bar, counts, duration(now - self._begin), self.left)
-            return Group(rows, totals)
+
+def status(points: Sequence[Point]) -> Table:
+    """One row per point: done, running, failed (with its error) or to do (and why, if it has an
+    earlier result); the totals as caption."""
+    table = Table("state", "point", "run_key", "detail", box=None, header_style="bold")
+    failures, reasons = failures_of(points), reasons_to_run(points)
+    counts = dict.fromkeys(STATES, 0)
+    took = []
+    for point in points:
+        result, holder = results.result_of(point.run_key), results.holder(point.run_key)
+        kind, message = failures.get(point.run_key, ("", ""))
+        if result.exists():
+            state, detail = "done", ""
+            took.append(float(results.read(result / results.TAGS).get("seconds", 0)))
+        elif holder:
+            state, detail = "running", holder
+        elif kind not in ("", *RETRIED):
+            state, detail = "failed", f"{kind}: {message}"
+        else:
+            state, detail = "to do", reasons.get(point.run_key, "")
+        counts[state] += 1
+        table.add_row(Text(state, STATES[state]), Text(point.label), point.run_key, Text(detail))
+    total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    if took and (left := counts["to do"] + counts["running"]):
+        seconds = sum(took) / len(took) * left / max(1, counts["running"])
+        total += f"; about {duration(seconds)} left"
+    table.caption, table.caption_justify = total, "left"
+    return table
+
+
+def failures_of(
+    points: Sequence[Point], ignoring: Collection[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """run_key -> kind and message of each point's last failure, without the attempts `ignoring` and
+    those that are torn."""
+    keys = {p.run_key for p in points}
+    kept = [
+        path
+        for path in results.listed("failed")
+        if results.key_of(path) in keys and path.name not in ignoring and runs.publishable(path)
+    ]
+    failures = {}
+    for path in sorted(kept, key=results.ended_ms):
+        tags = results.load(path / results.TAGS)
+        failures[results.key_of(path)] = tags["error.kind"], tags["error"]
+    return failures
+
+
+def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
+    """run_key -> why a point without a result does not use the one that another key has: which
+    parts of its identity changed. Points that never ran are left out."""
+    missing = [p for p in points if not results.result_of(p.run_key).exists()]
+    waiting = {(p.notebook.name, p.identity["params"]): p for p in missing}
+    reasons: dict[str, tuple[int, str]] = {}
+    for path in (results.root() / "results").glob(f"*/{results.POINT}") if waiting else ():
+        record = results.read(path)
+        before = record.get("identity", {})
+        named = record.get("tags", {}).get("notebook", ""), before.get("params", "")
+        if point := waiting.get(named):
+            ended = int(results.read(path.parent / results.TAGS).get("ended") or 0)
+            reason = ended, identity.why_new(point.identity, before)
+            reasons[point.run_key] = max(reason, reasons.get(point.run_key, reason))
+    return {key: reason for key, (_, reason) in reasons.items()}
+
+
+def changed(points: Iterable[Point]) -> list[str]:
+    """Why points that have a result under another key run again, one line per reason."""
+    counts = Counter(reasons_to_run(points).values())
+    return [
+        f"{count} {'point runs' if count == 1 else 'points run'} again, old results are kept: {why}"
+        for why, count in counts.items()
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -16,26 +16,23 @@ import signal
 import threading
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tenacity
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from specexp.grids import progress
 from specexp.grids.execute import ERROR, Failure
 from specexp.grids.machines import local
 from specexp.grids.points import Point
+from specexp.grids.progress import RETRIED, Board, changed, failures_of
 from specexp.tracking import compare, redact, results, runs
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
-RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
-STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
 RESUME = "run the same command again to resume"
 FREE_SPACE = f"free up space and {RESUME}"
 PATIENCE_S = 90.0
@@ -61,7 +58,7 @@ def run(
     """
     console = console or Console()
     try:
-        with progress.Board(console, len(points)) as board:
+        with Board(console, len(points)) as board:
             with results.alone("setup", lambda said: board.say(said, once=True)):
                 try:
                     runs.initialise()
@@ -103,7 +100,7 @@ class Work:
     """A grid being run: the queue of points, and what could not be published."""
 
     points: Sequence[Point]
-    board: progress.Board
+    board: Board
     retry_failed: bool = False
     force: bool = False
     queue: deque[Point] = field(default_factory=deque)
@@ -134,6 +131,7 @@ class Work:
             else:
                 said = f"in an earlier run: {': '.join(failures[point.run_key])}"
                 self.board.ended(point.label, "failed", said)
+        self.board.start()
         free, need = shutil.disk_usage(results.root()).free, len(self.queue) * ROOM_PER_POINT
         if free < need:
             said = f"too little space, {len(self.queue)} points may need {need / 1e6:.0f} MB"
@@ -153,7 +151,6 @@ class Work:
             queue = deque(p for p in self.queue if (p.timed and not together) == clocked)
             self._room = where.alone if clocked else lambda: contextlib.nullcontext(True)
             workers = min(where.at_once(jobs, clocked), len(queue))
-            self.board.jobs = workers or 1
             with ThreadPoolExecutor(workers or 1, "point") as pool:
                 each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
                 while not all(f.done() for f in each):
@@ -383,45 +380,6 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
     return results.set_aside(attempt, "failed")
 
 
-def failures_of(
-    points: Sequence[Point], ignoring: Collection[str] = ()
-) -> dict[str, tuple[str, str]]:
-    """run_key -> kind and message of each point's last failure, without the attempts `ignoring` and
-    those that are torn."""
-    keys = {p.run_key for p in points}
-    kept = [
-        path
-        for path in results.listed("failed")
-        if results.key_of(path) in keys and path.name not in ignoring and runs.publishable(path)
-    ]
-    found = {}
-    for path in sorted(kept, key=results.ended_ms):
-        tags = results.load(path / results.TAGS)
-        found[results.key_of(path)] = tags["error.kind"], tags["error"]
-    return found
-
-
-def changed(todo: Iterable[Point]) -> list[str]:
-    """Why points with an earlier result run again: which parts of their identity changed."""
-    left = [p for p in todo if not results.result_of(p.run_key).exists()]
-    waiting = {(p.notebook.name, p.identity["params"]): p for p in left}
-    why: Counter[tuple[str, ...]] = Counter()
-    for path in (results.root() / "results").glob(f"*/{results.POINT}") if waiting else ():
-        known = results.read(path)
-        before = known.get("identity", {})
-        point = waiting.get((known.get("tags", {}).get("notebook", ""), before.get("params", "")))
-        if point:
-            now = point.identity
-            why[tuple(sorted(n for n in now | before if now.get(n) != before.get(n)))] += 1
-            del waiting[point.notebook.name, before["params"]]
-    return [
-        f"{count} points have results from different {' and '.join(parts)}: they run again, and "
-        "the old results are kept"
-        for parts, count in why.items()
-        if parts
-    ]
-
-
 def _free() -> str:
     there = next(p for p in (results.root(), *results.root().parents) if p.exists())
     return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
@@ -430,31 +388,3 @@ def _free() -> str:
 def _error(console: Console, what: str, why: str, code: int) -> int:
     console.print(Text(what, "bold red") + Text(f": {why}", ""), soft_wrap=True)
     return code
-
-
-def status(points: Sequence[Point]) -> Table:
-    """One row per point: done, running, failed (with its error) or to do; the totals as caption."""
-    table = Table("state", "point", "run_key", "detail", box=None, header_style="bold")
-    failures = failures_of(points)
-    counts = dict.fromkeys(STATES, 0)
-    took = []
-    for point in points:
-        result, who = results.result_of(point.run_key), results.holder(point.run_key)
-        kind, message = failures.get(point.run_key, ("", ""))
-        if result.exists():
-            state, said = "done", ""
-            took.append(float(results.read(result / results.TAGS).get("seconds", 0)))
-        elif who:
-            state, said = "running", who
-        elif kind not in ("", *RETRIED):
-            state, said = "failed", f"{kind}: {message}"
-        else:
-            state, said = "to do", ""
-        counts[state] += 1
-        table.add_row(Text(state, STATES[state]), Text(point.label), point.run_key, Text(said))
-    total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
-    if took and (left := counts["to do"] + counts["running"]):
-        seconds = sum(took) / len(took) * left / max(1, counts["running"])
-        total += f"; about {progress.duration(seconds)} left"
-    table.caption, table.caption_justify = total, "left"
-    return table

@@ -15,13 +15,11 @@ from hypothesis import strategies as st
 
 from specexp import api
 from specexp.errors import UserError
-from specexp.fast.cpu import build
-from specexp.grids import identity, notebooks, yaml_lines
+from specexp.grids import notebooks, yaml_lines
 from specexp.grids import points as grid
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
 from specexp.models.load import read_tokenizer
-from specexp.tracking import provenance
 
 ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
 GRIDS = sorted((grid.ROOT / "notebooks" / "grids").glob("*.yaml"))
@@ -178,157 +176,6 @@ def test_the_key_changes_with_a_default_spelt_out_only_if_its_value_does(load):
     assert [p.run_key for p in load(spelt)] == [p.run_key for p in load(GOOD)]
     other = {**GOOD, "fixed": {"how": "raises"}}
     assert {p.run_key for p in load(other)}.isdisjoint({p.run_key for p in load(GOOD)})
-
-
-def test_the_key_is_the_digest_of_the_identity_and_changes_with_the_code(load, monkeypatch):
-    before = load(GOOD)[0]
-    assert before.run_key == identity.digest(before.identity)
-    assert set(before.identity) == {"params", "notebook", "code"}
-    monkeypatch.setattr(identity, "code_digest", lambda: "other code")
-    after = load(GOOD)[0]
-    assert changed(before, after) == {"code"}
-    assert before.run_key != after.run_key
-
-
-@pytest.mark.parametrize("name", ["lab/new.py", "native/new.cpp", "native/new.h"])
-def test_the_code_is_python_and_what_is_compiled(tmp_path, monkeypatch, name):
-    for folder in ("lab", "native", "native/__pycache__"):
-        (tmp_path / folder).mkdir()
-    monkeypatch.setattr(identity, "PACKAGE", tmp_path)
-    of = identity.code_digest
-    before = of()
-    (tmp_path / "native/__pycache__/new.so").write_text("1")
-    assert of() == before
-    (tmp_path / name).write_text("1")
-    assert of() != before
-
-
-def test_the_code_is_not_what_editors_leave_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "PACKAGE", tmp_path)
-    before = identity.code_digest()
-    (tmp_path / ".#run.py").symlink_to("somebody@here.1:2")
-    (tmp_path / "run.py").symlink_to("gone.py")
-    (tmp_path / ".ipynb_checkpoints").mkdir()
-    (tmp_path / ".ipynb_checkpoints" / "run-checkpoint.py").write_text("1")
-    assert identity.code_digest() == before
-
-
-def changed(one: grid.Point, two: grid.Point) -> set[str]:
-    names = one.identity.keys() | two.identity.keys()
-    return {name for name in names if one.identity.get(name) != two.identity.get(name)}
-
-
-def test_opening_saving_and_running_a_notebook_keeps_the_key_and_editing_code_does_not(
-    load, folder
-):
-    before = load(GOOD)[0]
-    file = folder.parent / "reader.ipynb"
-    saved = json.loads(file.read_text())
-    for cell in saved["cells"]:
-        cell |= {"execution_count": 7, "id": "abc", "source": "".join(cell["source"])}
-        cell["metadata"]["scrolled"] = True
-        cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["1\n"]}]
-    saved["cells"].insert(0, {"cell_type": "markdown", "source": ["# New words"], "metadata": {}})
-    saved["metadata"] = {"kernelspec": {"name": "python3"}}
-    file.write_text(json.dumps(saved, indent=2))
-    assert load(GOOD)[0].run_key == before.run_key
-    saved["cells"][-1]["source"] += "\nprint(1)"
-    file.write_text(json.dumps(saved))
-    assert changed(before, load(GOOD)[0]) == {"notebook"}
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """Pretend that nothing is switched off and that there is a compiler."""
-    monkeypatch.setattr(build, "compiler", lambda: "c++")
-    for name in provenance.SWITCHES:
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_the_key_changes_with_a_model_its_data_and_the_device(
-    folder, tiny_folders, compiled, monkeypatch
-):
-    target, draft = tiny_folders
-    questions = folder / "q.jsonl"
-    questions.write_text('{"question_id": 1, "category": "c", "turns": ["mean"]}')
-    fixed = {"target": target, "rivals": [draft], "drafter": "ngram", "prompts": str(questions)}
-    spec = {"notebook": str(ACCEPTANCE), "fixed": fixed | {"max_new_tokens": 4}}
-    (folder / "g.yaml").write_text(yaml.safe_dump(spec))
-
-    def point() -> grid.Point:
-        return grid.load([folder / "g.yaml"])[0]
-
-    before = point()
-    assert set(before.identity) == {"params", "notebook", "code", "models", "data", "device"}
-    assert before.identity["device"] == "cpu"
-    assert changed(before, point()) == set()
-    weights = Path(draft) / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert changed(before, point()) == {"models"}
-    weights.write_bytes(whole)
-    assert point().run_key == before.run_key
-    with questions.open("a") as file:
-        file.write('\n{"question_id": 2, "category": "c", "turns": ["sum"]}')
-    assert changed(before, point()) == {"data"}
-    monkeypatch.setattr(identity, "device_class", lambda device: "Some GPU")
-    assert changed(before, point()) == {"data", "device"}
-
-
-@pytest.mark.parametrize("name", provenance.SWITCHES)
-def test_what_is_not_compiled_is_another_point_than_what_is(folder, compiled, monkeypatch, name):
-    file = folder / "g.yaml"
-    file.write_text(f"notebook: {ACCEPTANCE}\nfixed: {{drafter: ngram, device: cpu}}\n")
-    [usual] = grid.load([file])
-    assert "engine" not in provenance.tags()
-    monkeypatch.setenv(name, "off")
-    [off] = grid.load([file])
-    assert changed(usual, off) == {"engine"}
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    assert provenance.switched_off("cpu") == f"{name} off, no compiler"
-    monkeypatch.delenv(name)
-    [none] = grid.load([file])
-    assert changed(usual, none) == {"engine"}
-
-
-def test_a_gpu_is_known_by_its_name(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU at {device}")
-    assert provenance.device_class("auto") == "GPU at cuda"
-    assert provenance.device_class("cuda:1") == "GPU at cuda:1"
-    assert provenance.device_class("cpu") == "cpu"
-
-
-def test_the_ends_of_a_large_file_and_its_size_are_hashed(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "WHOLE", 100)
-    monkeypatch.setattr(identity, "ENDS", 10)
-
-    def digest(data: bytes) -> str:
-        (tmp_path / "w").write_bytes(data)
-        identity._file_digest.cache_clear()
-        return identity.file_digest(tmp_path / "w")
-
-    header = (30).to_bytes(8, "little")
-    whole = header + bytes(500)
-    plain = digest(whole)
-    assert digest(whole + b"\0") != plain
-    for at, same in ((9, False), (37, False), (200, True), (499, False), (507, False)):
-        assert (digest(whole[:at] + b"x" + whole[at + 1 :]) == plain) is same
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])
-def test_a_changed_byte_of_weights_changes_the_key_whatever_their_format(tmp_path, name):
-    (tmp_path / name).write_bytes(b"01")
-    before = identity.model_digest(str(tmp_path))
-    (tmp_path / name).write_bytes(b"02")
-    assert identity.model_digest(str(tmp_path)) != before
-
-
-def test_a_hub_id_stands_for_its_revision_in_the_cache(tmp_path, monkeypatch):
-    assert identity.model_digest("nobody/nothing") == "nobody/nothing"
-    cached = tmp_path / "snapshots" / "abc123" / "config.json"
-    monkeypatch.setattr(identity, "try_to_load_from_cache", lambda name, file: str(cached))
-    assert identity.model_digest("some/model") == "abc123"
 
 
 # --- how many, and which -------------------------------------------------------------------------
@@ -803,7 +650,8 @@ def test_notebooks_of_two_folders_each_have_the_relative_files_beside_them(tmp_p
         files.append(tmp_path / name / "grids" / "g.yaml")
         files[-1].write_text("notebook: ../asks.ipynb\n")
     [one], [two] = (grid.load([file]) for file in files)
-    assert changed(one, two) == {"data"}
+    keys = one.identity.keys() | two.identity.keys()
+    assert [name for name in keys if one.identity[name] != two.identity[name]] == ["data"]
     assert [p.run_key for p in grid.load(files)] == [one.run_key, two.run_key]
     (tmp_path / "two" / "mine.jsonl").unlink()
     with pytest.raises(UserError, match=r"two/grids/g\.yaml:.*mine\.jsonl"):

@@ -20,8 +20,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE
 from rich.console import Console
 
-from specexp.grids import identity
 from specexp.grids import points as grid
+from specexp.grids import progress
 from specexp.grids import runner as run
 from specexp.grids.execute import Failure
 from specexp.grids.machines import local
@@ -130,7 +130,7 @@ def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, p
     assert any("ZeroDivisionError" in notebook for notebook in kept)
     assert not list((store / "attempts").iterdir())
     table = Console(record=True, width=200)
-    table.print(run.status(todo))
+    table.print(progress.status(todo))
     text = table.export_text()
     assert text.count("failed  ") >= len(KINDS)
     assert f"1 done, {len(KINDS)} failed" in text
@@ -145,7 +145,7 @@ def test_a_run_names_its_notebook_by_where_it_is(points):
 
 def test_the_status_of_a_store_that_does_not_exist_makes_none(points, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
-    assert run.status(points(x=[1, 2])).caption == "2 to do"
+    assert progress.status(points(x=[1, 2])).caption == "2 to do"
     assert not (tmp_path / "nothing").exists()
 
 
@@ -169,21 +169,25 @@ def test_a_notebook_edited_while_its_grid_runs_is_not_taken_for_what_it_was(stor
     own.write_text(TRIVIAL.read_text().replace("import os", "import os, sys"))
     code, said = go([before])
     assert (code, list(store.glob("results/*"))) == (1, [])
-    assert "edited while the grid ran: run the grid again" in said
+    assert "the notebook changed while the grid ran: run the grid again" in said
     [after] = grid.load([file])
     assert go([after])[0] == 0
     assert intact(store / "results" / after.run_key)
 
 
-def test_code_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, points, monkeypatch):
-    [before] = points(x=[1])
-    with monkeypatch.context() as edited:
-        edited.setattr(identity, "code_digest", lambda: "other code")
-        code, said = go([before])
-        assert (code, list(store.glob("results/*"))) == (1, [])
-        assert "specexp itself was edited while the grid ran: run the grid again" in said
-        [after] = points(x=[1])
-        assert after.run_key != before.run_key
+def test_helper_edited_during_a_grid_fails_its_points(store, tmp_path):
+    own, helper, file = (tmp_path / name for name in ("own.ipynb", "helper.py", "own.yaml"))
+    own.write_text(TRIVIAL.read_text().replace("import os", "import os, helper"))
+    helper.write_text("scale = 1")
+    file.write_text("notebook: own.ipynb\n")
+    [before] = grid.load([file])
+    helper.write_text("scale = 22")
+    code, said = go([before])
+    assert (code, list(store.glob("results/*"))) == (1, [])
+    assert "helper.py changed while the grid ran: run the grid again" in said
+    [after] = grid.load([file])
+    assert after.run_key != before.run_key
+    assert go([after])[0] == 0
 
 
 def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypatch):
@@ -415,7 +419,7 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
         raise Failure("error", "planted")
 
     def through(point, together=False):
-        work = run.Work([point], run.progress.Board(Console(quiet=True), 1), queue=[point])
+        work = run.Work([point], progress.Board(Console(quiet=True), 1), queue=[point])
         monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, seat)))
         work.run_queue(local.Here([point]), 1, together)
 
@@ -432,18 +436,6 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
     through(timed)
     assert taken == [False, True, True, True]
     assert done[-1] == timed
-
-
-def test_what_is_left_is_reckoned_by_how_many_run_at_once(store, points, monkeypatch):
-    todo = points(x=[1, 2, 3])
-    todo = [replace(p, timed=p.params["x"] == 3) for p in todo]
-    seen, work = [], run.Work(todo, run.progress.Board(Console(quiet=True), 3))
-    monkeypatch.setattr(
-        work, "_serve", lambda queue, *_: seen.append((len(queue), work.board.jobs))
-    )
-    work.queue.extend(todo)
-    work.run_queue(local.Here(todo), 2, together=False)
-    assert seen == [(2, 2), (2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from specexp import api
 from specexp.errors import UserError
 from specexp.fast.fused import Fused
 from specexp.grids import identity
+from specexp.grids.notebooks import Notebook
 from specexp.measure import costs, one_pairing, parameters
 from specexp.measure.exactness import certify
 from specexp.measure.hardware import peak_memory, roofline
@@ -216,8 +217,9 @@ def test_self_draft_shares_weights_only_at_equal_precision(tiny_folders, target,
 
 def test_result_key_tells_int8_from_plain(tiny_folders):
     target, draft = tiny_folders
+    notebook = Notebook(Path("own.ipynb"), {}, frozenset(), "a" * 64)
     of = [
-        identity.Surroundings().of({"target": t, "drafter": d}, "a" * 64)
+        identity.Surroundings().of({"target": t, "drafter": d}, notebook)
         for t, d in ((target, draft), (target, small(draft)), (small(target), draft))
     ]
     assert len({parts["models"] for parts in of}) == 3

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from specexp.grids import kernels
+from specexp.grids import kernels, notebooks
 from specexp.grids.execute import Watch, execute
 from specexp.grids.points import Point
 from specexp.tracking import results
@@ -67,7 +67,7 @@ class Here:
 
     def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
         self._kernels = kernels.Kernels(
-            kernels.modules_of(sorted({p.notebook for p in points})), forked
+            notebooks.modules_of(sorted({p.notebook for p in points})), forked
         )
         self._slots: dict[int, kernels.Slot] = {}
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from specexp.errors import UserError
-from specexp.grids import kernels
+from specexp.grids import kernels, notebooks
 from specexp.grids.execute import Failure, Watch, execute
 from specexp.grids.identity import code_digest
 from specexp.grids.points import Point
@@ -186,7 +186,7 @@ class Tasks:
                     f"{point.notebook} is outside {results.ROOT}: workers only get what is in there"
                 )
         self._forked, self._together = forked, together
-        self._modules = kernels.modules_of(sorted({p.notebook for p in points}))
+        self._modules = notebooks.modules_of(sorted({p.notebook for p in points}))
         self._code = code_digest()
         about = provenance.tags()
         self._environment = {name: os.environ.get(name, "") for name in provenance.SWITCHES} | {

@@ -1,0 +1,412 @@
+"""Identities: a result's key changes with what its numbers can depend on, and with nothing else."""
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import TRIVIAL
+
+from specexp.fast.cpu import build
+from specexp.grids import identity, imports, notebooks, progress
+from specexp.grids import points as grid
+from specexp.tracking import provenance, results
+
+PACKAGE = imports.PACKAGE
+NOTEBOOKS = sorted((grid.ROOT / "notebooks").glob("*.ipynb"))
+MEASURING = [path for path in NOTEBOOKS if path.stem != "90_compare"]
+ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
+
+
+# --- which files ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A copy of the library's source that may be edited; identities are computed from it."""
+    copy = tmp_path / "checkout" / "specexp"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(imports, "PACKAGE", copy)
+    return copy
+
+
+def files(notebook: Path, **params) -> dict[str, str]:
+    """The files in the key of a notebook's point: name -> digest."""
+    read = notebooks.read(notebook)
+    named = imports.named_by({n: p.default for n, p in read.parameters.items()} | params)
+    return imports.closure(read.imports, read.strings, notebook.parent, named)
+
+
+def edit(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write("\n# edited\n" if path.suffix == ".py" else "\n// edited\n")
+
+
+def write(path: Path, *cells: str) -> Path:
+    """A notebook of these code cells, after one with the parameter `name`."""
+    sources = ["name: str = 'a'  # of a drafter, a rule ...", *cells]
+    saved = [
+        {"cell_type": "code", "metadata": {"tags": [] if n else ["parameters"]}, "source": [source]}
+        for n, source in enumerate(sources)
+    ]
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "cells": saved}))
+    return path
+
+
+@pytest.mark.parametrize("notebook", MEASURING, ids=lambda path: path.stem)
+def test_core_file_is_in_every_measuring_key(package, notebook):
+    before = files(notebook)
+    assert before.keys() >= {f"specexp/{n}.py" for n in ("sampling", "engine", "rules", "tree")}
+    edit(package / "sampling.py")
+    assert changes(before, files(notebook)) == {"specexp/sampling.py"}
+
+
+@pytest.mark.parametrize("room", ["figures", "grids", "tracking", "commands", "zoo"])
+def test_room_without_numbers_is_in_no_key(package, room):
+    before = [files(notebook) for notebook in NOTEBOOKS]
+    for file in (package / room).rglob("*.py"):
+        edit(file)
+    assert [files(notebook) for notebook in NOTEBOOKS] == before
+
+
+def test_drafter_is_only_in_keys_that_name_it(package):
+    named = {
+        "alone": {"drafter": "ngram", "rivals": []},
+        "with an argument": {"drafter": "ngram:4", "rivals": []},
+        "as a rival": {"drafter": "sibling-3m", "rivals": ["suffix", "ngram"]},
+        "not": {"drafter": "sibling-3m", "rivals": ["suffix"]},
+    }
+    before = {how: files(ACCEPTANCE, **params) for how, params in named.items()}
+    edit(package / "drafters" / "ngram.py")
+    after = {how: files(ACCEPTANCE, **params) for how, params in named.items()}
+    assert {how for how in named if after[how] != before[how]} == set(named) - {"not"}
+
+
+def test_new_drafter_is_in_no_key_but_its_own(package):
+    before = [files(notebook) for notebook in NOTEBOOKS]
+    edit(package / "drafters" / "brandnew.py")
+    assert [files(notebook) for notebook in NOTEBOOKS] == before
+    assert "specexp/drafters/brandnew.py" in files(ACCEPTANCE, drafter="brandnew:3")
+
+
+def test_drafter_named_in_a_cell_is_in_the_key(tmp_path):
+    own = write(tmp_path / "own.ipynb", "import specexp\npair = specexp.load(drafter='eagle')")
+    assert "specexp/drafters/eagle.py" in files(own)
+    assert "specexp/drafters/medusa.py" not in files(own)
+    assert "specexp/drafters/medusa.py" in files(own, name="medusa")
+
+
+def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
+    with (package / "engine.py").open("a") as engine:
+        engine.write("\nfrom specexp import ops\n")
+    params, notebook = {"device": "cpu"}, notebooks.read(ACCEPTANCE)
+    monkeypatch.setattr(identity.feasible, "sources", lambda params: [])
+
+    def key() -> dict[str, str]:
+        return identity.Surroundings().of(params, notebook)
+
+    before = key()
+    edit(package / "fast" / "cpu" / "passes.cpp")
+    assert changes(before, key()) == {"specexp/fast/cpu/passes.cpp"}
+    before = key()
+    kernels = package / "fast" / "gpu" / "ops.py"
+    edit(kernels)
+    kernels.with_name("__init__.py").touch()
+    assert key() == before
+    monkeypatch.setattr(identity, "device_class", lambda device: "Some GPU")
+    assert "specexp/fast/gpu/ops.py" in key()
+
+
+def test_public_names_stand_for_the_modules_behind_them(package, tmp_path):
+    (package / "__init__.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+        "    from specexp import theory\n    from specexp.tree import Tree\n"
+    )
+    names = {
+        "import specexp": {"tree", "theory"},
+        "from specexp import Tree": {"tree"},
+        "from specexp import theory as t": {"theory"},
+        "from specexp.tracking import runs": set(),
+    }
+    for cell, modules in names.items():
+        found = files(write(tmp_path / "own.ipynb", cell))
+        assert {n for n in ("tree", "theory") if f"specexp/{n}.py" in found} == modules
+    path = write(tmp_path / "own.ipynb", "import specexp")
+    assert notebooks.modules_of([path]) == ("specexp.theory", "specexp.tree.Tree")
+
+
+def test_attribute_of_a_package_is_in_the_key(tmp_path):
+    cell = "from specexp import measure as m\nm.statistics.interval([1.0])"
+    own = write(tmp_path / "own.ipynb", cell)
+    assert "specexp/measure/statistics.py" in files(own)
+    assert "specexp/measure/one_pairing.py" not in files(own)
+
+
+def test_modules_beside_the_notebook_are_in_the_key(tmp_path):
+    modules = {
+        "helper.py": "import other\nfrom tools import deep",
+        "other.py": "def f():\n    import lazy",
+        "lazy.py": "",
+        "tools/__init__.py": "from . import shallow",
+        "tools/shallow.py": "",
+        "tools/deep.py": "from .within.far import x\nfrom ..outside import y",
+        "tools/within/far.py": "import importlib\nimportlib.import_module('named')",
+        "named.py": "this is no python",
+        "unused.py": "",
+        "typed.py": "",
+    }
+    for name, text in modules.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    cell = (
+        "%%time\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import typed\n"
+        "listed = !ls\nimport json, helper"
+    )
+    own = write(tmp_path / "own.ipynb", cell)
+    wanted = modules.keys() - {"unused.py", "typed.py"}
+    assert files(own).keys() == wanted
+    for name in wanted:
+        before = files(own)
+        edit(tmp_path / name)
+        assert changes(before, files(own)) == {name}
+
+
+def test_class_named_by_a_parameter_is_in_the_key(tmp_path, monkeypatch):
+    own = write(tmp_path / "own.ipynb", "print(1)")
+    (tmp_path / "mine.py").write_text("import helper")
+    (tmp_path / "helper.py").write_text("")
+    assert files(own, name="mine:Echo").keys() == {"mine.py", "helper.py"}
+    assert files(own, name="nowhere:Echo").keys() == set()
+    elsewhere = tmp_path / "elsewhere" / "drafts"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "__init__.py").write_text("from drafts import echo")
+    (elsewhere / "echo.py").write_text("import torch")
+    monkeypatch.syspath_prepend(elsewhere.parent)
+    installed = {"drafts/__init__.py (installed)", "drafts/echo.py (installed)"}
+    assert files(own, name="drafts:Echo").keys() == installed
+    point = EntryPoint("echo", "drafts:Echo", "specexp.drafters")
+    monkeypatch.setattr(imports, "_entry_points", lambda: [point])
+    assert files(own, name="echo:3").keys() == installed
+
+
+def test_every_module_that_a_point_loads_is_in_its_key(tiny_folders):
+    """The control: what really is imported, in the rooms that count."""
+    code = (
+        "import sys, specexp; from specexp import measure; measure.exactness, measure.one_pairing\n"
+        "pair = specexp.load(sys.argv[1], drafter='ngram', rule='match', device='cpu')\n"
+        "pair.with_(drafter='recycle').generate(['mean'], 4); pair.generate(['mean'], 4)\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('specexp')))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, tiny_folders[0]],
+        cwd=grid.ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    names = {Path(file).relative_to(grid.ROOT).as_posix() for file in loaded}
+    rooms = tuple(f"specexp/{room}/" for room in imports.ROOMS)
+    counted = {n for n in names if n.startswith(rooms) or n.count("/") == 1}
+    assert "specexp/drafters/recycle.py" in counted
+    key = files(ACCEPTANCE, drafter="ngram", rivals=["recycle"]).keys()
+    assert counted - key == set()
+
+
+# --- what else -----------------------------------------------------------------------------------
+
+
+def changes(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    names = before.keys() | after.keys()
+    return {name for name in names if before.get(name) != after.get(name)}
+
+
+def load(file: Path, **spec) -> grid.Point:
+    """The first point of a grid file with these contents."""
+    file.write_text(yaml.safe_dump(spec))
+    return grid.load([file])[0]
+
+
+def test_key_is_the_digest_of_the_identity(points):
+    [point] = points(x=[1])
+    assert point.run_key == identity.digest(point.identity)
+    assert set(point.identity) == {"params", "notebook", "specexp/__init__.py"}
+
+
+def test_saving_or_running_a_notebook_keeps_the_key(tmp_path):
+    own, file = tmp_path / "own.ipynb", tmp_path / "own.yaml"
+    shutil.copy(TRIVIAL, own)
+    before = load(file, notebook="own.ipynb")
+    saved = json.loads(own.read_text())
+    for cell in saved["cells"]:
+        cell |= {"execution_count": 7, "id": "abc", "source": "".join(cell["source"])}
+        cell["metadata"]["scrolled"] = True
+        cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["1\n"]}]
+    saved["cells"].insert(0, {"cell_type": "markdown", "source": ["# New words"], "metadata": {}})
+    saved["metadata"] = {"kernelspec": {"name": "python3"}}
+    own.write_text(json.dumps(saved, indent=2))
+    assert load(file, notebook="own.ipynb").run_key == before.run_key
+    saved["cells"][-1]["source"] += "\nprint(1)"
+    own.write_text(json.dumps(saved))
+    after = load(file, notebook="own.ipynb")
+    assert changes(before.identity, after.identity) == {"notebook"}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Pretend that nothing is switched off and that there is a compiler."""
+    monkeypatch.setattr(build, "compiler", lambda: "c++")
+    for name in provenance.SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_models_data_device_and_threads_change_the_key(
+    tmp_path, tiny_folders, compiled, monkeypatch
+):
+    target, draft = tiny_folders
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"question_id": 1, "category": "c", "turns": ["mean"]}')
+    fixed = {
+        "target": target, "rivals": [draft], "drafter": "ngram", "prompts": str(questions),
+        "max_new_tokens": 4,
+    }  # fmt: skip
+
+    def key() -> dict[str, str]:
+        return load(tmp_path / "g.yaml", notebook=str(ACCEPTANCE), fixed=fixed).identity
+
+    before = key()
+    others = {name for name in before if not name.startswith("specexp/")}
+    assert others == {"params", "notebook", "models", "data", "device", "threads", "engine"}
+    assert before["device"] == "cpu"
+    assert key() == before
+    weights = Path(draft) / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert changes(before, key()) == {"models"}
+    weights.write_bytes(whole)
+    assert key() == before
+    with questions.open("a") as file:
+        file.write('\n{"question_id": 2, "category": "c", "turns": ["sum"]}')
+    assert changes(before, key()) == {"data"}
+    before = key()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert changes(before, key()) == {"threads"}
+    before = key()
+    monkeypatch.setattr(identity, "device_class", lambda device: "Some GPU")
+    changed = changes(before, key())
+    assert {name for name in changed if not name.startswith(imports.OF_GPU)} == {"device"}
+
+
+@pytest.mark.parametrize("name", provenance.SWITCHES)
+def test_switched_off_or_uncompiled_code_changes_the_key(tmp_path, compiled, monkeypatch, name):
+    def key() -> dict[str, str]:
+        fixed = {"drafter": "ngram", "device": "cpu"}
+        return load(tmp_path / "g.yaml", notebook=str(ACCEPTANCE), fixed=fixed).identity
+
+    usual = key()
+    assert "engine" not in provenance.tags()
+    monkeypatch.setenv(name, "off")
+    assert changes(usual, key()) == {"engine"}
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert provenance.switched_off("cpu") == f"{name} off, no compiler"
+    monkeypatch.delenv(name)
+    assert changes(usual, key()) == {"engine"}
+
+
+def test_gpu_is_known_by_its_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU at {device}")
+    assert provenance.device_class("auto") == "GPU at cuda"
+    assert provenance.device_class("cuda:1") == "GPU at cuda:1"
+    assert provenance.device_class("cpu") == "cpu"
+
+
+def test_ends_and_size_of_a_large_file_are_hashed(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "WHOLE", 100)
+    monkeypatch.setattr(identity, "ENDS", 10)
+
+    def digest(data: bytes) -> str:
+        (tmp_path / "w").write_bytes(data)
+        identity._file_digest.cache_clear()
+        return identity.file_digest(tmp_path / "w")
+
+    header = (30).to_bytes(8, "little")
+    whole = header + bytes(500)
+    plain = digest(whole)
+    assert digest(whole + b"\0") != plain
+    for at, same in ((9, False), (37, False), (200, True), (499, False), (507, False)):
+        assert (digest(whole[:at] + b"x" + whole[at + 1 :]) == plain) is same
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])
+def test_byte_of_weights_changes_the_key_in_any_format(tmp_path, name):
+    (tmp_path / name).write_bytes(b"01")
+    before = identity.model_digest(str(tmp_path))
+    (tmp_path / name).write_bytes(b"02")
+    assert identity.model_digest(str(tmp_path)) != before
+
+
+def test_hub_id_stands_for_its_cached_revision(tmp_path, monkeypatch):
+    assert identity.model_digest("nobody/nothing") == "nobody/nothing"
+    cached = tmp_path / "snapshots" / "abc123" / "config.json"
+    monkeypatch.setattr(identity, "try_to_load_from_cache", lambda name, file: str(cached))
+    assert identity.model_digest("some/model") == "abc123"
+
+
+@pytest.mark.parametrize("name", ["figures/new.py", "native/new.cpp", "native/new.h"])
+def test_library_digest_covers_python_and_compiled_source(tmp_path, monkeypatch, name):
+    for folder in ("figures", "native", "native/__pycache__"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.setattr(imports, "PACKAGE", tmp_path)
+    before = identity.code_digest()
+    (tmp_path / "native/__pycache__/new.so").write_text("1")
+    assert identity.code_digest() == before
+    (tmp_path / name).write_text("1")
+    assert identity.code_digest() != before
+
+
+def test_library_digest_ignores_what_editors_leave(tmp_path, monkeypatch):
+    monkeypatch.setattr(imports, "PACKAGE", tmp_path)
+    before = identity.code_digest()
+    (tmp_path / ".#run.py").symlink_to("somebody@here.1:2")
+    (tmp_path / "run.py").symlink_to("gone.py")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "run-checkpoint.py").write_text("1")
+    assert identity.code_digest() == before
+
+
+# --- why a point is new --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ({"code": "1" * 16}, "made before keys by room"),
+        ({"notebook": "other"}, "notebook changed"),
+        ({"specexp/drafters/ngram.py": "other"}, "specexp/drafters/ngram.py changed"),
+        (dict.fromkeys("abcd", "other"), "a, b, c and 1 more changed"),
+        ({"device": "cpu", "models": "1"}, "device, models changed"),
+    ],
+)
+def test_status_says_why_a_point_is_new(store, points, before, reason):
+    done, never = points(x=[1, 2])
+    record = {"tags": {"notebook": done.notebook.name}, "identity": done.identity | before}
+    earlier = store / "results" / "0123456789abcdef"
+    earlier.mkdir(parents=True)
+    (earlier / results.POINT).write_text(json.dumps(record))
+    assert progress.reasons_to_run([done, never]) == {done.run_key: reason}
+    assert progress.changed([done, never]) == [
+        f"1 point runs again, old results are kept: {reason}"
+    ]
+    details = progress.status([done, never]).columns[3].cells
+    assert [text.plain for text in details] == [reason, ""]
+
+
+def test_device_and_threads_are_told_by_their_values():
+    before = {"device": "cpu", "threads": "2", "engine": "all on", "notebook": "1"}
+    now = {"device": "Some GPU", "threads": "1", "engine": "no compiler", "notebook": "1"}
+    assert identity.why_new(now, before) == (
+        "device was cpu, is Some GPU; threads was 2, is 1; engine was all on, is no compiler"
+    )
