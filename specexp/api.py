@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specexp import checked, drafters, objects, rules
+from specexp import checked, drafters, rules
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, first_line
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
 from specexp.models.load import of_module
 from specexp.names import (
-    Known,
+    Facts,
     default_draft,
     drafter_of,
     encode,
@@ -214,15 +214,15 @@ def load(
         "top_k": top_k, "top_p": top_p, "rule": rule, "policy": policy, "tree": tree,
         "dtype": dtype, "seed": seed,
     }  # fmt: skip
-    known = target_of(target, tokenizer)
+    facts = target_of(target, tokenizer)
     if gamma is None:
-        options["gamma"] = usual_gamma(options, known)
-    _prepared(options, known)
+        options["gamma"] = usual_gamma(options, facts)
+    _prepared(options, facts)
     if isinstance(target, str):
-        name, vocab = Path(target).name, known[1]
+        name, vocab = Path(target).name, facts[1]
         model = load_model(locate(target), name, dtype, where(device), vocab)
     else:
-        model = of_module(target, name_of(target), known[1])
+        model = of_module(target, name_of(target), facts[1])
     return _assemble(model, tokenizer, **options)
 
 
@@ -251,18 +251,18 @@ DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.it
 
 
 def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
-    asked = request(o, model.config, model.vocab, tokenizer)
-    prepared = drafters.prepare(asked)
+    request = request_of(o, model.config, model.vocab, tokenizer)
+    prepared = drafters.prepare(request)
     drafter = prepared.make(model)
-    if asked.own is not None:
+    if request.own is not None:
         checked.drafter(drafter, model)
     eos = getattr(getattr(model.module, "generation_config", None), "eos_token_id", None)
     if eos is None:
         eos = model.config.eos_token_id
     stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
     engine = Engine(
-        model, drafter, _policy(o["policy"], asked.tree, prepared.deepest), asked.sampling,
-        _rule(o["rule"], asked, prepared), o["seed"], stops,
+        model, drafter, _policy(o["policy"], request.tree, prepared.deepest), request.sampling,
+        _rule(o["rule"], request, prepared), o["seed"], stops,
     )  # fmt: skip
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
@@ -277,39 +277,37 @@ def _policy(policy: Any, tree: Tree, deepest: int) -> Policy:
         from specexp.serving import policies  # names of policies that know of requests under load
 
         return policies.of(policy, None, deepest)
-    if isinstance(policy, type):
-        policy = objects.construct("policy", policy.__name__, policy)
     return checked.policy(policy)
 
 
-def _rule(named: Any, asked: drafters.Request, prepared: drafters.Prepared) -> Rule:
+def _rule(named: Any, request: drafters.Request, prepared: drafters.Prepared) -> Rule:
     """The rule, or for "auto" the one that suits the draft tokens. Raises UserError for a rule that
     cannot judge this tree, or that needs q where they are not drawn from one."""
-    drawn = prepared.draws and not asked.tree.width
+    drawn = prepared.draws and not request.tree.width
     if isinstance(named, str) and named == "auto":
-        return rules.of("reject" if drawn and asked.sampling.temperature > 0 else "match")
+        return rules.of("reject" if drawn and request.sampling.temperature > 0 else "match")
     rule = rules.of(named)
-    if rule.chains_only and not asked.tree.is_chain:
+    if rule.chains_only and not request.tree.is_chain:
         raise UserError(f"rule {rule.name} works on chains; use tree chain, or another rule")
-    if rule.wants_q and not drawn and asked.sampling.temperature > 0:
+    if rule.wants_q and not drawn and request.sampling.temperature > 0:
         raise UserError(
-            f"rule {rule.name} weighs guesses by the law they were drawn from, and those of "
-            f"{asked.method} on this tree are chosen, not drawn: use rule match"
+            f"rule {rule.name} weighs draft tokens by the distribution they were drawn from, and "
+            f"those of {request.method} on this tree are chosen, not drawn: use rule match"
         )
     return rule
 
 
-def usual_gamma(options: dict[str, Any], known: Known | None = None) -> int:
+def usual_gamma(options: dict[str, Any], facts: Facts | None = None) -> int:
     """The default draft length: 5, or the longest that the drafter can make."""
     try:
-        known = known or read_target(options["target"])
-        asked = request(options | {"gamma": 1, "tree": "chain"}, *known)
-        return min(5, drafters.prepare(asked).deepest)
+        facts = facts or read_target(options["target"])
+        request = request_of(options | {"gamma": 1, "tree": "chain"}, *facts)
+        return min(5, drafters.prepare(request).deepest)
     except (UserError, OSError):
         return 5  # `prepare` reports what is wrong
 
 
-def request(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
+def request_of(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
     """What a drafter is told about a run, from the options of `load`."""
     target = o["target"]
     method, argument, own = drafter_of(o["drafter"])
@@ -350,14 +348,14 @@ def prepare(once: Once, *options: tuple[str, Any]) -> tuple[drafters.Request, dr
     return _prepared(o, once(read_target, o["target"]))
 
 
-def _prepared(o: dict[str, Any], known: Known) -> tuple[drafters.Request, drafters.Prepared]:
-    asked = request(o, *known)
-    prepared = drafters.prepare(asked)
-    widest = max(asked.tree.parents.count(i) for i in range(len(asked.tree)))
-    if max(widest, asked.tree.width) > asked.vocab:
-        raise UserError(f"tree {o['tree']} is wider than the vocabulary of {asked.vocab} tokens")
-    _rule(o["rule"], asked, prepared)
-    return asked, prepared
+def _prepared(o: dict[str, Any], facts: Facts) -> tuple[drafters.Request, drafters.Prepared]:
+    request = request_of(o, *facts)
+    prepared = drafters.prepare(request)
+    widest = max(request.tree.parents.count(i) for i in range(len(request.tree)))
+    if max(widest, request.tree.width) > request.vocab:
+        raise UserError(f"tree {o['tree']} is wider than the vocabulary of {request.vocab} tokens")
+    _rule(o["rule"], request, prepared)
+    return request, prepared
 
 
 def _copied(part: str, thing: Any, target: LM, apart: LM) -> Any:

@@ -21,7 +21,7 @@ from specexp.drafters.model import beside
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models.lm import LM
-from specexp.objects import is_shipped
+from specexp.objects import construct, is_shipped
 from specexp.policy import Load, Plan, Policy
 from specexp.rules import Rule
 from specexp.sampling import Rng
@@ -34,7 +34,9 @@ _SUM = 1e-3  # how far the sum of a distribution may be from 1
 
 
 def policy(thing: Any) -> Policy:
-    """The policy itself. Raises UserError if it is none."""
+    """The policy itself, or an instance of the class. Raises UserError if it is none."""
+    if isinstance(thing, type):
+        thing = construct("policy", thing.__name__, thing)
     about = f"policy {type(thing).__name__}"
     for method, arguments in (("choose", "load"), ("learn", "load, plan, steps, seconds")):
         if not callable(getattr(thing, method, None)):

@@ -26,7 +26,7 @@ from specexp.zoo import shelf
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PADDING = 1.1  # a model may have this many times more logits than its tokenizer has tokens
 
-Known = tuple[Any, int, Any]
+Facts = tuple[Any, int, Any]
 """Config, vocabulary and tokenizer of a target."""
 
 
@@ -43,8 +43,8 @@ def drafter_of(drafter: Any) -> tuple[str, str, Any]:
         method, argument = split(drafter)
         if method in drafters.shipped() and drafter.startswith(method):
             return method, argument, None
-        if not Path(drafter).is_dir() and (found := objects.find("drafter", drafter)):
-            return drafter.removesuffix(f":{found[1]}"), found[1], found[0]
+        if not Path(drafter).is_dir() and (own := objects.find("drafter", drafter)):
+            return drafter.removesuffix(f":{own[1]}"), own[1], own[0]
         if method == "model" and (module := objects.module_of(drafter)):
             raise UserError(
                 f"drafter {drafter}: there is no module {module}, neither installed nor in the "
@@ -127,12 +127,12 @@ def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tu
     return tokenizer, own, str(target.device)
 
 
-def read_target(target: str) -> Known:
+def read_target(target: str) -> Facts:
     """Config, vocabulary and tokenizer of a target's name."""
     return target_of(target, read_tokenizer(locate(target)))
 
 
-def target_of(target: Any, tokenizer: Any) -> Known:
+def target_of(target: Any, tokenizer: Any) -> Facts:
     """Config, vocabulary and tokenizer of a target, a name or a model in memory.
 
     The vocabulary V is one more than the largest id of the tokenizer. Logits beyond it are padding

@@ -54,9 +54,9 @@ def find(kind: str, text: str) -> tuple[Any, str] | None:
 def resolve(kind: str, text: str) -> Any | None:
     """The rule or policy that a text names: what its class or function returns when it is called
     with the argument, or the object itself. None and errors as for `find`."""
-    if (found := find(kind, text)) is None:
+    if (own := find(kind, text)) is None:
         return None
-    thing, argument = found
+    thing, argument = own
     if isinstance(thing, type) or inspect.isroutine(thing):
         return construct(kind, text, thing, argument)
     return thing

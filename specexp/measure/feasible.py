@@ -20,7 +20,7 @@ from specexp.api import (
     locate,
     prepare,
     read_target,
-    request,
+    request_of,
     usual_gamma,
     where,
 )
@@ -213,7 +213,7 @@ def sources(params: Params) -> set[str]:
             options["drafter"]: options for options in each_pairing({**params, "target": target})
         }
         for options in drafts.values():
-            plan = request(options | {"gamma": 1, "tree": "chain"}, *parts)
+            plan = request_of(options | {"gamma": 1, "tree": "chain"}, *parts)
 
             def source(method: str, name: str, find: Any = plan.source) -> str:
                 folders.add(find(method, name))

@@ -142,14 +142,12 @@ PRICED = ("greedy", "goodput")  # those that read a cost table
 
 
 def of(policy: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> Policy:
-    """The policy of that name; a policy itself is returned as it is. costs: the table that `PRICED`
-    ones read; deepest: the longest draft that the drafter can make. Raises UserError, one line, for
-    unknown names, longer drafts and objects that are no policy."""
+    """The policy of that name, of an entry point, of `module:Class` or of a class; a policy itself
+    is returned as it is. costs: the table that `PRICED` ones read; deepest: the longest draft that
+    the drafter can make. Raises UserError, one line, for unknown names, longer drafts and objects
+    that are no policy."""
     if not isinstance(policy, str):
-        missing = [name for name in ("widest", "choose", "learn") if not hasattr(policy, name)]
-        if missing:
-            raise UserError(f"{policy!r} is no policy: it has no {', '.join(missing)}")
-        return policy
+        return checked.policy(policy)
     name = policy
     kind, _, argument = name.partition(":")
     deepest = min(deepest, MOST)

@@ -94,7 +94,7 @@ def test_bad_policy_name_is_one_line(name, said):
 def test_policy_objects_are_taken_as_they_are():
     policy = InTurn(3)
     assert policies.of(policy) is policy
-    with pytest.raises(UserError, match=r"is no policy: it has no widest, choose, learn$"):
+    with pytest.raises(UserError, match=r"^policy object has no choose\(load\): define it"):
         policies.of(object())
 
 
