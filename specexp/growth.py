@@ -8,7 +8,7 @@ row by the drafter's confidence. This file does not know what computes the logit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -51,23 +51,16 @@ class Level:
 Step = Callable[[Level], Tensor]  # returns logits [B, n, V] of the token after each node
 
 
-@dataclass(frozen=True)
-class Grown:
-    """`place` [b, N]: the place in the drafter's cache of each node that was fed; else any."""
-
-    draft: Draft
-    place: Tensor
-
-
-def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng | None) -> Grown:
+def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng | None) -> Draft:
     """Draw each node's children from `sampling`'s distribution of the logits or, without an `rng`,
-    take the most likely tokens. A tree with a `width` is grown by confidence and never drawn."""
+    take the most likely tokens. A tree with a `width` is grown by confidence and never drawn. The
+    draft's memo [b, N]: the place in the drafter's cache of each node that was fed; else any."""
     if tree.width and tree.depth:
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
     nodes = tree.nodes(device)
     if not tree.depth:
-        return Grown(seqs.draft(nodes), nodes.depth)
+        return replace(seqs.draft(nodes), memo=nodes.depth)
     place = torch.arange(len(tree), device=device)[None]
     tokens, rank = seqs.root, place[:, :1]
     drafted = [tokens]
@@ -96,10 +89,10 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         none = torch.zeros(B, leaves, V, dtype=laws[0].dtype, device=device)
         q = torch.cat([*laws, none], 1)
     made = columns(*drafted) if tree.is_chain else torch.cat(drafted, 1)
-    return Grown(Draft(made, nodes, seqs, q), place)
+    return Draft(made, nodes, seqs, q, memo=place)
 
 
-def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
+def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
     """EAGLE-2 (Li et al. 2024, section 4): each level feeds its `width` most likely nodes and takes
     `width` children of each; the N - 1 most likely nodes overall become the draft.
 
@@ -147,4 +140,4 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Grown:
     number = number.scatter(1, kept + 1, torch.arange(1, N, device=device).expand(B, -1))
     parents = torch.cat([zero, number.gather(1, parent.gather(1, kept))], 1)
     draft = seqs.draft(Nodes.of(parents, D, wide), tokens.gather(1, kept))
-    return Grown(draft, torch.cat([zero, place.gather(1, kept)], 1))
+    return replace(draft, memo=torch.cat([zero, place.gather(1, kept)], 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Draft:
     `q[:, i]` [B, N, V]: the distribution from which the children of node i were drawn, without
     replacement in sibling order; None: they were chosen, not drawn. `text`: the sequences it
     continues. `grade` [B] int64: the drafter's confidence in each row, 0..`Drafter.grades` - 1.
+    `memo`: what the drafter wants back in `observe`: a tensor, or a tuple of tensors.
     """
 
     tokens: Tensor
@@ -35,6 +37,7 @@ class Draft:
     text: Sequences
     q: Tensor | None = None
     grade: Tensor | None = None
+    memo: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -157,8 +160,8 @@ class Sequences:
         self.length[row], self.limit[row], self.stream[row] = len(text), limit, stream
 
     @cached_property
-    def place(self) -> tuple[int, ...]:
-        """Identifies this memory; a recorded round is valid for one place only."""
+    def address(self) -> tuple[int, ...]:
+        """Identifies this memory; a recorded round is valid for one address only."""
         return (
             self.first,
             *self.tokens.shape,
@@ -273,14 +276,3 @@ def reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
 def at_least(tokens: Tensor, least: int) -> Tensor:
     """tokens, with `least` in place of smaller ones: 0 makes every guess one that is verified."""
     return tokens.clamp(min=least)
-
-
-@op
-def round_report(
-    counts: Tensor, tokens: Tensor, faults: Sequence[Tensor], grade: Tensor | None
-) -> Tensor:
-    """What the host reads of a round, int64: the columns of counts [B, 3], whether each of the
-    `faults` [B] is not 0, the guesses of tokens [B, N], and `grade` [B] if there is one."""
-    broken = [fault[:, None] != 0 for fault in faults]
-    grades = [] if grade is None else [grade[:, None]]
-    return torch.cat([counts, *broken, tokens[:, 1:], *grades], 1)

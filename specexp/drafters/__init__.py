@@ -133,10 +133,11 @@ class Drafter(ABC):
             deeper than the row's `seqs.budget`.
         """
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        """Update the state from the verdict on the last draft, before it is committed.
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        """Update the state from the verdict on a draft, before it is committed.
 
-        seen: the target's logits and tapped hidden states at every node of the draft.
+        draft: what `propose` returned, cut to the rows' budgets. seen: the target's logits and
+        tapped hidden states at every node of the draft.
         """
 
 

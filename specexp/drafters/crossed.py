@@ -142,15 +142,13 @@ class Crossed(Drafter):
             return here.masked_fill(self.shared < 0, -torch.inf)
 
         drawn = rng if self.sampling.temperature > 0 else None
-        grown = grow(seqs, tree, step, self.sampling, drawn)
-        self.place = grown.place
-        return grown.draft
+        return grow(seqs, tree, step, self.sampling, drawn)
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        if not tree.is_chain:
-            place = self.place.expand(len(verdict.path), -1)
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        if not draft.nodes.is_chain:
+            place = draft.memo.expand(len(verdict.path), -1)
             text = self.texts.window(seqs.first, len(seqs.tokens))
-            self.lm.keep(text, replace(verdict, path=place.gather(1, verdict.path)))
+            self.lm.keep(text, draft, replace(verdict, path=place.gather(1, verdict.path)))
 
 
 def prepare(plan: Request) -> Prepared:

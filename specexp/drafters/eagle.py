@@ -93,9 +93,9 @@ class EagleLayer(Drafter):
             return logits
 
         drawn = rng if self.sampling.temperature > 0 else None
-        return grow(seqs, tree, step, self.sampling, drawn).draft
+        return grow(seqs, tree, step, self.sampling, drawn)
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
         wide = seen.hidden.shape[2]
         states = seen.hidden.gather(1, verdict.path[..., None].expand(-1, -1, wide))

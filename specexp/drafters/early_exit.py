@@ -45,7 +45,7 @@ class EarlyExit(Drafter):
             return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
         drawn = rng if self.sampling.temperature > 0 else None
-        return grow(seqs, tree, step, self.sampling, drawn).draft
+        return grow(seqs, tree, step, self.sampling, drawn)
 
 
 def lower(module: Any, layers: int) -> Any:

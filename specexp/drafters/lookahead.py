@@ -53,7 +53,7 @@ class Lookahead(Drafter):
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         nodes = tree.nodes(seqs.tokens.device)
-        on_line, self.branch = _deepest_branch(tree, seqs.tokens.device)
+        on_line, branch = _deepest_branch(tree, seqs.tokens.device)
         old = self.lines[seqs.rows]
         tokens = [seqs.root]
         found = self._grams(seqs, tokens[0])
@@ -76,19 +76,18 @@ class Lookahead(Drafter):
                     used += 1
                 tokens.append(rest[:, :1])
                 tails.append(rest[:, 1:])
-        draft = Draft(columns(*tokens), nodes, seqs).within()
-        self.fed = draft.tokens
-        return draft
+        return Draft(columns(*tokens), nodes, seqs, memo=branch)
 
     def _grams(self, seqs: Sequences, token: Tensor) -> Tensor:
         """[B, POOL, n - 1]: the pooled continuations of token [B, 1], the latest first, or -1."""
         return self.pool.read(seqs.rows, token)[:, 0]
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         """Refine the line and extend the pool from the target's tokens along the deepest branch."""
         predicted = likeliest(seen.logits)
-        predicted = predicted[:, self.branch]  # [B, d + 1], after the root and each guess
-        read = self.fed[:, self.branch]
+        branch = draft.memo
+        predicted = predicted[:, branch]  # [B, d + 1], after the root and each guess
+        read = draft.tokens[:, branch]
         verified = (read >= 0).cumprod(1)  # within the row's budget
         last = verified.sum(1, keepdim=True) - 1
         following = verdict.n[:, None] + 1 + torch.arange(self.depth, device=predicted.device)

@@ -52,9 +52,9 @@ class MedusaHeads(Drafter):
             return logits.expand(-1, level.tokens.shape[1], -1)
 
         drawn = rng if self.sampling.temperature > 0 else None
-        return grow(seqs, tree, step, self.sampling, drawn).draft
+        return grow(seqs, tree, step, self.sampling, drawn)
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
         last = verdict.path.gather(1, verdict.n[:, None])[..., None]
         self.last[seqs.rows] = seen.hidden.gather(1, last.expand(-1, -1, self.width))

@@ -51,14 +51,12 @@ class DraftModel(Drafter):
                 return self.lm.follow(seqs, 2)
             return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
-        grown = grow(seqs, tree, step, self.sampling, None if self.chosen else rng)
-        self.place = grown.place
-        return grown.draft
+        return grow(seqs, tree, step, self.sampling, None if self.chosen else rng)
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        if not tree.is_chain:
-            place = self.place.expand(len(verdict.path), -1)
-            self.lm.keep(seqs, replace(verdict, path=place.gather(1, verdict.path)))
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        if not draft.nodes.is_chain:
+            place = draft.memo.expand(len(verdict.path), -1)
+            self.lm.keep(seqs, draft, replace(verdict, path=place.gather(1, verdict.path)))
 
 
 def prepare(plan: Request) -> Prepared:

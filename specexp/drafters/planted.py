@@ -84,10 +84,11 @@ class Planted(Drafter):
         salt, future = self.salt[seqs.rows], self.future[seqs.rows]
         right = _COINS.bernoulli(odds, mix(seqs.keys(depth) + salt), 0) & (rank == 0)
         miss = (1 + rank) * ~right
-        return seqs.draft(nodes, (future.gather(1, place) + miss) % self.target.vocab)
+        tokens = (future.gather(1, place) + miss) % self.target.vocab
+        return replace(seqs.draft(nodes, tokens), memo=work.memo)
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        self.worker.observe(seqs, tree, verdict, seen)
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        self.worker.observe(seqs, draft, verdict, seen)
 
 
 def prepare(plan: Request) -> Prepared:

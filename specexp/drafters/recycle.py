@@ -107,12 +107,10 @@ class Recycle(Drafter):
             if children := tree.parents.count(parent):
                 found = self.table.read(seqs.rows, tokens[parent])
                 tokens += found[:, 0, :children].split(1, dim=1)
-        draft = Draft(columns(*tokens), tree.nodes(seqs.tokens.device), seqs).within()
-        self.fed = draft.tokens
-        return draft
+        return Draft(columns(*tokens), tree.nodes(seqs.tokens.device), seqs)
 
-    def observe(self, seqs: Sequences, tree: Tree, verdict: Verdict, seen: Forward) -> None:
-        self.table.write(seqs.rows, self.fed, ranked(seen.logits, self.k))
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        self.table.write(seqs.rows, draft.tokens, ranked(seen.logits, self.k))
 
 
 def prepare(plan: Request) -> Prepared:

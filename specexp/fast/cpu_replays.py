@@ -23,15 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specexp.fast.cpu import build
 from specexp.fast.cpu.passes import Native
-from specexp.fast.cuda_graphs import Graphs
+from specexp.fast.recordings import Recordings
 from specexp.models.lm import LM
+from specexp.ops import kernel
+from specexp.recording import Recorder, Reports, recorder_for
 
 T = TypeVar("T")
 
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 TO_HOST = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
 OUT_OF_RANGE = "a token or a slot is out of range"
-Reported: TypeAlias = tuple[list[list[int]], float]  # a round's report, and the time it was there
 AWAY_S = 0.05  # longest time in one call, during which Python handles no interrupt
 MOST = 32 << 20  # bytes kept per replay; in larger rounds the time Python takes does not matter
 
@@ -195,7 +196,7 @@ class _Compiled:
         if not self.code.replay(self.count, self.first):
             raise IndexError(OUT_OF_RANGE)
 
-    def rounds(self, most: int, report: Tensor) -> list[Reported]:
+    def rounds(self, most: int, report: Tensor) -> Reports:
         (B, wide), begin = report.shape, time.perf_counter()
         reports = torch.empty(most, B, wide, dtype=report.dtype)
         seconds = torch.empty(most, dtype=torch.float64)
@@ -245,25 +246,18 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
                 yield step
 
 
-def more(known: Graphs, most: int, report: Tensor) -> list[Reported]:
-    """Replay the latest round up to `most` more times; `report` is where it writes its report.
-    Stops early when a row ends or after AWAY_S. Returns nothing if the round is not a single
-    compiled call."""
-    again = known.latest[1].again
-    return again.rounds(most, report) if most and isinstance(again, _Compiled) else []
-
-
-def of(target: LM) -> Graphs | None:
-    """New replays for one owner, if the target's passes are compiled; None otherwise, or with
-    SPECEXP_GRAPHS=off."""
-    off = os.environ.get("SPECEXP_GRAPHS") == "off"
-    return None if off or not isinstance(target.net, Native) else Graphs(Calls())
+@kernel(recorder_for, "cpu")
+def replays_for(target: LM) -> Recorder:
+    """Replays, if the target's passes are compiled and SPECEXP_GRAPHS is not off."""
+    if os.environ.get("SPECEXP_GRAPHS") == "off" or not isinstance(target.net, Native):
+        return NotImplemented
+    return Recordings(Calls())
 
 
 class Calls:
-    """The `graphs.Recorder` of replays."""
+    """The tape of a CPU: lists of compiled calls and torch's operations."""
 
-    warm = 1
+    warm, ahead = 1, 0
 
     def run(self, fn: Callable[[], T]) -> T:
         return fn()
@@ -272,3 +266,7 @@ class Calls:
         with recording() as noted:
             made = fn()
         return again(noted.steps) if noted.whole else None, made
+
+    def repeat(self, again: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
+        """Only a round that is one compiled call, and no longer than AWAY_S."""
+        return again.rounds(most, report) if most and isinstance(again, _Compiled) else []

@@ -19,7 +19,8 @@ from specexp.figures.style import (
     panels,
 )
 from specexp.measure import statistics
-from specexp.measure.hardware.suites import PHASES, WORK
+from specexp.measure.hardware.phases import PHASES
+from specexp.measure.hardware.suites import WORK
 from specexp.measure.statistics import Interval
 
 PARTS = {"weights": "weights", "K, V": "cache", "work": "work"}

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
 
@@ -53,7 +54,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
         "grades": engine.drafter.grades, "reads": engine.drafter.reads,
         "passes": type(target.net).__name__.lower(),
-        "rounds": "replayed" if engine.recordings else "run",
+        "rounds": "replayed" if engine.recorder.warm else "run",
         **fingerprint(target.device, target.dtype),
     }  # fmt: skip
 
@@ -92,7 +93,7 @@ def measure(
         new = context - slack - length
         return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
 
-    lead = {gamma: max(LEAD if gamma else CALM, 1 + engine.warm) for gamma in gammas}
+    lead = {gamma: max(LEAD if gamma else CALM, 1 + engine.recorder.warm) for gamma in gammas}
     settings = list(product(batches, contexts))
     rounds: dict[Any, list[tuple[float, float]]] = {
         p: [] for p in product(batches, gammas, contexts)
@@ -101,7 +102,7 @@ def measure(
     for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
         for at, (batch, context) in enumerate(settings[::way], 1):
             seqs = rows(batch, longest + context - contexts[-1], context)
-            engine.allocate(*seqs.tokens.shape)
+            engine.rows.allocate(*seqs.tokens.shape)
             _prefill(engine, seqs)
             count = times * max(1, FULL // batch)
             for turn, done in enumerate(range(0, count, BLOCK)):
@@ -112,7 +113,7 @@ def measure(
                     rounds[batch, gamma, context] += turns[before:]
             if watch:
                 watch(at + (way < 0) * len(settings), 2 * len(settings))
-        engine.allocate(1, contexts[-1])
+        engine.rows.allocate(1, contexts[-1])
         for repeat in range(times + 1):
             for n in lengths[:: way * (-1) ** repeat]:
                 seconds = _prefill(engine, rows(1, n + 1, contexts[-1]))
@@ -159,14 +160,8 @@ class _Unpadded(Engine):
     """An engine whose padding is replaced by tokens, so that every guess asked for is verified and
     timed, also where passes leave out padding."""
 
-    @classmethod
-    def of(cls, engine: Engine) -> _Unpadded:
-        made = cls.__new__(cls)
-        vars(made).update(vars(engine))
-        return made
-
-    def _guesses(self, seqs: Sequences, tree: Tree) -> Draft:
-        draft = super()._guesses(seqs, tree)
+    def draft(self, seqs: Sequences, tree: Tree) -> Draft:
+        draft = super().draft(seqs, tree)
         return replace(draft, tokens=at_least(draft.tokens, 0))
 
 
@@ -197,10 +192,14 @@ def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
         seqs.limit.copy_(limit)
         return seconds
 
+    def whole(seqs: Sequences, tree: Tree) -> None:
+        engine.start(seqs, tree)()
+
+    draft = partial(engine.recorder.part, engine, "draft", engine.draft)
     if tree.depth:
-        took(engine.report)
-    whole = took(engine.report)
-    return took(engine.drafted) if tree.depth else 0.0, whole
+        took(whole)
+    whole_s = took(whole)
+    return took(draft) if tree.depth else 0.0, whole_s
 
 
 def _clock(engine: Engine) -> float:

@@ -86,9 +86,7 @@ def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
     prompts: token ids of each row. Greedy output is made by the engine's own rule, sampled output
     by Match."""
-    coupled = copy.copy(engine)
-    if engine.sampling.temperature > 0:
-        coupled.rule = Match()
+    coupled = Engine.of(engine, rule=Match()) if engine.sampling.temperature > 0 else engine
     fast = coupled.generate(prompts, max_new_tokens).tokens
     return compare(engine, prompts, fast, max_new_tokens, range(len(prompts)))
 

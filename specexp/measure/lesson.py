@@ -73,19 +73,18 @@ def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
     seqs = engine.begin(seqs)
     snapshots: list[Snapshot] = []
     while len(snapshots) < count and bool(seqs.live.all()):
-        draft = engine.drafter.propose(seqs, tree, engine.rng)
-        seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+        draft = engine.draft(seqs, tree)
+        seen = engine.verify(seqs, draft)
         target_p = engine.law(seen)
-        verdict = engine.rule(draft, target_p, engine.rng)
-        engine.drafter.observe(seqs, tree, verdict, seen)
+        verdict = engine.accept(draft, seen)
         drafted = [token for token in draft.tokens[0, 1:].tolist() if token >= 0]
         p, q = (
             x[0, : len(drafted) + more].double().cpu().numpy()
             for x, more in ((target_p, 1), (cast(Tensor, draft.q), 0))
         )
-        [[accepted, emitted, _]] = seqs.commit(verdict).tolist()
-        new = verdict.new[0, :emitted].tolist()
-        snapshots.append(Snapshot(text, drafted, p, q, accepted, new))
+        [step] = engine.steps(engine.commit(seqs, draft, verdict, seen).tolist())
+        new = verdict.new[0, : step.emitted].tolist()
+        snapshots.append(Snapshot(text, drafted, p, q, step.accepted, new))
         text = [*text, *new]
     return snapshots
 
@@ -163,7 +162,7 @@ def first_tokens(pairing: Pairing, context: Sequence[int], count: int) -> pd.Dat
     for _ in range(0, count, B):
         for now, then in zip(changing, before, strict=True):
             now.copy_(then)  # a roll back to the same position
-        steps = engine.steps(engine.report(seqs, Tree.chain(1)))
+        steps = engine.run(seqs, Tree.chain(1))
         emitted = seqs.tokens[:, len(context)].tolist()
         parts += [(s.guesses[0], s.accepted == 1, t) for s, t in zip(steps, emitted, strict=True)]
         seqs.stream.add_(B)

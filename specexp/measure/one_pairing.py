@@ -30,7 +30,7 @@ from specexp.models.lm import LM
 from specexp.policy import Load
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import CALM
-from specexp.trace import Trace
+from specexp.trace import Step, Trace
 from specexp.tree import Tree
 
 WARM_UP_TOKENS = 8
@@ -92,19 +92,15 @@ def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
     seqs = engine.begin(seqs)
     tree, distances = lone_tree(engine), []
     for _ in range(most):
-        draft = engine.drafter.propose(seqs, tree, engine.rng)
-        seen = engine.target.verify(seqs, draft, engine.drafter.taps)
+        draft = engine.draft(seqs, tree)
+        seen = engine.verify(seqs, draft)
         p = engine.sampling.law(seen.logits)
         chosen = torch.zeros_like(p[:, 0]).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
         q = chosen if draft.q is None else draft.q[:, 0]
         drafted = bool((draft.tokens[:, 1] >= 0).all())
         emitted = engine.rule.emitted(p[:, 0], q) if drafted else p[:, 0]
         distances.append(float((emitted - p[:, 0]).abs().sum()) / 2)
-        verdict = engine.rule(draft, p, engine.rng)
-        if not tree.is_chain:
-            engine.target.keep(seqs, verdict)
-        engine.drafter.observe(seqs, tree, verdict, seen)
-        seqs.commit(verdict)
+        engine.commit(seqs, draft, engine.rule(draft, p, engine.rng), seen)
         if not bool(seqs.live.any()):
             break
     return float(np.mean(distances))
@@ -291,12 +287,11 @@ def _rounds(
     seqs = Sequences.of([text], new, slack=tree.room, device=engine.target.device)
     seqs = engine.begin(seqs)
     length, limit = seqs.length.clone(), seqs.limit.clone()
-    lead = max(LEAD if tree.depth else CALM, 1 + engine.warm)
+    lead = max(LEAD if tree.depth else CALM, 1 + engine.recorder.warm)
     whole: list[tuple[float, ...]] = []
     apart: list[tuple[float, ...]] = []
 
-    def drafted(report: list[list[int]]) -> int:
-        [step] = engine.steps(report)
+    def drafted(step: Step) -> int:
         if step.done:
             seqs.length.copy_(length)
             seqs.limit.copy_(limit)
@@ -304,16 +299,16 @@ def _rounds(
 
     while len(whole) < lead + VISIT_ROUNDS:
         begin = _clock(engine)
-        for report, end in engine.launch(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
-            whole.append((drafted(report), end - begin))
+        for rows, end in engine.start(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
+            whole.append((drafted(*engine.steps(rows)), end - begin))
             begin = end
     while len(apart) < VISIT_ROUNDS:
         now = [_clock(engine)]
-        draft = engine.drafted(seqs, tree)
+        draft = engine.recorder.part(engine, "draft", engine.draft, seqs, tree)
         now.append(_clock(engine))
-        engine.verified(seqs, draft)
+        engine.recorder.part(engine, "verify", engine.verify, seqs, draft)
         now.append(_clock(engine))
-        apart.append((drafted(engine.report(seqs, tree)), *np.diff(now)))
+        apart.append((drafted(*engine.run(seqs, tree)), *np.diff(now)))
     return whole[lead:], apart
 
 
@@ -363,7 +358,7 @@ def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -
     buffer size. The largest come first: engines share the target's cache, and recordings are lost
     when it grows."""
     for engine in sorted(engines, key=lambda engine: -engine.policy.widest):
-        if engine.recordings is None:
+        if not engine.recorder.warm:
             engine.generate(ids[0], WARM_UP_TOKENS)
             continue
         longest = {rounded(max(map(len, b)) + most + engine.policy.widest): b for b in ids}

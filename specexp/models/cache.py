@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import proxy
+from weakref import WeakSet, proxy
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class SlotCache(Cache):
 
     def __init__(self, layers: int, batch: int, size: int) -> None:
         self.mark = object()
+        self.drafters: WeakSet[Any] = WeakSet()  # whose memory was allocated with this buffer
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)

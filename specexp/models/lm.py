@@ -194,10 +194,12 @@ class LM:
         return self.feed(seqs, draft.tokens, slots, positions, visible, taps)
 
     @torch.inference_mode()
-    def keep(self, seqs: Sequences, verdict: Verdict) -> None:
-        """Move a tree's accepted path to the front of the cache, before the commit."""
+    def keep(self, seqs: Sequences, draft: Draft, verdict: Verdict) -> None:
+        """Move a tree's accepted path to the front of the cache, before the commit. A chain's path
+        is there already."""
         assert self.cache is not None
-        self.cache.keep(seqs, verdict)
+        if not draft.nodes.is_chain:
+            self.cache.keep(seqs, verdict)
 
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass without logits over the tokens at slots [B, n]; returns the tapped states."""

@@ -90,15 +90,15 @@ class EngineRows:
         self.engine, self.slots, self.slack = engine, slots, slack
         self.timer = timer or Wall()
         self.count = _allocated(engine, count, slots)
+        self.seqs = engine.rows.seqs
         device = engine.target.device
-        self.seqs = Sequences.empty(self.count, slots, engine.eos, device)
         self._last_budget, self._last_reach = tuple[int, ...](), tuple[int, ...]()  # on the device
         self._host_budget = np.zeros(self.count, dtype=np.int64)
         self._budget = torch.from_numpy(self._host_budget).to(device)  # on a CPU the same memory
         self._reach = torch.full((engine.drafter.grades,), slack, device=device)
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
-        self.leave(0, broken=True)  # in which `_allocated` has run a pass
+        engine.rows.clear(0)  # in which `_allocated` has run a pass
 
     @property
     def context(self) -> int:
@@ -112,8 +112,8 @@ class EngineRows:
 
     @property
     def steady(self) -> bool:
-        """See `Engine.steady`."""
-        return self.engine.steady
+        """See `Recorder.steady`."""
+        return self.engine.recorder.steady
 
     @property
     def reads(self) -> bool:
@@ -176,21 +176,20 @@ class EngineRows:
         if self._reads_used(self._covered(len(budget)), tree):
             longest = self.slots  # costs nothing, and one capture serves sequences of any length
         with _memory():
-            report = self.engine.report(self._rows(budget, longest, tree.depth, reach), tree)
-        return self.engine.steps(report)
+            return self.engine.run(self._rows(budget, longest, tree.depth, reach), tree)
 
     def rehearse(self, deepest: int) -> None:
         """Capture the rounds of every size with drafts up to that depth before the first request
         waits for them, as long as memory lasts; only those that serve sequences of any length. The
         smallest come last, since the latest captures are kept longest. No row changes."""
-        if self.engine.recordings is None or self.engine.drafter.on_host:
+        if not self.engine.recorder.warm or not self.engine.whole:
             return
         sizes = sorted({self._covered(n) for n in range(1, self.count + 1)}, reverse=True)
         kinds = [(0, 0), *((depth, -1) for depth in range(deepest + 1))]
         for rows, (depth, part) in product(sizes, kinds):
             if self._reads_used(rows, Tree.chain(depth)):
                 try:
-                    for _ in range(self.engine.warm + 1):
+                    for _ in range(self.engine.recorder.warm + 1):
                         self.round([part] * rows, 1, Tree.chain(depth))
                 except OutOfMemory:
                     return
@@ -203,7 +202,7 @@ class EngineRows:
     def _covered(self, rows: int) -> int:
         """Rows that a round covers for so many in use: more where rounds are captured, so that
         there are few sizes."""
-        return rows if self.engine.recordings is None else min(bucket(rows), self.count)
+        return min(bucket(rows), self.count) if self.engine.recorder.warm else rows
 
     def _rows(
         self, budget: Sequence[int], longest: int, depth: int, reach: tuple[int, ...] = ()
@@ -213,7 +212,7 @@ class EngineRows:
         compute them, which does no harm, as nothing of it is kept."""
         rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
-        if not depth and (all_written or self.engine.graphs is not None):
+        if not depth and (all_written or self.engine.recorder.ahead):
             return self._window(0, rows, longest)
         if self._last_budget != budget:
             self._last_budget = tuple(budget)
@@ -237,29 +236,17 @@ class EngineRows:
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens to a free row."""
-        caches = {id(lm.cache): lm.cache for lm in self.engine.models}
-        for cache in caches.values():
-            assert cache is not None
-            cache.copy(source, target, length if cache.size == self.slots else cache.size)
-        own = (self.seqs.tokens, self.seqs.length, self.seqs.limit, self.seqs.stream)
-        faults = (lm.fault for lm in self.engine.models)
-        for part in (*own, *faults, *self.engine.drafter.state):
-            part[target] = part[source]
+        self.engine.rows.move(source, target, length)
         if source in self._hidden:
             self._hidden[target] = self._hidden.pop(source)
 
     @torch.inference_mode()
     def leave(self, row: int, broken: bool = False) -> None:
         """Free a row; `broken`: clear it of NaN and infinities, too."""
-        self.seqs.length[row] = self.seqs.limit[row] = 1
+        self.engine.rows.leave(row)
         self._hidden.pop(row, None)
         if broken:
-            for lm in self.engine.models:
-                assert lm.cache is not None
-                lm.cache.clear(row)
-                lm.fault[row] = 0
-            for part in self.engine.drafter.state:
-                part[row] = 0
+            self.engine.rows.clear(row)
 
     def text(self, row: int, start: int, stop: int) -> list[int]:
         return [int(t) for t in self.seqs.tokens[row, start:stop].tolist()]
@@ -273,7 +260,7 @@ def _allocated(engine: Engine, rows: int, slots: int) -> int:
     while True:
         try:
             with _memory():
-                engine.allocate(rows, slots)
+                engine.rows.reserve(rows, slots, engine.eos)
                 engine.target.prefill(text, 0, 1)
                 engine.drafter.catch_up(text, 1)
             return rows

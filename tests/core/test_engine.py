@@ -130,7 +130,7 @@ def test_a_drafter_that_was_not_asked_for_a_while_loses_nothing(kind, pattern):
                 fresh = engine(kind, "chain", "match", temperature=0.9)
                 seqs = Sequences.of([texts[step.row]], 8, slack=6, streams=[step.row])
                 if kind != "planted":
-                    fresh.begin(seqs)
+                    seqs = fresh.begin(seqs)
                     with torch.inference_mode():
                         draft = fresh.drafter.propose(seqs, Tree.chain(round_.depth), fresh.rng)
                     assert draft.tokens[0, 1:].tolist() == list(step.guesses)
@@ -200,13 +200,13 @@ def test_rows_that_are_done_have_no_part_in_later_passes(kind, monkeypatch):
     """Texts end one after another; whoever has ended is fed no token any more."""
     made = engine(kind, "chain")
     made.eos = tuple({text[3 * i] for i, text in enumerate(expected("llama"))})
-    verify, seen = made._verify, []
+    verify, seen = made.verify, []
 
     def spy(seqs, draft):
         seen.append((seqs.live.tolist(), (draft.tokens >= 0).any(1).tolist()))
         return verify(seqs, draft)
 
-    monkeypatch.setattr(made, "_verify", spy)
+    monkeypatch.setattr(made, "verify", spy)
     texts = made.generate(PROMPTS, NEW).tokens
     assert len({len(text) for text in texts}) > 1
     assert kind == "self" or any(not all(live) for live, _ in seen)  # its texts are too short
@@ -245,7 +245,7 @@ def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
     made = engine(kind, tree)
     shape = TREES[tree]
     seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
-    made.begin(seqs)
+    seqs = made.begin(seqs)
     while seqs.live.any():
         made.round(seqs, shape)
         for lm, upto in ((made.target, 1), (made.drafter.lm, 2)):
@@ -280,10 +280,10 @@ def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
             return seqs.draft(tree.nodes("cpu"), torch.tensor(guesses, dtype=torch.int64))
 
     made = engine()
-    made.drafter = Scripted()
+    made = Engine.of(made, drafter=Scripted())
     tree = rng.choice(list(TREES.values()))
     seqs = Sequences.of(PROMPTS, NEW, slack=tree.room)
-    made.begin(seqs)
+    seqs = made.begin(seqs)
     with torch.inference_mode():
         while seqs.live.any():
             stale = torch.arange(seqs.tokens.shape[1]) >= seqs.length[:, None] - 1
@@ -401,7 +401,7 @@ def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperatur
     made = engine(kind, tree, rule, temperature=temperature)
     shape = TREES[tree]
     seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
-    made.begin(seqs)
+    seqs = made.begin(seqs)
     made.round(seqs, shape)
     with NoHostReads():
         made.round(seqs, shape)

@@ -16,6 +16,7 @@ from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.planted import Planted
+from specexp.engine import Engine
 from specexp.models.heads import Eagle
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
@@ -35,7 +36,7 @@ def test_draft_tokens_match_the_definition_every_round(kind):
     net = made.drafter.heads if kind == "medusa" else made.drafter.net
     prompts = [p for p in PROMPTS if len(p) > 1]
     seqs = Sequences.of(prompts, 30, slack=4)
-    made.begin(seqs)
+    seqs = made.begin(seqs)
     kept = set()
     for _ in range(12):
         texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
@@ -54,7 +55,7 @@ def test_grown_tree_matches_the_definition_every_round(kind, shape):
     made = engine(kind, tree)
     prompts = [p for p in PROMPTS if len(p) > 1]
     seqs = Sequences.of(prompts, 20, slack=tree.room)
-    made.begin(seqs)
+    seqs = made.begin(seqs)
     drafts = []
     propose = made.drafter.propose
     made.drafter.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
@@ -72,7 +73,7 @@ def test_grown_tree_matches_the_definition_every_round(kind, shape):
 def test_early_exit_after_all_layers_is_the_target():
     for temperature in (0.0, 0.9):
         made = engine("null", Tree.chain(4), "reject", temperature=temperature)
-        made.drafter = EarlyExit(made.target, 2, made.sampling)
+        made = Engine.of(made, drafter=EarlyExit(made.target, 2, made.sampling))
         for step in made.generate(PROMPTS, 20).trace.steps():
             assert step.accepted == step.drafted == 4
 
@@ -81,7 +82,9 @@ def test_planted_acceptance_rate_is_the_one_asked_for():
     for temperature in (0.0, 1.0):
         for alpha in (0.0, 0.6, 1.0):
             made = engine("model", Tree.chain(4), "match", temperature=temperature)
-            made.drafter = Planted(alpha, made.target, made.drafter, made.sampling, made.seed, 4)
+            made = Engine.of(
+                made, drafter=Planted(alpha, made.target, made.drafter, made.sampling, made.seed, 4)
+            )
             trace = made.generate(PROMPTS * 12, 40).trace
             tried = [(s.accepted, s.drafted) for s in trace.steps()]
             flips = sum(min(a + 1, d) for a, d in tried)
@@ -102,7 +105,9 @@ def test_crossed_twin_with_shifted_vocabulary_is_accepted():
     for temperature in (0.0, 0.9):
         made = engine("null", Tree.chain(3), "reject", temperature=temperature)
         draft = of_module(shifted, "shifted")
-        made.drafter = Crossed(draft, TokenMap(Alphabet(0), whole, V), made.sampling)
+        made = Engine.of(
+            made, drafter=Crossed(draft, TokenMap(Alphabet(0), whole, V), made.sampling)
+        )
         for step in made.generate(PROMPTS, 24).trace.steps():
             assert step.accepted == step.drafted == 3
 
@@ -128,7 +133,7 @@ def test_eagle_drafts_past_the_context_of_its_config(kind, dtype):
     texts = []
     for net in (whole, short.to(dtype)):
         made = engine("null", Tree.chain(3), dtype=dtype)
-        made.drafter = EagleLayer(net, made.target, made.sampling)
+        made = Engine.of(made, drafter=EagleLayer(net, made.target, made.sampling))
         texts.append([r.steps for r in made.generate(PROMPTS, 24).trace.rounds])
     assert texts[0] == texts[1]
 
@@ -152,7 +157,7 @@ def test_crossed_catch_up_in_parts_matches_one_call():
     texts, caches = [], []
     for parts in ([23], [4, 9, 23]):
         made = engine("crossed", Tree.chain(3))
-        made.allocate(1, 64)
+        made.rows.allocate(1, 64)
         seqs = Sequences.of([prompt], 8, slack=4)
         made.drafter.most = 4  # as after rounds of others
         made.drafter.prefill(seqs, None)

@@ -8,6 +8,7 @@ from support.tiny import NEW, engine
 
 from specexp.drafters import Drafter, Request
 from specexp.drafters.ngram import NGram, prepare
+from specexp.engine import Engine
 from specexp.models.lm import LM
 from specexp.sampling import Certain
 from specexp.sequences import Draft, Sequences
@@ -103,7 +104,7 @@ def test_ids_beyond_the_vocabulary_are_not_guessed(texts, vocab):
 
 def test_a_target_is_not_asked_about_ids_that_it_cannot_say():
     made = engine("ngram", "branching", "match", temperature=0.9, dtype=torch.float32, vocab=9)
-    made.drafter = prepared(made.target)
+    made = Engine.of(made, drafter=prepared(made.target))
     trace = made.generate([[1, 20, 2, 1, 20, 2, 1], [30, 8, 30]], NEW).trace
     assert max(guess for step in trace.steps() for guess in step.guesses) < 9
 

@@ -15,6 +15,7 @@ from support.toys import texts, toy_engine
 from specexp.drafters.lookahead import Lookahead
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
+from specexp.engine import Engine
 from specexp.policy import Fixed
 from specexp.rules import Match, Reject
 from specexp.sampling import Sampling
@@ -50,8 +51,8 @@ def begun(drafter, seqs):
 @pytest.mark.parametrize("kind", ["suffix", "recycle", "lookahead"])
 def test_a_drafter_with_a_memory_keeps_the_law(kind, rule, shape):
     """`generate` itself, world by world: what it remembers may depend on all that is past."""
-    engine = toy_engine(rule, "null", V=2)
-    engine.drafter, engine.policy = made_by(kind, 2), Fixed(shape)
+    toy = toy_engine(rule, "null", V=2)
+    engine = Engine.of(toy, drafter=made_by(kind, 2), policy=Fixed(shape))
     case = texts(2, 3)[2]
     assert distance(written(engine, case, 2), plain(engine, case, 2)) <= 1e-12
 
@@ -155,7 +156,7 @@ def test_recycle_offers_the_targets_last_candidates_breadth_first():
     made = engine("recycle", Tree.branching(2, 2))
     tree = Tree.branching(2, 2)
     seqs = Sequences.of(PROMPTS[:1], 20, slack=8)
-    made.begin(seqs)
+    seqs = made.begin(seqs)
     table: dict[int, list[int]] = {}
     with torch.inference_mode():
         for _ in range(8):
@@ -170,8 +171,8 @@ def test_recycle_offers_the_targets_last_candidates_breadth_first():
                 if token >= 0:
                     table[token] = seen.logits[0, node].topk(4).indices.tolist()
             verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
-            made.target.keep(seqs, verdict)
-            made.drafter.observe(seqs, tree, verdict, seen)
+            made.target.keep(seqs, draft, verdict)
+            made.drafter.observe(seqs, draft, verdict, seen)
             seqs.commit(verdict)
 
 
@@ -190,7 +191,7 @@ def test_lookahead_solves_a_line_that_the_target_would_write():
     """Jacobi: a guess that stands right behind right guesses is right in the next round."""
     made = engine("lookahead", Tree.chain(4))
     seqs = Sequences.of([PROMPTS[1]], 24, slack=5)
-    made.begin(seqs)
+    seqs = made.begin(seqs)
     made.drafter._learn = lambda *learned: None
     with torch.inference_mode():
         made.drafter.pool.clear(slice(0, 1))
@@ -198,7 +199,7 @@ def test_lookahead_solves_a_line_that_the_target_would_write():
         seen = made.target.verify(seqs, draft)
         said = seen.logits[0].argmax(-1).tolist()
         verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
-        made.drafter.observe(seqs, Tree.chain(4), verdict, seen)
+        made.drafter.observe(seqs, draft, verdict, seen)
         seqs.commit(verdict)
         n = int(verdict.n[0])
         line = (said[n + 1 :] + [said[-1]] * 4)[:4]
@@ -210,7 +211,7 @@ def test_lookahead_drafts_deeper_than_its_line(shape):
     made = engine("lookahead", Tree.chain(2))
     made.policy = Fixed(shape)
     for line in (2, 4):
-        made.drafter = Lookahead(made.target, 3, line)
+        made = Engine.of(made, drafter=Lookahead(made.target, 3, line))
         assert made.generate(PROMPTS, 24).tokens == engine("null").generate(PROMPTS, 24).tokens
 
 

@@ -89,10 +89,10 @@ def test_padded_vocabulary_adds_no_step_to_a_round(kind):
     assert padded.target.net.fused.head.data_ptr() == whole.target.module.lm_head.weight.data_ptr()
     made = padded.generate(PROMPTS, NEW)
     if kind == "null":
-        assert isinstance(padded.replays.latest[1].again, cpu_replays._Compiled)
+        assert isinstance(padded.recorder.latest[1].again, cpu_replays._Compiled)
     assert max(map(max, made.tokens)) < 26
     plain = padded.plain()
-    plain.target = unfused(plain.target.module)
+    plain = Engine.of(plain, target=unfused(plain.target.module))
     plain.target.vocab = 26
     assert made.tokens == plain.generate(PROMPTS, NEW).tokens
 
@@ -232,7 +232,7 @@ def test_broken_row_leaves_others_unchanged():
     assert (lm.fault != 0).tolist() == [False, True, False]
     assert torch.equal(logits[[0, 2]], fed(lm, good, [4]))
     broken = engine("null", "chain", "match", dtype=torch.float32)
-    broken.target = of_module(made("llama", torch.float32), "mine")
+    broken = Engine.of(broken, target=of_module(made("llama", torch.float32), "mine"))
     broken.target.module.lm_head.weight.data[3] = torch.inf
     with pytest.raises(NonFiniteLogits, match="mine produced NaN"):
         broken.generate(PROMPTS, NEW)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.tape import recorded, unrecorded
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
 from test_cuda_graphs import Turns, told
 from torch import Tensor
@@ -15,15 +16,17 @@ from torch import Tensor
 from specexp.engine import Engine
 from specexp.fast import cpu_replays
 from specexp.fast.cpu import build
-from specexp.fast.cuda_graphs import Graphs
+from specexp.fast.recordings import Recordings
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
+from specexp.recording import Recorder
 from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineRows
 from specexp.serving.policies import InTurn
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.sources import Closed, serve
+from specexp.trace import Step
 from specexp.tree import Tree
 
 pytestmark = pytest.mark.compiler
@@ -35,9 +38,7 @@ def fast(*args, **asked) -> Engine:
 
 
 def slow(*args, **asked) -> Engine:
-    made = fast(*args, **asked)
-    made.replays = None
-    return made
+    return unrecorded(fast(*args, **asked))
 
 
 @pytest.mark.parametrize("law", [("match", 0.0), ("reject", 0.9), ("block", 0.9)])
@@ -52,7 +53,7 @@ def test_replayed_rounds_are_the_rounds(kind, tree, law):
     one, other = (make(kind, tree, **asked) for make in (fast, slow))
     for prompts in (PROMPTS, PROMPTS[2:4], PROMPTS[:1]):
         assert told(one.generate(prompts, LONG)) == told(other.generate(prompts, LONG))
-        assert one.replays.kinds == {"round"}
+        assert recorded(one) == {"round"}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -119,19 +120,19 @@ def test_rows_with_budgets_are_replayed(kind):
         reports = []
         for turn in range(12):
             seqs.budget.copy_(budget.roll(turn))  # in the same memory
-            reports.append(pairing.report(seqs, TREES["chain"]))
+            reports.append(pairing.run(seqs, TREES["chain"]))
         lines = zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
         found.append((reports, [tokens[:length] for tokens, length in lines]))
     assert found[0] == found[1]
-    assert "round" in made.replays.kinds
+    assert "round" in recorded(made)
 
 
 def test_a_draft_on_the_host_has_its_target_replayed():
     one, other = fast("suffix"), slow("suffix")
     one.drafter.on_host = other.drafter.on_host = True
     assert told(one.generate(PROMPTS, LONG)) == told(other.generate(PROMPTS, LONG))
-    assert "verify" in one.replays.kinds
-    assert "round" not in one.replays.kinds
+    assert "verify" in recorded(one)
+    assert "round" not in recorded(one)
 
 
 def test_a_chain_and_a_tree_of_its_size_are_other_passes():
@@ -158,7 +159,7 @@ def test_served_texts_are_the_texts(kind):
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
     responses = serve(server, Closed(requests, 4))
     assert {a.request.stream: a.tokens for a in responses} == dict(enumerate(wanted))
-    assert "round" in made.replays.kinds
+    assert "round" in recorded(made)
 
 
 def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
@@ -179,13 +180,13 @@ def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
 def test_a_round_serves_texts_of_any_length_where_passes_read_what_they_see(dtype, kinds):
     made, seen = fast("null", dtype=dtype), set()
     bank = EngineRows(made, count=1, slots=128, slack=5)
-    report = made.report
+    run = made.run
 
-    def noted(seqs: Sequences, tree: Tree) -> list[list[int]]:
-        seen.add(seqs.place)
-        return report(seqs, tree)
+    def noted(seqs: Sequences, tree: Tree) -> list[Step]:
+        seen.add(seqs.address)
+        return run(seqs, tree)
 
-    made.report = noted
+    made.run = noted
     server = Server(bank, Fixed(TREES["empty"]))
     [answer] = serve(server, Closed([Request(PROMPTS[0], 80)], 1))
     assert len(answer.tokens) == 80
@@ -233,8 +234,8 @@ def test_to_be_able_to_draft_adds_nothing_to_a_round_that_does_not():
     for made in (fast("model"), fast("model").plain()):
         seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=5))
         for _ in range(4):
-            made.report(seqs, TREES["empty"])
-        found.append([call.function for call in made.replays.latest[1].again.calls])
+            made.run(seqs, TREES["empty"])
+        found.append([call.function for call in made.recorder.latest[1].again.calls])
     assert found[0] == found[1]
     assert len(found[0]) > 5
 
@@ -245,10 +246,10 @@ def test_to_be_able_to_draft_adds_nothing_to_a_round_that_does_not():
 @torch.inference_mode()
 def tried(fn) -> bool:
     """Whether a function is replayed, tried three times."""
-    known = Graphs(cpu_replays.Calls())
+    known = Recordings(cpu_replays.Calls())
     for _ in range(3):
         known.run("this", 0, fn)
-    return "this" in known.kinds
+    return known.latest[1].again is not None
 
 
 def test_what_reaches_the_host_is_not_replayed():
@@ -337,14 +338,14 @@ def test_what_takes_much_room_is_not_kept(monkeypatch):
     made = fast("model", "chain")
     monkeypatch.setattr(cpu_replays, "MOST", 1000)
     made.generate(PROMPTS, LONG)
-    assert "round" not in made.replays.kinds
+    assert "round" not in recorded(made)
 
 
 @pytest.mark.parametrize("on", ["on", "off"])
 def test_replays_can_be_turned_off(monkeypatch, on):
     monkeypatch.setenv("SPECEXP_GRAPHS", on)
-    assert (fast().replays is None) == (on == "off")
-    assert engine(dtype=torch.float64).replays is None  # nothing of it is compiled
+    assert (type(fast().recorder) is Recorder) == (on == "off")
+    assert type(engine(dtype=torch.float64).recorder) is Recorder  # nothing of it is compiled
 
 
 # what a replay depends on
@@ -357,8 +358,8 @@ def test_other_numbers_of_threads_are_other_replays(monkeypatch):
         for count in (1, 2):
             torch.set_num_threads(count)
             for _ in range(3):
-                made.report(seqs, TREES["empty"])
-            assert len(made.replays.kept) == count
+                made.run(seqs, TREES["empty"])
+            assert len(made.recorder.kept) == count
     finally:
         torch.set_num_threads(threads)
 
@@ -394,22 +395,22 @@ def test_a_token_that_there_is_not_is_refused_in_a_replay_too():
     made = fast("null", "empty")
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
     for _ in range(4):
-        made.report(seqs, TREES["empty"])
+        made.run(seqs, TREES["empty"])
     seqs.tokens[0, seqs.length[0] - 1] = 99
     with pytest.raises(IndexError, match="a token or a slot is out of range"):
-        made.report(seqs, TREES["empty"])
+        made.run(seqs, TREES["empty"])
 
 
 def test_nothing_is_replayed_in_memory_that_is_gone():
     made = fast("model")
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=5))
     for _ in range(4):
-        made.report(seqs, TREES["chain"])
-    assert "round" in made.replays.kinds
-    made.plain().allocate(len(PROMPTS), 99)  # the target is theirs, too
-    latest = made.replays.latest
-    made.report(seqs, TREES["chain"])
-    assert made.replays.latest is not latest
+        made.run(seqs, TREES["chain"])
+    assert "round" in recorded(made)
+    made.plain().rows.allocate(len(PROMPTS), 99)  # the target is theirs, too
+    latest = made.recorder.latest
+    made.run(seqs, TREES["chain"])
+    assert made.recorder.latest is not latest
 
 
 def test_what_another_engine_moved_of_a_drafter_is_found():
@@ -425,10 +426,10 @@ def test_a_network_that_changes_is_another_replay():
     made, lm = fast("null", "empty"), of_module(engine(dtype=torch.float32).target.module)
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
     for _ in range(4):
-        made.report(seqs, TREES["empty"])
+        made.run(seqs, TREES["empty"])
     run, called = lm.net, []
     made.target.net = lambda *asked, **more: (called.append(1), run(*asked, **more))[1]
-    made.report(seqs, TREES["empty"])
+    made.run(seqs, TREES["empty"])
     assert called
 
 

@@ -19,7 +19,8 @@ from specexp.drafters.recycle import Recycle
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits
 from specexp.fast import cuda_graphs
-from specexp.fast.cuda_graphs import MOST, Cuda, Graphs, Refused
+from specexp.fast.cuda_graphs import Cuda
+from specexp.fast.recordings import MOST, Recordings, Refused
 from specexp.measure.exactness import certify, compare
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
@@ -79,9 +80,9 @@ def test_replayed_rounds_are_the_rounds(kind, tree, rule, temperature, device):
     one, other = (make(engine(kind, tree, rule, **asked)) for make in (taped, untaped))
     for prompts in (PROMPTS, PROMPTS[2:4]):
         assert told(one.generate(prompts, LONG)) == told(other.generate(prompts, LONG))
-    assert set(one.graphs.recorder.recorded) == {"round"}
-    assert one.graphs.recorder.replays > 5
-    assert not other.graphs.recorder.recorded
+    assert set(one.recorder.tape.recorded) == {"round"}
+    assert one.recorder.tape.replays > 5
+    assert not other.recorder.tape.recorded
 
 
 @pytest.mark.parametrize("tree", ["chain", pytest.param("grown", marks=pytest.mark.slow)])
@@ -94,11 +95,12 @@ def test_a_replayed_text_is_the_text_without_graphs(kind, tree):
 @on_every_device
 @pytest.mark.parametrize("kind", MIXED)
 def test_rounds_of_several_trees_are_a_graph_each(kind, device):
-    one, other = (engine(kind, dtype=torch.float32, device=device) for _ in range(2))
-    for made in (taped(one), untaped(other)):
+    asked = {"dtype": torch.float32, "device": device}
+    one, other = taped(engine(kind, **asked)), untaped(engine(kind, **asked))
+    for made in (one, other):
         made.policy = Turns(3, 1, 0, 2)
     assert told(one.generate(PROMPTS, 60)) == told(other.generate(PROMPTS, 60))
-    assert len(one.graphs.recorder.recorded) >= (1 if kind == "null" else 4)
+    assert len(one.recorder.tape.recorded) >= (1 if kind == "null" else 4)
 
 
 # while the host reads
@@ -110,16 +112,16 @@ def watched():
 
     def make(*args, **kwargs):
         made, seen = taped(engine(*args, **kwargs)), []
-        launch = made.launch
+        start = made.start
 
         def noted(seqs, tree, hold):
             if tree.depth:
                 assert int(seqs.length.max()) + tree.depth <= made.drafter.context
             seen.append(("begun", tree.depth))
-            wait = launch(seqs, tree, hold)
+            wait = start(seqs, tree, hold)
             return lambda: (seen.append(("read", tree.depth)), wait())[1]
 
-        made.launch = noted
+        made.start = noted
         return made, seen
 
     return make
@@ -193,9 +195,9 @@ def test_what_lasts_stays_where_it_is_and_shapes_do_not_depend_on_what_it_holds(
 class Elsewhere(Recycle):
     """Keeps what it learns in another tensor every round."""
 
-    def observe(self, seqs, tree, verdict, seen):
+    def observe(self, seqs, draft, verdict, seen):
         self.table.notes = self.table.notes.clone()
-        super().observe(seqs, tree, verdict, seen)
+        super().observe(seqs, draft, verdict, seen)
 
 
 class Counts(Drafter):
@@ -220,9 +222,10 @@ def test_a_drafter_that_breaks_the_contract_is_noticed(spoilt):
     """The text is exact even so; the guesses are others."""
     found = []
     for make in (taped, untaped):
-        made = make(engine("null", "chain", "match", temperature=0.9))
-        made.drafter = Recycle(made.target, 4) if spoilt is Elsewhere else spoilt()
-        made.drafter.__class__ = spoilt
+        null = engine("null", "chain", "match", temperature=0.9)
+        drafter = Recycle(null.target, 4) if spoilt is Elsewhere else spoilt()
+        drafter.__class__ = spoilt
+        made = make(Engine(null.target, drafter, null.policy, null.sampling, null.rule))
         found.append(told(made.generate(PROMPTS, 60)))
     (texts, guesses), (wanted, others) = found
     assert texts == wanted
@@ -249,8 +252,8 @@ def hosted(device: str, says: bool) -> Engine:
 def test_of_a_drafter_on_the_host_the_target_is_recorded_alone(device):
     one, other = taped(hosted(device, says=True)), untaped(hosted(device, says=True))
     assert told(one.generate(PROMPTS, LONG)) == told(other.generate(PROMPTS, LONG))
-    assert set(one.graphs.recorder.recorded) == {"verify"}
-    assert one.graphs.recorder.replays > 5
+    assert set(one.recorder.tape.recorded) == {"verify"}
+    assert one.recorder.tape.replays > 5
 
 
 @on_every_device
@@ -259,7 +262,7 @@ def test_what_cannot_be_recorded_is_run_and_one_line_says_why(device, caplog):
     with caplog.at_level(logging.WARNING, "specexp"):
         found = [one.generate(PROMPTS, LONG) for _ in range(2)]
     assert [told(x) for x in found] == [told(other.generate(PROMPTS, LONG)) for _ in range(2)]
-    assert not one.graphs.recorder.recorded
+    assert not one.recorder.tape.recorded
     [line] = [r.getMessage() for r in caplog.records if "CUDA graph" in r.getMessage()]
     assert line.startswith("CUDA graphs are off for this engine, which makes it slower: ")
     assert "\n" not in line
@@ -270,12 +273,12 @@ def test_where_one_could_not_be_recorded_another_is(device):
     """Graphs of a kind share memory, and a recording that failed had begun to use it."""
     refused = taped(hosted(device, says=False))
     refused.generate(PROMPTS, LONG)
-    assert refused.graphs.refused
+    assert refused.recorder.refused
     asked = {"dtype": torch.float32, "device": device}
     one, other = taped(engine("model", **asked)), untaped(engine("model", **asked))
     assert told(one.generate(PROMPTS, LONG)) == told(other.generate(PROMPTS, LONG))
-    assert set(one.graphs.recorder.recorded) == {"round"}
-    assert one.graphs.recorder.replays > 5
+    assert set(one.recorder.tape.recorded) == {"round"}
+    assert one.recorder.tape.replays > 5
 
 
 @torch.inference_mode()
@@ -285,14 +288,10 @@ def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int
     guessed = []
     for i in range(rounds):
         tree = trees[i % len(trees)]
-        draft = made.drafted(seqs, tree)
+        draft = made.recorder.part(made, "draft", made.draft, seqs, tree)
         guessed.append(draft.tokens.tolist())
-        seen = made.verified(seqs, draft)
-        verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
-        if not tree.is_chain:
-            made.target.keep(seqs, verdict)
-        made.drafter.observe(seqs, tree, verdict, seen)
-        seqs.commit(verdict)
+        seen = made.recorder.part(made, "verify", made.verify, seqs, draft)
+        made.commit(seqs, draft, made.accept(draft, seen), seen)
     return guessed
 
 
@@ -303,14 +302,14 @@ def test_a_drafter_finds_what_it_left_for_itself_in_a_draft_recorded_apart(kind)
     trees = [Tree.branching(2, 2, 1), Tree.branching(3, 1, 1), Tree.chain(4)]
     one, other = (make(engine(kind, rule="match")) for make in (taped, untaped))
     assert in_parts(one, trees, 24) == in_parts(other, trees, 24)
-    assert {"draft", "verify"} <= set(one.graphs.recorder.recorded)
+    assert {"draft", "verify"} <= set(one.recorder.tape.recorded)
 
 
 def test_an_engine_goes_with_its_graphs_as_soon_as_nobody_wants_it():
     made = taped(engine("model"))
     made.generate(PROMPTS, LONG)
-    assert made.graphs.kept
-    gone = weakref.ref(made), weakref.ref(made.graphs)
+    assert made.recorder.kept
+    gone = weakref.ref(made), weakref.ref(made.recorder)
     gc.disable()
     try:
         del made
@@ -332,7 +331,7 @@ def test_engines_that_share_a_target_settle_in_one_memory():
         for prompts, texts in zip(batches, wanted, strict=True):
             for made in (one, other):
                 assert made.generate(prompts, NEW).tokens == texts
-        seen.append([len(made.graphs.recorder.recorded) for made in (one, other)])
+        seen.append([len(made.recorder.tape.recorded) for made in (one, other)])
     assert seen[1] == seen[2]
     assert one.target.cache.batch == len(PROMPTS)
     assert one.target.cache.size >= 70 + NEW
@@ -343,7 +342,7 @@ def test_engines_that_share_a_target_settle_in_one_memory():
 def test_a_cache_has_gone_when_room_for_a_larger_one_is_counted(kind, recorded, monkeypatch):
     made, there = engine(kind, "chain"), []
     made = taped(made) if recorded else made
-    assert (made.recordings is not None) == recorded
+    assert (made.recorder.ahead > 0) == recorded
     made.generate(PROMPTS[:1], NEW)
     held = [x for lm in made.models for x in (lm.cache, *lm.cache._buffers())]
     old = [weakref.ref(x) for x in held]
@@ -367,11 +366,11 @@ def test_nothing_is_replayed_in_memory_that_is_gone():
     made = taped(engine("null", "empty"))
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
     for _ in range(Cuda.warm + 3):
-        made.report(seqs, TREES["empty"])
-    assert made.graphs.recorder.replays == 2
-    made.plain().allocate(len(PROMPTS), 99)  # the target is theirs, too
-    made.report(seqs, TREES["empty"])
-    assert made.graphs.recorder.replays == 2
+        made.run(seqs, TREES["empty"])
+    assert made.recorder.tape.replays == 2
+    made.plain().rows.allocate(len(PROMPTS), 99)  # the target is theirs, too
+    made.run(seqs, TREES["empty"])
+    assert made.recorder.tape.replays == 2
 
 
 def test_when_all_does_not_fit_together_what_is_asked_for_is_enough(monkeypatch):
@@ -390,10 +389,11 @@ def test_texts_end_where_the_engine_says_that_they_do():
 
 
 def test_a_drafter_that_comes_later_finds_room():
-    made = taped(engine("null", "chain", "match"))
-    wanted = made.generate(PROMPTS, LONG).tokens
+    first = taped(engine("null", "chain", "match"))
+    wanted = first.generate(PROMPTS, LONG).tokens
     for kind in ("model", "recycle"):
-        made.drafter = engine(kind).drafter
+        drafter = engine(kind).drafter
+        made = taped(Engine(first.target, drafter, first.policy, first.sampling, first.rule))
         assert made.generate(PROMPTS, LONG).tokens == wanted
 
 
@@ -401,9 +401,9 @@ def test_rules_and_laws_that_change_are_other_graphs():
     made = taped(engine("model", "chain", "reject", temperature=0.9))
     made.generate(PROMPTS, LONG)
     assert certify(made, PROMPTS, LONG).bugs == 0  # a copy of it, with another rule
-    recorded = len(made.graphs.recorder.recorded)
+    recorded = len(made.recorder.tape.recorded)
     made.generate(PROMPTS, LONG)
-    assert len(made.graphs.recorder.recorded) <= recorded + 1
+    assert len(made.recorder.tape.recorded) <= recorded + 1
 
 
 @pytest.mark.parametrize("culprit", ["target", "draft"])
@@ -442,7 +442,7 @@ def test_served_texts_are_the_texts(kind, ragged, device):
     texts = [a.tokens for a in sorted(responses, key=lambda a: a.request.stream)]
     plain = engine("null", "empty", **asked)
     assert compare(plain, PROMPTS * 2, texts, NEW, range(10)).bugs == 0
-    assert made.graphs.recorder.replays > 0
+    assert made.recorder.tape.replays > 0
 
 
 def test_rounds_cover_known_sizes_where_rows_are_free():
@@ -461,7 +461,7 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
     assert covered(2, 2, 2) == (3, [2, 2, 2])
     assert covered(2, 2, -1) == (3, [2, 2, -1])
     assert covered(2, 0, -1) == (3, [2, 0, -1])
-    taped(made)
+    bank = EngineRows(taped(made), count=7, slots=64, slack=5)
     assert [covered(*[2] * n)[0] for n in (1, 3, 4, 5, 7)] == [1, 4, 4, 7, 7]
     assert covered(2, 0, 1, 3, -1) == (7, [2, 0, 1, 3, -1, -1, -1])
     assert covered(0, 0, -1) == (4, None)
@@ -471,7 +471,7 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
 
 
 def test_the_first_calls_are_real_and_the_one_used_least_lately_goes():
-    kept, called = Graphs(Tape()), []
+    kept, called = Recordings(Tape()), []
     total = torch.zeros(3)
 
     def add(x):
@@ -497,7 +497,7 @@ def test_on_a_cpu_functions_stay_what_they_are():
 
     assert cuda_graphs.on(cpu) is None
     assert cuda_graphs.capture(fn, cpu) is fn
-    assert engine().graphs is None
+    assert engine().recorder.ahead == 0
 
 
 def test_graphs_can_be_turned_off(monkeypatch):

@@ -8,13 +8,14 @@ from support.references import references
 from specexp import ops
 from specexp.drafters.suffix import Suffix
 from specexp.models import heads, lm, load
+from specexp.recording import recorder_for
 from specexp.rules import Block, Reject
 from specexp.sampling import ACCEPT, TOKEN, Certain, Noise, Sampling, mix, ranked
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
-# networks, which are compared whole: test_fused.py, test_fused_eagle.py, test_huge_pages.py
-NETWORKS = {lm.network, heads.network, load.settle}
+# networks and recorders, which are compared whole: test_fused.py, test_cpu_replays.py, ...
+WHOLE = {lm.network, heads.network, load.settle, recorder_for}
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -24,7 +25,7 @@ def registered() -> list[object]:
     for device in DEVICES:
         ops.home(torch.device(device))
         for call, op in ops.OPS.items():
-            if call not in NETWORKS and device in op.kernels and op.kernels[device][1]():
+            if call not in WHOLE and device in op.kernels and op.kernels[device][1]():
                 cases.append(pytest.param(call, device, id=f"{call.__qualname__}-{device}"))
     return cases
 

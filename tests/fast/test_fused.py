@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from specexp import ops
+from specexp.engine import Engine
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused
@@ -111,7 +112,7 @@ def test_fused_text_matches_transformers_for_every_drafter(kind, tree):
     assert greedy.generate(PROMPTS, NEW).tokens == expected("llama")
     drawn = engine(kind, tree, "match", temperature=0.9, seed=5)
     plain = drawn.plain()
-    plain.target = unfused(plain.target.module)
+    plain = Engine.of(plain, target=unfused(plain.target.module))
     assert drawn.generate(PROMPTS, NEW).tokens == plain.generate(PROMPTS, NEW).tokens
 
 

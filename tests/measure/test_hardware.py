@@ -9,17 +9,20 @@ import types
 import pytest
 import torch
 from conftest import tiny_llama
-from support.tape import Tape, taped
+from support.tape import Tape, recorded, taped
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from specexp import api
+from specexp import api, ops
 from specexp.drafters.model import DraftModel
-from specexp.fast import cuda_graphs
+from specexp.engine import Engine
 from specexp.fast.cpu import passes
+from specexp.fast.recordings import Recordings
 from specexp.measure.hardware import roofline, suites
+from specexp.measure.hardware.phases import PHASES, PassTimed, PhaseClock, phases
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import LM
 from specexp.models.load import of_module
+from specexp.recording import Recorder, recorder_for
 from specexp.rules import Match, Reject
 
 CPU = torch.device("cpu")
@@ -162,7 +165,7 @@ def costly(monkeypatch, now):
 
 
 def test_round_phases_match_planted_times(pairing, costly):
-    report = suites.a_round(pairing, [p.text for p in PROMPTS], 12, 2)
+    report = phases(pairing, [p.text for p in PROMPTS], 12, 2)
     fast, plain = report["fast"], report["plain"]
     ms = {phase: of["ms"] for phase, of in fast["phases"].items()}
     assert ms == {"draft": 6000, "verify": 6000, "accept": 2000, "commit": 1000, "host": 0}
@@ -170,17 +173,17 @@ def test_round_phases_match_planted_times(pairing, costly):
         "draft": 0, "verify": 6000, "accept": 2000, "commit": 0, "host": 0,
     }  # fmt: skip
     assert fast["round_ms"] == sum(ms.values()) == 15000
-    assert fast["draft_passes_ms"] == 3000
+    assert fast["draft_passes_ms"] == 6000
     assert fast["sum_over_round"] == {"value": 1, "low": 1, "high": 1}
-    assert fast["overhead"]["value"] == pytest.approx(6 / 15)
+    assert fast["overhead"]["value"] == pytest.approx(3 / 15)
     assert fast["phases"]["draft"]["share"]["value"] == pytest.approx(6 / 15)
     length = report["acceptance"]["length"]
-    assert report["speedup"]["from_passes"] == pytest.approx(length * 6 / 9)
+    assert report["speedup"]["from_passes"] == pytest.approx(length * 6 / 12)
     assert report["turns"] == 4
 
 
 def test_round_speedup_is_of_delivered_tokens(pairing, costly):
-    report = suites.a_round(pairing, [PROMPTS[0].text], 12, 1)
+    report = phases(pairing, [PROMPTS[0].text], 12, 1)
     engine = pairing.with_().engine
     engine.eos = ()
     rounds = len(engine.generate(pairing.encode([PROMPTS[0].text]), 12).trace.rounds)
@@ -188,60 +191,48 @@ def test_round_speedup_is_of_delivered_tokens(pairing, costly):
 
 
 @pytest.mark.parametrize("graphs", ["off", pytest.param("on", marks=pytest.mark.compiler)])
-def test_watching_a_round_changes_nothing(pairing, monkeypatch, graphs):
+def test_clocked_round_changes_nothing(pairing, monkeypatch, graphs):
     monkeypatch.setenv("SPECEXP_GRAPHS", graphs)
     engine, ids = pairing.with_().engine, pairing.encode([PROMPTS[0].text])
-    clean = engine.generate(ids, 12)
-    before = {id(x): set(vars(x)) for x in (engine, engine.drafter, *engine.models)}
-    with suites.watched(engine) as spent:
-        watched = engine.generate(ids, 12)
-    assert watched.tokens == clean.tokens
-    assert spent["rounds"] == len(clean.trace.rounds)
-    assert spent["draft"] > 0
-    assert 0 <= spent["passes"] <= spent["draft"]
-    assert (spent["passes"] == 0) == (graphs == "on")
-    with pytest.raises(ZeroDivisionError), suites.watched(engine):
-        raise ZeroDivisionError
-    for x in (engine, engine.drafter, *engine.models):
-        assert set(vars(x)) - before[id(x)] <= {"place"}
+    clean, clock = engine.generate(ids, 12), PhaseClock(engine.target.device)
+    clocked = Engine.of(engine, clock=clock)
+    for _ in range(3):
+        assert clocked.generate(ids, 12).tokens == clean.tokens
+        seconds = clock.take()
+        assert seconds["rounds"] == len(clean.trace.rounds)
+        assert all(seconds[phase] > 0 for phase in PHASES)
+    assert clock.take() == dict.fromkeys(seconds, 0.0)
+    assert recorded(clocked) == ({"draft", "verify"} if graphs == "on" else set())
 
 
 @pytest.mark.compiler
 def test_clock_of_compiled_passes(pairing, monkeypatch):
     seconds = iter([3.0, 8.0])
-    engine, ids = pairing.with_().engine, pairing.encode([PROMPTS[0].text])
-    with suites.passing(engine) as spent:
-        trace = engine.generate(ids, 12).trace
-        assert 0 < spent() < trace.decode_s
-    with suites.passing(engine) as spent:
-        monkeypatch.setattr(passes, "passes_s", lambda: next(seconds))
-        engine.generate(ids, 12)
-        assert spent() == 5  # from when the prompt had been read
-    assert "begin" not in vars(engine)
-    engine.replays = None
-    with suites.passing(engine) as spent:
-        assert spent() == 0
+    engine, ids = PassTimed.of(pairing.with_().engine), pairing.encode([PROMPTS[0].text])
+    trace = engine.generate(ids, 12).trace
+    assert 0 < engine.passes_s < trace.decode_s
+    monkeypatch.setattr(passes, "passes_s", lambda: next(seconds))
+    engine.generate(ids, 12)
+    assert engine.passes_s == 5
+    assert PassTimed.of(engine, recorder=Recorder()).passes_s == 0
 
 
 def test_watched_rounds_split_cuda_graphs(pairing):
     engine, ids = taped(pairing.with_(gamma=1).engine), pairing.encode([PROMPTS[0].text])
     clean = engine.generate(ids, 30)
-    assert set(engine.graphs.recorder.recorded) == {"round"}
-    before = {id(x): set(vars(x)) for x in (engine, engine.drafter, *engine.models)}
-    with suites.watched(engine) as spent:
-        watched = engine.generate(ids, 30)
-    assert watched.tokens == clean.tokens
-    assert engine.graphs.recorder.recorded == ["round", "draft", "verify"]
-    assert spent["rounds"] == len(clean.trace.rounds)
-    assert spent["passes"] == 0 < spent["draft"]
-    for x in (engine, engine.drafter, *engine.models):
-        assert set(vars(x)) - before[id(x)] <= {"place"}
+    assert set(engine.recorder.tape.recorded) == {"round"}
+    clock = PhaseClock(engine.target.device)
+    clocked = Engine.of(engine, clock=clock, recorder=taped(engine).recorder)
+    assert clocked.generate(ids, 30).tokens == clean.tokens
+    assert clocked.recorder.tape.recorded == ["draft", "verify"]
+    assert clock.take()["rounds"] == len(clean.trace.rounds)
     assert engine.generate(ids, 30).tokens == clean.tokens
 
 
 def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
     """Every suite on a tape: nothing is timed well, and everything has to fit together."""
-    monkeypatch.setattr(cuda_graphs, "on", lambda device: cuda_graphs.Graphs(Tape()))
+    chosen = ops.OPS[recorder_for].chosen
+    monkeypatch.setitem(chosen, torch.device("cpu"), lambda target: Recordings(Tape()))
     monkeypatch.setattr(passes.Native, "sparing", 0)  # a tape knows only torch's operations
     taped_rig = pairing.apart()
     for name in suites.NAMES:
@@ -259,22 +250,21 @@ def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
 
 
 def test_draft_phase_of_a_drafter_without_model(pairing):
-    report = suites.a_round(pairing.with_(drafter="ngram"), [PROMPTS[0].text], 8, 1)
+    report = phases(pairing.with_(drafter="ngram"), [PROMPTS[0].text], 8, 1)
     assert report["fast"]["draft_passes_ms"] == report["fast"]["phases"]["draft"]["ms"] > 0
 
 
 def test_planted_drafter_does_not_pay_for_the_target(pairing, costly, tiny_folders):
     planted = pairing.with_(drafter=f"planted:0.5,{tiny_folders[1]}")
-    fast = suites.a_round(planted, [PROMPTS[0].text], 8, 1)["fast"]
+    fast = phases(planted, [PROMPTS[0].text], 8, 1)["fast"]
     ms = {phase: of["ms"] for phase, of in fast["phases"].items()}
-    assert (ms["verify"], ms["accept"], ms["host"]) == (6000, 2000, 0)
-    assert ms["draft"] == 3000 + fast["draft_passes_ms"]  # not the truth, now beforehand
+    assert (ms["draft"], ms["verify"], ms["accept"], ms["host"]) == (6000, 6000, 2000, 0)
 
 
 def test_eagle_layer_has_no_pass_of_its_own():
     pairing = api.load(drafter="eagle", gamma=2)
     assert [lm.name for lm in roofline.causal(pairing)] == ["target-10m"]
-    fast = suites.a_round(pairing, [PROMPTS[0].text], 8, 1)["fast"]
+    fast = phases(pairing, [PROMPTS[0].text], 8, 1)["fast"]
     assert 0 < fast["draft_passes_ms"] <= fast["phases"]["draft"]["ms"]
 
 

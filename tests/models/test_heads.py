@@ -15,6 +15,7 @@ from support.tiny import PROMPTS, V, engine, heads, module
 
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.medusa import MedusaHeads
+from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models import head_files
 from specexp.models.heads import check, default_taps, load, medusa_size, save
@@ -135,9 +136,8 @@ def test_published_heads_load_bit_for_bit_and_generate(tmp_path, layout, file):
         assert torch.equal(made.borrowed[0].weight, given["embed_tokens.weight"].double())
     law = Sampling()
     lm = of_module(target, "target")
-    pairing = engine("null", Tree.chain(3))
-    pairing.drafter = (MedusaHeads if head.kind == "medusa" else EagleLayer)(made, lm, law)
-    pairing.target = lm
+    drafter = (MedusaHeads if head.kind == "medusa" else EagleLayer)(made, lm, law)
+    pairing = Engine.of(engine("null", Tree.chain(3)), target=lm, drafter=drafter)
     assert pairing.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
 
 

@@ -300,7 +300,7 @@ def test_int8_round_reads_no_host_value_and_replays(tiny_folders):
         made.round(seqs, tree)
     recorded = taped(pairing.apart().engine)
     assert recorded.generate(ids, NEW).tokens == pairing.engine.generate(ids, NEW).tokens
-    assert recorded.graphs.recorder.replays > 0
+    assert recorded.recorder.tape.replays > 0
 
 
 def test_eagle_drafts_for_an_int8_target():

@@ -101,10 +101,10 @@ def test_rehearsed_rounds_are_not_recorded_again(kind):
     made = engine(kind, "chain", "match", temperature=0.0, dtype=torch.float32)
     rows, todo = EngineRows(made, 3, SLOTS, SLACK), requests(9)
     rows.rehearse(3)
-    known = set(made.recordings.kept)
+    known = set(made.recorder.kept)
     assert len(known) == 3 * (1 + 4)  # sizes; plain rounds of all rows, and those of some
     responses = serve(Server(rows, Restless(1)), Closed(todo, 5))
-    assert set(made.recordings.kept) == known
+    assert set(made.recorder.kept) == known
     for response in responses:
         assert response.tokens == alone(made, response.request)
 
@@ -113,15 +113,15 @@ def test_rehearsed_rounds_are_not_recorded_again(kind):
 def test_rehearsal_stops_when_memory_is_short(monkeypatch):
     made = engine("model", "chain", "match", temperature=0.0, dtype=torch.float32)
     rows, todo = EngineRows(made, 3, SLOTS, SLACK), requests(5)
-    report, sizes = Engine.report, []
+    run, sizes = Engine.run, []
 
     def scarce(engine, seqs, tree):
         sizes.append(len(seqs.tokens))
         if len(set(sizes)) == 3:
             raise torch.OutOfMemoryError("out of memory: tried to allocate")
-        return report(engine, seqs, tree)
+        return run(engine, seqs, tree)
 
-    monkeypatch.setattr(Engine, "report", scarce)
+    monkeypatch.setattr(Engine, "run", scarce)
     rows.rehearse(3)
     assert list(dict.fromkeys(sizes)) == [3, 2, 1]
     monkeypatch.undo()
@@ -171,7 +171,7 @@ def test_depth_follows_budget_and_reach(reach, drafted, compiled, monkeypatch):
     """Of the first and last three tokens agree, of the others one and none."""
     monkeypatch.setattr(ops, "fast", lambda: compiled)
     made = engine("ngram", "chain", "match")
-    made.drafter = NGram(3)
+    made = Engine.of(made, drafter=NGram(3))
     rows = EngineRows(made, 4, SLOTS, SLACK)
     texts = [1, 2, 3, 4, 1, 2, 3], [5, 1, 6, 1], [1, 2, 3], [1, 2, 3, 1, 2, 3]
     for row, text in enumerate(texts):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexp import ops, rules, sampling, sequences
+from specexp import ops, report, rules, sampling, sequences
 from specexp.drafters.ngram import NGram
 from specexp.drafters.recycle import Table
 from specexp.drafters.suffix import Suffix
@@ -366,7 +366,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     sequences.until: until,
     sequences.reached: reached,
     sequences.at_least: at_least,
-    sequences.round_report: round_report,
+    report.round_report: round_report,
     rules.follow: follow,
     Reject.__call__: reject,
     Block.__call__: block,

@@ -171,7 +171,7 @@ def explore(
     R = len(cases[0])
     prompts = [list(prompt) for case in cases for prompt in case]
     seqs = Sequences.of(prompts, max_new_tokens, slack=max(map(len, trees)), eos=engine.eos)
-    engine.begin(seqs)
+    seqs = engine.begin(seqs)
     begin = seqs.length.reshape(-1, R)
     case, weight = torch.arange(len(cases)), torch.ones(len(cases), dtype=torch.float64)
     state = _freeze(engine, seqs).unflatten(0, (-1, R))

@@ -2,6 +2,7 @@
 and run again on that memory. Python runs while they are recorded and never again."""
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from support.references import references
@@ -10,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs
 from specexp.fast.cpu_replays import Recording, again
-from specexp.fast.cuda_graphs import Graphs, Refused
+from specexp.fast.recordings import Recordings, Refused
+from specexp.recording import Recorder
 
 
 class Operations(Recording):
@@ -36,9 +38,9 @@ def operations():
 
 
 class Tape:
-    """A recorder for `graphs.Graphs`."""
+    """A tape for `Recordings`."""
 
-    warm = 3
+    warm, ahead = 3, 1
 
     def run(self, fn):
         return fn()
@@ -48,12 +50,15 @@ class Tape:
             made = fn()
         return again(noted.steps), made
 
+    def repeat(self, again, most, report):
+        return []
+
 
 class Counted:
-    """A recorder that tells the kinds of what it recorded, and how often something was replayed."""
+    """A tape that tells the kinds of what it recorded, and how often something was replayed."""
 
     def __init__(self, inner):
-        self.inner, self.warm = inner, inner.warm
+        self.inner, self.warm, self.ahead = inner, inner.warm, inner.ahead
         self.recorded, self.replays = [], 0
 
     def run(self, fn):
@@ -69,17 +74,31 @@ class Counted:
 
         return counted, made
 
+    def repeat(self, again, most, report):
+        return []
+
 
 def taped(engine: Engine) -> Engine:
     """The same engine with graphs, on whatever device."""
     for lm in engine.models:
         lm.net = getattr(lm.net, "fused", lm.net)  # a tape knows only torch's operations
     real = cuda_graphs.on(engine.target.device)
-    engine.graphs = Graphs(Counted(real.recorder if real else Tape()))
-    return engine
+    return Engine.of(engine, recorder=Recordings(Counted(real.tape if real else Tape())))
 
 
 def untaped(engine: Engine) -> Engine:
     """The same engine in the same memory, its operations launched one by one."""
-    taped(engine).graphs.refused = True
+    engine = taped(engine)
+    engine.recorder.refused = True
     return engine
+
+
+def unrecorded(engine: Engine) -> Engine:
+    """The same engine, its rounds run as they are."""
+    return Engine.of(engine, recorder=Recorder())
+
+
+def recorded(engine: Engine) -> set[Any]:
+    """The kinds of which something is recorded."""
+    kept = getattr(engine.recorder, "kept", {})
+    return {kind for (kind, _), replay in kept.items() if replay.again}

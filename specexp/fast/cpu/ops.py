@@ -14,9 +14,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from specexp import ops, rules, sampling, sequences
+from specexp import ops, report, rules, sampling, sequences
 from specexp.drafters import ngram, recycle, suffix
-from specexp.fast import fused, fused_eagle, huge_pages
+from specexp.fast import cpu_replays, fused, fused_eagle, huge_pages
 from specexp.fast.cpu import build
 from specexp.models import lm
 from specexp.sampling import ACCEPT, RESIDUAL, Noise, Rng, Sampling
@@ -25,7 +25,7 @@ from specexp.tree import Tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
-__all__ = ["fused", "fused_eagle", "huge_pages"]  # importing them registers theirs
+__all__ = ["cpu_replays", "fused", "fused_eagle", "huge_pages"]  # importing them registers theirs
 
 state = build.state
 PLAIN = (Tensor, torch.nn.Parameter)  # no subclass: it may have no memory of its own
@@ -190,7 +190,7 @@ def at_least(tokens: Tensor, least: int) -> Tensor:
     return raised
 
 
-@compiled(sequences.round_report)
+@compiled(report.round_report)
 def round_report(
     counts: Tensor, tokens: Tensor, faults: Sequence[Tensor], grade: Tensor | None
 ) -> Tensor:

@@ -1,5 +1,5 @@
 """The kernels of a GPU."""
 
-from specexp.fast import fused, fused_eagle
+from specexp.fast import cuda_graphs, fused, fused_eagle
 
-__all__ = ["fused", "fused_eagle"]  # importing them registers theirs
+__all__ = ["cuda_graphs", "fused", "fused_eagle"]  # importing them registers theirs

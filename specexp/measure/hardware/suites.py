@@ -11,40 +11,32 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 
 from specexp import api
 from specexp.api import Pairing
-from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import cuda_graphs
-from specexp.fast.cpu import passes as compiled
-from specexp.measure import interleave, parameters, statistics, summaries
+from specexp.measure import interleave, parameters
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
 from specexp.measure.hardware.machine import described, emulated
 from specexp.measure.hardware.peak_memory import peaks
+from specexp.measure.hardware.phases import phases
 from specexp.measure.hardware.roofline import PASSES, a_pass, causal, roofline, weight_bytes
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import LM
 from specexp.models.load import DTYPES, load
-from specexp.sequences import Sequences
 from specexp.serving.cost_table import Fit
-from specexp.trace import Acceptance, Trace
 from specexp.tracking.provenance import version
 from specexp.zoo import shelf
 
 NAMES = ("peers", "roofline", "round", "scale", "memory")
-PHASES = ("draft", "verify", "accept", "commit", "host")
 WORK = {
     "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
     "vLLM plain": "plain, vLLM", "draft over plain": "speculation",
@@ -108,203 +100,10 @@ def run(
     if name == "roofline":
         return roofline(pairing, texts, repeats)
     if name == "round":
-        return a_round(pairing, texts, max_new_tokens, repeats)
+        return phases(pairing, texts, max_new_tokens, repeats)
     if name == "memory":
         return peaks(pairing, texts, batches, max_new_tokens)
     return scale(pairing, texts, batches, repeats)
-
-
-# --- round ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def watched(engine: Engine) -> Iterator[dict[str, float]]:
-    """Hook clocks into `engine` while active; yields seconds by phase, summed over its rounds.
-
-    The device is synchronised at every phase border, and the phases have no gaps between them.
-    draft: `propose`; verify: the target's pass; accept: law and rule; commit: from the verdict to
-    the report (observe, commit; on a chain there is nothing to move); host: everything between two
-    rounds, which is reading the report and Python's work on it. `passes`: the part of `draft`
-    inside the drafter's models, 0 where drafting is replayed; `rounds`: their number.
-
-    Rounds that are otherwise replayed whole are split: draft and verify are replayed, the rest is
-    launched one operation at a time.
-    """
-    spent = dict.fromkeys((*PHASES, "passes", "rounds"), 0.0)
-    drafter, device = engine.drafter, engine.target.device
-    replays = engine.replays
-    replayed = replays is not None and "round" in replays.kinds
-    whole = replayed or (engine.graphs is not None and not drafter.on_host)
-    last, drafting = interleave.clock(device), False
-
-    def border(phase: str | None) -> None:
-        nonlocal last
-        now = interleave.clock(device)
-        if phase:
-            spent[phase] += now - last
-        last = now
-
-    def begin(call: Any, *args: Any) -> Any:
-        made = call(*args)
-        border(None)  # prefill is not part of a round
-        return made
-
-    def a_round(call: Any, *args: Any) -> Any:
-        made = call(*args)
-        border("commit")
-        spent["rounds"] += 1
-        return made
-
-    def propose(call: Any, *args: Any) -> Any:
-        nonlocal drafting
-        border("host")
-        drafting = True
-        made = engine.drafted(*args) if whole else call(*args)
-        border("draft")
-        drafting = False
-        return made
-
-    def verify(call: Any, *args: Any) -> Any:
-        made = engine.verified(*args) if whole else call(*args)
-        border("verify")
-        return made
-
-    def observe(call: Any, *args: Any) -> Any:
-        border("accept")
-        return call(*args)
-
-    def feed(call: Any, *args: Any, **more: Any) -> Any:
-        started = interleave.clock(device)
-        made = call(*args, **more)
-        if drafting:
-            spent["passes"] += interleave.clock(device) - started
-        return made
-
-    hooks: list[tuple[Any, str, Any]] = [
-        (engine, "begin", begin), (engine, "round", a_round), (engine, "_propose", propose),
-        (engine, "_verify", verify), (drafter, "observe", observe),
-    ]  # fmt: skip
-    if whole:
-        hooks += [(engine, "launch", lambda _, seqs, tree, *hold: engine.unrecorded(seqs, tree))]
-    else:
-        hooks += [(lm, "feed", feed) for lm in drafter.models]
-    with ExitStack() as borders:
-        if not whole:
-            engine.replays = None
-            borders.callback(setattr, engine, "replays", replays)
-        for owner, name, noted in hooks:
-            setattr(owner, name, partial(noted, getattr(owner, name)))  # hides the class's own
-            borders.callback(delattr, owner, name)
-        yield spent
-    border("host")
-
-
-def a_round(
-    pairing: Pairing, texts: Sequence[str], max_new_tokens: int, repeats: int
-) -> dict[str, Any]:  # fmt: skip
-    """Where a round's time goes, by phase, plain and speculative; the unit is a prompt and repeat.
-
-    The clean loop has no clocks except the one at the end of every round. The phases come from
-    generating the same outputs again, round by round in the same state, with a clock at every phase
-    border.
-    """
-    fast = pairing.with_().engine
-    fast.eos = ()
-    plain = fast.plain()
-
-    def clean(engine: Engine, ids: list[int]) -> tuple[Trace, float]:
-        with passing(engine) as spent:
-            trace = engine.generate([ids], max_new_tokens).trace
-        return trace, spent()
-
-    def replay(engine: Engine, ids: list[int]) -> dict[str, float]:
-        with watched(engine) as spent:
-            engine.generate([ids], max_new_tokens)
-        return spent
-
-    arms: dict[Any, Callable[[list[int]], Any]] = {
-        ("plain", "clean"): lambda ids: clean(plain, ids),
-        ("fast", "clean"): lambda ids: clean(fast, ids),
-        ("plain", "replay"): lambda ids: replay(plain, ids),
-        ("fast", "replay"): lambda ids: replay(fast, ids),
-    }
-    items = pairing.encode(texts) * repeats
-    seen = interleave.take(
-        arms, items, pairing.target.device, "round", lead=1
-    )  # rounds get recorded then
-    made = {arm: [turn.result for turn in found] for arm, found in seen.items()}
-    sides = {side: _side(made[side, "clean"], made[side, "replay"]) for side in ("plain", "fast")}
-    traces = {side: [trace for trace, _ in made[side, "clean"]] for side in ("plain", "fast")}
-    record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
-    record.check()
-    gamma = pairing.options["gamma"]
-    passes = pd.DataFrame(
-        {
-            "gamma": [0, gamma], "rest_s": 0.0,
-            "draft_s": [0.0, sides["fast"]["draft_passes_ms"] / 1e3],
-            "verify_s": [sides[side]["phases"]["verify"]["ms"] / 1e3 for side in sides],
-        }
-    )[["gamma", "draft_s", "verify_s", "rest_s"]]  # fmt: skip
-    times = [[t.decode_s for t in of] for of in traces.values()]
-    tokens = [[t.emitted for t in of] for of in traces.values()]
-    measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1])
-    predicted = summaries.predicted(passes, record).set_index("gamma")["speedup"][gamma]
-    return {
-        "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
-        **sides,
-        "acceptance": {"rate": record.rate, "length": record.length,
-                       "conditional": list(record.conditional)},
-        "speedup": {"measured": measured._asdict(), "from_passes": float(predicted)},
-    }  # fmt: skip
-
-
-@contextmanager
-def passing(engine: Engine) -> Iterator[Callable[[], float]]:
-    """Yields a function that returns the seconds spent in passes since prefill, by the clock in
-    compiled passes. 0 where rounds are not replayed or a model is not compiled: the phases are used
-    instead."""
-    nets = [lm.net for lm in engine.models]
-    clocked = engine.replays is not None and all(isinstance(net, compiled.Native) for net in nets)
-    begin, begun = engine.begin, 0.0
-
-    def noted(seqs: Sequences) -> Sequences:
-        nonlocal begun
-        made = begin(seqs)
-        begun = compiled.passes_s()
-        return made
-
-    vars(engine)["begin"] = noted
-    try:
-        yield lambda: compiled.passes_s() - begun if clocked else 0.0
-    finally:
-        del vars(engine)["begin"]
-
-
-def _side(
-    clean_loops: Sequence[tuple[Trace, float]], replays: Sequence[dict[str, float]]
-) -> dict[str, Any]:  # fmt: skip
-    """The figures of one engine. clean_loops: traces with the seconds spent in passes (0 without a
-    clock); replays: the same rounds by phase."""
-    rounds = np.array([spent["rounds"] for spent in replays])
-    clean = np.array([trace.decode_s / len(trace.rounds) for trace, _ in clean_loops])
-    timed = np.array([spent / len(trace.rounds) for trace, spent in clean_loops])
-    each = {phase: np.array([s[phase] for s in replays]) / rounds for phase in (*PHASES, "passes")}
-    models = each["passes"].any()
-    passes = each["passes"] if models else each["draft"]  # without a model, all of drafting
-    total = np.sum([each[phase] for phase in PHASES], 0)
-    inside = timed if timed.any() else passes + each["verify"]
-    overhead = statistics.interval(lambda r, p: 1 - p.sum(-1) / r.sum(-1), clean, inside)
-    return {
-        "round_ms": 1e3 * float(clean.mean()),
-        "phases": {
-            phase: {"ms": 1e3 * float(each[phase].mean()),
-                    "share": statistics.share(each[phase], total)._asdict()}
-            for phase in PHASES
-        },
-        "draft_passes_ms": 1e3 * float(passes.mean()),
-        "sum_over_round": statistics.ratio(total, clean)._asdict(),
-        "overhead": overhead._asdict(),
-    }  # fmt: skip
 
 
 # --- scale ---------------------------------------------------------------------------------------

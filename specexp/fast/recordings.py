@@ -1,0 +1,212 @@
+"""Rounds that are recorded once and then replayed: what CUDA graphs and replays on a CPU share.
+
+A recorded function may only read and write memory at fixed addresses: no value reaches the host,
+every shape is known beforehand, and lasting state is changed in place. No generator state is
+recorded: noise is a function of rows and lengths (sampling.py), which are in that memory too. The
+first calls of a function are warm-ups, launched one operation at a time, so that libraries allocate
+what they need before the recording.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from specexp.recording import Recorder, Reports
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+if TYPE_CHECKING:
+    from specexp.engine import Engine
+
+log = logging.getLogger("specexp")
+T = TypeVar("T")
+
+MOST = 64  # recordings kept; the least recently used is dropped first
+
+
+class Refused(Exception):
+    """A function cannot be recorded and has not run; the message says why, in one line."""
+
+
+class Tape(Protocol):
+    """Runs a function as a warm-up, or records it. warm: warm-up calls before the recording.
+    ahead: further replays that may be running while the host reads a result."""
+
+    warm: int
+    ahead: int
+
+    def run(self, fn: Callable[[], T]) -> T: ...
+
+    def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
+        """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
+        and its result. A replay overwrites the result, and so may the replay or recording of any
+        other function of the same `kind` (None: of no kind). Raises Refused if nothing can be
+        recorded."""
+        ...
+
+    def repeat(self, again: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
+        """Replay a round up to `most` more times in one call, if that is possible; `report` is
+        where it writes its report. Stops early when a row ends."""
+        ...
+
+
+class Replay:
+    """The recording of a function of tensors. It owns none of the memory it uses: `held` keeps
+    tensors alive that the caller may drop."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.again: Callable[[], Any] | None = None
+        self.refused = False
+        self.inputs: tuple[Tensor, ...] = ()
+        self.held: tuple[Tensor, ...] = ()
+        self.result: Any = None
+
+
+class Recordings(Recorder):
+    """The recordings of one engine, each under its kind and a key: all it depends on."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape, self.warm, self.ahead = tape, tape.warm, tape.ahead
+        self.kept: dict[tuple[Hashable, Hashable], Replay] = {}
+        self.latest: tuple[Any, Replay] = None, Replay()
+        self.refused = False  # a recording failed, and none is tried again
+
+    def start(
+        self, engine: Engine, seqs: Sequences, tree: Tree, hold: int
+    ) -> Callable[[], Reports]:
+        if not engine.whole:
+            return super().start(engine, seqs, tree, hold)
+        copy = self.run(
+            "round", _key(engine, seqs, tree), lambda: HostCopy(engine.round(seqs, tree)),
+            held=_memory(seqs),
+        )  # fmt: skip
+        wait, replay = copy.fetch(), self.latest[1]
+
+        def reports() -> Reports:
+            first = wait(), time.perf_counter()
+            return [first, *self.tape.repeat(replay.again, hold - 1, copy.x)]
+
+        return reports
+
+    @torch.inference_mode()
+    def part(self, engine: Engine, stage: str, run: Callable[..., T], *args: Any) -> T:
+        """See `Recorder.part`: the draft, unless its drafter needs the host, and the target's pass
+        are recorded."""
+        if stage == "draft" and not engine.drafter.on_host:
+            seqs, tree = args
+            key = _key(engine, seqs, tree)
+            return self.run(stage, key, lambda: run(seqs, tree), held=_memory(seqs))
+        if stage == "verify":
+            seqs, draft = args
+
+            def verify(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> T:
+                nodes = replace(draft.nodes, depth=depth, ancestors=ancestors)
+                return run(seqs, replace(draft, tokens=tokens, nodes=nodes))
+
+            inputs = draft.tokens, draft.nodes.depth, draft.nodes.ancestors
+            shape = draft.nodes.is_chain, *(x.shape for x in inputs)
+            return self.run(stage, _key(engine, seqs, shape), verify, *inputs, held=_memory(seqs))
+        return run(*args)
+
+    def run(
+        self,
+        kind: Hashable,
+        key: Hashable,
+        fn: Callable[..., T],
+        *inputs: Tensor,
+        held: tuple[Tensor, ...] = (),
+    ) -> T:
+        """fn(*inputs), replayed if it is recorded. Read the result before the next run of the same
+        `kind`.
+
+        Functions with equal keys must do the same in the same memory, for `inputs` of the same
+        shapes. `held`: tensors they use that must outlive the caller.
+        """
+        replay = self._replay((kind, key))
+        self.steady = replay.again is not None or self.refused or replay.refused
+        if replay.again is not None:
+            for place, x in zip(replay.inputs, inputs, strict=True):
+                place.copy_(x)
+            replay.again()
+            result: T = replay.result
+            return result
+        if self.steady:
+            return fn(*inputs)
+        replay.calls += 1
+        if replay.calls <= self.warm:
+            return self.tape.run(lambda: fn(*inputs))
+        places = tuple(x.clone() for x in inputs)
+        try:
+            replay.again, result = self.tape.record(lambda: fn(*places), kind)
+        except Refused as e:
+            self.refused = True
+            log.warning("CUDA graphs are off for this engine, which makes it slower: %s", e)
+            return fn(*inputs)
+        replay.refused = replay.again is None
+        if replay.again is not None:
+            replay.inputs, replay.held, replay.result = places, held, result
+        return result
+
+    def _replay(self, name: tuple[Hashable, Hashable]) -> Replay:
+        """The recording of this name, as the most recently used. The latest is remembered, because
+        comparing a name is faster than hashing it."""
+        if name != self.latest[0]:
+            replay = self.kept.pop(name, None) or Replay()
+            self.kept[name] = replay
+            self.latest = name, replay
+            if len(self.kept) > MOST:
+                del self.kept[next(iter(self.kept))]
+        return self.latest[1]
+
+    def clear(self) -> None:
+        self.kept.clear()
+        self.latest = None, Replay()
+
+
+def _key(engine: Engine, seqs: Sequences, of: Hashable) -> Hashable:
+    """Whatever else a stage of a round depends on besides its inputs."""
+    parts = engine.target, engine.drafter, engine.rule, engine.sampling, engine.rng
+    caches = ((lm.net, lm.cache and lm.cache.mark) for lm in engine.models)
+    return of, seqs.address, torch.get_num_threads(), *parts, engine.drafter.shaped_by, *caches
+
+
+def _memory(seqs: Sequences) -> tuple[Tensor, ...]:
+    return seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, *seqs.ragged
+
+
+class HostCopy:
+    """A tensor of integers for the host, which the next replay overwrites."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.far = x, x.is_cuda
+
+    def fetch(self) -> Callable[[], Any]:
+        """Start copying to the host, ahead of anything launched later. The returned function waits
+        for the copy and gives it as nested lists."""
+        if not self.far:
+            rows = self._view.tolist()
+            return lambda: rows
+        host = torch.empty(self.x.shape, dtype=self.x.dtype, pin_memory=True)
+        host.copy_(self.x, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self.x.device))
+
+        def wait() -> Any:
+            copied.synchronize()
+            return host.tolist()
+
+        return wait
+
+    @cached_property
+    def _view(self) -> memoryview:
+        """The tensor's memory; reading it is ten times as fast as `Tensor.tolist`."""
+        return self.x.numpy().data

@@ -1,0 +1,58 @@
+"""How rounds are run: one operation after the other, or recorded once and then replayed.
+
+The engine hands every round to a recorder. This one just runs it. Those in fast/ replay it: as one
+CUDA graph on a GPU, as a list of compiled calls on a CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from specexp.models.lm import LM
+from specexp.ops import op
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+if TYPE_CHECKING:
+    from specexp.engine import Engine
+
+T = TypeVar("T")
+Reports: TypeAlias = list[tuple[list[list[int]], float]]
+"""What rounds reported (report.py), each with the time at which the host had it."""
+
+
+class Recorder:
+    """Runs rounds as they are.
+
+    warm: rounds of a kind that are run before one is recorded. ahead: further rounds that may be
+    running while the host reads a report. steady: whether another round like the last one would
+    take as long as it did; not so if that was a warm-up or was being recorded.
+    """
+
+    warm = 0
+    ahead = 0
+    steady = True
+
+    def start(
+        self, engine: Engine, seqs: Sequences, tree: Tree, hold: int
+    ) -> Callable[[], Reports]:
+        """Begin a round; the function returned waits for its report. A recorder for which a replay
+        is one short call may run more rounds there, `hold` in all, until a row ends."""
+        report = engine.round(seqs, tree).tolist()
+        return lambda: [(report, time.perf_counter())]
+
+    def part(self, engine: Engine, stage: str, run: Callable[..., T], *args: Any) -> T:
+        """`run(*args)`, a stage of `engine.round`, recorded by itself where that is possible. The
+        result is valid until the next call for the same stage."""
+        return run(*args)
+
+    def clear(self) -> None:
+        """Drop all recordings, because memory that they use is going away."""
+
+
+@op
+def recorder_for(target: LM) -> Recorder:
+    """A recorder for one engine with this target."""
+    return Recorder()

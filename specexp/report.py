@@ -1,0 +1,40 @@
+"""What a round tells the host: one small integer tensor, and how to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specexp.ops import op
+from specexp.trace import Step
+
+
+@op
+def round_report(
+    counts: Tensor, tokens: Tensor, faults: Sequence[Tensor], grade: Tensor | None
+) -> Tensor:
+    """The report of B rows, int64 [B, 3 + models + N - 1 (+ 1)].
+
+    Columns: counts [B, 3] (see `Sequences.commit`); for each model, whether its fault [B] is not 0;
+    the draft tokens of tokens [B, N], without the root; the drafter's grade [B], if there is one.
+    """
+    broken = [fault[:, None] != 0 for fault in faults]
+    grades = [] if grade is None else [grade[:, None]]
+    return torch.cat([counts, *broken, tokens[:, 1:], *grades], 1)
+
+
+def steps(rows: Sequence[Sequence[int]], models: Sequence[str], graded: bool) -> list[Step]:
+    """The live rows of a report as lists; `models`: the names of the models in its columns."""
+    live_rows = []
+    for number, (accepted, emitted, live, *rest) in enumerate(rows):
+        if emitted:  # rows that are done emit nothing
+            faults, tokens = rest[: len(models)], rest[len(models) :]
+            broken = models[faults.index(1)] if 1 in faults else None
+            grade = tokens.pop() if tokens and graded else 0
+            drafted = len(tokens) - tokens.count(-1)
+            live_rows.append(
+                Step(number, drafted, accepted, emitted, tuple(tokens), not live, broken, grade)
+            )
+    return live_rows

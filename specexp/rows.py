@@ -1,0 +1,130 @@
+"""The memory of a batch: its sequences, the cache of every model, the state of the drafter.
+
+Rows stay where they are while batches or requests come and go, so that a recorded round can be
+replayed for all of them. `Engine.generate` enters a batch at a time, a server a request at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specexp.drafters import Drafter
+from specexp.errors import UserError
+from specexp.models.cache import rounded
+from specexp.models.lm import LM
+from specexp.recording import Recorder
+from specexp.sequences import Sequences
+
+
+class Rows:
+    """The rows of one engine. Engines that share a target share its cache: each prefills what it
+    enters, over whatever another one left there."""
+
+    def __init__(self, target: LM, drafter: Drafter, recorder: Recorder) -> None:
+        self.target, self.drafter, self.recorder = target, drafter, recorder
+        self.seqs = Sequences.empty(0, 0)
+        self.owner: tuple[object, ...] = ()  # what `seqs` was made for
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        return (self.target, *self.drafter.models)
+
+    @torch.inference_mode()
+    def allocate(self, B: int, S: int) -> None:
+        """Replace every cache and the drafter's state by empty ones for B rows of S slots. Raises
+        UserError if memory is short."""
+        self.recorder.clear()
+        for lm in self.models:
+            lm.cache = None  # free the old caches before free memory is counted
+        self.target.allocate(B, S)
+        self._join(B, S)
+
+    def _join(self, B: int, S: int) -> None:
+        """Allocate the drafter's memory, for as much as the target's cache holds."""
+        assert self.target.cache is not None
+        self.drafter.allocate(B, S)
+        self.target.cache.drafters.add(self.drafter)
+
+    def reserve(self, B: int, S: int, eos: Sequence[int]) -> Sequences:
+        """Allocate B empty rows of S slots, for texts that end at one of these tokens."""
+        self.allocate(B, S)
+        return self._renew(eos)
+
+    @torch.inference_mode()
+    def enter(self, batch: Sequences) -> Sequences:
+        """Copy a batch [B, S] into the first rows, which are as many and as long as the largest
+        batch so far needed; returns these rows. Nothing is prefilled. Raises UserError if memory is
+        short."""
+        B, slots = batch.tokens.shape
+        S, (rows, size) = rounded(slots), self._size()
+        if rows < B or size < S or any(bool(lm.fault.any()) for lm in self.models):  # NaN in a slot
+            self._grow(B, S)
+        elif self.target.cache and self.drafter not in self.target.cache.drafters:
+            self._join(rows, size)  # another engine allocated the cache
+        eos = batch.eos.tolist()
+        if self.owner != self._owner(eos):
+            self.recorder.clear()
+            self._renew(eos)
+        window = self.seqs.window(0, B, S)
+        window.tokens[:, :slots] = batch.tokens
+        window.length[:], window.limit[:] = batch.length, batch.limit
+        window.stream[:] = batch.stream
+        return window
+
+    def _grow(self, B: int, S: int) -> None:
+        """Allocate for B rows of S slots, and for no less than before if that fits."""
+        rows, size = self._size()
+        try:
+            self.allocate(max(B, rows), max(S, size))
+        except UserError:
+            if rows <= B and size <= S:
+                raise
+            self.allocate(B, S)
+
+    def _renew(self, eos: Sequence[int]) -> Sequences:
+        rows, size = self._size()
+        self.seqs = Sequences.empty(rows, size, eos, self.target.device)
+        self.budget = torch.empty_like(self.seqs.length)
+        self.owner = self._owner(eos)
+        return self.seqs
+
+    def _owner(self, eos: Sequence[int]) -> tuple[object, ...]:
+        state = tuple(part.data_ptr() for part in self.drafter.state)  # another may have moved it
+        return self._mark(), tuple(eos), state
+
+    def _mark(self) -> object:
+        """Identifies the target's cache without keeping it."""
+        return self.target.cache and self.target.cache.mark
+
+    def _size(self) -> tuple[int, int]:
+        """Rows and slots of the target's cache."""
+        cache = self.target.cache
+        return (cache.batch, cache.size) if cache else (0, 0)
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move a sequence of `length` tokens to a free row."""
+        for cache in {id(lm.cache): lm.cache for lm in self.models}.values():
+            assert cache is not None
+            same = cache.size == self.seqs.tokens.shape[1]
+            cache.copy(source, target, length if same else cache.size)
+        own = self.seqs.tokens, self.seqs.length, self.seqs.limit, self.seqs.stream
+        for part in (*own, *(lm.fault for lm in self.models), *self.drafter.state):
+            part[target] = part[source]
+
+    @torch.inference_mode()
+    def leave(self, row: int) -> None:
+        """Free a row."""
+        self.seqs.length[row] = self.seqs.limit[row] = 1
+
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Rid a row of NaN and infinities, which would spoil attention even at weight 0."""
+        for lm in self.models:
+            assert lm.cache is not None
+            lm.cache.clear(row)
+            lm.fault[row] = 0
+        for part in self.drafter.state:
+            part[row] = 0
