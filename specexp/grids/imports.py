@@ -31,7 +31,7 @@ OF_GPU = f"{NAME}/fast/gpu/"
 INSTALLED = " (installed)"  # marks the files of other packages
 
 _DRAFTERS = f"{NAME}.drafters."
-_OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # module:Class
+_OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*(?::.*)?")  # module:Class:ARGUMENT
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
 
 

@@ -92,6 +92,13 @@ def test_own_drafter_runs_in_a_grid_and_is_a_parameter_in_mlflow(mine, store):
         assert named[name].metrics["counts/drafted"] > 0
 
 
+def test_key_of_a_point_covers_the_file_of_its_drafter(mine):
+    before = {p.params["drafter"]: p.run_key for p in points.load([mine])}
+    (mine.parent / "mine.py").open("a").write("\n# changed\n")
+    after = {p.params["drafter"]: p.run_key for p in points.load([mine])}
+    assert {name for name in before if before[name] != after[name]} == {"mine:Echo", "mine:Echo:3"}
+
+
 def test_grid_with_an_unknown_class_is_refused_before_it_starts(mine):
     spec = yaml.safe_load(mine.read_text())
     spec["grid"]["drafter"] = ["mine:Ecko"]
