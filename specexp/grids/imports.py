@@ -211,8 +211,11 @@ def _follow(names: Iterable[str], roots: _Roots) -> dict[Path, Source]:
                 if path == PACKAGE / "__init__.py":
                     continue  # it imports nothing before a public name is used (`unfolded`)
                 package = path.parent.relative_to(roots.home(path)).parts
-                todo += [_absolute(name, package) for name in source.imports]
-                todo += filter(_MODULE.fullmatch, source.strings)
+                modules = [_absolute(name, package) for name in source.imports]
+                modules += filter(_MODULE.fullmatch, source.strings)
+                if path.is_relative_to(PACKAGE / "fast"):  # kernels name all that they speed up
+                    modules = [name for name in modules if not name.startswith(_DRAFTERS)]
+                todo += modules
     return found
 
 
