@@ -29,12 +29,12 @@ test-all: $(STAMP)  ## run all tests, slow ones included (no lint)
 
 gpu:             ## GPU tests, then the bench, with PY's packages (TWIN=8B: on that pair too)
 	@$(HERE) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here")'
-	@$(HERE) -m specexp.commands.app doctor || true
+	@$(HERE) -m specexp doctor || true
 	$(HERE) -m pytest -m cuda
-	$(HERE) -m specexp.commands.app bench $(BENCH)
+	$(HERE) -m specexp bench $(BENCH)
 ifdef TWIN
-	test -d $(PAIR)-target || $(HERE) -m specexp.commands.app zoo twin --params $(TWIN) --alpha 0.8
-	$(HERE) -m specexp.commands.app bench $(BENCH) --target $(notdir $(PAIR))
+	test -d $(PAIR)-target || $(HERE) -m specexp zoo twin --params $(TWIN) --alpha 0.8
+	$(HERE) -m specexp bench $(BENCH) --target $(notdir $(PAIR))
 endif
 
 overhead: $(STAMP)  ## measure a grid's overhead per point, against plain papermill

@@ -70,14 +70,14 @@ def test_tests_are_collected_and_those_left_out_are_named(bare):
 
 def test_the_bench_runs(bare, tmp_path):
     few = ("--gamma", "2", "--repeats", "1", "--max-new-tokens", "4", "--device", "cpu")
-    code, said = bare("-m", "specexp.commands.app", "bench", "round", *few, "--out", str(tmp_path))
+    code, said = bare("-m", "specexp", "bench", "round", *few, "--out", str(tmp_path))
     assert code == 0, said
     [file] = tmp_path.glob("bench_*_float32_target-10m.json")
     assert f"kept in {file}" in said
 
 
 def test_doctor_names_what_is_missing(bare):
-    code, said = bare("-m", "specexp.commands.app", "doctor")
+    code, said = bare("-m", "specexp", "doctor")
     assert code == 1
     for package in ("mlflow", "papermill"):
         assert f"missing {package}: pip install {package}" in said

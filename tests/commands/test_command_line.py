@@ -10,6 +10,7 @@ import pytest
 
 from specexp import api, names
 from specexp.commands import app
+from specexp.measure import parameters
 
 
 @pytest.fixture
@@ -36,6 +37,39 @@ def test_help_reads_well_and_imports_nothing_heavy():
     for command in ("generate", "theory", "models", "doctor", "ui", "grid", "zoo"):
         assert command in done.stdout
     assert done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (
+            "generate",
+            "target drafter gamma tree temperature top_k top_p rule max_new_tokens dtype device "
+            "seed prompts limit",
+        ),
+        ("serve", "target drafter prompts count rows queue chunk ttft_ms tpot_ms seed dtype"),
+        ("bench", "target drafter gamma temperature batches prompts max_new_tokens device"),
+        ("profile", "target drafter temperature batches contexts dtype device"),
+    ],
+)
+def test_options_are_explained_as_parameters_are(command, names, run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    page = " ".join(run(command, "--help")[1].split())
+    for name in names.split():
+        assert parameters.help_of(name) in page, name
+
+
+def test_python_m_specexp_is_the_command_line():
+    command = [sys.executable, "-m", "specexp", "theory", "--alpha", "0.5", "--gamma", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "tokens per target pass" in done.stdout
+
+
+def test_slurm_is_answered_with_sbatch(run):
+    code, _, err = run("grid", "run", "nowhere.yaml", "--on", "slurm:partition=gpu")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "sbatch --array" in err
+    assert "notebooks/README.md" in err
 
 
 def test_theory_prints_the_four_figures(run):
@@ -301,7 +335,7 @@ def test_training_is_told_which_device_there_is(run, monkeypatch):
         return []
 
     monkeypatch.setattr("specexp.zoo.train.train_zoo", train)
-    monkeypatch.setattr("specexp.commands.app._train_heads", lambda *args: asked.append(args[3]))
+    monkeypatch.setattr("specexp.commands.zoo._train_heads", lambda *args: asked.append(args[3]))
     run("zoo", "train")
     run("zoo", "train", "--heads", "medusa")
     assert asked == ["for auto", "for auto"]

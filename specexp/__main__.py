@@ -1,0 +1,3 @@
+from specexp.commands.app import main
+
+main()

@@ -1,0 +1,209 @@
+"""`specexp bench` and `specexp profile`: what this machine does with a pairing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from rich.table import Table
+
+from specexp.commands.options import (
+    AsJson,
+    Device,
+    Drafter,
+    Dtype,
+    Gamma,
+    MaxNewTokens,
+    Target,
+    Temperature,
+    check_writable,
+    complain,
+    console,
+    default,
+    numbers,
+    option,
+    pairing_options,
+    picture_beside,
+    relative,
+)
+
+if TYPE_CHECKING:
+    from specexp.serving.cost_table import Costs
+
+
+def bench(
+    suites: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            help="peers, roofline, round, scale, memory; default: all.", metavar="[SUITE]..."
+        ),
+    ] = None,
+    target: Target = default("target"),
+    drafter: Drafter = default("drafter"),
+    gamma: Gamma = None,
+    temperature: Temperature = default("temperature"),
+    batches: Annotated[
+        str,
+        option("batches", "Such as 1,8: of scale and memory; peers uses the largest up to 8."),
+    ] = "1,2,4,8,16",
+    prompts: Annotated[
+        str,
+        option("prompts", "Five are used, evenly over categories."),
+    ] = default("prompts"),
+    max_new_tokens: MaxNewTokens = default("max_new_tokens"),
+    repeats: Annotated[
+        int, typer.Option(help="Timed turns per prompt; single passes get ten times as many.")
+    ] = 3,
+    dtype: Dtype = default("dtype"),
+    device: Device = default("device"),
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Write the results (JSON) here, and a figure (PNG) per suite beside it; in a "
+            "folder the file is named by device, dtype and target."
+        ),
+    ] = None,
+    against: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="A file written by --out before: compare the ratios; exit code 1 if any is worse."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Is this machine limited by its hardware or by the toolkit? All timings are interleaved.
+
+    peers: other engines at the same work. roofline: a pass against memory bandwidth and its bare
+    matrix products. round: where a round's time goes. scale: cost of a pass over batch, tokens and
+    context. memory: peak against the prediction from configs. Takes two to four minutes for the
+    zoo's models on two cores.
+    """
+    from specexp import api
+    from specexp.figures import hardware
+    from specexp.measure import prompts as questions
+    from specexp.measure.hardware import regression
+    from specexp.measure.hardware import suites as every
+    from specexp.serving.cost_table import write_whole
+
+    names = list(dict.fromkeys(suites or every.NAMES))
+    options = pairing_options(
+        gamma, target=target, drafter=drafter, temperature=temperature, dtype=dtype, device=device
+    )
+    rows, texts = numbers("batches", batches), questions.load(prompts, limit=every.PROMPTS)
+    work = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
+    every.check(names, options | work, texts)
+    parameters = options | work | {"prompts": prompts}
+    earlier = regression.read(against, parameters, names) if against else None
+    report: dict[str, Any] = {"parameters": parameters, "suites": {}}
+    if out:
+        out = every.report_path(out, options)
+        check_writable(out)
+    pairing = api.load(**options)
+    report["about"] = every.about(pairing.target.device, pairing.target.dtype)
+    if not as_json:
+        console.print(hardware.heading(report["about"]), soft_wrap=True)
+    if warning := report["about"]["warning"]:
+        complain("warning", warning)
+    for name in names:
+        result = report["suites"][name] = every.run(
+            name, pairing, texts, rows, max_new_tokens, repeats
+        )
+        if out:
+            write_whole(out, json.dumps(report, indent=1))
+            picture = out.with_name(f"{out.stem}-{name}.png")
+            hardware.figure(name, result).savefig(picture, dpi=110, bbox_inches="tight")
+        if not as_json:
+            tables, notes = hardware.tables(name, result)
+            console.print(*tables, *notes, "", soft_wrap=True, sep="\n")
+    if as_json:
+        print(json.dumps(report))
+    elif out:
+        console.print(f"kept in {relative(out)}", soft_wrap=True)
+    if earlier:
+        changes = regression.changes(earlier, report)
+        if not as_json:
+            console.print(regression.table(changes, earlier, report), soft_wrap=True)
+        raise typer.Exit(int(any(change.worse for change in changes)))
+
+
+def profile(
+    target: Target = default("target"),
+    drafter: Drafter = default("drafter"),
+    gamma_max: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Longest draft length; default: 5, or the drafter's longest if shorter."),
+    ] = None,
+    temperature: Temperature = default("temperature"),
+    batches: Annotated[str, option("batches", "Such as 1,8.")] = "1,2,4,8,16,32,64",
+    contexts: Annotated[
+        str,
+        option("contexts", "Such as 128,256; times beyond the largest are extrapolated."),
+    ] = "128,256",
+    dtype: Dtype = default("dtype"),
+    device: Device = default("device"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure again even if a table is stored.")
+    ] = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Also write the table (JSON) here, and the figure (PNG) beside it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the cost of rounds over batch, draft length and context, for policies and simulators.
+
+    Takes about a minute for the zoo's models on two cores. A table measured before is reused.
+    """
+    from specexp import api
+    from specexp.figures.break_even import cost_curves
+    from specexp.measure import break_even, parameters
+    from specexp.measure.prompts import Prompt
+
+    rows, slots = numbers("batches", batches), numbers("contexts", contexts)
+    options = pairing_options(
+        gamma_max, target=target, drafter=drafter, temperature=temperature, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    gamma = options["gamma"]
+    parameters.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
+    if out:
+        picture_beside(out)
+    pairing = api.load(**options)
+    gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
+    costs = break_even.profile(pairing, rows, gammas, slots, force=force)
+    files = [break_even.table_path(pairing)]
+    if out:
+        costs.save(out)
+        files.append(out)
+    for file in files:
+        cost_curves(costs).savefig(file.with_suffix(".png"), dpi=110, bbox_inches="tight")
+    if as_json:
+        print(files[-1].read_text())
+    else:
+        _show_costs(costs, slots[0])
+        console.print(f"kept in {relative(files[-1])}", soft_wrap=True)
+
+
+def _show_costs(costs: Costs, context: int) -> None:
+    from specexp.figures.break_even import in_words
+
+    table = Table(
+        "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
+        title=f"ms of a pass over n tokens a row, and of drafting γ tokens; {context} slots",
+        title_justify="left", title_style="", box=None, header_style="bold",
+    )  # fmt: skip
+    for batch in costs.batches:
+        times = [costs.verify_s(batch, n, context) for n in costs.tokens]
+        times += [costs.draft_s(batch, g, context) for g in costs.gammas]
+        table.add_row(str(batch), *(f"{t * 1e3:.1f}" for t in times))
+    console.print(table)
+    fit = costs.fit()
+    knee, widest = fit.knee(context), costs.tokens[-1]
+    console.print(
+        f"a pass takes {in_words(fit, context)}; at about {knee:.0f} tokens they cost "
+        f"as much as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with "
+        f"γ = {widest - 1}",
+        soft_wrap=True,
+    )  # fmt: skip

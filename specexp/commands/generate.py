@@ -1,0 +1,187 @@
+"""`specexp generate` and `specexp theory`: one text, and what the closed forms predict."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from specexp.commands.options import (
+    AsJson,
+    Device,
+    Drafter,
+    Dtype,
+    Gamma,
+    MaxNewTokens,
+    Seed,
+    Target,
+    Temperature,
+    console,
+    default,
+    option,
+    pairing_options,
+)
+from specexp.errors import UserError
+
+if TYPE_CHECKING:
+    from specexp.api import Output, Pairing
+    from specexp.measure.exactness import Exactness
+
+
+def generate(
+    target: Target = default("target"),
+    drafter: Drafter = default("drafter"),
+    draft: Annotated[
+        Optional[str],  # noqa: UP045 (typer reads this at run time)
+        typer.Option(
+            help="The drafter's ARGUMENT as its own option: --drafter eagle --draft FOLDER is "
+            "--drafter eagle:FOLDER."
+        ),
+    ] = None,
+    gamma: Gamma = None,
+    tree: Annotated[
+        str,
+        option(
+            "tree",
+            "3x2x1: children per node at each depth; grown:16: the 16 draft tokens that the "
+            "drafter is surest of, up to gamma deep.",
+        ),
+    ] = default("tree"),
+    temperature: Temperature = default("temperature"),
+    top_k: Annotated[int, option("top_k")] = default("top_k"),
+    top_p: Annotated[float, option("top_p")] = default("top_p"),
+    rule: Annotated[str, option("rule", "Lossy ones: typical, lenient:0.8.")] = default("rule"),
+    max_new_tokens: MaxNewTokens = default("max_new_tokens"),
+    dtype: Dtype = default("dtype"),
+    device: Device = default("device"),
+    seed: Seed = default("seed"),
+    prompt: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Text to continue."),
+    ] = None,
+    prompts: Annotated[
+        Optional[str],  # noqa: UP045
+        option("prompts", "Instead of --prompt."),
+    ] = None,
+    limit: Annotated[
+        Optional[int],  # noqa: UP045
+        option("limit", "With --prompts."),
+    ] = None,
+    rounds: Annotated[
+        bool,
+        typer.Option("--rounds", help="Also show one line per round, with rejected draft tokens."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Generate speculatively, show what was accepted, and compare the output with plain decoding.
+
+    Example: `specexp generate --prompt "def mean(values):" --gamma 4 --rounds`
+    """
+    from specexp import api
+    from specexp.measure import parameters
+    from specexp.measure.exactness import certify
+    from specexp.measure.prompts import Prompt, load
+
+    if (prompt is None) == (prompts is None):
+        raise UserError('give either --prompt "some text" or --prompts FILE')
+    named = drafter if draft is None else f"{drafter}:{draft}"
+    options = pairing_options(
+        gamma, target=target, drafter=named, temperature=temperature, top_k=top_k, top_p=top_p,
+        rule=rule, tree=tree, dtype=dtype, device=device, seed=seed,
+    )  # fmt: skip
+    if prompt is None:
+        texts = load(str(prompts), None, limit)
+    else:
+        texts = [Prompt(0, "command line", (prompt,))]
+    parameters.insist(options | {"max_new_tokens": max_new_tokens}, texts)
+    pairing = api.load(**options)
+    for text in (question.text for question in texts):
+        if not as_json:
+            pairing.generate([text], max_new_tokens)  # warm-up: the next one is timed
+        output = pairing.generate([text], max_new_tokens)
+        exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
+        if as_json:
+            print(json.dumps(_as_dict(pairing, text, output, exact), ensure_ascii=False))
+        else:
+            _show(pairing, text, output, exact, rounds)
+        if exact.bugs:
+            raise typer.Exit(1)
+
+
+def _as_dict(pairing: Pairing, text: str, output: Output, exact: Exactness) -> dict[str, Any]:
+    record = output.trace.acceptance
+    record.check()
+    return {
+        "prompt": text,
+        "tokens": output.tokens[0],
+        "text": pairing.decode(output.tokens[0]),
+        "rounds": [
+            {"drafted": s.drafted, "accepted": s.accepted, "emitted": s.emitted}
+            for s in output.trace.steps()
+        ],
+        "acceptance": {
+            "rate": record.rate, "length": record.length, "marginal": record.marginal,
+            "conditional": record.conditional, "histogram": record.histogram,
+            "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
+            "cut": record.cut, "passes": record.passes,
+        },
+        "exact": {
+            "pass": exact.bugs == 0 and not exact.lossy, "lossy": exact.lossy,
+            "tokens": exact.tokens, "ties": exact.ties, "bugs": exact.bugs,
+        },
+    }  # fmt: skip
+
+
+def _show(pairing: Pairing, text: str, output: Output, exact: Exactness, rounds: bool) -> None:
+    from specexp.figures import tokens
+
+    record, trace = output.trace.acceptance, output.trace
+    console.print(
+        tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text), soft_wrap=True
+    )
+    console.print()
+    if rounds:
+        console.print("round  accepted/drafted", style="dim")
+        console.print(tokens.by_round(pairing, trace.rounds, output.tokens[0]), soft_wrap=True)
+    console.print(tokens.legend())
+    cut = f" ({record.cut} more cut off at the end)" if record.cut else ""
+    rate = f"acceptance rate {record.rate:.0%} of {record.drafted} drafted, "
+    console.print(
+        f"{record.emitted} tokens in {record.passes} target passes{cut}: acceptance length "
+        f"{record.length:.2f}, {rate if record.drafted else ''}{1 / trace.tpot_s:.0f} tokens/s",
+        soft_wrap=True,
+    )
+    console.print(str(exact), soft_wrap=True)
+
+
+def theory(
+    alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")],
+    gamma: Annotated[int, typer.Option(help="Draft length.")],
+    cost: Annotated[
+        float,
+        typer.Option(help="Cost of drafting one token, in target passes: 0.1 is a tenth of one."),
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the speedup by the closed forms of Leviathan et al. 2022 (arXiv 2211.17192).
+
+    They assume independent acceptance, and that verifying a draft costs as much as one token.
+
+    Example: `specexp theory --alpha 0.8 --gamma 5 --cost 0.1`
+    """
+    from dataclasses import asdict
+
+    from specexp.theory import LONGEST, predict
+
+    prediction = predict(alpha, gamma, cost)
+    if as_json:
+        print(json.dumps(asdict(prediction)))
+        return
+    best = f"{prediction.best_gamma}" + " or more" * (prediction.best_gamma == LONGEST)
+    console.print(
+        f"tokens per target pass  {prediction.tokens_per_pass:.4g}\n"
+        f"speedup                 {prediction.speedup:.4g}x\n"
+        f"arithmetic              {prediction.operations:.4g}x that of plain decoding\n"
+        f"fastest draft length    {best}, at this alpha and cost"
+    )

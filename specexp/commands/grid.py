@@ -1,0 +1,114 @@
+"""`specexp grid`: check and run grids of experiment notebooks."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from specexp.commands.options import console
+from specexp.errors import UserError
+
+if TYPE_CHECKING:
+    from specexp.grids.points import Point
+
+app = typer.Typer(help="Run grids of experiment notebooks.", no_args_is_help=True)
+GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
+Only = Annotated[
+    Optional[list[str]],  # noqa: UP045 (typer reads this at run time)
+    typer.Option(
+        help="Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable."
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask to confirm very many points.")]
+
+
+def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]:
+    """The points of grid files; at a terminal, very many need a confirmation."""
+    from specexp.grids import points as grid
+
+    def ask(count: int) -> bool:
+        return yes or typer.confirm(f"{count:,} points: is that intended?")
+
+    return grid.load(files, ask if yes or sys.stdin.isatty() else None, only or ())
+
+
+@app.command("validate")
+def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
+    """Check grid files completely, without running anything."""
+    points = _points(files, only, yes)
+    console.print(f"{len(points)} points in {len(files)} files: ready to run")
+
+
+@app.command("run")
+def run(
+    files: GridFiles,
+    only: Only = None,
+    jobs: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            help="Points to run at once; points that measure time still get a machine to "
+            "themselves. Default: 1 here, what fits on Ray."
+        ),
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            help="Where to run: here; ray (all CPUs and GPUs of this machine); or a Ray cluster as "
+            "HOST:6379, ray://HOST:10001 or auto (the one running here)."
+        ),
+    ] = "here",
+    together: Annotated[
+        bool,
+        typer.Option("--together", help="Run timed points side by side too: timings get rough."),
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run points again that failed before.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run finished points again; old results are kept.")
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Start every kernel from scratch instead of forking: slower."),
+    ] = False,
+    yes: Yes = False,
+) -> None:
+    """Run every point that has not finished yet.
+
+    Ctrl-C stops the run without losing finished points; the same command resumes it. Exit code:
+    0 all done, 1 some failed, 2 bad input, 3 store busy, 4 store damaged, 5 disk full.
+    """
+    from specexp.grids import runner
+    from specexp.grids.machines import local
+
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs is {jobs}; it must be 1 or more")
+    if on.partition(":")[0] == "slurm":
+        raise UserError(
+            "--on slurm is gone: submit this same command with `sbatch --array=0-7`, without --on; "
+            "its jobs share the points (notebooks/README.md, On Slurm)"
+        )
+    points = _points(files, only, yes)
+    say = partial(console.print, soft_wrap=True)
+    machines = local.of(on, points, forked=not fresh, together=together, say=say)
+    raise typer.Exit(
+        runner.run(
+            points, console, place=machines, jobs=jobs, together=together,
+            retry_failed=retry_failed, force=force,
+        )
+    )  # fmt: skip
+
+
+@app.command("status")
+def status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
+    """Show which points are done, running, failed or to run, and an estimate of the time left."""
+    from specexp.grids import progress
+
+    points = _points(files, only, yes)
+    console.print(progress.status(points))
+    for line in progress.changed(points):
+        console.print(line, soft_wrap=True)

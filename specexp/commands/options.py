@@ -1,0 +1,87 @@
+"""What the commands share: options, the console, and checks of what is given on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from specexp.errors import UserError
+from specexp.measure.parameters import PARAMETERS, help_of
+
+console = Console(markup=False, emoji=False, highlight=False)  # messages are not markup
+
+
+def option(name: str, more: str = "") -> Any:
+    """The option for a parameter, explained as notebooks explain it. `more`: sentences after it."""
+    return typer.Option(help=help_of(name, more))
+
+
+def default(name: str) -> Any:
+    return PARAMETERS[name].default
+
+
+Target = Annotated[str, option("target", "NAME+int8: with 8-bit weights.")]
+Drafter = Annotated[str, option("drafter", "`model` is the target's draft in the zoo.")]
+Gamma = Annotated[
+    Optional[int],  # noqa: UP045 (typer reads this at run time)
+    option("gamma", "Default: 5, or the drafter's longest if shorter."),
+]
+Temperature = Annotated[float, option("temperature")]
+MaxNewTokens = Annotated[int, option("max_new_tokens")]
+Dtype = Annotated[str, option("dtype")]
+Device = Annotated[str, option("device")]
+Seed = Annotated[int, option("seed")]
+Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; 127.0.0.1 admits only this machine.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+PAIRING = ("target", "drafter", "temperature", "top_k", "top_p", "dtype", "device", "seed")
+
+
+def pairing_options(gamma: int | None, **options: Any) -> dict[str, Any]:
+    """Options for `specexp.load`: these, the usual gamma if it is None, defaults of the others."""
+    from specexp import api
+
+    every = {name: PARAMETERS[name].default for name in PAIRING} | options
+    return every | {"gamma": api.usual_gamma(api.DEFAULTS | every) if gamma is None else gamma}
+
+
+def numbers(name: str, listed: str) -> list[int]:
+    """The whole numbers of a list such as "1,2,4"."""
+    try:
+        return [int(n) for n in listed.split(",")]
+    except ValueError:
+        raise UserError(f"{name} {listed!r}: give whole numbers such as 1,2,4") from None
+
+
+def picture_beside(out: Path) -> Path:
+    """The path of the figure beside `out`. Raises UserError if `out` cannot be written."""
+    if out.suffix == ".png":
+        raise UserError(f"{out} would be overwritten by the figure: choose another extension")
+    check_writable(out)
+    return out.with_suffix(".png")
+
+
+def check_writable(out: Path) -> None:
+    """Raises UserError if the file cannot be written; its content is not touched."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as e:
+        raise UserError(f"cannot write {out}: {e.strerror}; choose another file") from e
+
+
+def relative(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def complain(what: str, line: str) -> None:
+    """Print a line on stderr: what kind of message it is, in red, and the message."""
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(what, "bold red") + Text(f": {line}", ""), soft_wrap=True)

@@ -1,0 +1,114 @@
+"""`specexp serve`: the same requests under several policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.table import Table
+
+from specexp.commands.options import (
+    AsJson,
+    Device,
+    Drafter,
+    Dtype,
+    MaxNewTokens,
+    Target,
+    Temperature,
+    console,
+    default,
+    option,
+    pairing_options,
+    picture_beside,
+)
+
+
+def serve(
+    load: Annotated[
+        str,
+        typer.Option(
+            help="How requests arrive. closed:N keeps N in flight; poisson:RATE, "
+            "bursty:RATE,CV or day:RATE, in requests/s; or trace:FILE (CSV, BurstGPT columns)."
+        ),
+    ] = "closed:8",
+    policy: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            help="plain (no drafter), never, always:GAMMA, threshold:GAMMA,ROWS, "
+            "table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat to compare. "
+            "Default: plain, always:3, goodput."
+        ),
+    ] = None,
+    target: Target = default("target"),
+    drafter: Drafter = default("drafter"),
+    prompts: Annotated[str, option("prompts")] = default("prompts"),
+    count: Annotated[int, option("count", "A trace is cut after them.")] = default("count"),
+    max_new_tokens: MaxNewTokens = default("max_new_tokens"),
+    rows: Annotated[int, option("rows")] = default("rows"),
+    queue: Annotated[int, option("queue")] = default("queue"),
+    chunk: Annotated[int, option("chunk")] = default("chunk"),
+    ttft_ms: Annotated[float, option("ttft_ms", "For goodput.")] = default("ttft_ms"),
+    tpot_ms: Annotated[float, option("tpot_ms", "For goodput.")] = default("tpot_ms"),
+    temperature: Temperature = default("temperature"),
+    dtype: Dtype = default("dtype"),
+    device: Device = default("device"),
+    seed: Annotated[int, option("seed", "And of arrivals.")] = default("seed"),
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write every step (CSV) here, and the timelines (PNG) beside it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the same requests under several policies and compare throughput and latencies.
+
+    Example: `specexp serve --load bursty:6,3 --policy plain --policy goodput`
+    """
+    from specexp import api
+    from specexp.figures import under_load
+    from specexp.measure import parameters
+    from specexp.measure import prompts as questions
+    from specexp.measure import under_load as serving
+
+    options = pairing_options(
+        None, target=target, drafter=drafter, temperature=temperature, dtype=dtype, device=device,
+        seed=seed,
+    )  # fmt: skip
+    usual = ["plain", f"always:{min(3, options['gamma'])}", "goodput"]
+    names = list(dict.fromkeys(policy or usual))
+    experiment = options | {
+        "policies": names, "arrivals": load, "prompts": prompts, "max_new_tokens": max_new_tokens,
+        "count": count, "rows": rows, "chunk": chunk, "queue": queue, "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
+    }  # fmt: skip
+    parameters.insist(experiment)
+    picture = picture_beside(out) if out else None
+    pairing = api.load(**options)
+    texts = questions.load(prompts)
+    offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
+    costs = serving.prices(pairing, names, offered.requests)
+    runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)
+    figures = serving.by_policy(runs, ttft_ms, tpot_ms)
+    if as_json:
+        print(figures.to_json(orient="records"))
+    else:
+        title = f"{len(offered.requests)} requests, {load}, {pairing.target.name}, {drafter}"
+        _show_served(figures, title)
+        for note in serving.notes(runs):
+            console.print(note, soft_wrap=True)
+    if out and picture:
+        serving.steps(runs).to_csv(out, index=False)
+        tables = {name: serving.timeline(run.steps) for name, run in runs.items()}
+        under_load.timelines(tables).savefig(picture, dpi=110)
+
+
+def _show_served(figures: Any, title: str) -> None:
+    from specexp.figures.under_load import SHOWN, as_text
+
+    table = Table("", *figures["policy"], title=title, title_justify="left", title_style="",
+                  box=None, header_style="bold")  # fmt: skip
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for key, label in SHOWN.items():
+        table.add_row(label, *(as_text(key, value) for value in figures[key]))
+    console.print(table)

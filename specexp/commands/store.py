@@ -1,0 +1,40 @@
+"""`specexp store` and `specexp ui`: results, and MLflow as a view of them."""
+
+from __future__ import annotations
+
+import typer
+
+from specexp.commands.options import Host, Port, console
+
+app = typer.Typer(
+    help="Check results, and publish them to MLflow's own database or to any server.",
+    no_args_is_help=True,
+)
+
+
+def ui(port: Port = 5000, host: Host = "127.0.0.1") -> None:
+    """Serve the MLflow UI for this machine and print a link to each experiment's shared view."""
+    from specexp.tracking import mlflow_server
+
+    mlflow_server.show(port, host)
+
+
+@app.command("check")
+def check() -> None:
+    """Check that every result is whole and in MLflow once, unchanged; exit code 4 if not."""
+    from specexp.tracking import audit
+
+    raise typer.Exit(0 if audit.show(console) else 4)
+
+
+@app.command("rebuild")
+def rebuild() -> None:
+    """Publish every result to MLflow: its database is built anew, the old one is renamed.
+
+    Any server gets what it lacks: `MLFLOW_TRACKING_URI=http://HOST:5000 specexp store rebuild`
+    """
+    from specexp.tracking import audit
+    from specexp.tracking import rebuild as rebuilding
+
+    rebuilding.show(rebuilding.rebuild(console), console)
+    raise typer.Exit(0 if audit.show(console) else 4)

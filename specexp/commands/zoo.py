@@ -1,0 +1,176 @@
+"""`specexp zoo` and `specexp models`: which models there are, and making more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.table import Table
+
+from specexp.commands.options import AsJson, Device, Dtype, console, default, relative
+from specexp.errors import UserError
+
+app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_help=True)
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the zoo's models, which draft goes with which target, and all drafting methods."""
+    from specexp import drafters
+    from specexp.zoo import shelf
+
+    every = shelf.models()
+    if as_json:
+        listed = [
+            {
+                "name": m.name, "path": str(m.path), "parameters": m.parameters, "role": m.role,
+                "target": m.target, "drafts": [d.name for d in shelf.drafts_for(m.name)],
+            }
+            for m in every
+        ]  # fmt: skip
+        print(json.dumps(listed, indent=2))
+        return
+    table = Table("name", "role", "parameters", "drafts for", "path", box=None, header_style="bold")
+    for m in every:
+        size = f"{m.parameters / 1e6:.1f}M"
+        table.add_row(m.name, m.role, size, m.target or "", str(relative(m.path)))
+    console.print(table)
+    console.print()
+    methods = Table("--drafter", "how it drafts", box=None, header_style="bold")
+    for method, about in drafters.described():
+        methods.add_row(method, about)
+    console.print(methods)
+    if shelf.shipped() is None:
+        console.print(f"\n{shelf.GET}", soft_wrap=True)
+    note = "\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights."
+    console.print(note, soft_wrap=True)
+
+
+@app.command("train")
+def train(
+    only: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Train only this model (repeatable); default: all, the target first."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
+        ),
+    ] = None,
+    heads: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Train heads for --target instead: medusa, eagle or eagle3."),
+    ] = None,
+    target: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="With --heads: zoo name, folder or hub id; default: target-10m."),
+    ] = None,
+    text: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="With --heads: a text file to train on; default: the zoo's own text."),
+    ] = None,
+    device: Device = default("device"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Train only a few steps, to test the setup.")
+    ] = False,
+) -> None:
+    """Train the zoo on the text files of this Python installation, or heads for any target.
+
+    An interrupted training resumes with the same command.
+
+    Example: `specexp zoo train --heads eagle3 --target target-10m`
+    """
+    from specexp import api
+
+    device = api.where(device)
+    if heads is not None:
+        if only:
+            raise UserError("--only trains models and --heads trains heads: give only one of them")
+        _train_heads(heads, target or "target-10m", out, device, quick, text)
+        return
+    for option, value in (("--target", target), ("--text", text)):
+        if value is not None:
+            raise UserError(f"{option} belongs to --heads: add --heads medusa, eagle or eagle3")
+    from specexp.zoo.train import train_zoo
+
+    for folder in train_zoo(only or None, out, device=device, quick=quick):
+        console.print(f"wrote {relative(folder)}", soft_wrap=True)
+
+
+def _train_heads(
+    kind: str, target: str, out: Path | None, device: str, quick: bool, text: Path | None
+) -> None:
+    """Train heads and log loss and accuracy by position to the MLflow experiment `heads`."""
+    from specexp import api
+    from specexp.tracking import runs
+    from specexp.zoo.heads import train_heads
+
+    history: dict[str, dict[int, float]] = {}
+
+    def watch(step: int, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            history.setdefault(name, {})[step] = value
+
+    folder = train_heads(kind, api.locate(target), out, device=device, quick=quick, text=text,
+                         watch=watch)  # fmt: skip
+    last = {name: values[max(values)] for name, values in history.items()}
+    method = {"eagle3": "eagle"}.get(kind, kind)
+    console.print(
+        f"wrote {relative(folder)}; use it as --drafter {method}:{relative(folder)}",
+        soft_wrap=True,
+    )  # fmt: skip
+    runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
+
+
+@app.command("twin")
+def twin(
+    params: Annotated[str, typer.Option(help="Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.")],
+    alpha: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Acceptance probability to reach, per token of a greedy chain."),
+    ] = None,
+    damp: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Instead of --alpha: the factor on the output of the deep layers."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder to write both models to; default: mlruns/twins."),
+    ] = None,
+    dtype: Dtype = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    vocab: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Vocabulary size; default: the shape's (200M: 32768, else 128256)."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace existing twins of the same name.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Create a target and a draft of a real model's shape with random weights and a chosen
+    acceptance, to measure true costs at any scale without a download.
+
+    Example: `specexp zoo twin --params 200M --alpha 0.8`
+    """
+    from specexp.zoo import shelf, twins
+
+    facts = twins.make(params, alpha, out, damp, dtype, seed, vocab, force)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    name, agreement = facts["name"], facts["agreement"]
+    path = relative(out or shelf.made("twins")) / name
+    reached = "acceptance not measured"
+    if alpha is not None:
+        measured = f"{agreement['reached']} ± {agreement['error']} on {agreement['on']}"
+        reached = f"alpha {alpha} requested, {measured}"
+    pair = f"{path}-target --drafter {path}-draft" if out else name
+    console.print(
+        f"wrote {path}-target of {facts['parameters']:,} parameters, and {path}-draft\n"
+        f"{reached}; output of deep layers scaled by {agreement['damp']}\n"
+        f"use them as --target {pair} --dtype {dtype}",
+        soft_wrap=True,
+    )  # fmt: skip
