@@ -92,7 +92,8 @@ class Engine:
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
         """One round for every row. Returns its report (report.py), int64 [B, columns]."""
-        seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=self.certain)  # same memory
+        certain = isinstance(self.rng, Certain)
+        seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=certain)  # in the same memory
         draft = self.stage("draft", self.draft, seqs, tree)
         seen = self.stage("verify", self.verify, seqs, draft)
         verdict = self.stage("accept", self.accept, draft, seen)
@@ -121,13 +122,8 @@ class Engine:
 
     def law(self, seen: Forward) -> Tensor:
         """What the rule reads of a pass: distributions, or logits if their argmax is enough."""
-        only = self.certain and self.rule.samples
-        return seen.logits if only else self.sampling.law(seen.logits)
-
-    @property
-    def certain(self) -> bool:
-        """Whether nothing is random (temperature 0)."""
-        return isinstance(self.rng, Certain)
+        enough = isinstance(self.rng, Certain) and self.rule.samples
+        return seen.logits if enough else self.sampling.law(seen.logits)
 
     def stage(self, name: str, run: Callable[..., T], *args: Any) -> T:
         """Run one stage of a round, between a clock's ticks if there is a clock."""

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ ROOT = Path(__file__).parents[1]
 TOP = {"notebooks", "specexp", "data", "tests", "mlruns", "environment.yml", "pyproject.toml"}
 TOP |= {"constraints.txt", "Makefile", "README.md", "LOG.md", "LICENSE", ".ci", ".gitignore"}
 OPTIONAL = {".gitattributes", "mlruns"}
-LAB_ONLY = {"mlflow", "papermill", "pandas", "matplotlib", "seaborn"}
-HEAVY = LAB_ONLY | {"torch", "transformers", "scipy", "specexp.lab", "specexp.zoo"}
+HEAVY = {"torch", "transformers", "scipy", "mlflow", "papermill", "pandas", "matplotlib", "seaborn"}
 MACHINE_PATH = re.compile(
     rb"(?<![\w.])(?:/(?:home|root|Users|work|tmp|mnt|scratch)/|[A-Z]:\\+Users)"
 )
@@ -41,70 +41,158 @@ MODULES = {name(path): path for path in tracked("specexp/*.py")}
 NOTEBOOKS = {name(path): path for path in tracked("notebooks/*.ipynb")}
 
 
-def imported(source: str, package: str = "specexp") -> set[str]:
-    """Every module a source imports, at any depth of nesting, with its parents."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+# rooms, and files of the top level, from the ground up: each imports only from floors below its own
+FLOORS = [
+    {"errors", "objects", "tree", "theory", "trace", "policy", "ops"},
+    {"sampling", "sequences", "rules", "growth", "report"},
+    {"models"},
+    {"drafters", "recording"},
+    {"rows"},
+    {"engine"},
+    {"zoo", "tracking", "fast"},
+    {"names", "checked", "api"},
+    {"serving"},
+    {"measure"},
+    {"figures"},
+    {"grids"},
+    {"commands", "__main__", "__init__"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+SPEEDS = {"fast", "measure.hardware", "measure.costs", "commands", "tracking.provenance"}
+UPWARDS = {  # inside a function, when it is called
+    ("api", "measure"): "Pairing.compare_with_plain measures",
+    ("api", "serving"): "load takes a policy by its name",
+}
+ONLY = {  # who may import these packages
+    "mlflow": {"tracking"}, "papermill": {"grids"}, "triton": {"fast"},
+    "ctypes": {"fast", "grids.forkserver"},
+}  # fmt: skip
+WITHOUT = {"figures": {"torch", "transformers"}, "measure.summaries": {"torch"}}
+
+
+def imports(source: str, package: str = "specexp") -> Iterator[tuple[str, bool]]:
+    """Every module that a source imports, and whether inside a function. What is imported for type
+    checkers alone does not count."""
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) + 1 - node.level]
             base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
-            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return {".".join(full.split(".")[:n]) for full in found for n in range(1, full.count(".") + 2)}
+            yield from ((f"{base}.{alias.name}", inside) for alias in node.names)
+        inside = inside or isinstance(node, ast.FunctionDef)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside)
+
+    return visit(ast.parse(source), False)
 
 
-def forbidden(module: str) -> set[str]:
-    """What a file of the package must not import: imports run one way."""
-    if module == "specexp/cli.py":
-        return LAB_ONLY
-    if module.startswith("specexp/lab/"):
-        return set()
-    if module.startswith("specexp/zoo/"):
-        return LAB_ONLY | {"specexp.lab"}
-    above = {"specexp.lab", "specexp.zoo", "specexp.commands.app"}
-    if module.startswith("specexp/serving/"):
-        return LAB_ONLY | above
-    return LAB_ONLY | above | {"specexp.serving"}
+def dotted(module: str) -> str:
+    """specexp/models/lm.py -> models.lm; specexp/models/__init__.py -> models"""
+    name = module.removeprefix("specexp/").removesuffix(".py").replace("/", ".")
+    return name.removesuffix(".__init__")
 
 
-def test_there_are_files_to_check() -> None:
-    assert len(MODULES) > 10
-    assert len(NOTEBOOKS) >= 4
+def within(name: str, rooms: set[str]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def trespasses(module: str, source: str) -> list[str]:
+    """What a file of the package imports and must not."""
+    name, wrong = dotted(module), []
+    package = ".".join(Path(module).parent.parts)
+    own = name.split(".")[0]
+    for full, inside in imports(source, package):
+        top, _, rest = full.partition(".")
+        if top != "specexp":
+            if top in ONLY and not within(name, ONLY[top]):
+                wrong.append(full)
+            banned = [WITHOUT[room] for room in WITHOUT if within(name, {room})]
+            wrong += [full] * any(top in packages for packages in banned)
+            continue
+        room = rest.split(".")[0]
+        if room not in FLOOR or room == own:
+            continue
+        if room == "fast" and not within(name, SPEEDS):
+            wrong.append(full)
+        if FLOOR[room] > FLOOR[own] and not (inside and (own, room) in UPWARDS):
+            wrong.append(full)
+    return wrong
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module: str) -> None:
-    package = ".".join(Path(module).parent.parts)
-    assert not imported(MODULES[module].read_text(), package) & forbidden(module)
+    assert not trespasses(module, MODULES[module].read_text())
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("module", "source"),
     [
-        "import specexp.lab",
-        "from specexp.measure.prompts import load",
-        "from specexp import lab",
-        "from .lab import prompts",
-        "from . import lab",
-        "def f():\n    import pandas as pd",
-        "from matplotlib.pyplot import plot",
+        ("engine", "import specexp.measure"),
+        ("engine", "from specexp.measure.prompts import load"),
+        ("engine", "from specexp import measure"),
+        ("engine", "from .measure import prompts"),
+        ("engine", "def f():\n    from specexp.measure import prompts"),
+        ("engine", "from specexp.fast import cuda_graphs"),
+        ("drafters/ngram", "from specexp.engine import Engine"),
+        ("models/load", "from specexp.fast.fused import Fused"),
+        ("api", "from specexp.measure import comparison"),
+        ("serving/server", "import mlflow"),
+        ("measure/costs", "import papermill"),
+        ("models/lm", "import ctypes"),
+        ("figures/pairings", "import torch"),
+        ("tracking/runs", "from specexp.grids import identity"),
     ],
 )
-def test_a_forbidden_import_is_seen(source: str) -> None:
-    assert imported(source) & forbidden("specexp/engine.py")
+def test_forbidden_import_is_seen(module: str, source: str) -> None:
+    assert trespasses(f"specexp/{module}.py", source)
 
 
-def test_only_what_stands_on_serving_imports_it() -> None:
-    serving = imported("from specexp.serving import cost_table")
-    assert serving & forbidden("specexp/policy.py")
-    assert not serving & forbidden("specexp/lab/load.py")
-    assert imported("from specexp.lab import maps") & forbidden("specexp/serving/cost_table.py")
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine", "from specexp.tree import Tree"),
+        ("models/load", "if TYPE_CHECKING:\n    from specexp.engine import Engine"),
+        ("api", "def f():\n    from specexp.measure import comparison"),
+        ("measure/costs", "from specexp.fast.cpu import build"),
+        ("figures/pairings", "from specexp.measure import summaries"),
+    ],
+)
+def test_allowed_import_is_no_trespass(module: str, source: str) -> None:
+    assert not trespasses(f"specexp/{module}.py", source)
 
 
-def test_relative_imports_are_resolved() -> None:
-    assert "specexp.measure.prompts" in imported("from ..lab import prompts", "specexp.drafters")
-    assert not imported("from .tree import Tree") & forbidden("specexp/engine.py")
+def test_files_form_no_circle() -> None:
+    names = {f"specexp.{dotted(module)}": module for module in MODULES}
+    below: dict[str, set[str]] = {}
+    for full, module in names.items():
+        package = ".".join(Path(module).parent.parts)
+        text = MODULES[module].read_text()
+        at_once = {name for name, inside in imports(text, package) if not inside}
+        below[full] = {n for name in at_once for n in (name, name.rpartition(".")[0]) if n in names}
+        below[full].discard(full)
+    while leaves := [name for name, others in below.items() if not others & below.keys()]:
+        for name in leaves:
+            del below[name]
+    assert not below
+
+
+def test_files_folders_and_classes_stay_small() -> None:
+    large = [file for file, path in MODULES.items() if len(path.read_text().splitlines()) > 450]
+    folders = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
+    most = {ROOT / "specexp": 20}
+    full = [name(folder) for folder, count in folders.items() if count > most.get(folder, 12)]
+    members = [
+        f"{module}: {node.name}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and sum(isinstance(part, ast.FunctionDef) for part in node.body) > 20
+    ]
+    assert (large, full, members) == ([], [], [])
 
 
 def test_the_command_line_starts_without_anything_heavy() -> None:

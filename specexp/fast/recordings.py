@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -104,7 +104,8 @@ class Recordings(Recorder):
         if stage == "draft" and not engine.drafter.on_host:
             seqs, tree = args
             key = _key(engine, seqs, tree)
-            return self.run(stage, key, lambda: run(seqs, tree), held=_memory(seqs))
+            draft: Any = self.run(stage, key, lambda: run(seqs, tree), held=_memory(seqs))
+            return cast(T, replace(draft))  # without what was cached of an earlier round's
         if stage == "verify":
             seqs, draft = args
 

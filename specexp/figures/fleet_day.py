@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from specexp.figures.style import DOUBTFUL, batch_axis, panels
 from specexp.figures.under_load import LOAD_AWARE, palette
-from specexp.measure import fleet_day
-from specexp.measure.fleet_day import HOURS, Setting
+from specexp.measure.under_load import fleet_day
+from specexp.measure.under_load.fleet_day import HOURS, Setting
 
 
 def paces(setting: Setting, table: pd.DataFrame) -> Figure:

@@ -89,6 +89,7 @@ class EngineRows:
     ) -> None:
         self.engine, self.slots, self.slack = engine, slots, slack
         self.timer = timer or Wall()
+        self.clock, self.wait = self.timer.clock, self.timer.wait
         self.count = _allocated(engine, count, slots)
         self.seqs = engine.rows.seqs
         device = engine.target.device
@@ -119,12 +120,6 @@ class EngineRows:
     def reads(self) -> bool:
         """See `Drafter.reads`."""
         return self.engine.drafter.reads
-
-    def clock(self) -> float:
-        return self.timer.clock()
-
-    def wait(self, until: float) -> None:
-        self.timer.wait(until)
 
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:

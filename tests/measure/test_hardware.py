@@ -191,9 +191,11 @@ def test_round_speedup_is_of_delivered_tokens(pairing, costly):
 
 
 @pytest.mark.parametrize("graphs", ["off", pytest.param("on", marks=pytest.mark.compiler)])
-def test_clocked_round_changes_nothing(pairing, monkeypatch, graphs):
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_clocked_round_changes_nothing(pairing, monkeypatch, graphs, temperature):
     monkeypatch.setenv("SPECEXP_GRAPHS", graphs)
-    engine, ids = pairing.with_().engine, pairing.encode([PROMPTS[0].text])
+    engine = pairing.with_(temperature=temperature).engine
+    ids = pairing.encode([PROMPTS[0].text])
     clean, clock = engine.generate(ids, 12), PhaseClock(engine.target.device)
     clocked = Engine.of(engine, clock=clock)
     for _ in range(3):

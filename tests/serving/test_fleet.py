@@ -14,9 +14,9 @@ from support.cost_tables import planted, rough
 
 from specexp.errors import UserError
 from specexp.figures import fleet_day, under_load
-from specexp.measure import fleet_day as fleets
-from specexp.measure.fleet_day import Day, Setting
 from specexp.measure.under_load import answered
+from specexp.measure.under_load import fleet_day as fleets
+from specexp.measure.under_load.fleet_day import Day, Setting
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, many_bursty, many_of_a_day
 from specexp.serving.fleet import ROUTERS, Limits, Pace, pace, simulate, size
