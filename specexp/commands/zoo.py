@@ -83,6 +83,7 @@ def train(
     Example: `specexp zoo train --heads eagle3 --target target-10m`
     """
     from specexp import api
+    from specexp.zoo import shelf
 
     device = api.where(device)
     if heads is not None:
@@ -93,9 +94,7 @@ def train(
     for option, value in (("--target", target), ("--text", text)):
         if value is not None:
             raise UserError(f"{option} belongs to --heads: add --heads medusa, eagle or eagle3")
-    from specexp.zoo.train import train_zoo
-
-    for folder in train_zoo(only or None, out, device=device, quick=quick):
+    for folder in shelf.making("train").train_zoo(only or None, out, device=device, quick=quick):
         console.print(f"wrote {relative(folder)}", soft_wrap=True)
 
 

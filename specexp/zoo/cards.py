@@ -1,6 +1,6 @@
-"""Describes a model of the zoo: figures on held-out text, `zoo.json` and the model card.
+"""Describes heads and twins made here: `zoo.json` and the model card.
 
-This file does not know how the model was made beyond its recipe and the facts passed in.
+This file does not know how they were made beyond the recipe and the facts passed in.
 """
 
 import json
@@ -10,124 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaForCausalLM
 
-from specexp.zoo.recipes import CONTEXT, RECIPES, VOCABULARY, Course, HeadRecipe, Recipe
-from specexp.zoo.rows import Documents
+from specexp.zoo import shelf
+from specexp.zoo.recipes import VOCABULARY, Course, HeadRecipe
 
 Figures = dict[str, dict[str, float]]
-
-
-@torch.no_grad()
-def measure(
-    model: LlamaForCausalLM,
-    documents: Mapping[str, Documents],
-    target: LlamaForCausalLM | None = None,
-    tokens: int = 32_768,
-    length: int = 512,
-) -> Figures:
-    """Figures per kind on the first `tokens` tokens of held-out text, in rows of `length`.
-
-    `loss`: nats per token. With a target, both given the true text before each position:
-    `agreement`, how often both have the same most probable token, and `overlap`, 1 - TV of the
-    two laws, which is the acceptance probability of rejection sampling (Leviathan et al. 2022,
-    section 3.2).
-    """
-    figures: Figures = {}
-    for kind, texts in documents.items():
-        stream = np.concatenate(texts)[: tokens + 1].astype(np.int64)
-        T = min(length, len(stream) - 1)
-        starts = range(0, len(stream) - T, T)
-        sums: dict[str, float] = {}
-        for start in starts:
-            row = torch.from_numpy(stream[start : start + T + 1])[None].to(model.device)
-            q = model(input_ids=row[:, :-1]).logits.float().log_softmax(-1)[0]  # [T, V]
-            seen = {"loss": F.nll_loss(q, row[0, 1:])}
-            if target is not None:
-                p = target(input_ids=row[:, :-1]).logits.float().log_softmax(-1)[0]
-                seen["agreement"] = (p.argmax(-1) == q.argmax(-1)).float().mean()
-                seen["overlap"] = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
-            for name, value in seen.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-        figures[kind] = {name: round(value / len(starts), 4) for name, value in sums.items()}
-    return figures
-
-
-def describe(
-    recipe: Recipe,
-    model: LlamaForCausalLM,
-    held_out: Figures,
-    corpus: Mapping[str, Any],
-    losses: Sequence[float],
-) -> dict[str, Any]:
-    """The content of `zoo.json`, of which `shelf.py` reads the fields of `ZooModel`."""
-    trained = {
-        "courses": _courses(recipe.courses, losses),
-        "seed": recipe.seed,
-        "torch": torch.__version__.split("+")[0],
-        "corpus": dict(corpus),
-    }
-    return {
-        "name": recipe.name,
-        "role": recipe.role,
-        "target": recipe.teacher,
-        "parameters": model.num_parameters(),
-        "layers": recipe.layers,
-        "width": recipe.width,
-        "about": recipe.about,
-        "hidden": recipe.hidden,
-        "heads": recipe.heads,
-        "kv_heads": recipe.kv_heads,
-        "exits": list(recipe.exits),
-        "vocabulary": VOCABULARY,
-        "context": CONTEXT,
-        "dtype": "bfloat16",
-        "held_out": held_out,
-        "trained": trained if recipe.courses else None,
-    }
-
-
-def card(facts: Mapping[str, Any]) -> str:
-    """The model card, in Markdown, from the content of `zoo.json`."""
-    trained = facts["trained"]
-    parts = [
-        "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        "tags: [speculative-decoding]\n---",
-        f"# {facts['name']}",
-        facts["about"],
-        "## Model",
-        f"A Llama ({facts['layers']} layers, width {facts['width']}, {facts['heads']} heads of "
-        f"which {facts['kv_heads']} for keys and values, tied embeddings) of "
-        f"{facts['parameters']:,} parameters in {facts['dtype']}, with a byte-level BPE of "
-        f"{facts['vocabulary']} entries that the whole zoo shares and a context of "
-        f"{facts['context']} tokens. Training documents are separated by `<|endoftext|>`, so a "
-        "prompt should begin with it; the tokenizer adds it.",
-        "## Use",
-        "For demonstrating and testing speculative decoding on any machine without a download. It "
-        "is not a source of facts and follows no instructions.",
-    ]
-    again = (
-        f"`specexp zoo train --only {facts['name']}` runs the recipe in `specexp/zoo/recipes.py`"
-    )
-    if trained:
-        parts[-1] += (
-            " It was not trained on misspelt text, languages other than English, or truncated "
-            "logs: on those acceptance is low, which some experiments use."
-        )
-        parts += ["## Training data", _data(trained["corpus"])]
-        parts += ["## Training", _training(facts)]
-        again += (
-            " (on two CPU cores, about an hour for target-10m and a quarter of an hour for a draft "
-            "model). A different Python version has a different standard library and gives "
-            "different weights"
-        )
-    else:
-        parts += ["## Training", "None: the weights are random, from a fixed seed."]
-    parts += ["## Held-out text", _figures(facts)]
-    parts += ["## Reproduction", f"{again}.", "## Licence", _licence(trained)]
-    return "\n\n".join(parts) + "\n"
 
 
 def describe_heads(
@@ -150,7 +38,7 @@ def describe_heads(
         "about": recipe.about,
         "held_out": held_out,
         "trained": {
-            "courses": _courses(recipe.courses, losses),
+            "courses": courses_of(recipe.courses, losses),
             "seed": recipe.seed,
             "torch": torch.__version__.split("+")[0],
             "corpus": dict(text),
@@ -161,13 +49,13 @@ def describe_heads(
 def card_of_heads(facts: Mapping[str, Any]) -> str:
     """The model card of heads, in Markdown, from the content of `zoo.json`."""
     kind, target, trained = facts["role"], facts["target"], facts["trained"]
-    ships = target in {recipe.name for recipe in RECIPES}
     layout = "the `speculators` format" if kind == "eagle3" else "the layout of published heads"
     corpus = trained["corpus"]
     own_text = f" --text {corpus['file']}" if "file" in corpus else ""
-    licence = "license: mit\n" if ships and not own_text else ""
+    free = shelf.ships(target) and not own_text
+    mark = "license: mit\n" if free else ""
     parts = [
-        f"---\n{licence}base_model: {target}\ntags: [speculative-decoding]\n---",
+        f"---\n{mark}base_model: {target}\ntags: [speculative-decoding]\n---",
         f"# {facts['name']}",
         facts["about"],
         "## Heads",
@@ -176,7 +64,7 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
         f"`specexp generate --target {target} --drafter {kind.rstrip('3')}:FOLDER`, where FOLDER "
         "is this folder. They read this target's hidden states and work with no other target.",
         "## Training",
-        _schedule(
+        schedule(
             "Distilled from the target's law (soft cross-entropy) on the training text and on "
             "passages that the target continued at temperature 0.8; each drafted position weighs "
             "0.8 times the one before.",
@@ -184,26 +72,26 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
         ),
         f"The text {corpus['file']}, {corpus['characters']:,} characters."
         if own_text
-        else _data(corpus),
+        else corpus_paragraph(corpus),
         "## Held-out text",
-        f"{_table(facts['held_out'])}\n\nAt each drafted position, how often the most likely token "
+        f"{table(facts['held_out'])}\n\nAt each drafted position, how often the most likely token "
         "is the target's, given the text before it, in rows of up to 256 tokens. With a draft "
         "vocabulary, only its tokens are compared.",
         "## Reproduction",
         f"`specexp zoo train --heads {kind} --target {target}{own_text}`",
         "## Licence",
-        _licence(trained)
-        if licence
+        licence(trained)
+        if free
         else "Check the licences of the target and the text: the heads are derived from both.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def describe_twin(
-    name: str, parameters: int, whole: bool, made: Mapping[str, Any]
+    name: str, parameters: int, whole: bool, details: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The content of `zoo.json` for a twin target (`whole`) or the draft cut from it."""
-    layers = made["shape"]["layers"]
+    layers = details["shape"]["layers"]
     cut = f"The first {layers} layers of {name}, with the same weights, norm and head."
     return {
         "name": name if whole else f"{name}-draft",
@@ -211,9 +99,9 @@ def describe_twin(
         "target": None if whole else name,
         "parameters": parameters,
         "layers": layers,
-        "width": made["shape"]["width"],
+        "width": details["shape"]["width"],
         "about": "Random weights in a real shape, for measuring its costs." if whole else cut,
-        **made,
+        **details,
     }
 
 
@@ -260,7 +148,7 @@ def write(folder: Path, facts: Mapping[str, Any], text: str) -> None:
     (folder / "README.md").write_text(text)
 
 
-def _data(corpus: Mapping[str, Any]) -> str:
+def corpus_paragraph(corpus: Mapping[str, Any]) -> str:
     rows = [
         f"| {side} | {kind} | {part['documents']:,} | {part['characters']:,} | "
         f"`{part['sha256'][:16]}` |"
@@ -278,8 +166,8 @@ def _data(corpus: Mapping[str, Any]) -> str:
     ) + "\n".join(rows)
 
 
-def _licence(trained: Mapping[str, Any] | None) -> str:
-    """Of weights of this repository, and of the text they were trained on, if any."""
+def licence(trained: Mapping[str, Any] | None) -> str:
+    """The licence of weights of this repository, and of the text they were trained on, if any."""
     text = (
         " The training text comes with Python, under the Python Software Foundation License."
         if trained
@@ -288,7 +176,7 @@ def _licence(trained: Mapping[str, Any] | None) -> str:
     return f"The weights are under the licence of this repository (MIT).{text}"
 
 
-def _courses(courses: Sequence[Course], losses: Sequence[float]) -> list[dict[str, Any]]:
+def courses_of(courses: Sequence[Course], losses: Sequence[float]) -> list[dict[str, Any]]:
     described: list[dict[str, Any]] = []
     for course in courses:
         mine, losses = losses[: course.steps], losses[course.steps :]
@@ -307,24 +195,7 @@ def _courses(courses: Sequence[Course], losses: Sequence[float]) -> list[dict[st
     return described
 
 
-def _training(facts: Mapping[str, Any]) -> str:
-    trained = facts["trained"]
-    goal = (
-        "Next-token cross-entropy."
-        if facts["target"] is None
-        else f"Distilled from {facts['target']} (soft cross-entropy, the forward KL plus a "
-        "constant) on the corpus and on passages that it continued at temperature 0.8."
-    )
-    if facts.get("exits"):
-        goal += (
-            f" The hidden states after layers {' and '.join(map(str, facts['exits']))} also "
-            "predict the token, through the same norm and head; together they weigh as much as "
-            "the last."
-        )
-    return _schedule(goal, trained)
-
-
-def _schedule(goal: str, trained: Mapping[str, Any]) -> str:
+def schedule(goal: str, trained: Mapping[str, Any]) -> str:
     """The training of each course."""
     lines = [
         f"{goal} Muon for the hidden matrices, AdamW for the rest; learning rates with a short "
@@ -342,18 +213,7 @@ def _schedule(goal: str, trained: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _figures(facts: Mapping[str, Any]) -> str:
-    notes = "Loss in nats per token, in rows of up to 512 tokens."
-    if "agreement" in next(iter(facts["held_out"].values())):
-        notes += (
-            " Both given the true text before each position, agreement is how often this model and "
-            "the target have the same most probable token; overlap is 1 - TV of their laws, the "
-            "probability that a sampled guess is accepted."
-        )
-    return f"{_table(facts['held_out'])}\n\n{notes}"
-
-
-def _table(figures: Figures) -> str:
+def table(figures: Figures) -> str:
     names = list(next(iter(figures.values())))
     lines = [f"| kind | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     for kind, values in figures.items():

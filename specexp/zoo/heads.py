@@ -25,9 +25,8 @@ from specexp.models.heads import Eagle, EagleShape, Medusa, default_taps, save
 from specexp.models.int8 import split
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import cards, shelf
-from specexp.zoo.corpus import cut, gather
 from specexp.zoo.recipes import HEADS, HeadRecipe
-from specexp.zoo.rows import Documents, Rows, encode
+from specexp.zoo.rows import Documents, Rows, Texts, encode, read
 from specexp.zoo.train import (
     GIVEN,
     Loss,
@@ -183,10 +182,11 @@ def train_heads(
 ) -> Path:
     """Train heads of a kind for any target in Hugging Face format; returns the folder written.
 
-    `text`: a training text, by default the zoo's; the target's continuations of parts of it are
-    trained on as well. `watch(step, figures)` is called at every checkpoint with the loss and, per
-    drafted position, the accuracy on held-out text. `out`, `work` and `quick` are those of
-    `train_zoo`. A killed run resumes.
+    `text`: a training text, by default the zoo's, which only a checkout has; the target's
+    continuations of parts of it are trained on as well. `watch(step, figures)` is called at every
+    checkpoint with the loss and, per drafted position, the accuracy on held-out text. `out`: by
+    default `zoo/models` of the store; `work`: folder of the checkpoints. `quick`: a smoke test,
+    whose heads are useless. A killed run resumes.
 
     Raises UserError for an unknown kind, target, device or text.
     """
@@ -206,21 +206,21 @@ def train_heads(
             "end with: set its eos_token"
         )
     model = load(target, Path(target).name, "float32", device)
-    train, held, facts = _text(text, tokenizer, quick)
+    train, held, facts = _documents(text, tokenizer, quick)
     net = model.module
-    given = [d for kind_, found in train.items() if kind_ != "echoes" for d in found]
+    documents = [d for name, part in train.items() if name != "echoes" for d in part]
     count = 8 if quick else 512
-    train["continued"] = continued_once(net, given, count, work, tokenizer.eos_token_id)
-    counts = np.bincount(np.concatenate(given), minlength=model.config.vocab_size)
+    train["continued"] = continued_once(net, documents, count, work, tokenizer.eos_token_id)
+    counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts))
     laws = laws_of(head, net, recipe.unroll)
-    rows = {name: _rows(documents, device) for name, documents in held.items()}
+    rows = {name: _rows(part, device) for name, part in held.items()}
 
     def look(before: int, step: int, loss: float) -> None:
-        found = [accuracy(laws, part, device) for part in rows.values()]
-        each = torch.tensor(found).mean(0).tolist()
-        named = {f"accuracy/at_{i}": a for i, a in enumerate(each, 1)}
-        watch(before + step, {"training/loss": loss} | named)
+        rates = [accuracy(laws, part, device) for part in rows.values()]
+        mean = torch.tensor(rates).mean(0).tolist()
+        by_position = {f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)}
+        watch(before + step, {"training/loss": loss} | by_position)
 
     losses: list[float] = []
     aim = recipe.unroll, fingerprint(net)
@@ -246,26 +246,22 @@ def train_heads(
     return folder
 
 
-def _text(
+def _documents(
     text: Path | None, tokenizer: Any, quick: bool
 ) -> tuple[dict[str, Documents], dict[str, Documents], dict[str, Any]]:
     """Training and held-out documents by kind, and the facts about them for the card."""
     if text is None:
-        corpus = gather(records=80, edits=80, limit=24) if quick else gather()
-        sides = corpus.train, corpus.held
-        facts = corpus.facts()
+        corpus = shelf.making("corpus")
+        texts: Texts = corpus.small() if quick else corpus.gather()
     else:
-        if not text.is_file():
-            raise UserError(f"no text file at {text}")
-        whole = text.read_text(errors="replace")
-        pieces = cut(whole)
-        few = max(1, len(pieces) // 20)
-        sides = {"text": pieces[few:]}, {"text": pieces[:few]}
-        facts = {"file": text.name, "characters": len(whole)}
-    train, held = ({k: encode(tokenizer, v) for k, v in side.items()} for side in sides)
-    if not any(len(document) > GIVEN for found in train.values() for document in found):
+        texts = read(text)
+    train, held = (
+        {kind: encode(tokenizer, pieces) for kind, pieces in side.items()}
+        for side in (texts.train, texts.held)
+    )
+    if not any(len(document) > GIVEN for kind in train.values() for document in kind):
         raise UserError(f"{text} is too short to learn from: give it a few thousand characters")
-    return train, held, facts
+    return train, held, texts.facts
 
 
 def _rows(documents: Documents, device: str, rows: int = 16, length: int = 256) -> Tensor:

@@ -1,59 +1,50 @@
-"""Tokenizes documents and packs them into training batches.
+"""Cuts and tokenizes texts and packs them into training batches.
 
-The tokenizer is a byte-level BPE trained on the corpus; every document ends with
-`<|endoftext|>`. A batch depends on its step alone, so training can resume at any step without a
-saved data position. This file does not know about models.
+Every document ends with the tokenizer's end of text. A batch depends on its step alone, so training
+can resume at any step without a saved data position. This file does not know about models.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specexp.zoo.recipes import CONTEXT, END, VOCABULARY, Course
+from specexp.errors import UserError
+from specexp.zoo.recipes import Course
 
-END_TEXT = "<|endoftext|>"
+PIECE = 2400  # characters of a document, about 700 tokens
 Documents = list[np.ndarray]  # int32 [tokens], ending with the end of text
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `VOCABULARY` entries with single digits; deterministic."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=[END_TEXT],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return wrap(bpe)
+@dataclass(frozen=True)
+class Texts:
+    """Training and held-out documents by kind, and what `zoo.json` says of them."""
+
+    train: dict[str, list[str]]
+    held: dict[str, list[str]]
+    facts: dict[str, Any]
 
 
-def wrap(bpe: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer for `transformers`; it puts `<|endoftext|>` before everything it encodes."""
-    bpe.post_processor = processors.TemplateProcessing(
-        single=f"{END_TEXT} $A", special_tokens=[(END_TEXT, END)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END_TEXT,
-        eos_token=END_TEXT,
-        pad_token=END_TEXT,
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )
+def read(file: Path) -> Texts:
+    """A text file of one's own, of which a twentieth is held out. Raises UserError if there is no
+    such file."""
+    if not file.is_file():
+        raise UserError(f"no text file at {file}")
+    whole = file.read_text(errors="replace")
+    pieces = cut(whole)
+    few = max(1, len(pieces) // 20)
+    facts = {"file": file.name, "characters": len(whole)}
+    return Texts({"text": pieces[few:]}, {"text": pieces[:few]}, facts)
+
+
+def cut(text: str) -> list[str]:
+    """All of any text in pieces of up to `PIECE` characters, cut at line ends where possible."""
+    return re.findall(rf"(?s).{{{PIECE // 2},{PIECE}}}(?:\n|\Z)|.{{1,{PIECE}}}", text)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Documents:

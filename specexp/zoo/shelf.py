@@ -83,9 +83,9 @@ def _whole(variable: str, folder: Path) -> Path:
     return folder.resolve()
 
 
-def making() -> ModuleType:
-    """The package `making` of the checkout's zoo, which trained the shipped models on a text of its
-    own. Raises UserError for an installed package, which does not contain it."""
+def making(module: str) -> ModuleType:
+    """A module of `data/zoo/making`, which trained the shipped models on a text of its own. Raises
+    UserError for an installed package, which does not contain it."""
     if CHECKOUT is None:
         raise UserError(
             "the zoo's recipes and training text are not part of an installed specexp: run this in "
@@ -93,8 +93,8 @@ def making() -> ModuleType:
         )
     zoo = str(CHECKOUT / "data" / "zoo")
     if zoo not in sys.path:
-        sys.path.append(zoo)
-    return importlib.import_module("making")
+        sys.path.insert(0, zoo)
+    return importlib.import_module(f"making.{module}")
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -114,6 +114,12 @@ def models(shelf: Path | None = None) -> list[ZooModel]:
         fields = {key: facts[key] for key in ZooModel.__annotations__ if key != "path"}
         listed.append(ZooModel(path=card.parent, **fields))
     return sorted(listed, key=lambda model: (ROLES.index(model.role), -model.parameters))
+
+
+def ships(name: str) -> bool:
+    """Whether a model of this name is among those that ship."""
+    zoo = shipped()
+    return zoo is not None and name in {model.name for model in models(zoo)}
 
 
 def find(name: str, shelf: Path | None = None) -> Path:

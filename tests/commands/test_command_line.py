@@ -318,7 +318,7 @@ def test_a_folder_that_cannot_be_written_to_is_not_called_missing(run, tmp_path,
 def test_paths_are_shown_to_the_letter(run, tiny_folders, tmp_path, monkeypatch):
     folder = tmp_path / "[bold]a:cat:"
     folder.mkdir()
-    monkeypatch.setattr("specexp.zoo.train.train_zoo", lambda *_, **__: [folder])
+    monkeypatch.setattr("making.train.train_zoo", lambda *_, **__: [folder])
     assert run("zoo", "train")[1].split() == ["wrote", str(folder)]
     monkeypatch.setenv("SPECEXP_MLRUNS", str(folder))
     monkeypatch.setattr("specexp.commands.doctor.missing", lambda: ["x: pip install 'x[all]>=1'"])
@@ -334,7 +334,7 @@ def test_training_is_told_which_device_there_is(run, monkeypatch):
         asked.append(device)
         return []
 
-    monkeypatch.setattr("specexp.zoo.train.train_zoo", train)
+    monkeypatch.setattr("making.train.train_zoo", train)
     monkeypatch.setattr("specexp.commands.zoo._train_heads", lambda *args: asked.append(args[3]))
     run("zoo", "train")
     run("zoo", "train", "--heads", "medusa")

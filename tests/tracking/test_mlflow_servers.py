@@ -45,9 +45,7 @@ def served(monkeypatch):
     return call
 
 
-def test_a_server_answers_those_it_was_started_for_and_keeps_what_it_is_given(
-    store, served, monkeypatch, capsys
-):
+def test_ui_server_refuses_foreign_hosts_and_keeps_runs(store, served, monkeypatch, capsys):
     runs.log("mine", {"drafter": "before"}, METRICS)
     with Mlflow(runs.database()) as mlflow:
         hosts = [h.format(port=mlflow.port) for h in FOREIGN]
@@ -260,22 +258,20 @@ def restarts_in_mid_grid(store, points, served, place):
 
 
 @pytest.mark.slow
-def test_a_server_that_restarts_in_mid_grid_loses_nothing(store, points, served):
+def test_server_restart_in_mid_grid_loses_nothing(store, points, served):
     restarts_in_mid_grid(store, points, served, runs.database())
 
 
 @pytest.mark.slow
 @pytest.mark.postgres
-def test_a_server_on_postgres_that_restarts_in_mid_grid_loses_nothing(store, points, served):
+def test_postgres_server_restart_in_mid_grid_loses_nothing(store, points, served):
     (store / "mlflow.db").unlink()
     with postgres() as address:
         restarts_in_mid_grid(store, points, served, Backend.at(address, store))
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_away_is_made_up_for_by_the_next_run(
-    store, points, served, monkeypatch
-):
+def test_next_grid_run_publishes_after_server_outage(store, points, served, monkeypatch):
     monkeypatch.setattr(runner, "PATIENCE_S", 1)
     with Mlflow(runs.database()) as mlflow:
         served(mlflow)

@@ -13,7 +13,7 @@ WHOLE = [BEGIN, "Proc-Type: 4,ENCRYPTED\n", *BODY, END]
 
 @pytest.mark.parametrize("key", [WHOLE, [BEGIN, *BODY], [BEGIN]])
 @pytest.mark.parametrize("kept", ["text", "json", "lines"])
-def test_a_private_key_is_hidden_to_its_last_line(key, kept):
+def test_private_key_is_hidden_to_its_last_line(key, kept):
     said = ["before \n", *key, '"after"\n']
     text = {"text": "".join(said), "json": json.dumps(["".join(said)]), "lines": json.dumps(said)}
     safe = redact.hide(text[kept])
@@ -24,19 +24,19 @@ def test_a_private_key_is_hidden_to_its_last_line(key, kept):
     assert '"after"' in told
 
 
-def test_code_that_looks_for_keys_is_still_json():
+def test_hiding_keys_keeps_json_valid():
     code = 'if "-----BEGIN PRIVATE KEY-----" in text or text.endswith("-----END PRIVATE KEY-----"):'
     for said in (code, code.partition(" or ")[0], [code], {"a": code[:34], "b": code}):
         assert redact.HIDDEN in str(json.loads(redact.hide(json.dumps(said))))
 
 
-def test_a_key_does_not_reach_into_another_cell():
+def test_hidden_key_stays_within_its_cell():
     cells = [{"source": [BEGIN]}, {"source": ["x = 1"]}, {"source": [END]}]
     assert json.loads(redact.hide(json.dumps(cells)))[1] == cells[1]
 
 
 @pytest.mark.parametrize("value", ['pass"word\\', "line one\nline two", "tür und tor"])
-def test_a_secret_of_the_environment_is_hidden_in_json_too(monkeypatch, value):
+def test_environment_secret_is_hidden_in_json(monkeypatch, value):
     monkeypatch.setenv("MY_PASSWORD", value)
     wanted = [f"is {redact.HIDDEN}"]
     assert redact.hide(f"is {value}") == wanted[0]

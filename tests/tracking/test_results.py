@@ -59,11 +59,11 @@ def run_of(result):
     return (result / "published").read_text()
 
 
-def test_a_store_in_order_has_no_problems(filled):
+def test_audit_of_intact_store_is_empty(filled):
     assert audit.problems() == []
 
 
-def test_an_empty_place_has_no_problems(tmp_path, monkeypatch):
+def test_audit_of_missing_store_is_empty(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
     assert audit.problems() == []
     assert not (tmp_path / "nothing").exists()
@@ -108,7 +108,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("how", BREAKS)
-def test_each_broken_promise_is_told(filled, how):
+def test_audit_reports_each_violation(filled, how):
     """The controls: a check that finds nothing would pass everything."""
     breaks, said = BREAKS[how]
     breaks(first(filled))
@@ -118,7 +118,7 @@ def test_each_broken_promise_is_told(filled, how):
 
 
 @pytest.mark.parametrize("how", ["torn", "deleted", "half", "other metric"])
-def test_what_somebody_has_claimed_is_not_judged(filled, how):
+def test_audit_skips_claimed_points(filled, how):
     BREAKS[how][0](first(filled))
     with store.claim(first(filled).name):
         assert audit.problems() == []
@@ -129,14 +129,14 @@ def between_looks(monkeypatch, then):
     monkeypatch.setattr(audit.time, "sleep", lambda seconds: then())
 
 
-def test_what_is_between_two_states_is_looked_at_again(filled, monkeypatch):
+def test_audit_ignores_what_only_one_look_finds(filled, monkeypatch):
     result = first(filled)
     away = result.rename(filled / "away")
     between_looks(monkeypatch, lambda: away.rename(result))
     assert audit.problems() == []
 
 
-def test_broken_is_what_two_looks_find(filled, monkeypatch):
+def test_audit_reports_what_two_looks_find(filled, monkeypatch):
     """A lasting problem is reported, one that only one of two looks finds is not."""
     lasting, passing = sorted((filled / "results").iterdir())[:2]
     shutil.rmtree(lasting)
@@ -151,7 +151,7 @@ def test_broken_is_what_two_looks_find(filled, monkeypatch):
     assert lasting.name in line
 
 
-def test_a_database_that_is_busy_for_a_moment_hides_nothing(filled, monkeypatch):
+def test_audit_sees_damage_after_a_busy_database(filled, monkeypatch):
     shutil.rmtree(first(filled))
     real, looks = audit._shown, []
 
@@ -166,7 +166,7 @@ def test_a_database_that_is_busy_for_a_moment_hides_nothing(filled, monkeypatch)
     assert "is missing" in line
 
 
-def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
+def test_audit_reports_unreachable_store(filled, monkeypatch):
     looks = []
 
     def away():
@@ -177,7 +177,7 @@ def test_a_server_that_is_away_is_told_in_whatever_words(filled, monkeypatch):
     assert audit.problems() == ["no answer to connection 2"]
 
 
-def test_a_point_that_is_done_while_mlflow_is_read_breaks_nothing(filled, monkeypatch):
+def test_audit_ignores_point_finished_meanwhile(filled, monkeypatch):
     """It was claimed, committed, published and released between two looks."""
     real, looks = audit._shown, []
 
@@ -290,7 +290,7 @@ HOSTILE = {"foreign": foreign, "trigger": trapped, "folder": folder, "pipe": pip
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_database_is_named_with_the_repair_and_made_anew(filled, points, how):
+def test_damaged_database_is_reported_and_rebuilt(filled, points, how):
     todo = points(1, 13)
     assert go(todo)[0] == 1
     before = shown()
@@ -309,7 +309,7 @@ def test_a_damaged_database_is_named_with_the_repair_and_made_anew(filled, point
     assert shown() == before
 
 
-def test_where_there_is_no_store_nothing_is_said_to_be_kept(monkeypatch, tmp_path):
+def test_store_check_of_missing_store_creates_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "mistyped"))
     console = Console(file=io.StringIO(), width=200)
     assert audit.show(console)
@@ -318,7 +318,7 @@ def test_where_there_is_no_store_nothing_is_said_to_be_kept(monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_what_is_no_database_of_mlflows_is_refused_whoever_reads_it(filled, how):
+def test_foreign_database_is_refused_by_every_reader(filled, how):
     (filled / "mlflow.db-wal").unlink(missing_ok=True)
     (filled / "mlflow.db-shm").unlink(missing_ok=True)
     HOSTILE[how](filled / "mlflow.db")
@@ -330,9 +330,7 @@ def test_what_is_no_database_of_mlflows_is_refused_whoever_reads_it(filled, how)
     assert any("specexp store rebuild" in line for line in audit.problems())
 
 
-def test_a_database_deleted_in_mid_run_ends_the_grid_and_no_result_is_lost(
-    store, points, monkeypatch
-):
+def test_database_deleted_in_mid_grid_loses_no_result(store, points, monkeypatch):
     real = local.execute
 
     def deletes(point, *rest):
@@ -353,7 +351,7 @@ def test_a_database_deleted_in_mid_run_ends_the_grid_and_no_result_is_lost(
     assert {r[2] for r in shown()} == {"FINISHED"}
 
 
-def test_a_database_that_cannot_be_opened_now_is_not_called_damaged(filled, monkeypatch):
+def test_unopenable_database_is_not_reported_corrupt(filled, monkeypatch):
     def connect(*_, **__):
         raise sqlite3.OperationalError("unable to open database file")
 
@@ -363,9 +361,7 @@ def test_a_database_that_cannot_be_opened_now_is_not_called_damaged(filled, monk
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
-def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
-    store, points, monkeypatch, number
-):
+def test_unreadable_result_is_published_later(store, points, monkeypatch, number):
     real, refused = results.load, []
 
     def load(path):
@@ -383,7 +379,7 @@ def test_what_cannot_be_read_when_it_is_to_be_published_is_published_later(
     assert len(shown()) == 2
 
 
-def test_a_journal_left_by_a_killed_writer_is_used(filled):
+def test_journal_of_a_killed_writer_is_used(filled):
     """The WAL and shared memory of a killed process hold its committed data."""
     code = (
         "import os, signal, sqlite3, sys\n"
@@ -400,7 +396,7 @@ def test_a_journal_left_by_a_killed_writer_is_used(filled):
     assert set(track.runs()["name"]) == {"renamed"}
 
 
-def test_a_journal_of_a_deleted_database_does_not_reach_the_new_one(filled):
+def test_journal_of_a_deleted_database_is_not_used(filled):
     code = (
         "import os, signal, sqlite3, sys\n"
         "db = sqlite3.connect(sys.argv[1])\n"
@@ -418,13 +414,13 @@ def test_a_journal_of_a_deleted_database_does_not_reach_the_new_one(filled):
     assert set(track.runs()["name"]) == {"ngram by hand"}
 
 
-def test_a_rebuild_waits_for_nobody_and_says_who_is_at_work(filled):
+def test_rebuild_refuses_while_a_runner_works(filled):
     with store.claim("k"), pytest.raises(store.StoreBusy, match=str(os.getpid())):
         rebuild.rebuild(quiet())
     assert audit.problems() == []
 
 
-def test_a_rebuild_that_was_killed_can_be_begun_again(filled, monkeypatch):
+def test_killed_rebuild_can_be_repeated(filled, monkeypatch):
     before = shown()
     real, done = track.publish, []
 
@@ -443,7 +439,7 @@ def test_a_rebuild_that_was_killed_can_be_begun_again(filled, monkeypatch):
     assert shown() == before
 
 
-def test_a_rebuild_leaves_out_what_is_torn_and_says_so(filled):
+def test_rebuild_reports_torn_results(filled):
     torn = first(filled)
     (torn / "result.json").write_text("{}")
     assert rebuild.rebuild(quiet()).torn == (torn,)
@@ -460,7 +456,7 @@ def committed(name: str, series: dict) -> Path:
     return store.commit(attempt, key, {"status": "FINISHED"})
 
 
-def test_a_rebuild_passes_over_what_mlflow_cannot_show_and_goes_on(filled):
+def test_rebuild_skips_what_mlflow_cannot_hold(filled):
     odd = committed("odd", {"c/d": {"0.5": 1.0}})
     fine = committed("fine", {"c/d": {"5": 1.0}})
     assert rebuild.rebuild(quiet()).torn == (odd,)
@@ -479,9 +475,7 @@ TORN = {
 @pytest.mark.parametrize("name", ["tags.json", "point.json"])
 @pytest.mark.parametrize("how", TORN)
 @pytest.mark.parametrize("told", [True, False])
-def test_a_failure_torn_by_a_power_cut_is_passed_over_and_done_again(
-    store, points, how, name, told
-):
+def test_torn_failure_is_skipped_and_run_again(store, points, how, name, told):
     todo = points(1, 13)
     assert go(todo)[0] == 1
     [torn] = (store / "failed").iterdir()
@@ -506,7 +500,7 @@ def test_a_failure_torn_by_a_power_cut_is_passed_over_and_done_again(
 
 
 @pytest.mark.parametrize("how", TORN)
-def test_a_failure_is_known_whatever_became_of_the_text_for_people(store, points, how):
+def test_failure_is_kept_without_its_error_text(store, points, how):
     todo = points(13)
     assert go(todo)[0] == 1
     [kept] = (store / "failed").iterdir()
@@ -519,7 +513,7 @@ def test_a_failure_is_known_whatever_became_of_the_text_for_people(store, points
     assert "error: planted" in said
 
 
-def test_an_experiment_that_was_deleted_in_the_ui_comes_back_with_its_next_point(store, points):
+def test_deleted_experiment_is_restored_by_next_point(store, points):
     assert go(points(1))[0] == 0
     track.client().delete_experiment(track.experiment_id("grid of trifles"))
     assert audit.problems()
@@ -527,7 +521,7 @@ def test_an_experiment_that_was_deleted_in_the_ui_comes_back_with_its_next_point
     assert audit.problems() == []
 
 
-def test_a_point_that_was_published_twice_by_a_lost_answer_is_shown_once(filled):
+def test_run_duplicated_by_a_lost_answer_is_replaced(filled):
     """The server did as asked, but its answer was lost and the client asked again."""
     half(first(filled))
     (first(filled) / "published").unlink()
@@ -535,7 +529,7 @@ def test_a_point_that_was_published_twice_by_a_lost_answer_is_shown_once(filled)
     assert audit.problems() == []
 
 
-def test_a_store_can_be_moved_and_copied(filled, points, monkeypatch, tmp_path):
+def test_moved_or_copied_store_works(filled, points, monkeypatch, tmp_path):
     assert go(points(1, 13))[0] == 1
     before = shown()
     for number, moved in enumerate((shutil.move, shutil.copytree)):
@@ -558,7 +552,7 @@ def ends():
     return {r.data.tags["run_key"]: r.info.end_time for r in runs}
 
 
-def test_a_copied_store_knows_when_its_runs_ended(filled, points, monkeypatch, tmp_path):
+def test_copied_store_keeps_end_times(filled, points, monkeypatch, tmp_path):
     todo = points(1, 13)
     assert go(todo)[0] == 1
     before, failures = ends(), run.failures_of(todo)
@@ -596,7 +590,7 @@ def locked(db: Path, seconds: float) -> threading.Thread:
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_locked_database_is_waited_for_and_nothing_is_lost(store, points, monkeypatch, seconds):
+def test_locked_database_is_waited_for(store, points, monkeypatch, seconds):
     real, held = local.execute, []
 
     def locks(point, *rest):
@@ -612,7 +606,7 @@ def test_a_locked_database_is_waited_for_and_nothing_is_lost(store, points, monk
 
 
 @pytest.mark.slow
-def test_a_database_locked_for_longer_than_we_wait_is_made_up_for(store, points, monkeypatch):
+def test_next_run_publishes_after_a_long_lock(store, points, monkeypatch):
     monkeypatch.setattr(run, "PATIENCE_S", 1)
     real, held = local.execute, []
 
@@ -631,7 +625,7 @@ def test_a_database_locked_for_longer_than_we_wait_is_made_up_for(store, points,
     assert audit.problems() == []
 
 
-def test_reading_all_the_time_disturbs_nobody(store, points):
+def test_constant_reader_does_not_disturb_a_grid(store, points):
     stop, read = threading.Event(), []
 
     def reads():
@@ -649,9 +643,7 @@ def test_reading_all_the_time_disturbs_nobody(store, points):
     assert audit.problems() == []
 
 
-def test_two_stores_that_share_a_server_leave_each_others_runs_alone(
-    tmp_path, migrated, monkeypatch, points
-):
+def test_stores_sharing_a_server_keep_apart(tmp_path, migrated, monkeypatch, points):
     shutil.copy(migrated / "mlflow.db", tmp_path / "shared.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/shared.db")
     todo = points(1, 13)

@@ -30,7 +30,7 @@ def test_parameters_are_the_plain_public_names(monkeypatch):
     assert track.parameters(names | noise) == names
 
 
-def test_by_hand_a_run_is_committed_and_published_at_once(store, capsys):
+def test_run_by_hand_is_committed_and_published(store, capsys):
     figure, _ = plt.subplots()
     plt.close(figure)
     track.log(
@@ -70,14 +70,14 @@ def test_by_hand_a_run_is_committed_and_published_at_once(store, capsys):
         ({"a/b": 1.0}, {"c/d": {2**70: 1.0}}, "not a 64-bit integer"),
     ],
 )
-def test_what_could_not_be_compared_is_refused_and_nothing_is_kept(store, metrics, series, said):
+def test_unpublishable_names_and_values_are_refused(store, metrics, series, said):
     with pytest.raises(UserError, match="group/name" if said == "group/name" else said):
         track.log("mine", {}, metrics, series)
     assert not (store / "results").exists()
     assert track.runs().empty
 
 
-def test_under_the_runner_the_store_is_not_touched(store, tmp_path, monkeypatch):
+def test_log_under_the_runner_leaves_the_store_alone(store, tmp_path, monkeypatch):
     attempt = tmp_path / "attempt"
     attempt.mkdir()
     monkeypatch.setenv("SPECEXP_ATTEMPT", str(attempt))
@@ -92,7 +92,7 @@ def test_under_the_runner_the_store_is_not_touched(store, tmp_path, monkeypatch)
         track.log("mine", {"x": 1}, METRICS)
 
 
-def test_a_run_on_the_cpu_says_so_where_there_is_a_gpu(store, tmp_path, monkeypatch):
+def test_device_tag_follows_the_device_parameter(store, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: f"GPU {device}")
     monkeypatch.setenv("SPECEXP_ATTEMPT", str(tmp_path))
@@ -102,7 +102,7 @@ def test_a_run_on_the_cpu_says_so_where_there_is_a_gpu(store, tmp_path, monkeypa
         (tmp_path / "result.json").unlink()
 
 
-def test_a_read_only_store_gets_one_clear_line(tmp_path, monkeypatch):
+def test_unwritable_store_is_one_line(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     monkeypatch.setenv("SPECEXP_MLRUNS", str(blocked / "mlruns"))
@@ -110,7 +110,7 @@ def test_a_read_only_store_gets_one_clear_line(tmp_path, monkeypatch):
         track.log("mine", {}, METRICS)
 
 
-def test_a_store_has_one_place_whatever_folder_a_notebook_is_in(monkeypatch):
+def test_relative_store_path_is_refused(monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", "")
     assert root() == ROOT / "mlruns"
     monkeypatch.setenv("SPECEXP_MLRUNS", "mlruns")
@@ -118,14 +118,14 @@ def test_a_store_has_one_place_whatever_folder_a_notebook_is_in(monkeypatch):
         root()
 
 
-def test_without_git_a_run_is_logged_all_the_same(store, monkeypatch):
+def test_run_is_logged_without_git(store, monkeypatch):
     monkeypatch.setenv("PATH", str(store))
     track.log("mine", {"x": 1}, METRICS)
     [run] = track.runs("mine").to_dict("records")
     assert (run["tags.git.commit"], run["tags.git.dirty"]) == ("", "false")
 
 
-def test_where_specexp_is_not_installed_a_run_is_logged_all_the_same(store, monkeypatch):
+def test_run_is_logged_by_an_uninstalled_package(store, monkeypatch):
     real = importlib.metadata.version
 
     def version(name):
@@ -150,7 +150,7 @@ def _first_touch(root: str, barrier) -> None:
     track.client().search_experiments()
 
 
-def test_processes_that_open_a_fresh_store_together_all_succeed(tmp_path):
+def test_processes_open_a_fresh_store_together(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(3)
     children = [
@@ -164,7 +164,7 @@ def test_processes_that_open_a_fresh_store_together_all_succeed(tmp_path):
     assert [c.exitcode for c in children] == [0, 0, 0]
 
 
-def test_the_comparison_shows_what_differs_and_what_was_logged(store):
+def test_overview_shows_what_differs_and_was_logged(store):
     for drafter, gamma, speed in (("ngram", 3, 1.5), ("sibling-3m", 3, 2.0)):
         params = {"drafter": drafter, "gamma": gamma, "target": "t"}
         ci = {"speedup/ci_low": speed - 0.1, "speedup/ci_high": speed + 0.1, "exact/pass": 1.0}
@@ -175,7 +175,7 @@ def test_the_comparison_shows_what_differs_and_what_was_logged(store):
     assert set(view["exact"]) == {"yes"}
 
 
-def test_the_comparison_tells_lossy_from_broken_and_simulated_from_measured():
+def test_overview_marks_lossy_and_simulated_figures():
     names = ["exact/pass", "exact/bugs", "throughput/tok_s", "acceptance/rate"]
     rows = [(1, 0, 9, 0.5), (0, 0, 9, 0.5), (0, 2, 9, 0.5), (1, 0, 9, 0.5)]
     runs = pd.DataFrame(rows, columns=[f"metrics.{name}" for name in names])
@@ -187,7 +187,7 @@ def test_the_comparison_tells_lossy_from_broken_and_simulated_from_measured():
     assert compare.overview(runs.head(0)).empty
 
 
-def test_runs_of_all_experiments_come_newest_first_whatever_their_grids_are_called(store):
+def test_runs_come_newest_first_across_experiments(store):
     for name in ("one", "two", "one"):
         track.log(name, {"x": 1}, METRICS, tags={"grid": "o'clock"})
         time.sleep(0.01)
@@ -196,7 +196,7 @@ def test_runs_of_all_experiments_come_newest_first_whatever_their_grids_are_call
     assert track.runs(grid="other").empty
 
 
-def test_where_only_runs_of_others_are_there_is_nothing_to_compare(store):
+def test_comparison_ignores_runs_of_others(store):
     mlflow = track.client()
     mlflow.set_terminated(mlflow.create_run("0").info.run_id)
     assert len(track.runs()) == 1
@@ -205,7 +205,7 @@ def test_where_only_runs_of_others_are_there_is_nothing_to_compare(store):
     assert "specexp ui" in console.export_text()
 
 
-def test_the_shared_view_is_small_and_names_only_known_metrics(store):
+def test_shared_view_names_only_logged_metrics(store):
     track.log("mine", {"drafter": "ngram"}, METRICS)
     mlflow = track.client()
     state = json.loads(mlflow.get_experiment_by_name("mine").tags["mlflow.sharedViewState.specexp"])
@@ -230,7 +230,7 @@ def test_ui_imports_nothing_from_the_current_folder(store, tmp_path, monkeypatch
     assert there == [store]
 
 
-def test_the_ui_answers_on_loopback_only_and_refuses_foreign_hosts(store):
+def test_ui_refuses_foreign_hosts(store):
     track.log("mine", {"drafter": "ngram"}, METRICS)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

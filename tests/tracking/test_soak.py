@@ -7,7 +7,7 @@ from support import soak as harness
 from support.soak import Soak
 
 
-def test_real_kernels_whose_runner_is_killed_again_and_again_lose_nothing(warm, disk):
+def test_repeatedly_killed_runner_loses_nothing(warm, disk):
     soak = Soak(warm, disk, kills=8, points=4, seed=1)
     struck = list(soak.run())
     assert soak.found == {}
@@ -15,7 +15,7 @@ def test_real_kernels_whose_runner_is_killed_again_and_again_lose_nothing(warm, 
     assert any(kill.resumed for kill in struck)
 
 
-def test_the_soak_sees_what_is_planted(warm, disk, monkeypatch):
+def test_soak_reports_planted_damage(warm, disk, monkeypatch):
     monkeypatch.setattr(harness, "PATIENCE_S", 0)
     soak = Soak(warm, disk, kills=0, points=3, do="naive")
     assert list(soak.run()) == []
@@ -44,7 +44,7 @@ def test_the_soak_sees_what_is_planted(warm, disk, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_naive_runner_comes_to_harm(warm, disk):
+def test_naive_runner_loses_results(warm, disk):
     soak = Soak(warm, disk, kills=40, do="naive")
     assert len(list(soak.run())) >= 40
     wrong = soak.figures()["wrong"]

@@ -56,7 +56,7 @@ def pairs(tmp_path_factory):
 # the weights
 
 
-def test_the_draft_is_the_first_layers_of_the_target_bitwise(pairs):
+def test_twin_draft_equals_first_layers_of_target(pairs):
     for (params, _), (_, *folders) in pairs.items():
         target, draft = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in folders)
         layers = {name.split(".")[2] for name in draft if ".layers." in name}
@@ -122,7 +122,7 @@ def test_shapes_are_those_of_the_models_they_are_named_after():
 # acceptance
 
 
-def test_the_alpha_asked_is_reached(pairs):
+def test_twin_reaches_the_requested_alpha(pairs):
     for (_, alpha), (facts, *_) in pairs.items():
         seen = facts["agreement"]
         assert seen["reached"] == pytest.approx(
@@ -133,7 +133,7 @@ def test_the_alpha_asked_is_reached(pairs):
 
 
 @pytest.mark.parametrize("pair", [("Tiny", 0.5), ("Tiny", 0.95), ("Tied", 0.7)], ids=str)
-def test_the_engine_accepts_what_the_card_says(pairs, pair):
+def test_engine_acceptance_matches_the_card(pairs, pair):
     facts, target, draft = pairs[pair]
     pairing = api.load(str(target), str(draft), gamma=4)
     prompts = [Prompt(i, "mine", (text,)) for i, text in enumerate(TEXTS)]
@@ -146,7 +146,7 @@ def test_the_engine_accepts_what_the_card_says(pairs, pair):
     assert certify(pairing.engine, pairing.encode(TEXTS[:2]), 64).bugs == 0
 
 
-def test_early_exit_of_the_target_is_the_draft(pairs):
+def test_early_exit_of_a_twin_equals_its_draft(pairs):
     _, target, draft = pairs["Tiny", 0.8]
     records = []
     for drafter in (str(draft), "early_exit:1"):
@@ -195,7 +195,7 @@ def test_bisection_finds_a_factor_and_stops():
     assert len(asked) <= 13
 
 
-def test_text_is_not_degenerate_and_never_ends(pairs):
+def test_twin_output_is_varied_and_never_ends(pairs):
     for facts, target, _ in pairs.values():
         text = facts["agreement"]["text"]
         assert text["distinct"] > 0.6
@@ -262,7 +262,7 @@ def test_make_gpu_names_a_twin_as_the_zoo_does():
         ({"vocab": 100}, "vocab is 100; the tokenizer needs 4096"),
     ],
 )
-def test_impossible_requests_are_one_line_and_write_nothing(tmp_path, options, says):
+def test_impossible_twin_is_refused_and_writes_nothing(tmp_path, options, says):
     asked = {"params": "Tiny", "alpha": 0.5} | options
     with pytest.raises(UserError) as refused:
         make(out=tmp_path / "out", **asked)
@@ -271,13 +271,13 @@ def test_impossible_requests_are_one_line_and_write_nothing(tmp_path, options, s
     assert not (tmp_path / "out").exists()
 
 
-def test_a_place_that_is_no_folder_is_one_line(tmp_path):
+def test_twin_output_path_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write to .*file: File exists; give another"):
         make("Tiny", None, tmp_path / "file", damp=0.05)
 
 
-def test_what_does_not_fit_is_refused_with_its_bytes(tmp_path, monkeypatch):
+def test_twin_that_does_not_fit_is_refused_with_bytes(tmp_path, monkeypatch):
     used = namedtuple("usage", "total used free")
     monkeypatch.setattr(twins.shutil, "disk_usage", lambda path: used(2e11, 0, 50_000_000_000))
     with pytest.raises(UserError) as refused:
@@ -301,7 +301,7 @@ def test_a_pair_is_replaced_only_by_force(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["twin-tiny-draft", "twin-tiny-target"]
 
 
-def test_what_a_killed_run_left_goes_with_the_next_one_and_what_another_writes_stays(tmp_path):
+def test_leftovers_of_killed_twins_are_removed(tmp_path):
     left, busy = tmp_path / ".twin-left.part", tmp_path / ".twin-busy.part"
     for part in (left, busy):
         part.mkdir()
@@ -319,7 +319,7 @@ def test_what_a_killed_run_left_goes_with_the_next_one_and_what_another_writes_s
 
 
 @pytest.mark.parametrize("after", [0, 2, 4, 7])
-def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, after):
+def test_interrupted_twin_leaves_nothing(tmp_path, monkeypatch, after):
     saved = []
 
     def save(weights, file, metadata):
@@ -337,12 +337,12 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, monkeypatch, after):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_alpha_out_of_reach_is_said_so(tmp_path):
+def test_alpha_out_of_reach_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"alpha 0.3 is out of reach of this shape: .* gives 1.000"):
         make("Whole", 0.3, tmp_path)
 
 
-def test_the_command_line_says_what_was_made_and_how_to_use_it(tmp_path, monkeypatch, capsys):
+def test_zoo_twin_prints_how_to_use_the_pair(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     asked = ["specexp", "zoo", "twin", "--params", "tiny", "--damp", "0.05"]
     for more in ([], ["--force", "--json"], []):

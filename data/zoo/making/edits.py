@@ -24,7 +24,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from specexp.zoo.records import FIELDS, csv, json_lines, key_value, rows, words
+from making.records import FIELDS, csv, json_lines, key_value, rows, words
 
 NEW_NAMES = words(
     "total value result item entry index count text data name path node key table buffer source "

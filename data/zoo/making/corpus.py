@@ -28,12 +28,13 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from specexp.zoo.edits import echo, edit
-from specexp.zoo.records import record
+from making.edits import echo, edit
+from making.records import record
+from specexp.zoo.rows import PIECE, Texts
 
 KINDS = ("code", "prose", "records", "edits", "echoes")
 LEFT_OUT = {
@@ -48,40 +49,16 @@ LEFT_OUT = {
 }
 SUFFIXES = {".py", ".txt", ".rst"}
 HELD_OUT = 16  # of 256 hash values: about 6 % of the sources
-PIECE = 2400  # characters of a code document, about 700 tokens
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Training and held-out documents by kind."""
-
-    train: dict[str, list[str]]
-    held: dict[str, list[str]]
-    sources: int
-
-    def facts(self) -> dict[str, object]:
-        """The Python version, and the document count, characters and checksum of every part."""
-        sides = {"train": self.train, "held_out": self.held}
-        return {
-            "python": platform.python_version(),
-            "sources": self.sources,
-            "parts": {
-                side: {
-                    kind: {
-                        "documents": len(texts),
-                        "characters": sum(map(len, texts)),
-                        "sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
-                    }
-                    for kind, texts in parts.items()
-                }
-                for side, parts in sides.items()
-            },
-        }
+def small() -> Texts:
+    """A little of the text, for a smoke test."""
+    return gather(records=80, edits=80, limit=24)
 
 
 def gather(
     records: int = 5_000, edits: int = 7_500, limit: int | None = None, seed: int = 0
-) -> Corpus:
+) -> Texts:
     """Read the standard library and generate the rest.
 
     `records` and `edits`: numbers of generated training documents (a sixteenth as many are held
@@ -113,7 +90,27 @@ def gather(
                 "echoes": _unique(echo(rng, vocabulary) for _ in range(edits * share // 640)),
             }
         )
-    return Corpus(train=sides[0], held=sides[1], sources=len(sources))
+    train, kept = sides
+    return Texts(train, kept, facts(train, kept, len(sources)))
+
+
+def facts(train: dict[str, list[str]], held: dict[str, list[str]], sources: int) -> dict[str, Any]:
+    """The Python version, and the document count, characters and checksum of every part."""
+    return {
+        "python": platform.python_version(),
+        "sources": sources,
+        "parts": {
+            side: {
+                kind: {
+                    "documents": len(texts),
+                    "characters": sum(map(len, texts)),
+                    "sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
+                }
+                for kind, texts in parts.items()
+            }
+            for side, parts in (("train", train), ("held_out", held))
+        },
+    }
 
 
 def is_held_out(text: str) -> bool:
@@ -141,11 +138,6 @@ def pieces(source: str) -> list[str]:
             piece = piece[at + 1 :]
     cut.append(piece)
     return [p.strip("\n") + "\n" for p in cut if len(p.strip()) > 200]
-
-
-def cut(text: str) -> list[str]:
-    """All of any text in pieces of up to `PIECE` characters, cut at line ends where possible."""
-    return re.findall(rf"(?s).{{{PIECE // 2},{PIECE}}}(?:\n|\Z)|.{{1,{PIECE}}}", text)
 
 
 def passages(source: str) -> list[str]:

@@ -1,0 +1,189 @@
+"""The training loop, on random models of the zoo's shape, and heads for a target of one's own."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_llama, tiny_tokenizer
+from transformers import AutoTokenizer
+
+from making.corpus import gather
+from making.recipes import TARGET, quick_version
+from making.tokenizer import train_tokenizer
+from making.train import loss_of
+from specexp.errors import UserError
+from specexp.zoo import heads
+from specexp.zoo.heads import train_heads
+from specexp.zoo.recipes import END, HEADS, Course, Phase
+from specexp.zoo.rows import PIECE, Rows, cut, encode
+from specexp.zoo.train import GIVEN, continued, continued_once, fit
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return gather(records=32, edits=32, limit=12)
+
+
+@pytest.fixture(scope="module")
+def documents(corpus):
+    tokenizer = train_tokenizer(text for texts in corpus.train.values() for text in texts)
+    return {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
+
+
+# tokens and rows
+
+
+def test_rows_are_a_function_of_the_step(documents):
+    course = quick_version(TARGET).courses[0]
+    forward = [Rows(documents).batch(course, step) for step in range(course.steps)]
+    rows = Rows(documents)
+    for step in reversed(range(course.steps)):
+        assert torch.equal(rows.batch(course, step), forward[step])
+    assert [tuple(b.shape) for b in forward] == [(4, 65)] * 4 + [(2, 129)] * 2
+
+
+def test_epoch_holds_every_token_as_often_as_stated():
+    ids = {"a": [np.arange(1, 9, dtype=np.uint16)], "b": [np.arange(11, 20, dtype=np.uint16)]}
+    rows = Rows(ids, {"b": 2})
+    course = Course((Phase(5, 1, 5),))
+    seen = torch.cat([rows.batch(course, step)[:, :-1].flatten() for step in range(5)]).tolist()
+    counts = [seen.count(i) for i in range(20)]
+    assert sum(counts) == 25  # of 8 + 2 * 9, the last being only predicted
+    assert max(counts[1:9]) == 1
+    assert max(counts[11:20]) == 2
+
+
+def test_too_little_text_for_a_batch_is_refused():
+    with pytest.raises(ValueError, match="do not fill one batch"):
+        Rows({"a": [np.zeros(9, dtype=np.uint16)]}).batch(TARGET.courses[0], 0)
+
+
+# the loop
+
+
+class Killed(Rows):
+    """Rows of a run that dies when it asks for the sixth batch."""
+
+    def batch(self, course, step):
+        if step == 5:
+            raise KeyboardInterrupt
+        return super().batch(course, step)
+
+
+def _fit(recipe, rows, work, aim=None):
+    model, course = recipe.build(), recipe.courses[0]
+    return model, fit(recipe.name, course, rows, work, model, loss_of(model, None), compiled=False,
+                      checkpoint_every=2, aim=aim)  # fmt: skip
+
+
+def test_resumed_training_has_the_same_weights(documents, tmp_path):
+    recipe = quick_version(TARGET, steps=6)
+    whole, losses = _fit(recipe, Rows(documents), tmp_path / "a")
+    with pytest.raises(KeyboardInterrupt):
+        _fit(recipe, Killed(documents), tmp_path / "b")
+    (left,) = (tmp_path / "b").iterdir()
+    assert len(torch.load(left, weights_only=True)["losses"]) == 4
+    resumed, again = _fit(recipe, Rows(documents), tmp_path / "b")
+    assert again == losses
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], weight), name
+
+
+def test_checkpoint_of_another_recipe_or_text_is_ignored(documents, tmp_path):
+    recipe = quick_version(TARGET, steps=2)
+    _fit(recipe, Rows(documents), tmp_path)
+    _fit(replace(recipe, seed=7), Rows(documents), tmp_path)
+    _fit(recipe, Rows(documents, {"code": 2}), tmp_path)
+    _fit(recipe, Rows(documents), tmp_path, aim="another teacher")
+    _fit(recipe, Rows(documents), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_continuations_are_cached_by_target_and_text(documents, tmp_path):
+    one, other = (quick_version(replace(TARGET, seed=seed)).build().eval() for seed in (0, 1))
+    given = documents["code"]
+    found = continued_once(one, given, 2, tmp_path)
+    assert not np.array_equal(found, continued_once(one, given[1:], 2, tmp_path))
+    other.model.embed_tokens.weight.data.copy_(one.model.embed_tokens.weight)
+    assert not np.array_equal(found, continued_once(other, given, 2, tmp_path))
+    assert np.array_equal(found, continued_once(one, given, 2, tmp_path))
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_continued_starts_with_the_documents(documents):
+    model = quick_version(TARGET).build().eval()
+    given = documents["code"]
+    texts = continued(model, given, count=3, given=8, new=5)
+    assert [len(text) for text in texts] == [14] * 3
+    assert all(text[-1] == END for text in texts)
+    starts = {tuple(document[:8]) for document in given}
+    assert all(tuple(text[:8]) in starts for text in texts)
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(texts, continued(model, given, count=3, given=8, new=5), strict=True)
+    )
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A target that is not of the zoo, in a folder."""
+    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
+    folder = tmp_path / "mine"
+    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypatch):
+    seen, tokenizer = [], AutoTokenizer.from_pretrained(mine)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(mine)
+
+    def noted(target, documents, *rest):
+        seen.extend(documents)
+        made = continued_once(target, documents, *rest)
+        assert all(document[-1] == tokenizer.eos_token_id != END for document in made)
+        return made
+
+    monkeypatch.setattr(heads, "continued_once", noted)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
+    train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+    starts = {tuple(document[:GIVEN]) for document in seen if len(document) > GIVEN}
+    assert len(starts) > 10
+
+
+def test_tokenizer_without_end_of_text_is_refused(mine):
+    tokenizer = AutoTokenizer.from_pretrained(mine)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(mine)
+    with pytest.raises(UserError, match="has no end of text"):
+        train_heads("medusa", mine, quick=True)
+
+
+def test_steps_are_counted_across_courses(mine, tmp_path):
+    text, steps = tmp_path / "text.txt", []
+    text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
+    train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text,
+                watch=lambda step, figures: steps.append(step))  # fmt: skip
+    first, second = (course.steps for course in HEADS["medusa"].quick().courses)
+    assert steps == [first, first + second, first + second]
+
+
+@pytest.mark.parametrize("size", [0, 10, 1000, PIECE + 10])
+def test_text_too_short_to_learn_from_is_refused(mine, tmp_path, size):
+    text = tmp_path / "text.txt"
+    text.write_text("abc\n" * (size // 4))
+    with pytest.raises(UserError, match=r"text\.txt is too short to learn from"):
+        train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+
+
+@pytest.mark.parametrize("line", [1, 60, 3 * PIECE])
+def test_cut_keeps_all_text_and_ends_at_lines(line):
+    text = ("x" * line + "\n") * (5 * PIECE // line + 2) + "the end"
+    parts = cut(text)
+    assert "".join(parts) == text
+    assert all(PIECE // 2 <= len(part) <= PIECE + 1 for part in parts[:-1])
+    if line < PIECE // 2:
+        assert all(part.endswith("\n") for part in parts[:-1])
