@@ -27,33 +27,35 @@ _REBUILD = ": run `specexp store rebuild`"
 
 
 @dataclass(frozen=True)
-class Promise:
-    """The invariant `said`, checked on `seen` things; `broken`: one line per violation."""
+class Invariant:
+    """A statement, checked on `count` things; `broken`: one line per violation."""
 
-    said: str
-    seen: int
+    statement: str
+    count: int
     broken: tuple[str, ...] = ()
 
 
 def problems() -> list[str]:
     """Every violation; empty if the store is consistent."""
-    return [line for promise in check() for line in promise.broken]
+    return [line for invariant in check() for line in invariant.broken]
 
 
-def check() -> list[Promise]:
+def check() -> list[Invariant]:
     """Every invariant, with the violations that two looks found."""
     first = _look()
-    if not any(promise.broken for promise in first):
+    if not any(invariant.broken for invariant in first):
         return first
     time.sleep(PAUSE_S)
-    before = {p.said: p.broken for p in first if p.said != READABLE}
+    before = {p.statement: p.broken for p in first if p.statement != READABLE}
     return [
-        replace(p, broken=tuple(line for line in p.broken if line in before.get(p.said, p.broken)))
+        replace(
+            p, broken=tuple(line for line in p.broken if line in before.get(p.statement, p.broken))
+        )
         for p in _look()
     ]
 
 
-def _look() -> list[Promise]:
+def _look() -> list[Invariant]:
     """Every invariant, with its violations at this moment."""
     results = {p.name: p for p in _folders("results")}
     failed = _folders("failed")
@@ -68,24 +70,24 @@ def _look() -> list[Promise]:
     busy |= set(store.claims())
     results = {key: p for key, p in results.items() if key not in busy}
     failed = [p for p in failed if store.key_of(p) not in busy]
-    told = [p for p in failed if track.publishable(p)]
+    publishable = [p for p in failed if track.publishable(p)]
     ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
-    found = [
-        Promise("results are intact", len(results), tuple(_torn(results))),
-        Promise("attempts belong to a running process", len(attempts), tuple(_left(ours))),
-        Promise(READABLE, 1, unreadable),
+    invariants = [
+        Invariant("results are intact", len(results), tuple(_torn(results))),
+        Invariant("attempts belong to a running process", len(attempts), tuple(_left(ours))),
+        Invariant(READABLE, 1, unreadable),
     ]
     if shown is not None:
         runs = {k: each for k, each in shown.items() if k not in busy}
-        found += [
-            Promise("results are in MLflow once and equal", len(results),
+        invariants += [
+            Invariant("results are in MLflow once and equal", len(results),
                     tuple(_unlike(results, runs))),
-            Promise("failed points are in MLflow as failures", len(told),
-                    tuple(_unshown(told, failed, results, runs))),
-            Promise("runs in MLflow have ended", sum(map(len, shown.values())),
+            Invariant("failed points are in MLflow as failures", len(publishable),
+                    tuple(_unshown(publishable, failed, results, runs))),
+            Invariant("runs in MLflow have ended", sum(map(len, shown.values())),
                     tuple(_running(runs))),
         ]  # fmt: skip
-    return found
+    return invariants
 
 
 def show(console: Console) -> bool:
@@ -93,16 +95,18 @@ def show(console: Console) -> bool:
     if not store.root().exists():
         console.print(Text(f"no store at {store.root()} yet: nothing to check"), soft_wrap=True)
         return True
-    found = check()
-    for promise in found:
-        state = Text("broken  ", "bold red") if promise.broken else Text("ok      ", "green")
-        console.print(state + Text(f"{promise.seen:6d}  {promise.said}", ""), soft_wrap=True)
-        for line in promise.broken:
+    invariants = check()
+    for invariant in invariants:
+        state = Text("broken  ", "bold red") if invariant.broken else Text("ok      ", "green")
+        console.print(
+            state + Text(f"{invariant.count:6d}  {invariant.statement}", ""), soft_wrap=True
+        )
+        for line in invariant.broken:
             console.print(Text(f"                {line}", ""), soft_wrap=True)
     for key, who in store.claims().items():
         console.print(Text(f"claimed         {key}: {who}", ""), soft_wrap=True)
     console.print(Text(f"store {store.root()}, runs in {track.where()}"), soft_wrap=True)
-    return not any(promise.broken for promise in found)
+    return not any(invariant.broken for invariant in invariants)
 
 
 def _folders(name: str) -> list[Path]:
@@ -122,12 +126,12 @@ def _left(attempts: list[Path]) -> Iterator[str]:
 
 def _shown() -> dict[str, list[Any]]:
     """run_key -> active runs in MLflow."""
-    found = defaultdict(list)
-    place = track.backend()
-    for experiment in place.experiments() if track.has_database() else []:
-        for run in filter(track.is_ours, place.runs(experiment.experiment_id)):
-            found[run.data.tags["run_key"]].append(run)
-    return dict(found)
+    runs = defaultdict(list)
+    backend = track.backend()
+    for experiment in backend.experiments() if track.has_database() else []:
+        for run in filter(track.is_ours, backend.runs(experiment.experiment_id)):
+            runs[run.data.tags["run_key"]].append(run)
+    return dict(runs)
 
 
 def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iterator[str]:
@@ -157,18 +161,18 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
     if run.data.metrics != latest:
         yield "a metric"
     for name in record["series"]:
-        kept = sorted((step, value) for n, step, value in points if n == name)
-        points_there = track.backend().history(run.info.run_id, name)
-        if sorted((m.step, m.value) for m in points_there) != kept:
+        wanted = sorted((step, value) for n, step, value in points if n == name)
+        logged = track.backend().history(run.info.run_id, name)
+        if sorted((m.step, m.value) for m in logged) != wanted:
             yield name
 
 
 def _unshown(
-    told: list[Path], failed: list[Path], results: Mapping[str, Path],
+    publishable: list[Path], failed: list[Path], results: Mapping[str, Path],
     shown: Mapping[str, list[Any]],
 ) -> Iterator[str]:  # fmt: skip
-    names = {kept.name for kept in failed}
-    for key in sorted({store.key_of(kept) for kept in told}):
+    names = {folder.name for folder in failed}
+    for key in sorted({store.key_of(folder) for folder in publishable}):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
         if len(runs) > 1 or (not runs and key not in results):
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"

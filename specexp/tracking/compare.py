@@ -29,9 +29,9 @@ def show(console: Console, run_keys: Collection[str]) -> None:
     StoreUnreachable."""
     runs = track.runs()
     if len(runs):
-        made = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
-        ours = made.isin(["", results.identity()])
-        runs = runs[ours & runs.get("tags.run_key", made).isin(run_keys)]
+        stores = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
+        ours = stores.isin(["", results.identity()])
+        runs = runs[ours & runs.get("tags.run_key", stores).isin(run_keys)]
         runs = runs.sort_values(["experiment", "name"])
         for experiment, part in runs.groupby("experiment"):
             console.print()
@@ -108,11 +108,11 @@ def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:
     values = runs.get(f"metrics.{name}", pd.Series(float("nan"), index=runs.index))
     simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
     group = name.partition("/")[0]
-    said = [
+    cells = [
         "" if pd.isna(v) else form.format(v) + " simulated" * (group in groups.split(", "))
         for v, groups in zip(values, simulated, strict=True)
     ]
-    return pd.Series(said, runs.index, dtype=object)
+    return pd.Series(cells, runs.index, dtype=object)
 
 
 def _interval(runs: pd.DataFrame) -> pd.Series:

@@ -26,52 +26,52 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 def show(port: int, host: str = "127.0.0.1") -> None:
     """Print a link per experiment and become the UI, unless runs are tracked on a server, which has
     one. Raises UserError, StoreUnreachable, StoreCorrupt."""
-    place = runs.backend()
+    backend = runs.backend()
     if runs.own() and not runs.has_database():
         raise UserError(f"no runs in {results.root()} yet: run `make demo`, or a notebook, first")
-    if not place.served:
+    if not backend.served:
         _check_free(host, port)
         with results.alone("setup"):
             runs.initialise()
-    base = place.uri if place.served else _address(host, port)
-    for e in place.experiments():
+    base = backend.uri if backend.served else _address(host, port)
+    for e in backend.experiments():
         if e.name != "Default":
             print(f"{e.name:28s} {mlflow_view.url(e.experiment_id, base)}")
-    if not place.served:
+    if not backend.served:
         _warn(host)
-        _become(place, host, port)
+        _become(backend, host, port)
 
 
-def command(place: Backend, host: str, port: int) -> list[str]:
+def command(backend: Backend, host: str, port: int) -> list[str]:
     """The command of MLflow's server, with the host names it accepts and without secrets."""
     names = _names(host)
     hosts = [*(f"{n}:{port}" for n in names), *_more()]
     origins = [f"{scheme}://{n}" for n in hosts for scheme in ("http", "https")]
     return [
         sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port),
-        "--workers", "1" if place.file else "2", "--serve-artifacts",
+        "--workers", "1" if backend.file else "2", "--serve-artifacts",
         "--uvicorn-opts", "--log-level warning",
         "--allowed-hosts", ",".join(hosts), "--cors-allowed-origins", ",".join(origins),
     ]  # fmt: skip
 
 
-def environment(place: Backend) -> dict[str, str]:
+def environment(backend: Backend) -> dict[str, str]:
     """The environment for `command`."""
-    given = {n: v for n, v in os.environ.items() if n != "MLFLOW_TRACKING_URI"}
-    return given | {
-        "MLFLOW_BACKEND_STORE_URI": place.uri,
-        "MLFLOW_ARTIFACTS_DESTINATION": place.artifacts.as_uri(),
+    inherited = {n: v for n, v in os.environ.items() if n != "MLFLOW_TRACKING_URI"}
+    return inherited | {
+        "MLFLOW_BACKEND_STORE_URI": backend.uri,
+        "MLFLOW_ARTIFACTS_DESTINATION": backend.artifacts.as_uri(),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
 
 
-def _become(place: Backend, host: str, port: int) -> None:
+def _become(backend: Backend, host: str, port: int) -> None:
     """Replace this process, so that its signals reach the server; in a folder without modules."""
     sys.stdout.flush()
     os.chdir(results.root())
-    asked = command(place, host, port)
-    os.execvpe(asked[0], asked, environment(place))
+    line = command(backend, host, port)
+    os.execvpe(line[0], line, environment(backend))
 
 
 def _names(host: str) -> list[str]:
@@ -84,14 +84,14 @@ def _names(host: str) -> list[str]:
 
 def _more() -> list[str]:
     """Further host names, from MLflow's own variable."""
-    given = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
-    return [name.strip() for name in given if name.strip() and "*" not in name]
+    names = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
+    return [name.strip() for name in names if name.strip() and "*" not in name]
 
 
 def _addresses() -> list[str]:
-    found = [a for each in psutil.net_if_addrs().values() for a in each]
-    four = [a.address for a in found if a.family == socket.AF_INET]
-    return four + [f"[{a.address}]" for a in found if a.family == socket.AF_INET6]
+    addresses = [a for each in psutil.net_if_addrs().values() for a in each]
+    four = [a.address for a in addresses if a.family == socket.AF_INET]
+    return four + [f"[{a.address}]" for a in addresses if a.family == socket.AF_INET6]
 
 
 def _address(host: str, port: int) -> str:
@@ -115,8 +115,10 @@ def _loopback(host: str) -> bool:
 
 def _warn(host: str) -> None:
     if not _loopback(host):
-        said = "there is no password: whoever can reach this server can read and change everything"
-        Console(stderr=True).print(f"[bold red]warning[/]: {said}", soft_wrap=True)
+        warning = (
+            "there is no password: whoever can reach this server can read and change everything"
+        )
+        Console(stderr=True).print(f"[bold red]warning[/]: {warning}", soft_wrap=True)
 
 
 def _check_free(host: str, port: int) -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import importlib.util
 import logging
 import os
 import re
 import shutil
 import sqlite3
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from specexp.errors import UserError
-from specexp.tracking import redact, results
+from specexp.tracking import redact
 
 SCHEMES = ("sqlite", "postgresql", "http", "https")
 PROXIED = "mlflow-artifacts:/"
@@ -128,7 +126,7 @@ class Backend:
     @property
     def client(self) -> Any:
         """An MLflow client, whose calls fail within seconds if a server cannot be reached."""
-        self._configure()
+        _configure(self.uri)
         from mlflow import MlflowClient
 
         return MlflowClient(self.uri)
@@ -144,14 +142,14 @@ class Backend:
         try:
             yield
         except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error) as e:
-            said = str(e).replace(self.uri, str(self))
-            if "disk is full" in said or "No space left" in said:
+            message = str(e).replace(self.uri, str(self))
+            if "disk is full" in message or "No space left" in message:
                 raise OSError(errno.ENOSPC, "No space left on device", str(self)) from e
             for words, what in _DAMAGE.items():
-                if self.file and words in said:
+                if self.file and words in message:
                     raise self.damaged(what) from e
-            short = next((what for words, what in _AWAY.items() if words in said), None)
-            line = f"{self}: {short or redact.hide(said.strip().splitlines()[0][:200])}"
+            short = next((what for words, what in _AWAY.items() if words in message), None)
+            line = f"{self}: {short or redact.hide(message.strip().splitlines()[0][:200])}"
             refused = not short and getattr(e, "error_code", "") in _REFUSALS
             raise (StoreRejected if refused else StoreUnreachable)(line) from e
 
@@ -160,9 +158,9 @@ class Backend:
 
     # --- the database ----------------------------------------------------------------------------
 
-    def prepare(self, known: bool = False) -> None:
+    def prepare(self, had_runs: bool = False) -> None:
         """Create the database if there is none, and check that it can be read. One process at a
-        time may do so. `known`: it had runs, so an empty one is damaged.
+        time may do so. `had_runs`: it had some, so an empty one is damaged.
 
         Raises UserError if its folder is missing, StoreUnreachable, StoreCorrupt.
         """
@@ -172,13 +170,13 @@ class Backend:
             raise UserError(f"the folder {self.file.parent} does not exist: create it first")
         empty = self.empty()
         with self.reaching():
-            if empty and known:
+            if empty and had_runs:
                 raise self.damaged("is empty or gone")
             if empty and self.file:
-                self._create(self.file)
+                _create(self.file)
             if not self.file:
-                self._connect()
-            self._create_tables(self.uri)
+                _connect(self.uri)
+            create_tables(self.uri)
 
     def empty(self) -> bool:
         """Whether it is a SQLite file that is missing or has no tables. Raises StoreCorrupt if it
@@ -189,66 +187,26 @@ class Backend:
             raise self.damaged("is not a file")
         if not self.file.stat().st_size:
             return True
-        with self.reaching(), contextlib.closing(self._sqlite()) as db:
-            there = set(db.execute("SELECT type, name FROM sqlite_master"))
-        foreign = {n for kind, n in there if kind in ("trigger", "view")} - _TRIGGERS
-        if foreign or (there and ("table", "experiments") not in there):
+        with self.reaching(), contextlib.closing(_sqlite(self.file)) as db:
+            entries = set(db.execute("SELECT type, name FROM sqlite_master"))
+        foreign = {n for kind, n in entries if kind in ("trigger", "view")} - _TRIGGERS
+        if foreign or (entries and ("table", "experiments") not in entries):
             raise self.damaged(f"is not MLflow's: it has {', '.join(foreign) or 'other tables'}")
-        return not there
-
-    def _sqlite(self) -> sqlite3.Connection:
-        db = sqlite3.connect(f"file:{quote(str(self.file))}?mode=rw", uri=True, timeout=5)
-        db.execute("PRAGMA trusted_schema=OFF")
-        return db
+        return not entries
 
     def sound(self) -> list[str]:
         """What SQLite finds wrong with its file; empty for other stores. Raises as `empty`."""
         if not self.file or self.empty():
             return []
-        with self.reaching(), contextlib.closing(self._sqlite()) as db:
-            self._create_tables(self.uri)
-            found = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
-        return [line for line in found if line != "ok"]
-
-    def _create(self, file: Path) -> None:
-        """Create the file under another name, then rename it: a half-made one is never used."""
-        for half in file.parent.glob(f"{file.name}.new-*"):
-            half.unlink()
-        new = file.with_name(f"{file.name}.new-{uuid.uuid4().hex[:8]}")
-        self._create_tables(_address(new))
-        with contextlib.closing(sqlite3.connect(new)) as db:
-            db.execute("PRAGMA journal_mode=wal")
-        for old in ("-wal", "-shm"):  # left by a deleted file
-            file.with_name(file.name + old).unlink(missing_ok=True)
-        os.rename(new, file)
-
-    def _create_tables(self, uri: str) -> None:
-        """Create MLflow's tables if missing, check their version, and put the artifacts of the
-        Default experiment where the others' are."""
-        self._configure()
-        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-        SqlAlchemyStore(uri, PROXIED).engine.dispose()
-
-    def _configure(self) -> None:
-        """Set the environment variables that MLflow reads at its first use."""
-        for name, value in _QUIET.items():
-            os.environ.setdefault(name, value)
-        if self.file:  # pooled connections would keep writing to a deleted file
-            os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
-        for noisy in ("alembic", "mlflow.store.db.utils"):
-            logging.getLogger(noisy).setLevel(logging.CRITICAL)
-
-    def _connect(self) -> None:
-        """Fail after 10 s if the database cannot be reached: MLflow itself tries for minutes."""
-        import sqlalchemy
-
-        options = {"connect_timeout": 10}
-        sqlalchemy.create_engine(self.uri, connect_args=options).connect().close()
+        with self.reaching(), contextlib.closing(_sqlite(self.file)) as db:
+            create_tables(self.uri)
+            lines = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
+        return [line for line in lines if line != "ok"]
 
     # --- what is in it ---------------------------------------------------------------------------
 
     def experiments(self, deleted: bool = False) -> list[Any]:
+        """The experiments, with `deleted` also deleted ones."""
         from mlflow.entities import ViewType
 
         with self.reaching():
@@ -261,8 +219,8 @@ class Backend:
 
         with self.reaching():
             view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
-            ask = self.client.search_runs
-            return list(_pages(ask, [experiment], filter, run_view_type=view, max_results=1000))
+            search = self.client.search_runs
+            return list(_pages(search, [experiment], filter, run_view_type=view, max_results=1000))
 
     def history(self, run: str, metric: str) -> list[Any]:
         """Every logged value of a run's metric, with step and timestamp."""
@@ -279,44 +237,73 @@ class Backend:
 
     def put(self, run: Any, folder: Path, files: Iterable[Path]) -> None:
         """Copy files of a folder to a run's artifacts. Raises as `reaching` does."""
-        place = self._place(run)
-        if place:
-            copy_files(files, folder, place)
+        into = artifacts_of(self, run)
+        if into:
+            copy_files(files, folder, into)
         else:
             with self.reaching():  # one by one: MLflow's log_artifacts skips unreadable folders
                 for path in files:
                     inside = path.parent.relative_to(folder).as_posix()
-                    into = None if inside == "." else inside
-                    self.client.log_artifact(run.info.run_id, str(path), into)
+                    self.client.log_artifact(
+                        run.info.run_id, str(path), None if inside == "." else inside
+                    )
 
-    def fetch(self, run: Any, folder: Path) -> None:
-        """Copy a run's artifacts to an existing folder."""
-        place = self._place(run)
-        if place:
-            copy_files(_files(place), place, folder)
-            return
-        with self.reaching():
-            if self.client.list_artifacts(run.info.run_id):
-                self.client.download_artifacts(run.info.run_id, "", str(folder))
 
-    def digests(self, run: Any) -> dict[str, str]:
-        """Path -> SHA-256 of a run's artifacts."""
-        place = self._place(run)
-        if place:
-            return digests(place)
-        with tempfile.TemporaryDirectory() as folder:
-            self.fetch(run, Path(folder))
-            return digests(Path(folder))
+def artifacts_of(backend: Backend, run: Any) -> Path | None:
+    """The folder of a run's artifacts; None if a server or another storage keeps them."""
+    uri = run.info.artifact_uri
+    if backend.served or not uri.startswith(PROXIED):
+        return None
+    parts = PurePosixPath(unquote(urlsplit(uri).path)).parts
+    if ".." in parts:
+        raise backend.damaged(f"names artifacts outside their folder: {uri}")
+    return backend.artifacts.joinpath(*parts[1:])
 
-    def _place(self, run: Any) -> Path | None:
-        """The folder of a run's artifacts; None if a server or another storage keeps them."""
-        uri = run.info.artifact_uri
-        if self.served or not uri.startswith(PROXIED):
-            return None
-        parts = PurePosixPath(unquote(urlsplit(uri).path)).parts
-        if ".." in parts:
-            raise self.damaged(f"names artifacts outside their folder: {uri}")
-        return self.artifacts.joinpath(*parts[1:])
+
+def create_tables(uri: str) -> None:
+    """Create MLflow's tables in a database if missing, check their version, and put the artifacts
+    of the Default experiment where the others' are."""
+    _configure(uri)
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore(uri, PROXIED).engine.dispose()
+
+
+def _configure(uri: str) -> None:
+    """Set the environment variables that MLflow reads at its first use."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if uri.startswith("sqlite"):  # pooled connections would keep writing to a deleted file
+        os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
+    for noisy in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+
+
+def _connect(uri: str) -> None:
+    """Fail after 10 s if the database cannot be reached: MLflow itself tries for minutes."""
+    import sqlalchemy
+
+    options = {"connect_timeout": 10}
+    sqlalchemy.create_engine(uri, connect_args=options).connect().close()
+
+
+def _sqlite(file: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(f"file:{quote(str(file))}?mode=rw", uri=True, timeout=5)
+    db.execute("PRAGMA trusted_schema=OFF")
+    return db
+
+
+def _create(file: Path) -> None:
+    """Create a SQLite file under another name, then rename it: a half-made one is never used."""
+    for half in file.parent.glob(f"{file.name}.new-*"):
+        half.unlink()
+    new = file.with_name(f"{file.name}.new-{uuid.uuid4().hex[:8]}")
+    create_tables(_address(new))
+    with contextlib.closing(sqlite3.connect(new)) as db:
+        db.execute("PRAGMA journal_mode=wal")
+    for old in ("-wal", "-shm"):  # left by a deleted file
+        file.with_name(file.name + old).unlink(missing_ok=True)
+    os.rename(new, file)
 
 
 def _address(file: Path) -> str:
@@ -355,23 +342,10 @@ def copy_files(files: Iterable[Path], folder: Path, into: Path) -> None:
         shutil.copyfile(path, copy)
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Path -> SHA-256 of every file of a folder."""
-    return {
-        str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in _files(folder)
-    }
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of a folder, or none if it does not exist, as for runs without artifacts."""
-    return results.files_in(folder) if folder.exists() else []
-
-
-def _pages(ask: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+def _pages(search: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
     token = None
     while True:
-        page = ask(*args, page_token=token, **options)
+        page = search(*args, page_token=token, **options)
         yield from page
         token = page.token
         if not token:

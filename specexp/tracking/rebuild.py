@@ -31,7 +31,7 @@ def rebuild(console: Console) -> Rebuilt:
     """Publish every result and failure again, oldest first, including those logged by hand. The
     store's own database and artifacts are renamed first; a server keeps its runs and gets those
     that it lacks. Raises StoreBusy while another process works on the store."""
-    with store.alone("setup", lambda said: console.print(Text(said))):
+    with store.alone("setup", lambda message: console.print(Text(message))):
         others = [who for key, who in store.claims().items() if key != "setup"]
         if others:
             raise store.StoreBusy(f"{others[0]} is using {store.root()}: stop it first")
@@ -51,20 +51,22 @@ def rebuild(console: Console) -> Rebuilt:
                             runs.publish(folder)
                         except runs.StoreRejected as e:
                             refused[folder] = str(e)
-    done = [f for f in whole if f not in refused]
-    results = sum(f.parent.name == "results" for f in done)
-    return Rebuilt(results, len(done) - results, aside, tuple(torn), refused)
+    published = [f for f in whole if f not in refused]
+    results = sum(f.parent.name == "results" for f in published)
+    return Rebuilt(results, len(published) - results, aside, tuple(torn), refused)
 
 
-def show(made: Rebuilt, console: Console) -> None:
+def show(rebuilt: Rebuilt, console: Console) -> None:
     """Print what was done."""
-    lines = [f"published {made.results} results and {made.failures} failures to {runs.where()}"]
-    lines += [f"left out, as it is damaged: {path}" for path in made.torn]
-    lines += [
-        f"left out, as MLflow refused it: {path}: {why}" for path, why in made.refused.items()
+    lines = [
+        f"published {rebuilt.results} results and {rebuilt.failures} failures to {runs.where()}"
     ]
-    if made.aside:
-        names = ", ".join(path.name for path in made.aside)
+    lines += [f"left out, as it is damaged: {path}" for path in rebuilt.torn]
+    lines += [
+        f"left out, as MLflow refused it: {path}: {why}" for path, why in rebuilt.refused.items()
+    ]
+    if rebuilt.aside:
+        names = ", ".join(path.name for path in rebuilt.aside)
         lines += [f"the old files are now {names}: delete them once you have checked the new ones",
                   "restart `specexp ui` or `mlflow server` if one is running"]  # fmt: skip
     console.print(Text("\n".join(lines)), soft_wrap=True)
@@ -72,19 +74,19 @@ def show(made: Rebuilt, console: Console) -> None:
 
 def _committed() -> list[Path]:
     """Results and failures, oldest first."""
-    found = [
+    tags = [
         p for name in ("results", "failed") for p in store.root().glob(f"{name}/*/{store.TAGS}")
     ]
-    return sorted((p.parent for p in found), key=store.ended_ms)
+    return sorted((p.parent for p in tags), key=store.ended_ms)
 
 
 def _set_aside() -> tuple[Path, ...]:
     """Rename database, journals and artifacts to unused names."""
     mark = f".damaged-{datetime.now():%Y%m%d-%H%M%S-%f}"
-    kept = []
+    renamed = []
     for name, journal in (("mlflow.db", ""), ("mlflow.db", "-wal"), ("mlflow.db", "-shm"),
                           ("artifacts", "")):  # fmt: skip
         path = store.root() / f"{name}{journal}"
         if path.exists():
-            kept.append(path.rename(store.root() / f"{name}{mark}{journal}"))
-    return tuple(kept)
+            renamed.append(path.rename(store.root() / f"{name}{mark}{journal}"))
+    return tuple(renamed)

@@ -154,7 +154,7 @@ def _command() -> str:
 
 
 @contextmanager
-def alone(what: str, waiting: Callable[[str], None] = lambda said: None) -> Iterator[None]:
+def alone(what: str, waiting: Callable[[str], None] = lambda message: None) -> Iterator[None]:
     """Hold the claim `what` for the `with` block, after waiting for it: `waiting` is called with a
     message meanwhile. Raises StoreBusy after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
@@ -202,8 +202,8 @@ def key_of(path: Path) -> str:
 
 def attempts_of(key: str, where: str) -> list[Path]:
     """The folders of a run key in `attempts/`, `failed/` or `replaced/`."""
-    there = folder(where)
-    return [there / name for name in os.listdir(there) if name.rpartition("-")[0] == key]
+    parent = folder(where)
+    return [parent / name for name in os.listdir(parent) if name.rpartition("-")[0] == key]
 
 
 def result_of(key: str) -> Path:
@@ -215,8 +215,8 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
 
     An existing result of this key is moved to `replaced/`.
     """
-    known = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
-    (attempt / TAGS).write_text(json.dumps(known))
+    facts = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
+    (attempt / TAGS).write_text(json.dumps(facts))
     digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
     return _settle(attempt, folder("results") / key)
@@ -229,8 +229,8 @@ def now_ms() -> int:
 def ended_ms(folder: Path) -> int:
     """When a result or failed attempt ended. Older ones do not record it: when tags.json was
     written."""
-    said = read(folder / TAGS).get("ended")
-    return said if isinstance(said, int) else (folder / TAGS).stat().st_mtime_ns // 1_000_000
+    ended = read(folder / TAGS).get("ended")
+    return ended if isinstance(ended, int) else (folder / TAGS).stat().st_mtime_ns // 1_000_000
 
 
 def finish(attempt: Path) -> bool:
@@ -257,9 +257,9 @@ def _settle(attempt: Path, result: Path) -> Path:
 def set_aside(path: Path, where: str) -> Path:
     """Move an attempt or a result to another folder of the store; returns its new path."""
     name = path.name if path.parent.name == "attempts" else f"{path.name}-{uuid.uuid4().hex[:8]}"
-    kept = folder(where) / name
-    os.rename(path, kept)
-    return kept
+    new = folder(where) / name
+    os.rename(path, new)
+    return new
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -269,8 +269,8 @@ def files_in(folder: Path) -> list[Path]:
         raise e
 
     walk = os.walk(folder, onerror=refuse)
-    found = (Path(place, name) for place, _, names in walk for name in names)
-    return sorted(p for p in found if p.is_file() and not p.is_symlink())
+    paths = (Path(below, name) for below, _, names in walk for name in names)
+    return sorted(p for p in paths if p.is_file() and not p.is_symlink())
 
 
 def only_files(attempt: Path) -> None:

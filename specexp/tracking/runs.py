@@ -83,9 +83,8 @@ def log(
     problems = problems_of(record)
     if problems:
         raise UserError("; ".join(problems))
-    given = os.environ.get("SPECEXP_ATTEMPT")
-    if given:
-        _write(Path(given), record, tables or {}, figures or {})
+    if attempt_folder := os.environ.get("SPECEXP_ATTEMPT"):
+        _write(Path(attempt_folder), record, tables or {}, figures or {})
         return
     key = f"byhand-{uuid.uuid4().hex[:10]}"
     with results.claim(key):
@@ -166,8 +165,8 @@ def own() -> bool:
 
 def backend() -> Backend:
     """Where runs are tracked: MLFLOW_TRACKING_URI, or the store's own database."""
-    given = os.environ.get("MLFLOW_TRACKING_URI")
-    return Backend.at(given, results.root()) if given else database()
+    address = os.environ.get("MLFLOW_TRACKING_URI")
+    return Backend.at(address, results.root()) if address else database()
 
 
 def database() -> Backend:
@@ -187,7 +186,7 @@ def client() -> Any:
 def initialise() -> None:
     """Create the database if it is missing, else check that it can be read. One process at a time
     may do so (`store.alone`). Raises StoreUnreachable, StoreCorrupt."""
-    backend().prepare(known=own() and had_runs())
+    backend().prepare(had_runs=own() and had_runs())
 
 
 def had_runs() -> bool:
@@ -199,18 +198,18 @@ def experiment_id(name: str) -> str:
     """The id of the experiment of this name, which is created or restored if necessary."""
     from mlflow.exceptions import MlflowException
 
-    place, mlflow = backend(), client()
-    found = mlflow.get_experiment_by_name(name)
-    if found is None:
+    store, mlflow = backend(), client()
+    experiment = mlflow.get_experiment_by_name(name)
+    if experiment is None:
         try:
-            return str(mlflow.create_experiment(name, artifact_location=place.location(name)))
+            return str(mlflow.create_experiment(name, artifact_location=store.location(name)))
         except MlflowException:  # another process has just created it
-            found = mlflow.get_experiment_by_name(name)
-            if found is None:
+            experiment = mlflow.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-    if found.lifecycle_stage == "deleted":
-        mlflow.restore_experiment(found.experiment_id)
-    return str(found.experiment_id)
+    if experiment.lifecycle_stage == "deleted":
+        mlflow.restore_experiment(experiment.experiment_id)
+    return str(experiment.experiment_id)
 
 
 def published(folder: Path) -> bool:
@@ -242,12 +241,12 @@ def publishable(folder: Path) -> bool:
             lambda: not problems_of(results.load(record))
         )
 
-    def tells() -> bool:
+    def tells_enough() -> bool:
         tags, point = results.load(folder / results.TAGS), results.load(folder / results.POINT)
-        told = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
-        return told and {"experiment", "params"} <= point.keys()
+        described = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
+        return described and {"experiment", "params"} <= point.keys()
 
-    return results.sound(tells)
+    return results.sound(tells_enough)
 
 
 def publish(folder: Path) -> str:
@@ -266,7 +265,7 @@ def publish(folder: Path) -> str:
 
 def _publish(folder: Path) -> str:
     """Create and fill the run, mark it as whole, then delete the runs that it replaces."""
-    place = backend()
+    store = backend()
     tags = results.load(folder / results.TAGS) | {"store": results.identity()}
     status, _ = tags.pop("status"), tags.pop("ended", None)
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
@@ -274,7 +273,7 @@ def _publish(folder: Path) -> str:
     wanted = f"tags.run_key = '{tags['run_key']}'"
     same = [
         r.info.run_id
-        for r in place.runs(experiment, wanted)
+        for r in store.runs(experiment, wanted)
         if is_whole(r)
         and (
             r.data.tags.get("attempt") == tags["attempt"]
@@ -282,10 +281,10 @@ def _publish(folder: Path) -> str:
         )
     ]
     run_id = same[0] if same else _create_run(folder, experiment, status, tags, record)
-    for old in place.runs(experiment, wanted):
+    for old in store.runs(experiment, wanted):
         stays = is_whole(old) and old.info.status == "FINISHED" != status
         if old.info.run_id != run_id and is_ours(old) and not stays:
-            place.client.delete_run(old.info.run_id)
+            store.client.delete_run(old.info.run_id)
     return run_id
 
 
@@ -300,19 +299,19 @@ def _create_run(
 ) -> str:
     from mlflow.entities import Metric, Param, RunTag
 
-    place, mlflow = backend(), client()
+    store, mlflow = backend(), client()
     ended = results.ended_ms(folder)
-    begun = ended - int(float(tags.get("seconds", 0)) * 1000)
+    started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
-    run = mlflow.create_run(experiment, begun, record.get("tags", {}) | tags, name)
+    run = mlflow.create_run(experiment, started, record.get("tags", {}) | tags, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in as_points(record)]
     params = [Param(n, v) for n, v in as_params(record).items()]
     if metrics:
-        shown = mlflow_view.shared({*record["params"], *(m.key for m in metrics)})
-        mlflow.set_experiment_tag(experiment, mlflow_view.TAG, shown)
+        view = mlflow_view.shared({*record["params"], *(m.key for m in metrics)})
+        mlflow.set_experiment_tag(experiment, mlflow_view.TAG, view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    place.put(run, folder, [p for p in results.files_in(folder) if not _is_marker(p, folder)])
+    store.put(run, folder, [p for p in results.files_in(folder) if not _is_marker(p, folder)])
     mlflow.set_terminated(run.info.run_id, status, ended)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
@@ -358,12 +357,12 @@ def has_database() -> bool:
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
     """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. `grid`: only
     runs of this grid's points, whichever grid ran them. Raises StoreUnreachable, StoreCorrupt."""
-    place, keys = backend(), results.keys_of(grid or "")
-    found = [
+    store, keys = backend(), results.keys_of(grid or "")
+    finished = [
         (e.name, run)
-        for e in (place.experiments() if has_database() else [])
+        for e in (store.experiments() if has_database() else [])
         if experiment in (None, e.name)
-        for run in place.runs(e.experiment_id, "attributes.status = 'FINISHED'")
+        for run in store.runs(e.experiment_id, "attributes.status = 'FINISHED'")
         if grid in (None, run.data.tags.get("grid")) or run.data.tags.get("run_key") in keys
     ]
     return pd.DataFrame(
@@ -371,7 +370,7 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
         | {f"params.{k}": v for k, v in run.data.params.items()}
         | {f"metrics.{k}": v for k, v in run.data.metrics.items()}
         | {f"tags.{k}": v for k, v in run.data.tags.items() if not k.startswith("mlflow.")}
-        for name, run in sorted(found, key=lambda pair: pair[1].info.start_time, reverse=True)
+        for name, run in sorted(finished, key=lambda pair: pair[1].info.start_time, reverse=True)
     )
 
 

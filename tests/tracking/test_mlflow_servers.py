@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+from support.artifacts import digests
 from support.servers import Mlflow, free_port, postgres
 
-from specexp import api
 from specexp.commands import app
 from specexp.grids import runner
 from specexp.grids.machines import local
@@ -71,7 +71,7 @@ def test_ui_server_refuses_foreign_hosts_and_keeps_runs(store, served, monkeypat
         frame = runs.runs().set_index("name")
         assert sorted(frame.index) == ["before by hand", "served by hand", "served by hand"]
         for run_id in frame["run_id"]:
-            names = runs.backend().digests(runs.client().get_run(run_id))
+            names = digests(runs.backend(), runs.client().get_run(run_id))
             assert "result.json" in names
             at = f"/get-artifact?path=result.json&run_uuid={run_id}"
             assert mlflow.status(at) == 200
@@ -221,7 +221,6 @@ def points(points, monkeypatch):
         (attempt / "result.json").write_text(json.dumps(record))
         (attempt / "notebook.html").write_text("<p>" * 10_000)
 
-    monkeypatch.setattr(api, "check", lambda params: [])
     monkeypatch.setattr(local, "execute", execute)
     return lambda *xs: points(x=list(xs))
 

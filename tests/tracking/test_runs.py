@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from rich.console import Console
+from support.artifacts import digests
 
 from specexp.errors import UserError
 from specexp.tracking import compare, mlflow_server
@@ -48,7 +49,7 @@ def test_run_by_hand_is_committed_and_published(store, capsys):
     assert run["params.gammas"] == "[1, 2]"
     assert run["tags.why"] == "test"
     assert track.curve(run["run_id"], "speedup/at_batch") == {1: 2.0, 32: 0.9}
-    names = track.backend().digests(track.client().get_run(run["run_id"]))
+    names = digests(track.backend(), track.client().get_run(run["run_id"]))
     assert {"result.json", "rounds.parquet", "figures/empty.png"} <= set(names)
     assert (store / "artifacts" / "mine" / run["run_id"] / "artifacts" / "result.json").exists()
 

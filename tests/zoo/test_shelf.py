@@ -43,7 +43,7 @@ def test_installed_package_says_how_to_get_the_zoo(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"'target-10m' here: .*clone.* SPECEXP_ZOO"):
         shelf.find("target-10m")
     with pytest.raises(UserError, match="clone of the repository"):
-        shelf.making()
+        shelf.making("corpus")
     monkeypatch.setenv("SPECEXP_ZOO", str(shipped))
     assert shelf.find("target-10m") == shipped / "target-10m"
     for folder, reason in ((str(tmp_path), "no folder has a zoo.json"), ("zoo", "the whole path")):

@@ -1,0 +1,102 @@
+"""A store with results, and a grid whose points need no kernel."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from support.artifacts import digests
+
+from specexp.grids import runner as run
+from specexp.grids.execute import Failure
+from specexp.grids.machines import local
+from specexp.tracking import mlflow_store
+from specexp.tracking import runs as track
+
+METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
+SERIES = {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1: 2.0, 32: 0.9}}
+
+
+def copy_tables(monkeypatch, migrated: Path) -> None:
+    """Copy MLflow's tables from a template, as creating them takes seconds."""
+    real = mlflow_store.create_tables
+
+    def create(uri: str) -> None:
+        if uri.startswith("sqlite") and not Path(uri.removeprefix("sqlite:///")).exists():
+            shutil.copy(migrated / "mlflow.db", uri.removeprefix("sqlite:///"))
+        real(uri)
+
+    monkeypatch.setattr(mlflow_store, "create_tables", create)
+
+
+def filled(store: Path) -> Path:
+    """The store, with three results that were logged by hand."""
+    for number in range(3):
+        track.log("mine", {"drafter": "ngram", "x": [number]}, METRICS, SERIES)
+    return store
+
+
+def without_kernels(points: Callable[..., Any], monkeypatch) -> Callable[..., Any]:
+    """Points whose result is written without a kernel; x = 13 fails."""
+
+    def execute(point, attempt, *rest):
+        if point.params["x"] == 13:
+            raise Failure("error", "planted")
+        record = {
+            "experiment": point.experiment, "params": point.params, "metrics": METRICS,
+            "series": {"acceptance/at_position": {"1": 0.5, "2": 0.25}}, "tags": {"device": "cpu"},
+        }  # fmt: skip
+        (attempt / "result.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(local, "execute", execute)
+    return lambda *xs: points(x=list(xs))
+
+
+def first(mlruns):
+    return sorted((mlruns / "results").iterdir())[0]
+
+
+def run_of(result):
+    return (result / "published").read_text()
+
+
+def half(result):
+    track.client().create_run(track.experiment_id("mine"), tags={"run_key": result.name})
+
+
+def run_of_key(key):
+    [run] = [r for r in active() if r.data.tags.get("run_key") == key]
+    return run.info.run_id
+
+
+def go(points, **options):
+    console = Console(record=True, width=300, force_terminal=False)
+    code = run.run(points, console, **options)
+    return code, console.export_text()
+
+
+def quiet():
+    return Console(quiet=True)
+
+
+def shown(place=None):
+    """Everything active in MLflow except times and ids."""
+    place = place or track.backend()
+    found = []
+    for e in place.experiments():
+        for r in place.runs(e.experiment_id):
+            points = {
+                n: sorted((m.step, m.value) for m in place.history(r.info.run_id, n))
+                for n in r.data.metrics
+            }
+            times = r.info.start_time, r.info.end_time
+            found.append((e.name, r.info.run_name, r.info.status, times, r.data.params, r.data.tags,
+                          points, digests(place, r)))  # fmt: skip
+    return sorted(found, key=repr)
+
+
+def active() -> list:
+    place = track.backend()
+    return [r for e in place.experiments() for r in place.runs(e.experiment_id)]
