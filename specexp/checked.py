@@ -20,9 +20,10 @@ from specexp.drafters import Drafter
 from specexp.drafters.model import beside
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.models.lm import LM
+from specexp.models.lm import LM, Forward
 from specexp.objects import construct, is_shipped
 from specexp.policy import Load, Plan, Policy
+from specexp.recording import Recorder
 from specexp.rules import Rule
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences, Verdict
@@ -84,7 +85,7 @@ def try_out(engine: Engine) -> None:
     trial = Engine(
         target, _Drafter(_spare(engine.drafter, target), target.vocab),
         _Policy(_spare(engine.policy, target)), engine.sampling,
-        _Rule(engine.rule, target.vocab), engine.seed,
+        _Rule(engine.rule, target.vocab), engine.seed, recorder=Recorder(),
     )  # fmt: skip
     if new > 0:
         trial.generate(rows, new)
@@ -123,8 +124,6 @@ def _refuse(about: str, faults: Iterator[str]) -> None:
 
 
 class _Drafter(Drafter):
-    on_host = True
-
     def __init__(self, own: Drafter, vocab: int) -> None:
         self.own, self.vocab = own, vocab
         self.name, self.taps, self.models = own.name, own.taps, own.models
@@ -154,8 +153,8 @@ class _Drafter(Drafter):
             _refuse(f"drafter {self.name}", _faults_of_grade(draft, self.grades))
         return draft
 
-    def observe(self, *outcome: Any) -> None:
-        self.own.observe(*outcome)
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        self.own.observe(seqs, draft, verdict, seen)
 
 
 class _Rule:
