@@ -19,6 +19,7 @@ from specexp.errors import UserError
 from specexp.grids import notebooks as notebook
 from specexp.grids import yaml_lines
 from specexp.grids.notebooks import Notebook, Parameter, shown
+from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import redact
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,16 +43,19 @@ class Report:
         """Raise a UserError with a line per problem, sorted by file and line, if there are any."""
         if not self.problems:
             return
-        places: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
-        ordered = sorted(self.problems, key=lambda p: (places.get(p[0], -1), p[1] or 0))
-        said = [
+        order: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
+        ordered = sorted(self.problems, key=lambda p: (order.get(p[0], -1), p[1] or 0))
+        lines = [
             ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
             for path, line, what in ordered
         ]
-        told = list(dict.fromkeys(_UNPRINTABLE.sub(_escaped, text) for text in said))
-        if len(told) > MAX_PROBLEMS:
-            told = [*told[:MAX_PROBLEMS], f"and {len(told) - MAX_PROBLEMS:,} more problems"]
-        raise UserError("\n".join(told))
+        messages = list(dict.fromkeys(_UNPRINTABLE.sub(_escaped, text) for text in lines))
+        if len(messages) > MAX_PROBLEMS:
+            messages = [
+                *messages[:MAX_PROBLEMS],
+                f"and {len(messages) - MAX_PROBLEMS:,} more problems",
+            ]
+        raise UserError("\n".join(messages))
 
 
 def _escaped(character: re.Match[str]) -> str:
@@ -253,7 +257,8 @@ def _fitted(
         """The coerced value, or the value itself if it has a problem, which is reported."""
         problem = _name_problem(known, name, hints) or known[name].problem(value)
         if problem:
-            wrong(f"{where[0]}.{shown(name)} {problem}", *where)
+            about = f" ({name}: {PARAMETERS[name].help})" if name in PARAMETERS else ""
+            wrong(f"{where[0]}.{shown(name)} {problem}{about}", *where)
         return value if problem else known[name].coerced(value)
 
     fixed = {n: fitting(n, v, "fixed", n) for n, v in shaped["fixed"].items()}

@@ -148,16 +148,16 @@ PARAMETERS: dict[str, Parameter] = {
     "draft": Parameter("str", "draft model: zoo name, folder or hub id", _model),
     "drafts": Parameter("list", "draft models", _model, each="draft"),
     "drafters": Parameter("list", "drafters", each="drafter"),
-    "rivals": Parameter("list", "drafters compared with it", each="drafter"),
+    "rivals": Parameter("list", "compared with it", each="drafter"),
     "gamma": Parameter("int", "draft length"),
     "gammas": Parameter("list", "draft lengths", each="gamma", empty=False),
     "tree": Parameter("str", "shape of a draft: chain, 3x2x1 or grown:16", default="chain"),
     "trees": Parameter("list", "other shapes of the draft; [] if none", each="tree"),
     "rule": Parameter(
-        "str", "auto (reject if drafts are drawn, else match), match, reject, block",
+        "str", "auto (reject if the draft is sampled, else match), match, reject, block",
         _rule, "auto",
     ),
-    "rules": Parameter("list", "rules compared with it", _rule, each="rule"),
+    "rules": Parameter("list", "compared with it", _rule, each="rule"),
     "temperature": Parameter("float", "sampling temperature; 0 is greedy", _temperature, 0.0),
     "temperatures": Parameter(
         "list", "sampling temperatures; 0 is greedy", _temperature, each="temperature", empty=False
@@ -188,15 +188,13 @@ PARAMETERS: dict[str, Parameter] = {
         _least(1), empty=False, alone=True,
     ),
     "repeats": Parameter("int", "repeats of the whole measurement", _least(1), alone=True),
-    "rounds": Parameter("int", "rounds from one position, to see what they emit", _least(1),
-                        alone=True),
     "force": Parameter("bool", "measure costs again even if they are stored", alone=True),
     # requests under load
     "policy": Parameter(
         "str", "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
         default="goodput",
     ),
-    "policies": Parameter("list", "policies compared with it and plain", each="policy"),
+    "policies": Parameter("list", "compared with it and plain", each="policy"),
     "streams": Parameter(
         "list", "requests in flight in the closed loops", _least(1), empty=False, alone=True
     ),
@@ -210,7 +208,10 @@ PARAMETERS: dict[str, Parameter] = {
         "float", "rate of requests, as a share of what plain decoding can serve",
         _positive, alone=True,
     ),
-    "count": Parameter("int", "number of requests of the open traffic", _least(1), 64, alone=True),
+    "count": Parameter(
+        "int", "how many: requests of the open traffic, rounds of the lesson", _least(1), 64,
+        alone=True,
+    ),
     "rows": Parameter("int", "requests decoded at once, at most", _least(1), 32, alone=True),
     "queue": Parameter(
         "int", "requests that may wait; further ones are rejected", _least(0), 1024, alone=True
@@ -226,11 +227,12 @@ PARAMETERS: dict[str, Parameter] = {
     # a day of many requests, simulated
     "requests_per_day": Parameter("int", "requests of a day, all of them SIMULATED", _least(1)),
     "swing": Parameter(
-        "float", "of their rate around its mean over the day, as a share", _swing, alone=True
+        "float", "swing of the rate around its mean over the day, as a share", _swing, alone=True
     ),
-    "prompt_tokens": Parameter("int", "of the median prompt; lengths are lognormal", _least(1),
-                               alone=True),
-    "output_tokens": Parameter("int", "of the median output", _least(1), alone=True),
+    "prompt_tokens": Parameter(
+        "int", "tokens of the median prompt; lengths are lognormal", _least(1), alone=True
+    ),
+    "output_tokens": Parameter("int", "tokens of the median output", _least(1), alone=True),
     "tpot_steps": Parameter(
         "float", "limit of the p95 of TPOT, in plain steps of a single stream",
         _positive, alone=True,

@@ -10,6 +10,7 @@ Runs go to `mlflow.db` and `artifacts/` in the store, or to where MLFLOW_TRACKIN
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -36,7 +37,6 @@ REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
 _STEP = re.compile(r"-?\d{1,18}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
-_IPYTHON = {"In", "Out", "exit", "quit", "get_ipython", "open"}
 _LONGEST_NAME = 250  # MLflow rejects longer ones
 _LONGEST_PARAM = 6000  # MLflow truncates longer ones
 
@@ -45,14 +45,41 @@ _LONGEST_PARAM = 6000  # MLflow truncates longer ones
 
 
 def parameters(names: Mapping[str, Any]) -> dict[str, Any]:
-    """The notebook's parameters, given `globals()`: every public name that has a plain value."""
-    return {
-        name: value
-        for name, value in names.items()
-        if not name.startswith("_")
-        and name not in _IPYTHON
-        and (value is None or isinstance(value, int | float | str | bool | list))
-    }
+    """The notebook's parameters, given `globals()`: the names that its parameters cell declares, at
+    their values now.
+
+    That cell is the last one run that holds nothing but lines `name: type = value`. In a notebook
+    that was made a script, it is all such lines at the top level. Raises UserError if there are
+    none, or if a name no longer has a plain value.
+    """
+    declared: list[str] = []
+    for source in names.get("In", ()):  # the cells that Jupyter or papermill has run
+        declared = _declared(source, alone=True) or declared
+    if "In" not in names and "__file__" in names:
+        declared = _declared(Path(names["__file__"]).read_text(), alone=False)
+    if not declared:
+        raise UserError("run the parameters cell first: one with only lines `name: type = value`")
+    for name in declared:
+        value = names.get(name)
+        if not (value is None or isinstance(value, int | float | str | bool | list)):
+            kind = type(value).__name__
+            raise UserError(f"the parameter {name} was overwritten by a {kind}: rename one of them")
+    return {name: names.get(name) for name in declared}
+
+
+def _declared(source: str, *, alone: bool) -> list[str]:
+    """The names that lines `name: type = value` of a source declare. `alone`: none if it holds
+    anything else."""
+    try:
+        lines = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return []
+    declared = [
+        line.target.id
+        for line in lines
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value
+    ]
+    return declared if len(declared) == len(lines) or not alone else []
 
 
 def log(

@@ -445,6 +445,11 @@ def test_a_bad_file_is_refused_in_one_line_that_says_where_and_why(load, case):
     assert len(said[0]) < 400
 
 
+def test_type_mismatch_says_what_the_parameter_is(load):
+    [line] = refusal(load, f"notebook: {ACCEPTANCE}\nfixed: {{gamma: three}}")
+    assert line == "2: fixed.gamma needs int, not str 'three' (gamma: draft length)"
+
+
 def test_a_date_for_a_number_is_told_as_both(load):
     assert [s[:2] for s in refusal(load, HEAD + "fixed: {x: 2024-01-01}")] == ["2:", "2:"]
 

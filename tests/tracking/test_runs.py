@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -25,10 +26,35 @@ from specexp.tracking.results import ROOT, alone, root
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25, "category/code": 0.75}
 
 
-def test_parameters_are_the_plain_public_names(monkeypatch):
-    names = {"x": 1, "name": "a", "on": True, "rate": 0.5, "list_": [1], "none": None}
-    noise = {"_hidden": 1, "In": ["x"], "Out": {}, "track": track, "exit": len, "f": len}
-    assert track.parameters(names | noise) == names
+CELL = "x: int = 1  # a number\nname: str = 'a'\nlist_: list = [1]\nnone: int | None = None\n"
+
+
+def test_parameters_are_those_of_the_cell_that_ran_last():
+    names = {"x": 2, "name": "a", "list_": [1], "none": None}
+    stray = {"left": 1, "np": track, "_hidden": 1, "open": len, "Out": {}}
+    ran = ["import numpy\nleft = 1", "x: int = 1\nold: int = 3", CELL, "x = 2", "%time"]
+    assert track.parameters(names | stray | {"In": ["", *ran]}) == names
+    assert list(track.parameters(names | {"In": [CELL]})) == list(names)
+
+
+def test_parameters_of_a_script_are_its_annotated_lines(tmp_path):
+    script = f"import os\n\nleft = 1\n{CELL}print(x)\n"
+    call = "from specexp.tracking import runs\nprint(runs.parameters(globals()))\n"
+    (tmp_path / "script.py").write_text(script + call)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "{'x': 1, 'name': 'a', 'list_': [1], 'none': None}"
+
+
+@pytest.mark.parametrize("names", [{"x": 1}, {"x": 1, "In": ["x = 1", "x: int = 1\ny = 2"]}])
+def test_parameters_without_their_cell_are_refused(names):
+    with pytest.raises(UserError, match="run the parameters cell first"):
+        track.parameters(names)
+
+
+def test_overwritten_parameter_is_named():
+    with pytest.raises(UserError, match="the parameter x was overwritten by a dict"):
+        track.parameters({"x": {}, "In": ["x: int = 1"]})
 
 
 def test_run_by_hand_is_committed_and_published(store, capsys):
