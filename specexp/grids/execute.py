@@ -50,7 +50,7 @@ class Failure(Exception):
 
 def execute(
     point: Point, folder: Path, slot: Slot,
-    watch: Watch = lambda said: None, environment: Mapping[str, str] | None = None,
+    watch: Watch = lambda message: None, environment: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Run the point's notebook into `folder`, which keeps notebook and log even on failure.
 
@@ -162,16 +162,16 @@ class _Client(PapermillNotebookClient):
 
     def _executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
         """Fail if a cell called `exit`: it counts as executed, and the kernel ends only later."""
-        asked = execute_reply["content"].get("payload", ())
-        if any(part.get("source") == "ask_exit" for part in asked):
+        payload = execute_reply["content"].get("payload", ())
+        if any(part.get("source") == "ask_exit" for part in payload):
             raise Failure("invalid-result", f"cell {cell_index + 1} calls exit or quit")
 
     def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
         self._tell(cell_index)
         return super().execute_cell(cell, cell_index, *args, **kwargs)
 
-    def _tell(self, cell_index: int, said: str = "") -> None:
-        self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}  {said[:80]}")
+    def _tell(self, cell_index: int, message: str = "") -> None:
+        self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}  {message[:80]}")
 
     def output(self, outs: Any, msg: dict[str, Any], display_id: Any, cell_index: int) -> Any:
         text = msg["content"].get("text", "")
@@ -180,9 +180,9 @@ class _Client(PapermillNotebookClient):
         self._written[cell_index] = before + size
         if before + size > MAX_OUTPUT:
             if before <= MAX_OUTPUT:
-                said = f"\n[more than {MAX_OUTPUT:,} characters: the rest is left out]\n"
-                outs.append(nbformat.v4.new_output("stream", name="stderr", text=said))
-                self._log.write(said)
+                message = f"\n[more than {MAX_OUTPUT:,} characters: the rest is left out]\n"
+                outs.append(nbformat.v4.new_output("stream", name="stderr", text=message))
+                self._log.write(message)
             return None
         if text:
             self._log.write(text)
@@ -194,8 +194,9 @@ class _Client(PapermillNotebookClient):
 class _Engine(NBClientEngine):
     @classmethod
     def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
-        known = {n: kwargs[n] for n in ("km", "log_file", "watch")}
-        return _Client(nb_man, kernel_name=kernel_name, startup_timeout=60, **known).execute()
+        options = {n: kwargs[n] for n in ("km", "log_file", "watch")}
+        options |= {"startup_timeout": 10**6}  # s: the watchdog ends a kernel that hangs
+        return _Client(nb_man, kernel_name=kernel_name, **options).execute()
 
 
 papermill_engines.register("specexp", _Engine)

@@ -218,8 +218,8 @@ def reap() -> list[tuple[int, str]]:
     """The children that have ended: pid and how."""
     ended = []
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended.append((found[0], described(os.waitstatus_to_exitcode(found[1]))))
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended.append((child[0], described(os.waitstatus_to_exitcode(child[1]))))
     return ended
 
 

@@ -100,9 +100,9 @@ def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     if "code" in before:  # once a digest of all source
         return "made before keys by room"
     names = sorted(n for n in now.keys() | before.keys() if now.get(n) != before.get(n))
-    told = [n for n in SHOWN if n in names and n in now and n in before]
-    reasons = [f"{n} was {before[n]}, is {now[n]}" for n in told]
-    if rest := [n for n in names if n not in told]:
+    readable = [n for n in SHOWN if n in names and n in now and n in before]
+    reasons = [f"{n} was {before[n]}, is {now[n]}" for n in readable]
+    if rest := [n for n in names if n not in readable]:
         more = f" and {len(rest) - MOST} more" if len(rest) > MOST else ""
         reasons.insert(0, f"{', '.join(rest[:MOST])}{more} changed")
     return "; ".join(reasons)

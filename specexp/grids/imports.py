@@ -54,14 +54,14 @@ def closure(
     """
     chosen = {name for name in named if name.startswith(_DRAFTERS)}
     roots = _Roots(folder, set(named) - chosen)
-    found = _follow([*imports, *roots.others], roots)
-    while PACKAGE / "drafters" / "__init__.py" in found:
-        before = len(found)
-        found |= _follow(chosen | _drafters(_naming(found) | set(strings)), roots)
-        if len(found) == before:
+    sources = _follow([*imports, *roots.others], roots)
+    while PACKAGE / "drafters" / "__init__.py" in sources:
+        before = len(sources)
+        sources |= _follow(chosen | _drafters(_naming(sources) | set(strings)), roots)
+        if len(sources) == before:
             break
-    files = {roots.name(path): source.digest for path, source in found.items()}
-    for path in {path.parent for path in found if path.is_relative_to(PACKAGE)}:
+    files = {roots.name(path): source.digest for path, source in sources.items()}
+    for path in {path.parent for path in sources if path.is_relative_to(PACKAGE)}:
         files |= {
             roots.name(f): source_of(f).digest for f in path.iterdir() if f.suffix in COMPILED
         }
@@ -80,8 +80,8 @@ def named_by(params: Mapping[str, Any]) -> frozenset[str]:
     modules = _drafters(word for text in texts for word in re.findall(r"\w+", text))
     modules |= {match[1] for text in texts if (match := _OWN.fullmatch(text))}
     modules |= {point.module for point in _entry_points() if point.name in first}
-    asked = [text for n in ("drafter", "drafters", "rivals") for text in _texts(params.get(n))]
-    if not asked or any(not _drafters([text]) for text in asked):
+    drafters = [text for n in ("drafter", "drafters", "rivals") for text in _texts(params.get(n))]
+    if not drafters or any(not _drafters([text]) for text in drafters):
         modules.add(f"{_DRAFTERS}model")
     return frozenset(modules)
 
@@ -197,7 +197,7 @@ class _Roots:
 
 def _follow(names: Iterable[str], roots: _Roots) -> dict[Path, Source]:
     """Every file that importing these modules may import."""
-    found: dict[Path, Source] = {}
+    sources: dict[Path, Source] = {}
     todo, seen = list(names), set[str]()
     while todo:
         name = todo.pop()
@@ -206,8 +206,8 @@ def _follow(names: Iterable[str], roots: _Roots) -> dict[Path, Source]:
         seen.add(name)
         todo += unfolded(name)
         for path in roots.files(name):
-            if path not in found:
-                found[path] = source = source_of(path)
+            if path not in sources:
+                sources[path] = source = source_of(path)
                 if path == PACKAGE / "__init__.py":
                     continue  # it imports nothing before a public name is used (`unfolded`)
                 package = path.parent.relative_to(roots.home(path)).parts
@@ -216,7 +216,7 @@ def _follow(names: Iterable[str], roots: _Roots) -> dict[Path, Source]:
                 if path.is_relative_to(PACKAGE / "fast"):  # kernels name all that they speed up
                     modules = [name for name in modules if not name.startswith(_DRAFTERS)]
                 todo += modules
-    return found
+    return sources
 
 
 def _files(name: str, folder: Path) -> Iterator[Path]:
@@ -250,12 +250,12 @@ def _drafters(texts: Iterable[str]) -> set[str]:
     return {f"{_DRAFTERS}{name}" for name in methods & {text.partition(":")[0] for text in texts}}
 
 
-def _naming(found: Mapping[Path, Source]) -> set[str]:
+def _naming(sources: Mapping[Path, Source]) -> set[str]:
     """The strings of the files that may name a drafter: beside the notebook, and harnesses."""
     homes = [PACKAGE / room for room in NAMING]
     return {
         string
-        for path, source in found.items()
+        for path, source in sources.items()
         if not path.is_relative_to(PACKAGE) or any(map(path.is_relative_to, homes))
         for string in source.strings
     }

@@ -152,8 +152,8 @@ def shown(value: Any) -> str:
 def _unlike(kind: type, value: Any, a: str = "") -> str | None:
     if type(value) is kind or (kind is float and type(value) is int):
         return None
-    given = f"{type(value).__name__} {value!r:.60}"
-    return f"needs {a}{kind.__name__}, not {given}{_hint(value, kind)}"
+    actual = f"{type(value).__name__} {value!r:.60}"
+    return f"needs {a}{kind.__name__}, not {actual}{_hint(value, kind)}"
 
 
 def _hint(value: Any, kind: type) -> str:
@@ -201,18 +201,18 @@ def _parameters(source: str, where: str) -> dict[str, Parameter]:
         lines = _parse(source).body
     except SyntaxError as e:
         raise UserError(f"{where} {e.lineno}: {e.msg}") from e
-    problems, found = [], {}
+    problems, parameters = [], {}
     for node in lines:
         try:
             name, parameter = _parameter(node)
-            if name in found:
+            if name in parameters:
                 raise UserError(f"{name} is defined twice")
-            found[name] = parameter
+            parameters[name] = parameter
         except UserError as e:
             problems.append(f"{where} {node.lineno}: {e}")
     if problems:
         raise UserError("\n".join(problems))
-    return found
+    return parameters
 
 
 def _parameter(node: ast.stmt) -> tuple[str, Parameter]:
@@ -273,7 +273,7 @@ def _code(sources: Iterable[str]) -> ast.Module:
 def _names(sources: Iterable[str]) -> frozenset[str] | None:
     """The names that cells read: loads, strings that may be keys, and every word of magics and of
     cells that are not Python. None if a cell may read any name."""
-    found: set[str] = set()
+    names: set[str] = set()
     for source in sources:
         magic = "\n".join(line for _, line in _MAGIC.findall(source))
         if re.search(r"^%run\b", magic, re.MULTILINE):
@@ -282,12 +282,12 @@ def _names(sources: Iterable[str]) -> frozenset[str] | None:
             tree = _parse(_MAGIC.sub(r"\1pass", source))
         except SyntaxError:
             tree, magic = _parse(""), source
-        found.update(re.findall(r"\w+", magic))
+        names.update(re.findall(r"\w+", magic))
         for node in ast.walk(tree):
             if _may_read_any_name(node):
                 return None
-            found.update(_read_by(node))
-    return frozenset(found)
+            names.update(_read_by(node))
+    return frozenset(names)
 
 
 def _may_read_any_name(node: ast.AST) -> bool:

@@ -1,8 +1,8 @@
 """Run the points of a grid, crash-safe and resumable.
 
-A point is claimed, executed in an attempt folder (`execute`), committed by one rename (`store`) and
-published to MLflow (`track`). A point that has a result never runs again, whichever runner made it
-and however that runner ended. A failed point is kept with its notebook, log and error, and the
+A point is claimed, executed in an attempt folder (`execute`), committed by one rename (`results`)
+and published to MLflow (`runs`). A point that has a result never runs again, whichever runner made
+it and however that runner ended. A failed point is kept with its notebook, log and error, and the
 others go on. Several runners may share a store: each point is run by one of them.
 """
 
@@ -59,7 +59,7 @@ def run(
     console = console or Console()
     try:
         with Board(console, len(points)) as board:
-            with results.alone("setup", lambda said: board.say(said, once=True)):
+            with results.alone("setup", lambda message: board.say(message, once=True)):
                 try:
                     runs.initialise()
                 except runs.StoreUnreachable as e:
@@ -83,15 +83,15 @@ def run(
         return _error(console, "damaged", str(e), DAMAGED)
     except OSError as e:
         if e.errno in results.FULL:
-            said = f"{e.strerror}: {e.filename or results.root()}, {_free()}; {FREE_SPACE}"
-            return _error(console, "disk full", said, DISK_FULL)
+            message = f"{e.strerror}: {e.filename or results.root()}, {_free()}; {FREE_SPACE}"
+            return _error(console, "disk full", message, DISK_FULL)
         return _error(console, "error", f"{e}; {RESUME}", FAILED)
     except runs.StoreUnreachable as e:
         console.print(Text(f"no comparison, MLflow cannot be read now: {e}"), soft_wrap=True)
     if board.failed:
         why = results.root() / "failed" / "*" / ERROR
-        said = f"{'errors':10s} {why}; --retry-failed runs failed points again"
-        console.print(Text(said), soft_wrap=True)
+        message = f"{'errors':10s} {why}; --retry-failed runs failed points again"
+        console.print(Text(message), soft_wrap=True)
     return FAILED if board.failed or work.unpublished or work.refused else DONE
 
 
@@ -129,13 +129,13 @@ class Work:
             ):
                 self.queue.append(point)
             else:
-                said = f"in an earlier run: {': '.join(failures[point.run_key])}"
-                self.board.ended(point.label, "failed", said)
+                message = f"in an earlier run: {': '.join(failures[point.run_key])}"
+                self.board.ended(point.label, "failed", message)
         self.board.start()
         free, need = shutil.disk_usage(results.root()).free, len(self.queue) * ROOM_PER_POINT
         if free < need:
-            said = f"too little space, {len(self.queue)} points may need {need / 1e6:.0f} MB"
-            raise OSError(errno.ENOSPC, said, str(results.root()))
+            message = f"too little space, {len(self.queue)} points may need {need / 1e6:.0f} MB"
+            raise OSError(errno.ENOSPC, message, str(results.root()))
 
     def stop(self, code: int, why: str) -> None:
         """Start no more points and kill those that run. May be called at any time, repeatedly."""
@@ -194,8 +194,8 @@ class Work:
             if not self.force and results.result_of(key).exists():
                 self._report_done(point, "by another runner")
             elif others and others[key][0] not in RETRIED:
-                said = f"by another runner: {': '.join(others[key])}"
-                self.board.ended(point.label, "failed", said)
+                message = f"by another runner: {': '.join(others[key])}"
+                self.board.ended(point.label, "failed", message)
             else:
                 return self._attempt_alone(point, seat)
             return True
@@ -205,14 +205,14 @@ class Work:
             if ours:
                 self._attempt(point, seat)
             else:
-                said = f"waiting with {point.label}: it is timed, and another runner is timing"
-                self.board.say(said, once=True)
+                message = f"waiting with {point.label}: it is timed, and another runner is timing"
+                self.board.say(message, once=True)
             return ours
 
-    def _report_done(self, point: Point, said: str) -> None:
+    def _report_done(self, point: Point, message: str) -> None:
         result = results.result_of(point.run_key)
         if runs.published(result):
-            self.board.ended(point.label, "done", said)
+            self.board.ended(point.label, "done", message)
         else:
             why = "refused it" if result in self.refused else "cannot be reached"
             self.board.ended(point.label, "kept", f"the result is safe, but MLflow {why}")
@@ -251,8 +251,8 @@ class Work:
 
     def _fail(self, point: Point, attempt: Path, failure: Failure, state: str) -> None:
         self._publish_failure(set_aside(attempt, failure))
-        said = str(failure).splitlines()[0]
-        self.board.ended(point.label, state, f"{failure.kind}: {said}")
+        message = str(failure).splitlines()[0]
+        self.board.ended(point.label, state, f"{failure.kind}: {message}")
 
     def _publish_failure(self, kept: Path) -> None:
         """Publish a failed attempt, if enough of it is left."""
@@ -281,8 +281,8 @@ class Work:
                 self._away = True
                 if folder not in self.unpublished:
                     self.unpublished.append(folder)
-                said = f"not published to MLflow yet, run the same command again later: {e}"
-                self.board.say(said, once=True)
+                message = f"not published to MLflow yet, run the same command again later: {e}"
+                self.board.say(message, once=True)
                 return False
             self._away = False
         if folder in self.unpublished:
@@ -320,10 +320,10 @@ def _signals(work: Work) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    said = f"finished points are kept; {RESUME}"
+    message = f"finished points are kept; {RESUME}"
     codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
     before = {
-        number: signal.signal(number, lambda got, _: work.stop(codes[signal.Signals(got)], said))
+        number: signal.signal(number, lambda got, _: work.stop(codes[signal.Signals(got)], message))
         for number in codes
     }
     try:
@@ -339,11 +339,11 @@ def _is_temporary(e: BaseException) -> bool:
 
 
 def _write_point(point: Point, attempt: Path) -> None:
-    known = {
+    record = {
         "experiment": point.experiment, "params": point.params, "tags": tags_of(point),
         "identity": point.identity,
     }  # fmt: skip
-    (attempt / results.POINT).write_text(json.dumps(known, indent=1))
+    (attempt / results.POINT).write_text(json.dumps(record, indent=1))
 
 
 def tags_of(point: Point) -> dict[str, str]:
@@ -368,9 +368,9 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
         traceback.format_exception(failure.__cause__)
     ))  # fmt: skip
     (attempt / ERROR).write_text(f"{failure.kind}: {message}\n\n{trace}")
-    known = results.read(attempt / results.POINT)
-    if known:
-        tags = known["tags"] | {
+    record = results.read(attempt / results.POINT)
+    if record:
+        tags = record["tags"] | {
             "attempt": attempt.name, "error": message.splitlines()[0][:500],
             "error.kind": failure.kind,
             "status": "KILLED" if failure.kind == "interrupted" else "FAILED",

@@ -112,10 +112,10 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
     line = min(line, len(rows) - 1)
     if re.match(r" *\t", rows[line]):
         return line + 1, "is indented with a tab: YAML needs spaces"
-    said = str(error.problem or error.context)
+    message = str(error.problem or error.context)
     if begun and begun.line < line:
-        said += f" ({error.context}, which starts on line {begun.line + 1})"
-    return line + 1, f"is not YAML: {' '.join(said.split())}"
+        message += f" ({error.context}, which starts on line {begun.line + 1})"
+    return line + 1, f"is not YAML: {' '.join(message.split())}"
 
 
 class _Builder:
@@ -167,22 +167,22 @@ class _Builder:
             line = event.start_mark.line + 1
             before = len(self.document.problems)
             key = self.value(event, (*path, "\0key"))
-            known = isinstance(key, str)
+            usable = isinstance(key, str)
             if key == "<<":
                 self.wrong(line, "merge keys (<<) are not supported: write the values out")
-                known = False
-            elif not known and len(self.document.problems) == before:
+                usable = False
+            elif not usable and len(self.document.problems) == before:
                 hint = ", YAML reads it as true or false" if isinstance(key, bool) else ""
                 what = f"the key {_written(event)} is not a string{hint}: put it in quotes"
                 self.wrong(line, what)
-            elif known and key in values:
+            elif usable and key in values:
                 first = self.document.line(*path, key)
                 self.wrong(line, f"{key!r:.60} appears twice, first on line {first}")
-                known = False
-            elif known:
+                usable = False
+            elif usable:
                 self.document._lines[*path, key] = line
-            value = self.value(next(self.events), (*path, key if known else "\0value"))
-            if known:
+            value = self.value(next(self.events), (*path, key if usable else "\0value"))
+            if usable:
                 values[key] = value
         return values
 

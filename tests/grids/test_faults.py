@@ -131,7 +131,7 @@ def first_of_each_kind(events, every: int = 10**9) -> list[int]:
 # --- killed at any moment ------------------------------------------------------------------------
 
 
-def test_killed_at_each_step_of_a_commit_a_point_is_there_once(bench):
+def test_kill_at_each_commit_step_keeps_one_result(bench):
     b = bench(points=3, done=[1, 3])
     events = b.events()
     steps = [n for n, (phase, _) in enumerate(events, 1) if phase == "commit"]
@@ -144,7 +144,7 @@ def test_killed_at_each_step_of_a_commit_a_point_is_there_once(bench):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_before_every_event_a_grid_is_whole_after_a_resume(bench):
+def test_kill_before_every_event_then_resume_is_whole(bench):
     b = bench(points=3)
     events = b.events()
     hit = Counter(phase for phase, _ in events)
@@ -166,7 +166,7 @@ def kills(bench: Bench, times: int, seed: int) -> tuple[list[str], Counter]:
     return found, hit
 
 
-def test_killed_again_while_it_resumes(bench):
+def test_kill_during_resume(bench):
     found, hit = kills(bench(points=2), 4, seed=6)
     assert found == []
     assert len(hit) > 1
@@ -174,13 +174,13 @@ def test_killed_again_while_it_resumes(bench):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_again_while_it_resumes_a_hundred_times(bench):
+def test_kill_during_resume_a_hundred_times(bench):
     found, hit = kills(bench(points=3), 100, seed=7)
     assert found == []
     assert len(hit) > 4
 
 
-def test_a_database_half_made_by_a_killed_run_is_made_anew(warm, disk):
+def test_half_created_database_is_created_anew(warm, disk):
     store = disk / "store"
     store.mkdir()
     made = [e for e in warm.run("initialise", store).events if e[1] not in READING]
@@ -197,7 +197,7 @@ def test_a_database_half_made_by_a_killed_run_is_made_anew(warm, disk):
         assert not list(store.glob("mlflow.db.new*"))
 
 
-def test_a_forced_run_that_is_killed_loses_no_point(bench):
+def test_killed_forced_run_loses_no_point(bench):
     b = bench(points=2, done=[1, 2])
     before = committed(b.store)
     forced = [e for e in b.go(arguments=["--force"]).events if e[1] not in READING]
@@ -218,7 +218,7 @@ def test_a_forced_run_that_is_killed_loses_no_point(bench):
 # --- the harness can see -------------------------------------------------------------------------
 
 
-def test_a_naive_runner_is_fine_until_it_is_killed_and_then_caught(warm, disk, template):
+def test_harness_catches_a_naive_runner_once_killed(warm, disk, template):
     """The control: the same harness on a runner written without a thought of faults."""
     store = disk / "store"
     file = disk / "grid.yaml"
@@ -246,7 +246,7 @@ def test_a_naive_runner_is_fine_until_it_is_killed_and_then_caught(warm, disk, t
     assert caught["running"] > 0, caught
 
 
-def test_the_harness_finds_what_is_planted_in_a_good_store(bench):
+def test_harness_finds_planted_damage(bench):
     b = bench(points=2, done=[1, 2])
     results = sorted((b.store / "results").iterdir())
 
@@ -283,7 +283,7 @@ def test_the_harness_finds_what_is_planted_in_a_good_store(bench):
 
 
 @pytest.mark.parametrize("do", ["ENOSPC", "EIO", "EMFILE", "EACCES"])
-def test_errors_of_the_disk_are_told_in_a_line_and_nothing_is_lost(bench, do):
+def test_disk_errors_are_one_line_and_lose_nothing(bench, do):
     b = bench(points=1)
     kinds = first_of_each_kind(b.events(do))
     assert len(kinds) > 8
@@ -295,7 +295,7 @@ def test_errors_of_the_disk_are_told_in_a_line_and_nothing_is_lost(bench, do):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stays", [True, False])
 @pytest.mark.parametrize("do", ["ENOSPC", "EIO", "EMFILE", "EACCES"])
-def test_errors_of_the_disk_at_every_event(bench, do, stays):
+def test_disk_errors_at_every_event(bench, do, stays):
     b = bench(points=2)
     numbers = range(1, len(b.events(do)) + 1)
     assert len(numbers) > 50
@@ -320,7 +320,7 @@ def mounted(tmp_path):
 
 
 @pytest.mark.mount
-def test_a_disk_that_is_really_full(warm, template, tmp_path, mounted):
+def test_really_full_disk(warm, template, tmp_path, mounted):
     """Depending on its size it is full in the notebook, an artifact or the database."""
     said = Counter()
     for room in (0, 50_000, 400_000, 800_000, 1_200_000):
@@ -347,7 +347,7 @@ def test_a_disk_that_is_really_full(warm, template, tmp_path, mounted):
 
 
 @pytest.mark.mount
-def test_a_read_only_store_is_refused_in_a_line(bench, mounted):
+def test_read_only_store_is_refused_in_one_line(bench, mounted):
     b = bench(points=1, done=[1])
     there = mounted("--bind", str(b.store))
     subprocess.run(["mount", "-o", "remount,ro,bind", str(there)], check=True)
@@ -357,7 +357,7 @@ def test_a_read_only_store_is_refused_in_a_line(bench, mounted):
     assert "Traceback" not in end.said
 
 
-def test_a_file_size_limit_is_an_error_in_a_line(bench):
+def test_file_size_limit_is_an_error_in_one_line(bench):
     b = bench(points=1)
     end = b.go(limits={"RLIMIT_FSIZE": 200_000}, size=300_000)
     assert end.code in (1, 5)
@@ -400,7 +400,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
-def test_damage_of_any_kind_is_found_and_the_point_done_again(bench):
+def test_any_damage_is_found_and_the_point_rerun(bench):
     count = len(DAMAGE) + 5
     b = bench(points=count, done=range(1, count + 1))
     before = committed(b.store)
@@ -423,7 +423,7 @@ def test_damage_of_any_kind_is_found_and_the_point_done_again(bench):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_one_changed_byte_anywhere_is_found(bench):
+def test_any_changed_byte_is_found(bench):
     b = bench(points=160, done=range(1, 161))
     rng = random.Random(9)
     for result in (b.store / "results").iterdir():
@@ -437,7 +437,7 @@ def test_one_changed_byte_anywhere_is_found(bench):
     assert b.wrong() == []
 
 
-def test_what_a_dead_machine_tore_in_failed_is_passed_over(bench):
+def test_torn_failures_are_skipped(bench):
     b = bench(points=1)
     b.go(inject={"do": "kill", "phase": "work", "at": 5})
     b.go(inject={"do": "kill", "phase": "commit", "at": 1})
@@ -483,18 +483,18 @@ def starts(warm, disk, runners: int, times: int, xs=range(1, 5)) -> None:
         shutil.rmtree(store)
 
 
-def test_runners_that_start_at_once_on_a_new_store_share_the_points(warm, disk):
+def test_runners_on_a_new_store_run_each_point_once(warm, disk):
     starts(warm, disk, runners=3, times=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("runners", [2, 8])
-def test_runners_that_start_at_once_on_a_new_store_share_the_points_often(warm, disk, runners):
+def test_runners_on_a_new_store_run_each_point_once_often(warm, disk, runners):
     starts(warm, disk, runners, times=25, xs=range(1, 11))
 
 
-def test_two_grids_that_share_points_do_those_once(bench, tmp_path):
+def test_points_shared_by_two_grids_run_once(bench, tmp_path):
     b = bench(points=1)
     one, other = b.file("one", [1, 2, 3]), b.file("other", [2, 3, 4])
     ledger = tmp_path / "ledger"
@@ -505,9 +505,7 @@ def test_two_grids_that_share_points_do_those_once(bench, tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["work", "publish"])
-def test_what_a_killed_runner_leaves_is_settled_by_another_that_waits_for_it(
-    bench, tmp_path, phase
-):
+def test_waiting_runner_settles_what_a_killed_one_left(bench, tmp_path, phase):
     b, gate = bench(points=2), tmp_path / "gate"
     dying = b.warm.start(
         "grid", b.store, grids=[str(b.grid)], gate=str(gate),
@@ -528,7 +526,7 @@ def test_what_a_killed_runner_leaves_is_settled_by_another_that_waits_for_it(
 
 
 @pytest.mark.parametrize("clock", ["jumps", "2040"])
-def test_a_clock_that_jumps_changes_nothing(bench, clock):
+def test_jumping_clock_changes_nothing(bench, clock):
     b = bench(points=3)
     end = b.go(clock=clock, inject={"do": "kill", "phase": "publish", "nth": 2, "at": 9})
     assert end.code == -9
@@ -538,7 +536,7 @@ def test_a_clock_that_jumps_changes_nothing(bench, clock):
     assert b.untouched(before) == []
 
 
-def test_a_failure_of_the_future_can_be_tried_again(bench):
+def test_failure_dated_in_the_future_can_be_retried(bench):
     """It failed when the clock was an hour ahead, and is not taken for another runner's failure."""
     b = bench(points=1)
     assert b.go(fails="planted").code == 1
@@ -551,7 +549,7 @@ def test_a_failure_of_the_future_can_be_tried_again(bench):
     assert b.wrong() == []
 
 
-def test_a_store_that_was_moved_goes_on_where_it_is(bench):
+def test_moved_store_works(bench):
     b = bench(points=4, done=[1, 2])
     old = b.store
     b.store = b.folder / "else where"
@@ -596,7 +594,7 @@ def go(points: list[grid.Point], **job) -> tuple[int, str]:
     return code, console.export_text()
 
 
-def test_an_outage_is_waited_for_once_and_not_at_every_point(store, points, monkeypatch):
+def test_outage_is_waited_for_once_not_per_point(store, points, monkeypatch):
     todo = points(*range(1, 11))
     outage = Outage(monkeypatch, 10**6)
     assert go(todo)[0] == 1
@@ -606,7 +604,7 @@ def test_an_outage_is_waited_for_once_and_not_at_every_point(store, points, monk
     assert problems(store, todo) == []
 
 
-def test_a_failure_told_after_its_point_was_made_up_for_is_not_shown(store, points, monkeypatch):
+def test_failure_published_after_a_success_is_not_shown(store, points, monkeypatch):
     todo = points(1)
     Outage(monkeypatch, 4)
     assert go(todo, fails="lost")[0] == 1
@@ -615,7 +613,7 @@ def test_a_failure_told_after_its_point_was_made_up_for_is_not_shown(store, poin
     assert problems(store, todo) == []
 
 
-def test_a_report_that_mlflow_refuses_is_a_line(store, points, monkeypatch):
+def test_refused_report_is_one_line(store, points, monkeypatch):
     todo = points(1)
     assert go(todo)[0] == 0
 
@@ -630,7 +628,7 @@ def test_a_report_that_mlflow_refuses_is_a_line(store, points, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_memory_stays_flat_over_a_thousand_points(bench):
+def test_memory_is_flat_over_a_thousand_points(bench):
     few, many = bench(points=60), 1000
     first = few.go()
     few.again()

@@ -130,7 +130,7 @@ def test_modules_that_notebooks_import_are_preloaded(tmp_path):
     )  # fmt: skip
 
 
-def test_a_forked_kernel_has_everything_imported(go, forking, slot):
+def test_forked_kernel_has_everything_imported(go, forking, slot):
     names = "specexp.api", "matplotlib.pyplot", "nowhere.to.be.found"
     look = (
         f"import sys; print([n in sys.modules for n in {names}], 'matplotlib_inline' in sys.path)"
@@ -139,7 +139,7 @@ def test_a_forked_kernel_has_everything_imported(go, forking, slot):
     assert forking.how == "forked kernels"
 
 
-def test_the_kernel_has_the_environment_and_folder_it_is_given(go, either, monkeypatch):
+def test_kernel_has_its_environment_and_folder(go, either, monkeypatch):
     monkeypatch.setenv("OF_THE_RUNNER", "1")
     (here := Path(either.kernels.folder) / "here").mkdir(exist_ok=True)
     (here / "beside.py").write_text("x = 'beside the notebook'")
@@ -154,7 +154,7 @@ def test_the_kernel_has_the_environment_and_folder_it_is_given(go, either, monke
     assert os.environ["OF_THE_RUNNER"] == "1"
 
 
-def test_a_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_path, monkeypatch):
+def test_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_path, monkeypatch):
     (spec := tmp_path / "kernels" / "python3").mkdir(parents=True)
     said = {"argv": ["false"], "display_name": "other", "language": "R", "env": {"OTHER": "1"}}
     (spec / "kernel.json").write_text(json.dumps(said))
@@ -164,7 +164,7 @@ def test_a_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_pat
     assert go(either, look) == [f"{sys.executable} {sys.prefix} False"]
 
 
-def test_one_point_sees_nothing_of_another(go, slot):
+def test_points_are_isolated(go, slot):
     spoil = """
         import builtins, json, os, random, sys, torch
         json.spoilt = builtins.spoilt = True
@@ -187,7 +187,7 @@ def test_one_point_sees_nothing_of_another(go, slot):
     assert slot.slot == pid  # it was one and the same slot
 
 
-def test_generators_start_from_the_seed_of_the_point(go, slot):
+def test_generators_start_from_the_points_seed(go, slot):
     draw = """
         import random, numpy, torch
         print(random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed())
@@ -197,7 +197,7 @@ def test_generators_start_from_the_seed_of_the_point(go, slot):
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
-def test_figures_displays_and_progress_bars_come_out(go, either, tmp_path):
+def test_figures_displays_and_progress_bars_are_kept(go, either, tmp_path):
     seen = []
     cells = (
         "import matplotlib.pyplot as plt\nplt.plot([1, 2]);",
@@ -231,7 +231,7 @@ LOOK = """
 """
 
 
-def test_models_are_loaded_once_a_slot_and_no_point_can_change_them(go, forking, tiny_folders):
+def test_models_load_once_and_no_point_changes_them(go, forking, tiny_folders):
     target, draft = tiny_folders
     warm = {"target": target, "drafter": draft, "device": "cpu"}
     look = LOOK.format(target, draft)
@@ -250,7 +250,7 @@ def test_models_are_loaded_once_a_slot_and_no_point_can_change_them(go, forking,
     assert float(first[1]) == 0.0 != float(cold.split()[1])
 
 
-def test_a_child_of_loaded_models_computes_in_several_threads(go, slot):
+def test_fork_of_loaded_models_computes_in_threads(go, slot):
     count = """
         import os, torch
         def threads(): return len(os.listdir("/proc/self/task"))
@@ -267,7 +267,7 @@ def test_a_child_of_loaded_models_computes_in_several_threads(go, slot):
     assert go(slot, count, warm=warm) == ["1 0"]
 
 
-def test_a_point_on_a_gpu_is_not_forked(go, slot, monkeypatch):
+def test_gpu_point_is_not_forked(go, slot, monkeypatch):
     look = "import sys; print('torch' in sys.modules)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert go(slot, look) == go(slot, look, warm={"device": "cuda"}) == ["False"]
@@ -297,7 +297,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_nothing_outlives_a_point_and_how_it_ended_is_told(go, either, tmp_path, end):
+def test_no_process_outlives_a_point_whose_end_is_reported(go, either, tmp_path, end):
     def during(slot):
         assert all(alive(p) for p in pids()[1:])  # the control: only the end ends them
 
@@ -317,7 +317,7 @@ def test_nothing_outlives_a_point_and_how_it_ended_is_told(go, either, tmp_path,
     assert go(either, "print(1)") == ["1"]
 
 
-def test_a_hanging_point_is_killed_from_another_thread(go, either, tmp_path):
+def test_hanging_point_is_killed_from_another_thread(go, either, tmp_path):
     killed = []
 
     def kill():
@@ -335,14 +335,14 @@ def test_a_hanging_point_is_killed_from_another_thread(go, either, tmp_path):
     assert go(either, "print(1)") == ["1"]
 
 
-def test_a_cell_that_takes_too_long_is_cut_off(go, slot):
+def test_cell_timeout_kills_the_kernel(go, slot):
     with pytest.raises(CellTimeoutError):
         go(slot, "import time; time.sleep(600)", execution_timeout=1)
     wait_until_gone([slot.pid])
     assert slot.ended == ""
 
 
-def test_a_kernel_that_cannot_start_says_why_in_its_log(go, either, tmp_path):
+def test_kernel_that_cannot_start_logs_why(go, either, tmp_path):
     with pytest.raises(DeadKernelError):
         go(either, "print(1)", cwd=tmp_path / "nowhere")
     assert "nowhere" in (tmp_path / "log").read_text()
@@ -350,7 +350,7 @@ def test_a_kernel_that_cannot_start_says_why_in_its_log(go, either, tmp_path):
     assert go(either, "print(1)") == ["1"]
 
 
-def test_a_slot_that_is_killed_takes_its_kernel_and_no_other_point(go, forking, tmp_path):
+def test_killed_slot_takes_its_kernel_and_no_other(go, forking, tmp_path):
     with forking.slot() as slot, forking.slot() as other:
         assert go(other, "print(1)") == ["1"]
         with pytest.raises(DeadKernelError):
@@ -367,7 +367,7 @@ def test_a_slot_that_is_killed_takes_its_kernel_and_no_other_point(go, forking, 
     assert forking.how == "forked kernels"
 
 
-def test_slots_run_points_at_once_in_threads(go, forking):
+def test_slots_run_points_at_once(go, forking):
     def work(name: str) -> list[str]:
         cell = f"import time; time.sleep(0.1); print({name!r})"
         with forking.slot() as slot:
@@ -377,7 +377,7 @@ def test_slots_run_points_at_once_in_threads(go, forking):
         assert list(pool.map(work, "ab")) == [["a"] * 3, ["b"] * 3]
 
 
-def test_points_leave_no_descriptor_and_no_thread_in_the_runner(go, slot):
+def test_points_leak_no_descriptor_or_thread(go, slot):
     def held() -> tuple[int, int, int]:
         gc.collect()
         folder = slot.kernels.folder
@@ -390,7 +390,7 @@ def test_points_leave_no_descriptor_and_no_thread_in_the_runner(go, slot):
     assert held() == before
 
 
-def test_only_the_user_can_speak_to_a_kernel(slot, tmp_path):
+def test_only_the_user_can_reach_a_kernel(slot, tmp_path):
     with slot.kernel(dict(os.environ), tmp_path, tmp_path / "log", 0) as km:
         folder = Path(km.connection_file).parent
         assert folder.stat().st_mode & 0o77 == folder.parent.stat().st_mode & 0o77 == 0
@@ -433,7 +433,7 @@ def test_imports_that_start_threads_are_not_forked(go, helpers):
         assert "an import started sleeper" in k.how
 
 
-def test_a_zygote_that_dies_is_replaced_once(go):
+def test_dead_zygote_is_replaced_once(go):
     with kernels.Kernels() as k, k.slot() as slot:
         assert go(slot, "print(1)") == ["1"]
         for how in ("forked kernels", "plain kernels (the zygote was killed by SIGKILL)"):
@@ -449,7 +449,7 @@ def test_a_zygote_that_dies_is_replaced_once(go):
                 go(slot, "print(1)")
 
 
-def test_what_lies_where_the_runner_was_started_is_not_imported(go, tmp_path, monkeypatch):
+def test_runners_folder_is_not_on_the_path(go, tmp_path, monkeypatch):
     (tmp_path / "specexp").mkdir()
     (tmp_path / "random.py").write_text("raise RuntimeError")
     (home := tmp_path / "home").mkdir()
@@ -460,7 +460,7 @@ def test_what_lies_where_the_runner_was_started_is_not_imported(go, tmp_path, mo
 
 
 @pytest.mark.parametrize("stuck", ["importing", "loading"])
-def test_what_hangs_before_the_kernel_starts_is_killed_too(go, helpers, tmp_path, stuck):
+def test_hang_before_the_kernel_starts_is_killed(go, helpers, tmp_path, stuck):
     module = {"importing": "hangs", "loading": "slow"}[stuck]
     mark = tmp_path / "mark"
     with kernels.Kernels([module]) as k, k.slot() as slot:
@@ -500,7 +500,7 @@ STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck"
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
+def test_killed_runner_leaves_no_process(helpers, tmp_path, state):
     """Nor do processes that hang before its first kernel."""
     cell = textwrap.dedent(CHILDREN) + "time.sleep(600)"
     runner = subprocess.Popen(
@@ -521,7 +521,7 @@ def test_a_runner_that_is_killed_leaves_nothing(helpers, tmp_path, state):
 
 
 @pytest.mark.parametrize("length", [74, 75, 150])
-def test_a_folder_for_temporary_files_may_have_a_long_name(go, tmp_path, monkeypatch, length):
+def test_long_temporary_folder_name(go, tmp_path, monkeypatch, length):
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     long = home / ("x" * (length - len(str(home)) - 1))
     long.mkdir()
@@ -533,7 +533,7 @@ def test_a_folder_for_temporary_files_may_have_a_long_name(go, tmp_path, monkeyp
     home.rmdir()
 
 
-def test_forking_is_for_linux(monkeypatch):
+def test_kernels_are_forked_only_on_linux(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert kernels.Kernels().how == "plain kernels (no safe fork on darwin)"

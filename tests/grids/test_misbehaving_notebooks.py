@@ -196,7 +196,7 @@ def wilds(warm, disk, template, monkeypatch):
     return Wild(warm, store, disk)
 
 
-def test_the_worst_notebooks_harm_themselves_only(wilds):
+def test_bad_notebooks_harm_only_themselves(wilds):
     hows = ["well", "forgets", "leaves a daemon", "floods"]
     wilds.as_expected(how=hows)
     flooded(wilds.result("floods"))
@@ -217,14 +217,14 @@ def flooded(result: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_ends_that_are_no_success_in_each_cell(wilds):
+def test_early_ends_in_each_cell_are_failures(wilds):
     hows = [*FAILS][:8]
     wilds.as_expected(how=hows, where=[1, 2, 3])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_notebook_that_wants_too_much_memory_fails_alone(wilds):
+def test_out_of_memory_fails_one_point(wilds):
     wilds.as_expected(
         how=["wants too much", "wants too large an array", "wants too large a tensor", "well"]
     )
@@ -232,20 +232,20 @@ def test_a_notebook_that_wants_too_much_memory_fails_alone(wilds):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_notebooks_that_do_not_end_are_ended(wilds):
+def test_endless_notebooks_time_out(wilds):
     hows = [how for how, kinds in FAILS.items() if kinds == {"timeout"}]
     wilds.as_expected(timeout_s=8, how=hows, where=[2])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_what_hangs_after_the_last_cell_has_succeeded(wilds):
+def test_hang_after_the_last_cell_is_a_success(wilds):
     wilds.as_expected(how=["lingers", "leaves a thread"], where=[3])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_processes_do_not_outlive_their_point(wilds):
+def test_no_process_outlives_its_point(wilds):
     hows = ["leaves a process", "leaves a daemon", "leaves a pool", "forks", "forks and both go on"]
     wilds.as_expected(how=hows)
 
@@ -253,7 +253,7 @@ def test_processes_do_not_outlive_their_point(wilds):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", ["leaves a process", "leaves a daemon", "leaves a pool"])
-def test_processes_do_not_outlive_a_killed_runner(wilds, how):
+def test_no_process_outlives_a_killed_runner(wilds, how):
     file = str(wilds.file(how=[how, "sleeps"]))
     end = wilds.warm.run(
         "grid",
@@ -268,7 +268,7 @@ def test_processes_do_not_outlive_a_killed_runner(wilds, how):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_floods_are_cut_and_held_in_bounds(wilds):
+def test_floods_of_output_are_cut(wilds):
     hows = ["floods", "floods at once", "shows and shows"]
     end = wilds.go(how=hows)
     assert end.code == 0, end.said
@@ -280,7 +280,7 @@ def test_floods_are_cut_and_held_in_bounds(wilds):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("how", ["harms a neighbour", "removes a neighbour"])
-def test_a_point_that_spoils_another_that_runs_is_found_out(wilds, how):
+def test_damage_by_another_point_is_found(wilds, how):
     hows = [how, "is slow"]
     end = wilds.go("--jobs", "2", "--together", how=hows, where=[3])
     kinds = wilds.kinds(how=hows, where=[3])
@@ -290,7 +290,7 @@ def test_a_point_that_spoils_another_that_runs_is_found_out(wilds, how):
     assert wilds.wrong(how=hows, where=[3]) == []
 
 
-def test_a_kernel_is_told_of_models_and_of_nothing_else(wilds):
+def test_only_model_parameters_are_warmed(wilds):
     """A kernel that is to hold other models than the last one is made anew, which takes seconds."""
     [point] = points.load([wilds.file(how=["well"])])
     assert execute._models(point.params) is None

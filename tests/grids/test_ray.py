@@ -70,7 +70,7 @@ def overheard(place: OnRay, file: Path) -> OnRay:
 
 @ray
 @pytest.mark.slow
-def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
+def test_ray_runs_points_once_and_reports_failures(store, points, address):
     todo = points(how=["well", "raises"])
     code, said = go(todo, place=OnRay(todo, together=True), together=True)
     assert code == 1
@@ -97,9 +97,7 @@ def test_points_run_on_ray_once_and_failures_say_why(store, points, address):
 
 @ray
 @pytest.mark.slow
-def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
-    store, points, address, tmp_path
-):
+def test_killed_ray_worker_loses_nothing(store, points, address, tmp_path):
     todo = points(how=["slow"])
     heard: list[str] = []
     done: list[tuple[int, str]] = []
@@ -121,7 +119,7 @@ def test_a_worker_killed_in_the_middle_costs_time_and_nothing_else(
 
 @ray
 @pytest.mark.slow
-def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, address, tmp_path):
+def test_ctrl_c_leaves_no_kernel_on_the_cluster(store, points, address, tmp_path):
     """The runner joins from outside, so that its code is sent to the workers."""
     todo = points(how=["well", "hangs"])
     code = (
@@ -147,7 +145,7 @@ def test_ctrl_c_on_a_joined_cluster_leaves_no_kernel_there(store, points, addres
     until(lambda: not any(alive(p) for p in [worker, *below]))
 
 
-def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
+def test_workers_get_the_runners_switches(points, monkeypatch):
     native, graphs, *_ = provenance.SWITCHES
     monkeypatch.setenv(native, "off")
     monkeypatch.delenv(graphs, raising=False)
@@ -156,7 +154,7 @@ def test_workers_have_switched_off_what_the_runner_has(points, monkeypatch):
     assert (told[native], told[graphs]) == ("off", "")
 
 
-def test_a_machine_lost_again_and_again_is_a_loss(points):
+def test_machine_lost_repeatedly_is_a_lost_point(points):
     asked: list[grid.Point] = []
 
     def run_point(point, number, watch):
@@ -174,7 +172,7 @@ def test_a_machine_lost_again_and_again_is_a_loss(points):
 
 
 @ray
-def test_what_ray_is_asked_for(points):
+def test_resources_requested_of_ray(points):
     """Timed points get one of the largest machines, others a CPU, both a GPU if they need one."""
     [point] = points(x=[1])
 
@@ -199,7 +197,7 @@ def test_what_ray_is_asked_for(points):
 
 
 @ray
-def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
+def test_impossible_ray_requests_are_refused_first(points, monkeypatch, tmp_path):
     todo = points(x=[1])
     for name in ("rey", "host", "ray://host", "http://host:1", "host:port"):
         with pytest.raises(UserError, match="cannot run points on"):
@@ -222,7 +220,7 @@ def test_what_ray_cannot_do_is_said_at_once(points, monkeypatch, tmp_path):
         local.of("ray", todo)
 
 
-def test_a_worker_with_other_code_refuses(points, tmp_path):
+def test_worker_with_other_code_refuses(points, tmp_path):
     [point] = points(x=[1])
     answer = remote.run(Task(point, TRIVIAL, [], False, "another digest", {}))
     assert answer == Outcome(NODE, b"", answer.failure)
@@ -234,7 +232,7 @@ def test_a_worker_with_other_code_refuses(points, tmp_path):
         seat.execute(point, tmp_path, lambda said: None)
 
 
-def test_a_folder_survives_its_way(tmp_path):
+def test_packed_folder_survives_the_way_back(tmp_path):
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "figures").mkdir(parents=True)
     here.mkdir()
@@ -275,7 +273,7 @@ for _name, _type in {
 
 
 @pytest.mark.parametrize("name", [*HOSTILE, "absolute", "long", "torn"])
-def test_nothing_leaves_its_folder(tmp_path, name):
+def test_unpacking_writes_only_into_its_folder(tmp_path, name):
     folder = tmp_path / "attempt"
     folder.mkdir()
     made = io.BytesIO()

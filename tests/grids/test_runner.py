@@ -69,7 +69,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_a_grid_is_run_committed_published_and_not_run_again(store, points):
+def test_grid_runs_commits_publishes_once(store, points):
     todo = points(x=[1, 2])
     code, said = go(todo)
     assert code == 0
@@ -107,7 +107,7 @@ KINDS = {
 }
 
 
-def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, points):
+def test_failed_points_keep_their_reason_and_others_run(store, points):
     todo = points(how=[*KINDS, "well"])
     assert go(todo)[0] == 1
     found = statuses()
@@ -136,20 +136,20 @@ def test_failing_points_are_kept_with_their_reason_and_the_others_go_on(store, p
     assert f"1 done, {len(KINDS)} failed" in text
 
 
-def test_a_run_names_its_notebook_by_where_it_is(points):
+def test_run_tag_names_the_notebook_path(points):
     [inside] = points(x=[1])
     outside = replace(inside, notebook=Path("/elsewhere/own.ipynb"))
     named = [run.tags_of(point)["mlflow.source.name"] for point in (inside, outside)]
     assert named == ["tests/support/trivial.ipynb", "own.ipynb"]
 
 
-def test_the_status_of_a_store_that_does_not_exist_makes_none(points, tmp_path, monkeypatch):
+def test_status_creates_no_store(points, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
     assert progress.status(points(x=[1, 2])).caption == "2 to do"
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_failure_of_an_earlier_run_is_told_as_one(store, points, monkeypatch):
+def test_failure_of_an_earlier_run_is_reported_as_such(store, points, monkeypatch):
     def fail(*_):
         raise Failure("error", "planted")
 
@@ -160,7 +160,7 @@ def test_a_failure_of_an_earlier_run_is_told_as_one(store, points, monkeypatch):
     assert " s  trivial" not in go(todo)[1]
 
 
-def test_a_notebook_edited_while_its_grid_runs_is_not_taken_for_what_it_was(store, tmp_path):
+def test_notebook_edited_during_a_grid_fails_its_points(store, tmp_path):
     own, file = tmp_path / "own.ipynb", tmp_path / "grids" / "own.yaml"
     file.parent.mkdir()
     own.write_text(TRIVIAL.read_text())
@@ -190,7 +190,7 @@ def test_helper_edited_during_a_grid_fails_its_points(store, tmp_path):
     assert go([after])[0] == 0
 
 
-def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypatch):
+def test_kernel_sees_the_absolute_store_path(store, tmp_path, monkeypatch):
     own, file = tmp_path / "elsewhere" / "own.ipynb", tmp_path / "own.yaml"
     own.parent.mkdir()
     asks = f"import os; assert os.environ['SPECEXP_MLRUNS'] == '{store}'"
@@ -204,7 +204,7 @@ def test_kernels_know_the_store_that_the_runner_knows(store, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "name", ["a[bold]b:cat:", "a?b=c", "a%41b", "a{x}b{}", "a b#c&d", "ü@b:c[d]"]
 )
-def test_a_store_may_be_called_anything(tmp_path, monkeypatch, name):
+def test_store_path_may_hold_any_character(tmp_path, monkeypatch, name):
     home, file = tmp_path / name, tmp_path / name / "own.yaml"
     home.mkdir()
     shutil.copy(TRIVIAL, home / "own.ipynb")
@@ -227,7 +227,7 @@ def test_a_store_may_be_called_anything(tmp_path, monkeypatch, name):
     assert console.export_text().count(f"{store}/mlflow.db") == 2
 
 
-def test_what_stops_a_grid_is_told_to_the_letter(store, points, monkeypatch):
+def test_damage_message_is_printed_without_markup(store, points, monkeypatch):
     def damaged() -> None:
         raise runs.StoreCorrupt("a [red]door[/] at [/x] :cat:")
 
@@ -236,7 +236,7 @@ def test_what_stops_a_grid_is_told_to_the_letter(store, points, monkeypatch):
     assert (code, said) == (4, "damaged: a [red]door[/] at [/x] :cat:\n")
 
 
-def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path):
+def test_output_notebook_can_be_run_again(store, points, tmp_path):
     [point] = points(x=[2])
     go([point])
     grids = tmp_path / "grids"
@@ -248,9 +248,7 @@ def test_a_notebook_that_was_saved_from_a_run_can_be_run(store, points, tmp_path
     assert go([again])[0] == 0
 
 
-def test_where_no_kernel_can_be_forked_every_point_says_why_and_runs_again_unasked(
-    store, points, monkeypatch
-):
+def test_points_without_a_fork_server_are_lost_and_rerun(store, points, monkeypatch):
     todo = points(x=[1, 2])
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", shutil.which("false"))
@@ -260,7 +258,7 @@ def test_where_no_kernel_can_be_forked_every_point_says_why_and_runs_again_unask
     assert go(todo)[0] == 0
 
 
-def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, points):
+def test_hanging_point_ends_at_its_timeout_with_its_processes(store, points):
     before = set(psutil.Process().children(recursive=True))
     code, _ = go(points(timeout_s=4, how=["hangs"]))
     assert code == 1
@@ -270,7 +268,7 @@ def test_a_hanging_point_ends_at_its_wall_clock_with_all_its_processes(store, po
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_runner_killed_in_the_middle_loses_nothing(store, points, tmp_path, monkeypatch):
+def test_killed_runner_loses_nothing(store, points, tmp_path, monkeypatch):
     todo = points(how=["well", "slow"])
     first, second = (store / "results" / p.run_key for p in todo)
     with monkeypatch.context() as never:
@@ -292,7 +290,7 @@ def test_a_runner_killed_in_the_middle_loses_nothing(store, points, tmp_path, mo
     assert sorted(frame["tags.run_key"]) == sorted(p.run_key for p in todo)
 
 
-def test_a_committed_but_unpublished_result_is_published_once(store, points):
+def test_unpublished_result_is_published_once(store, points):
     todo = points(x=[1])
     assert go(todo)[0] == 0
     result = store / "results" / todo[0].run_key
@@ -309,7 +307,7 @@ def test_a_committed_but_unpublished_result_is_published_once(store, points):
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "swapped"])
-def test_a_damaged_result_is_set_aside_and_done_again(store, points, damage):
+def test_damaged_result_is_set_aside_and_rerun(store, points, damage):
     todo = points(x=[1])
     assert go(todo)[0] == 0
     result = store / "results" / todo[0].run_key
@@ -325,7 +323,7 @@ def test_a_damaged_result_is_set_aside_and_done_again(store, points, damage):
     assert list((store / "replaced").glob(f"{todo[0].run_key}-*"))
 
 
-def test_a_point_claimed_by_another_runner_is_waited_for_and_not_run(store, points):
+def test_point_claimed_elsewhere_is_waited_for(store, points):
     todo = points(x=[1, 2])
     with claim(todo[0].run_key) as ours:
         assert ours
@@ -343,7 +341,7 @@ def test_a_point_claimed_by_another_runner_is_waited_for_and_not_run(store, poin
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
-def test_two_runners_share_a_grid_and_no_point_is_done_twice(store, points, tmp_path):
+def test_two_runners_share_a_grid(store, points, tmp_path):
     todo = points(x=list(range(8)))
     runners = [start(tmp_path) for _ in range(2)]
     assert [r.wait() for r in runners] == [0, 0]
@@ -352,7 +350,7 @@ def test_two_runners_share_a_grid_and_no_point_is_done_twice(store, points, tmp_
     assert not list((store / "failed").iterdir())
 
 
-def test_a_grid_has_the_points_that_another_made_first(store, tmp_path):
+def test_grid_lists_points_that_another_grid_ran(store, tmp_path):
     def file(name: str, *xs: int) -> Path:
         path = tmp_path / f"{name}.yaml"
         spec = {"notebook": str(TRIVIAL), "experiment": "shared", "grid": {"x": list(xs)}}
@@ -371,7 +369,7 @@ def test_a_grid_has_the_points_that_another_made_first(store, tmp_path):
     assert shown("two") == ["2", "3", "4"]
 
 
-def test_a_killed_holder_leaves_no_claim_behind(store):
+def test_killed_holder_leaves_no_claim(store):
     code = (
         "import signal; from specexp.tracking.results import claim\n"
         "with claim('k') as ours: print(ours, flush=True); signal.pause()"
@@ -389,7 +387,7 @@ def test_a_killed_holder_leaves_no_claim_behind(store):
     assert not (store / "claims" / "k").exists()
 
 
-def test_to_ask_who_is_at_work_takes_the_key_from_nobody(store):
+def test_asking_for_the_holder_takes_no_claim(store):
     done = threading.Event()
 
     def ask():
@@ -409,9 +407,7 @@ def test_to_ask_who_is_at_work_takes_the_key_from_nobody(store):
     assert all(found)
 
 
-def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
-    store, points, monkeypatch
-):
+def test_timed_point_waits_for_other_runners_timing_here(store, points, monkeypatch):
     done, taken = [], []
 
     def executed(point, *rest):
@@ -441,7 +437,7 @@ def test_points_that_are_timed_wait_for_those_of_other_runs_on_this_machine(
 @pytest.mark.parametrize(
     ("device", "hides"), [("cuda:1", False), ("cuda", True), ("auto", True), (None, True)]
 )
-def test_a_seat_shows_its_own_gpu_but_to_a_point_that_names_one(monkeypatch, device, hides):
+def test_point_that_names_a_gpu_sees_all_of_them(monkeypatch, device, hides):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = []
@@ -451,7 +447,7 @@ def test_a_seat_shows_its_own_gpu_but_to_a_point_that_names_one(monkeypatch, dev
     assert given == [{"CUDA_VISIBLE_DEVICES": "1"} if hides else {}]
 
 
-def test_claims_exclude_one_another_whoever_comes_and_goes(store):
+def test_claims_exclude_one_another(store):
     inside, most = [], []
 
     def work():
@@ -472,7 +468,7 @@ def test_claims_exclude_one_another_whoever_comes_and_goes(store):
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_cleanly_and_a_second_one_too(store, points, tmp_path, number, expected):
+def test_signals_stop_a_runner_cleanly(store, points, tmp_path, number, expected):
     todo = points(how=["well", "hangs"])
     runner = start(tmp_path)
     hanging = todo[1].run_key
@@ -488,7 +484,7 @@ def test_a_signal_stops_cleanly_and_a_second_one_too(store, points, tmp_path, nu
     until(lambda: not any(alive(p) for p in below))
 
 
-def test_failed_points_are_run_again_only_when_asked(store, points, tmp_path):
+def test_failed_points_rerun_only_with_retry_failed(store, points, tmp_path):
     todo = points(how=["raises", "well"])
     assert go(todo)[0] == 1
     code, said = go(todo)
@@ -502,7 +498,7 @@ def test_failed_points_are_run_again_only_when_asked(store, points, tmp_path):
     assert statuses() == {todo[0].run_key: "FAILED", todo[1].run_key: "FINISHED"}
 
 
-def test_force_does_it_all_again_and_keeps_one_run_a_point(store, points):
+def test_force_reruns_and_keeps_one_run_a_point(store, points):
     todo = points(x=[1])
     assert go(todo)[0] == 0
     first = (store / "results" / todo[0].run_key / "published").read_text()
@@ -514,7 +510,7 @@ def test_force_does_it_all_again_and_keeps_one_run_a_point(store, points):
     assert intact(replaced)
 
 
-def test_a_forced_result_is_shown_though_the_clock_was_put_back(store, points):
+def test_forced_result_replaces_one_of_a_later_clock(store, points):
     todo = points(x=[1])
     assert go(todo)[0] == 0
     [old] = all_runs()
@@ -524,7 +520,7 @@ def test_a_forced_result_is_shown_though_the_clock_was_put_back(store, points):
     assert new.info.run_id != old.info.run_id
 
 
-def test_a_forced_run_that_fails_leaves_the_result_as_it_was(store, points, monkeypatch):
+def test_failed_forced_run_keeps_the_old_result(store, points, monkeypatch):
     todo = points(x=[1])
     assert go(todo)[0] == 0
     [before] = all_runs()
@@ -540,7 +536,7 @@ def test_a_forced_run_that_fails_leaves_the_result_as_it_was(store, points, monk
     assert after["FINISHED"] == before.info.run_id
 
 
-def test_points_that_time_nothing_run_side_by_side_and_the_others_alone(store, points, monkeypatch):
+def test_untimed_points_run_together_timed_ones_alone(store, points, monkeypatch):
     free = [replace(p, timed=False) for p in points(x=[1, 2, 3, 4])]
     timed = points(x=[5, 6])
     met = threading.Barrier(3)
@@ -574,7 +570,7 @@ def test_points_that_time_nothing_run_side_by_side_and_the_others_alone(store, p
         (2, "GPU-1b2c,GPU-9f", ["GPU-1b2c", "GPU-9f", "GPU-1b2c"]),
     ],
 )
-def test_each_seat_sees_a_gpu_of_its_own(points, monkeypatch, gpus, named, seen):
+def test_each_worker_sees_its_own_gpu(points, monkeypatch, gpus, named, seen):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named:
@@ -589,13 +585,13 @@ def test_each_seat_sees_a_gpu_of_its_own(points, monkeypatch, gpus, named, seen)
     assert [of_seat.get("CUDA_VISIBLE_DEVICES") for of_seat in given] == seen
 
 
-def test_parallel_points_are_each_done_once(store, points):
+def test_parallel_points_run_once_each(store, points):
     todo = points(x=list(range(6)))
     assert go(todo, jobs=3, together=True)[0] == 0
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
-def test_a_notebook_that_times_says_so_or_its_figures_are_refused(store, points):
+def test_timings_of_an_untimed_notebook_are_refused(store, points):
     code, said = go([replace(p, timed=False) for p in points(x=[1])])
     assert code == 1
     assert "it logs speedup/measured" in said
@@ -614,7 +610,7 @@ class Outage:
         return self.publish(folder)
 
 
-def test_mlflow_away_for_a_while_is_waited_for(store, points, monkeypatch):
+def test_short_mlflow_outage_is_waited_for(store, points, monkeypatch):
     monkeypatch.setattr(runs, "_publish", Outage(2))
     todo = points(x=[1])
     code, said = go(todo)
@@ -623,7 +619,7 @@ def test_mlflow_away_for_a_while_is_waited_for(store, points, monkeypatch):
     assert statuses() == {todo[0].run_key: "FINISHED"}
 
 
-def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, monkeypatch):
+def test_long_mlflow_outage_loses_nothing(store, points, monkeypatch):
     monkeypatch.setattr(run, "PATIENCE_S", 0.5)
     monkeypatch.setattr(runs, "_publish", Outage(1000))
     todo = points(x=[1, 2])
@@ -640,9 +636,7 @@ def test_mlflow_away_for_good_loses_nothing_and_is_made_up_for(store, points, mo
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
-def test_a_point_that_succeeded_later_is_kept_not_failed_while_mlflow_is_away(
-    store, points, monkeypatch
-):
+def test_later_success_is_kept_during_an_mlflow_outage(store, points, monkeypatch):
     [point] = points(x=[1])
     with monkeypatch.context() as planted:
 
@@ -675,7 +669,7 @@ def refusing(monkeypatch, key, why, code):
     return publish
 
 
-def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, monkeypatch):
+def test_mlflow_refusal_is_reported_without_waiting(store, points, monkeypatch):
     todo = points(x=[1, 2])
     publish = refusing(monkeypatch, todo[0].run_key, "x is\nbeyond", INVALID_PARAMETER_VALUE)
     code, said = go(todo)
@@ -690,7 +684,7 @@ def test_what_mlflow_refuses_is_told_at_once_and_not_waited_for(store, points, m
     assert go(todo)[0] == 0
 
 
-def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypatch):
+def test_rebuild_reports_refusals_and_goes_on(store, points, monkeypatch):
     todo = points(x=[1, 2])
     assert go(todo)[0] == 0
     refusing(monkeypatch, todo[0].run_key, "x is beyond", BAD_REQUEST)
@@ -703,7 +697,7 @@ def test_a_rebuild_says_what_mlflow_refuses_and_goes_on(store, points, monkeypat
     assert "x is beyond" in said
 
 
-def test_a_full_disk_says_so_commits_nothing_and_stops(store, points, monkeypatch):
+def test_full_disk_stops_without_a_commit(store, points, monkeypatch):
     asked = []
 
     def full(point, *rest):
@@ -724,7 +718,7 @@ def test_a_full_disk_says_so_commits_nothing_and_stops(store, points, monkeypatc
     assert go(todo)[0] == 0
 
 
-def test_too_little_room_is_refused_before_anything_runs(store, points, monkeypatch):
+def test_too_little_disk_space_is_refused_first(store, points, monkeypatch):
     monkeypatch.setattr(run, "ROOM_PER_POINT", 10**18)
     monkeypatch.setattr(local, "execute", None)
     code, said = go(points(x=[1]))
@@ -732,7 +726,7 @@ def test_too_little_room_is_refused_before_anything_runs(store, points, monkeypa
     assert "1 points may need" in said
 
 
-def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
+def test_links_in_an_attempt_are_removed(store, points, tmp_path, monkeypatch):
     """MLflow would copy the file that a link points to."""
     outside = tmp_path / "outside"
     outside.write_text("not yours")
@@ -750,7 +744,7 @@ def test_links_in_an_attempt_lead_nowhere(store, points, tmp_path, monkeypatch):
     assert outside.read_text() == "not yours"
 
 
-def test_papermills_own_word_is_not_believed(store, points, tmp_path):
+def test_early_exit_is_a_failure_unlike_in_papermill(store, points, tmp_path):
     """The control: papermill alone reports success for a notebook that ended early."""
     import papermill
 

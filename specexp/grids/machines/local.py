@@ -52,7 +52,7 @@ class Place(Protocol):
 
 def of(
     name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
-    say: Callable[[str], None] = lambda said: None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> Place:  # fmt: skip
     """The place of this name: `here`, or an address of Ray (`ray.OnRay`). Raises UserError."""
     if name == "here":

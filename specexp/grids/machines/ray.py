@@ -34,13 +34,13 @@ class Mailbox:
     """An actor that keeps the last progress message of every seat until it is fetched."""
 
     def __init__(self) -> None:
-        self._said: dict[int, str] = {}
+        self._messages: dict[int, str] = {}
 
-    def say(self, seat: int, said: str) -> None:
-        self._said[seat] = said
+    def say(self, seat: int, message: str) -> None:
+        self._messages[seat] = message
 
     def fetch(self, seat: int) -> str:
-        return self._said.pop(seat, "")
+        return self._messages.pop(seat, "")
 
 
 def task(todo: worker.Task, mailbox: Any, seat: int) -> worker.Outcome:
@@ -48,11 +48,11 @@ def task(todo: worker.Task, mailbox: Any, seat: int) -> worker.Outcome:
     limited to the physical cores, as half of a machine's CPUs are often hyperthreads."""
     import ray
 
-    given = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
-    if os.environ.get("OMP_NUM_THREADS") == str(given):
-        cores = psutil.cpu_count(logical=False) or given
-        os.environ["OMP_NUM_THREADS"] = str(min(given, cores))
-    return worker.run(todo, lambda said: mailbox.say.remote(seat, said))
+    cpus = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
+    if os.environ.get("OMP_NUM_THREADS") == str(cpus):
+        cores = psutil.cpu_count(logical=False) or cpus
+        os.environ["OMP_NUM_THREADS"] = str(min(cpus, cores))
+    return worker.run(todo, lambda message: mailbox.say.remote(seat, message))
 
 
 class OnRay:
@@ -66,7 +66,7 @@ class OnRay:
 
     def __init__(
         self, points: Sequence[Point], address: str = OWN, *, forked: bool = True,
-        together: bool = False, say: Callable[[str], None] = lambda said: None,
+        together: bool = False, say: Callable[[str], None] = lambda message: None,
     ) -> None:  # fmt: skip
         if address not in (OWN, HERE) and not _ADDRESS.fullmatch(address):
             raise UserError(
@@ -135,8 +135,8 @@ class OnRay:
         """Refresh `_nodes`: CPUs and GPUs of each machine."""
         import ray
 
-        found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in found]
+        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._nodes = [(n.get("CPU", 0.0), n.get("GPU", 0.0)) for n in resources]
 
     def _shipped(self) -> dict[str, Any]:
         """What Ray sends to workers: the library, the data and the folders of the notebooks."""
@@ -158,8 +158,8 @@ class OnRay:
         return f"on Ray ({there}), room for {room} at once"
 
     def at_once(self, jobs: int | None, timed: bool) -> int:
-        asked = [self.demand(p) for p in self._points if self._tasks.alone(p) == timed]
-        return jobs or max((self._fit(**demand) for demand in asked), default=1)
+        demands = [self.demand(p) for p in self._points if self._tasks.alone(p) == timed]
+        return jobs or max((self._fit(**demand) for demand in demands), default=1)
 
     def _fit(self, num_cpus: float, num_gpus: int) -> int:
         each = [
@@ -206,17 +206,17 @@ class OnRay:
         self._refresh()
         options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
         todo = self._tasks.of(point)
-        given = self._task.options(**options).remote(todo, self._mailbox, seat)
+        future = self._task.options(**options).remote(todo, self._mailbox, seat)
         watch("waiting for a machine")
-        while not ray.wait([given], timeout=0.5)[0]:
+        while not ray.wait([future], timeout=0.5)[0]:
             if self._over.is_set():
-                ray.cancel(given, force=True)
-                ray.wait([given], timeout=5)
+                ray.cancel(future, force=True)
+                ray.wait([future], timeout=5)
                 raise Failure("interrupted", "stopped")
             with contextlib.suppress(ray.exceptions.RayError):
-                if said := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
-                    watch(said)
-        answer: worker.Outcome = ray.get(given)
+                if message := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
+                    watch(message)
+        answer: worker.Outcome = ray.get(future)
         return answer
 
 
@@ -236,8 +236,8 @@ def _has_token() -> bool:
 
 def _check_port(address: str) -> None:
     """Raise UserError if nobody listens at the address: Ray itself would wait for a minute."""
-    if found := _ADDRESS.fullmatch(address):
-        host, port = found[2].strip("[]"), int(found[3])
+    if match := _ADDRESS.fullmatch(address):
+        host, port = match[2].strip("[]"), int(match[3])
         try:
             socket.create_connection((host, port), timeout=5).close()
         except OSError as e:

@@ -54,12 +54,12 @@ class Outcome:
     failure: tuple[str, str, str] | None = None
 
 
-def run(task: Task, watch: Watch = lambda said: None) -> Outcome:
+def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
     """Execute a task on this machine."""
     node = socket.gethostname()
     if _imported() != task.code:
-        found = f"this machine imported code that differs from the runner's, from {results.ROOT}"
-        return Outcome(node, failure=("error", found, ""))
+        message = f"this machine imported code that differs from the runner's, from {results.ROOT}"
+        return Outcome(node, failure=("error", message, ""))
 
     watch(f"on {node}, starting")
     point = replace(task.point, notebook=results.ROOT / task.notebook)
@@ -68,7 +68,8 @@ def run(task: Task, watch: Watch = lambda said: None) -> Outcome:
         try:
             slot = _slot(tuple(task.modules), task.forked)
             execute(
-                point, folder, slot, lambda said: watch(f"on {node}, {said}"), task.environment
+                point, folder, slot,
+                lambda message: watch(f"on {node}, {message}"), task.environment,
             )  # fmt: skip
         except Failure as e:
             failure = e.kind, str(e), traceback.format_exc()
@@ -101,21 +102,21 @@ def packed(
     left out, the returned failure says so."""
     files = sorted((p.stat().st_size, p) for p in folder.rglob("*") if p.is_file())
     total, taken = sum(size for size, _ in files), 0
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         for size, path in files:
             taken += size
             if taken > most:
                 size_mb, most_mb = f"{total / 1e6:.0f}", f"{most / 1e6:.0f}"
-                said = f"its folder holds {size_mb} MB, and at most {most_mb} MB are sent back"
-                failure = failure or ("invalid-result", said, "")
+                message = f"its folder holds {size_mb} MB, and at most {most_mb} MB are sent back"
+                failure = failure or ("invalid-result", message, "")
                 break
             tar.add(path, str(path.relative_to(folder)), recursive=False)
-    return made.getvalue(), failure
+    return buffer.getvalue(), failure
 
 
 def unpack(data: bytes, folder: Path, most: int = MOST_BYTES) -> None:
-    """Extract what `packed` made. Raises Failure for anything but regular files in the folder."""
+    """Extract what `packed` returned. Raises Failure for anything but plain files in the folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             members = tar.getmembers()
