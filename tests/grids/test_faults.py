@@ -263,11 +263,6 @@ def test_harness_finds_planted_damage(bench):
     def change(statement: str):
         return lambda: subprocess.run([sys.executable, "-c", sql, database, statement], check=True)
 
-    def orphan() -> None:
-        subprocess.Popen(
-            ["sleep", "20"], env={"SPECEXP_MLRUNS": str(b.store)}, start_new_session=True
-        )
-
     assert planted(lambda: None) == set()
     assert planted(lambda: shutil.rmtree(results[0])) == {"lost"}
     assert planted(lambda: (results[0] / "log.txt").write_text("another")) == {"torn"}
@@ -276,7 +271,11 @@ def test_harness_finds_planted_damage(bench):
     assert planted(change("DELETE FROM metrics WHERE step = 2")) == {"differs"}
     assert planted(change("UPDATE params SET value = '9' WHERE key = 'x'")) == {"differs"}
     assert planted(change("UPDATE latest_metrics SET value = 7")) == {"differs"}
-    assert planted(orphan) == {"orphan"}
+    b.again()
+    orphan = subprocess.Popen(["sleep", "3600"], env={"SPECEXP_MLRUNS": str(b.store)})
+    assert {w.split()[0] for w in b.wrong(patience_s=0)} == {"orphan"}
+    orphan.kill()
+    orphan.wait()
 
 
 # --- a disk that is full, failing, or not ours ---------------------------------------------------

@@ -212,7 +212,7 @@ def test_impossible_ray_requests_are_refused_first(points, monkeypatch, tmp_path
     with pytest.raises(UserError, match="one GPU"):
         OnRay(todo)
     todo[0].params["device"] = "cuda"
-    monkeypatch.setattr(cluster.store, "ROOT", tmp_path)
+    monkeypatch.setattr(cluster.results, "ROOT", tmp_path)
     with pytest.raises(UserError, match="is outside"):
         OnRay(todo)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)

@@ -143,13 +143,14 @@ def committed(store: Path) -> dict[str, tuple[str, int]]:
 
 
 def problems(
-    root: Path, points: Sequence[Any], failed: Sequence[str] = (), artifacts: bool = True
-) -> list[str]:
+    root: Path, points: Sequence[Any], failed: Sequence[str] = (), artifacts: bool = True,
+    patience_s: float = 600.0,
+) -> list[str]:  # fmt: skip
     """What is wrong with the store of a finished grid, one line each, which begins with its kind:
     lost, torn, duplicated, differs, running, leftover or orphan.
 
     failed: run keys that may have failed (one FAILED run, no result). artifacts: also compare
-    MLflow's copies of the files.
+    MLflow's copies of the files. patience_s: how long processes may take to end.
     """
     from specexp.tracking import runs as track
 
@@ -192,7 +193,7 @@ def problems(
             if artifacts and (why := _artifacts_differ(there[key], all_of_it[0])):
                 found.append(f"differs {key}: artifacts {why}")
     found += [f"lost {key}: not in MLflow" for key in expected.keys() - runs.keys()]
-    return found + [f"orphan {pid} {command}" for pid, command in orphans(root).items()]
+    return found + [f"orphan {pid} {command}" for pid, command in orphans(root, patience_s).items()]
 
 
 def _inside(folder: Path) -> list[Path]:
