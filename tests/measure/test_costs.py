@@ -79,7 +79,7 @@ def test_measure_walks_forwards_and_backwards(engine, played, monkeypatch):
     settings = {(b, s, g) for b in (1, 2) for s in (16, 24) for g in (0, 2)}
     assert set(played) == settings
     lead = {0: costs.CALM, 2: costs.LEAD}
-    assert min(lead.values()) > engine.warm
+    assert min(lead.values()) > engine.recorder.warm
     assert all(played.count((b, s, g)) == 2 * (lead[g] + 2 // b) for b, s, g in settings)
     first = [(1, 16, 0)] * (lead[0] + 2) + [(1, 16, 2)] * (lead[2] + 2)
     assert played[: len(first)] == first
