@@ -50,7 +50,7 @@ def bare(tmp_path):
     return run
 
 
-def test_tests_are_collected_and_those_left_out_are_named(bare):
+def test_collection_names_the_tests_left_out(bare):
     some = ("-k", "test_gpu or test_fused_pass_matches", "-p", "no:cacheprovider")
     code, said = bare("-m", "pytest", "--collect-only", *some)
     assert code == 0, said
@@ -68,7 +68,7 @@ def test_tests_are_collected_and_those_left_out_are_named(bare):
         assert "test_gpu.py" not in line
 
 
-def test_the_bench_runs(bare, tmp_path):
+def test_bench_runs_on_a_bare_machine(bare, tmp_path):
     few = ("--gamma", "2", "--repeats", "1", "--max-new-tokens", "4", "--device", "cpu")
     code, said = bare("-m", "specexp", "bench", "round", *few, "--out", str(tmp_path))
     assert code == 0, said

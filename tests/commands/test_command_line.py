@@ -27,7 +27,7 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_help_reads_well_and_imports_nothing_heavy():
+def test_help_has_examples_and_imports_nothing_heavy():
     code = (
         "import sys; from specexp.commands.app import app; app(['--help'], standalone_mode=False); "
     )
@@ -52,7 +52,7 @@ def test_help_reads_well_and_imports_nothing_heavy():
         ("profile", "target drafter temperature batches contexts dtype device"),
     ],
 )
-def test_options_are_explained_as_parameters_are(command, names, run, monkeypatch):
+def test_option_help_is_that_of_the_parameter(command, names, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     page = " ".join(run(command, "--help")[1].split())
     for name in names.split():
@@ -65,7 +65,7 @@ def test_python_m_specexp_is_the_command_line():
     assert "tokens per target pass" in done.stdout
 
 
-def test_slurm_is_answered_with_sbatch(run):
+def test_slurm_error_suggests_sbatch(run):
     code, _, err = run("grid", "run", "nowhere.yaml", "--on", "slurm:partition=gpu")
     assert (code, len(err.splitlines())) == (2, 1)
     assert "sbatch --array" in err
@@ -90,7 +90,7 @@ def test_theory_refuses_impossible_numbers(run):
     assert "alpha" in err
 
 
-def test_generate_json_tells_tokens_rounds_acceptance_and_exactness(run, tiny_folders):
+def test_generate_json_has_tokens_rounds_acceptance_exactness(run, tiny_folders):
     target, draft = tiny_folders
     code, out, err = run(
         "generate", "--target", target, "--drafter", "model", "--draft", draft, "--gamma", "3",
@@ -109,7 +109,7 @@ def test_generate_json_tells_tokens_rounds_acceptance_and_exactness(run, tiny_fo
 
 @pytest.mark.parametrize("drafter", ["null", "ngram"])
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_generate_is_the_same_text_whatever_drafts(run, tiny_folders, drafter, temperature):
+def test_generate_under_match_ignores_the_drafter(run, tiny_folders, drafter, temperature):
     options = ("generate", "--target", tiny_folders[0], "--temperature", temperature, "--json")
     tail = ("--rule", "match", "--max-new-tokens", "10", "--prompt", "a b a b a")
     texts = {
@@ -129,7 +129,7 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
     assert "accepted  corrected  bonus" in out
 
 
-def test_generate_tells_the_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
+def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
     generate, paces = api.Pairing.generate, iter([1.0, 0.01])
 
     def timed(pairing, *asked):
@@ -145,7 +145,7 @@ def test_generate_tells_the_speed_of_a_warm_engine(run, tiny_folders, monkeypatc
     assert out.count("x y x") == 1
 
 
-def test_generate_reads_a_prompts_file_one_json_object_a_line(run, tiny_folders, tmp_path):
+def test_generate_reads_prompts_file_and_writes_json_lines(run, tiny_folders, tmp_path):
     file = tmp_path / "question.jsonl"
     lines = [{"question_id": i, "category": "mine", "turns": [f"text {i}"]} for i in range(3)]
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -235,7 +235,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tiny_folders, case):
     ["early_exit:1", "suffix", "recycle", "lookahead", "planted:0.6,DRAFT", "model:DRAFT",
      "crossed:DRAFT", "model:TARGET"],
 )  # fmt: skip
-def test_every_method_generates_what_the_target_would(run, tiny_folders, drafter):
+def test_generate_is_exact_with_every_drafter(run, tiny_folders, drafter):
     target, draft = tiny_folders
     named = drafter.replace("DRAFT", draft).replace("TARGET", target)
     options = ("generate", "--target", target, "--prompt", "def mean(values):", "--json")
@@ -248,14 +248,14 @@ def test_every_method_generates_what_the_target_would(run, tiny_folders, drafter
 
 
 @pytest.mark.parametrize("drafter", ["model", "eagle", "medusa", "early_exit", "planted"])
-def test_what_ships_drafts_without_being_told_more(run, drafter):
+def test_shipped_drafters_need_no_other_option(run, drafter):
     options = ("generate", "--drafter", drafter, "--prompt", "def f(x):", "--json")
     made = json.loads(run(*options, "--max-new-tokens", "8")[1])
     assert made["exact"]["pass"] is True
     assert made["exact"]["lossy"] == ""
 
 
-def test_a_folder_that_is_called_much_like_a_method_is_a_draft_model(tmp_path, monkeypatch):
+def test_folder_named_like_a_method_is_a_draft_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "draft-model").mkdir()
     for name in ("draft-model", "./my-model", "models/ft", "me/my-model"):
@@ -263,7 +263,7 @@ def test_a_folder_that_is_called_much_like_a_method_is_a_draft_model(tmp_path, m
     assert names.split("eagl:me/heads") == ("eagl", "me/heads")
 
 
-def test_a_lossy_rule_does_not_pass_for_exact(run):
+def test_lossy_rule_is_not_reported_as_exact(run):
     options = ("generate", "--rule", "typical", "--temperature", "1", "--prompt", "def f(x):")
     made = json.loads(run(*options, "--max-new-tokens", "8", "--json")[1])
     assert made["exact"]["pass"] is False
@@ -271,19 +271,19 @@ def test_a_lossy_rule_does_not_pass_for_exact(run):
     assert made["exact"]["bugs"] == 0
 
 
-def test_every_problem_is_told_at_once(run, tiny_folders):
+def test_generate_reports_every_problem_at_once(run, tiny_folders):
     args = ("--drafter", "null", "--gamma", "-1", "--top-p", "0", "--prompt", "a")
     _, _, err = run("generate", "--target", tiny_folders[0], *args)
     assert len(err.strip().splitlines()) == 2
 
 
-def test_unknown_target_names_the_ones_there_are(run):
+def test_unknown_target_error_suggests_the_nearest(run):
     code, _, err = run("generate", "--target", "target-10n", "--prompt", "a")
     assert code == 2
     assert "did you mean 'target-10m'" in err
 
 
-def test_models_lists_the_zoo_and_the_drafts_of_each_target(run):
+def test_models_lists_zoo_and_drafts_of_each_target(run):
     _, out, _ = run("models", "--json")
     found = {m["name"]: m for m in json.loads(out)}
     assert found["target-10m"]["drafts"] == ["sibling-3m", "sibling-1m"]
@@ -292,7 +292,7 @@ def test_models_lists_the_zoo_and_the_drafts_of_each_target(run):
     assert "sibling-3m" in table
 
 
-def test_doctor_finds_what_is_there_and_what_is_missing(run, monkeypatch):
+def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 0
     for word in ("python", "torch", "device", "free memory", "bfloat16", "zoo", "ready"):
@@ -305,7 +305,7 @@ def test_doctor_finds_what_is_there_and_what_is_missing(run, monkeypatch):
     assert "pip install papermill" in out
 
 
-def test_a_folder_that_cannot_be_written_to_is_not_called_missing(run, tmp_path, monkeypatch):
+def test_doctor_calls_unwritable_store_not_writable(run, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "file"))
     monkeypatch.setattr("os.access", lambda *_: False)
@@ -315,7 +315,7 @@ def test_a_folder_that_cannot_be_written_to_is_not_called_missing(run, tmp_path,
     assert "missing" not in out
 
 
-def test_paths_are_shown_to_the_letter(run, tiny_folders, tmp_path, monkeypatch):
+def test_brackets_in_paths_are_not_read_as_markup(run, tiny_folders, tmp_path, monkeypatch):
     folder = tmp_path / "[bold]a:cat:"
     folder.mkdir()
     monkeypatch.setattr("making.train.train_zoo", lambda *_, **__: [folder])
@@ -326,7 +326,7 @@ def test_paths_are_shown_to_the_letter(run, tiny_folders, tmp_path, monkeypatch)
     assert "pip install 'x[all]>=1'" in said
 
 
-def test_training_is_told_which_device_there_is(run, monkeypatch):
+def test_zoo_train_resolves_device_auto(run, monkeypatch):
     asked = []
     monkeypatch.setattr("specexp.api.where", lambda device: f"for {device}")
 
@@ -342,13 +342,13 @@ def test_training_is_told_which_device_there_is(run, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["--target", "--text"])
-def test_what_only_heads_are_trained_with_is_not_ignored(run, option):
+def test_zoo_train_rejects_options_of_heads(run, option):
     code, _, err = run("zoo", "train", option, "given")
     assert code == 2
     assert f"{option} belongs to --heads" in err
 
 
-def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
+def test_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "steps.csv")
 
@@ -357,7 +357,7 @@ def test_a_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     assert (code, err.strip()) == (5, "disk full: No space left on device: steps.csv")
 
 
-def test_a_store_that_is_named_from_here_is_the_same_from_everywhere(run, tmp_path, monkeypatch):
+def test_relative_store_is_made_absolute(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPECEXP_MLRUNS", "mine")
     assert run("theory", "--alpha", "0.5", "--gamma", "1")[0] == 0
@@ -365,7 +365,7 @@ def test_a_store_that_is_named_from_here_is_the_same_from_everywhere(run, tmp_pa
 
 
 @pytest.mark.parametrize("port", ["0", "65536"])
-def test_a_port_is_one_that_there_is(run, port):
+def test_ui_rejects_port_out_of_range(run, port):
     code, _, err = run("ui", "--port", port)
     assert code == 2
     assert "--port" in err
@@ -379,7 +379,7 @@ def questions(tmp_path):
     return str(file)
 
 
-def test_serve_answers_the_same_requests_under_every_policy(run, tiny_folders, tmp_path, questions):
+def test_serve_answers_same_requests_under_every_policy(run, tiny_folders, tmp_path, questions):
     target, draft = tiny_folders
     steps = tmp_path / "new" / "steps.csv"
     code, out, err = run(
@@ -433,7 +433,7 @@ def test_serve_shows_a_table_and_why_requests_were_refused(run, tiny_folders, qu
         ),
     ],
 )
-def test_serve_says_what_is_wrong_before_any_model_is_loaded(
+def test_serve_rejects_bad_options_before_loading_a_model(
     run, tiny_folders, questions, options, says
 ):
     target, draft = tiny_folders

@@ -57,7 +57,7 @@ def installed(wheel, tmp_path_factory):
     return run
 
 
-def test_wheel_holds_the_sources_of_kernels_and_the_mark_of_types(wheel):
+def test_wheel_contains_kernel_sources_and_py_typed(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     sources = [*(ROOT / "specexp").rglob("*.cpp"), *(ROOT / "specexp").rglob("*.h")]
     modules = (ROOT / "specexp").rglob("*.py")
@@ -76,14 +76,14 @@ def test_wheel_imports_and_names_its_version(installed):
     assert installed("specexp", "--version") == f"specexp {VERSION}\n"
 
 
-def test_models_of_a_wheel_say_how_to_get_the_zoo(installed):
+def test_models_without_zoo_explains_how_to_get_it(installed):
     assert "SPECEXP_ZOO" in " ".join(installed("specexp", "models").split())
     refused = installed("specexp", "generate", "--prompt", "x", check=False)
     assert "SPECEXP_ZOO" in refused
     assert len(refused.splitlines()) == 1
 
 
-def test_own_models_work_from_a_wheel(installed, tiny_folders):
+def test_wheel_generates_with_own_models(installed, tiny_folders):
     target, draft = tiny_folders
     code = (
         f"import specexp; pair = specexp.load({target!r}, {draft!r}, 3); "

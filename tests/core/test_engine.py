@@ -45,7 +45,7 @@ from specexp.tree import Tree
 
 @pytest.mark.parametrize(("rule", "tree"), SHAPES)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_greedy_text_is_the_cache_free_text(kind, tree, rule):
+def test_greedy_matches_decoding_without_a_cache(kind, tree, rule):
     made = engine(kind, tree, rule).generate(PROMPTS, NEW)
     assert made.tokens == expected("llama")
     for record in made.trace.by_row:
@@ -55,12 +55,12 @@ def test_greedy_text_is_the_cache_free_text(kind, tree, rule):
 @pytest.mark.parametrize("tree", ["chain", "branching"])
 @pytest.mark.parametrize("kind", ["ngram", "self"])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama"}))
-def test_greedy_text_is_the_cache_free_text_in_every_family(family, kind, tree):
+def test_every_family_matches_decoding_without_a_cache(family, kind, tree):
     assert engine(kind, tree, family=family).generate(PROMPTS, NEW).tokens == expected(family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_early_exit_is_the_first_layers_of_every_family(family):
+def test_early_exit_matches_a_model_of_the_first_layers(family):
     net, ids = module(family), torch.tensor([PROMPTS[1]])
     cut = copy.deepcopy(net)
     [layers] = [part for part in cut.modules() if isinstance(part, torch.nn.ModuleList)]
@@ -77,7 +77,7 @@ def test_an_early_exit_is_the_first_layers_of_every_family(family):
     ).tokens == expected(family)
 
 
-def test_a_model_without_a_list_of_layers_has_no_early_exit():
+def test_early_exit_rejects_model_without_a_list_of_layers():
     net = copy.deepcopy(module("opt"))
     net.config.num_hidden_layers = 7
     with pytest.raises(UserError, match="cannot leave OPTForCausalLM: it has no list of its 7"):
@@ -86,7 +86,7 @@ def test_a_model_without_a_list_of_layers_has_no_early_exit():
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_sampled_text_under_match_is_the_plain_sample_whatever_drafts(kind, tree):
+def test_sampled_text_under_match_is_that_of_plain_decoding(kind, tree):
     made = engine(kind, tree, "match", temperature=0.9, seed=5)
     assert made.generate(PROMPTS, NEW).tokens == made.plain().generate(PROMPTS, NEW).tokens
 
@@ -94,7 +94,7 @@ def test_sampled_text_under_match_is_the_plain_sample_whatever_drafts(kind, tree
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gamma", range(1, 9))
-def test_a_draft_that_is_the_target_is_always_accepted_whole(gamma, rule, temperature):
+def test_draft_equal_to_target_is_accepted_whole(gamma, rule, temperature):
     made = engine("self", Tree.chain(gamma), rule, temperature=temperature)
     for step in made.generate(PROMPTS, 24).trace.steps():
         assert step.accepted == step.drafted == gamma
@@ -102,7 +102,7 @@ def test_a_draft_that_is_the_target_is_always_accepted_whole(gamma, rule, temper
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_row_of_a_batch_is_the_row_alone(kind, temperature):
+def test_row_of_a_batch_matches_the_row_alone(kind, temperature):
     made = engine(kind, "branching", "reject", temperature=temperature)
     together = made.generate(PROMPTS, NEW).tokens
     for row, prompt in enumerate(PROMPTS):
@@ -114,7 +114,7 @@ def test_a_row_of_a_batch_is_the_row_alone(kind, temperature):
 
 @pytest.mark.parametrize("pattern", [(0, 0, 0, 3), (3, 0, 3, 1, 0, 0), (1, 0, 4, 0, 2)], ids=str)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_drafter_that_was_not_asked_for_a_while_loses_nothing(kind, pattern):
+def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
     """What it guesses after rounds without guesses is what it would guess of the same text."""
     made = engine(kind, "chain", "match", temperature=0.9)
     made.policy = Alternating(pattern)
@@ -164,14 +164,14 @@ class Wordy(Alphabet):
 
 
 @pytest.mark.parametrize("new", [4, 30])
-def test_a_text_that_the_draft_spells_at_length_is_written_to_its_end(new):
+def test_crossed_draft_of_many_tokens_reaches_the_end(new):
     law = Sampling()
     crossed = Crossed(of_module(draft_module(), "draft"), TokenMap(Alphabet(0), Wordy(5), V), law)
     made = Engine(of_module(module(), "target"), crossed, Fixed(Tree.chain(1)), law)
     assert made.generate([[5]], new).tokens == [slowly(module(), [5], new)]
 
 
-def test_the_seed_and_the_stream_name_the_sample():
+def test_sample_depends_on_seed_and_stream():
     def sample(seed: int, streams: list[int]) -> list[list[int]]:
         return engine(temperature=1.0, seed=seed).generate([PROMPTS[1]] * 2, 12, streams).tokens
 
@@ -183,7 +183,7 @@ def test_the_seed_and_the_stream_name_the_sample():
 
 @pytest.mark.parametrize("kind", ["null", "self", "model", "ngram"])
 @pytest.mark.parametrize("at", range(8))
-def test_the_text_ends_at_the_first_end_of_text(kind, at):
+def test_commit_cuts_at_eos(kind, at):
     """Whatever the place of the EOS in a draft: inside an accepted run, as correction, as bonus."""
     plain = expected("llama")[1]
     eos = plain[at]
@@ -196,7 +196,7 @@ def test_the_text_ends_at_the_first_end_of_text(kind, at):
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_rows_that_are_done_have_no_part_in_later_passes(kind, monkeypatch):
+def test_finished_rows_are_fed_no_token(kind, monkeypatch):
     """Texts end one after another; whoever has ended is fed no token any more."""
     made = engine(kind, "chain")
     made.eos = tuple({text[3 * i] for i, text in enumerate(expected("llama"))})
@@ -213,7 +213,7 @@ def test_rows_that_are_done_have_no_part_in_later_passes(kind, monkeypatch):
     assert all(live == fed for live, fed in seen)
 
 
-def test_an_end_of_text_in_the_prompt_does_not_stop_the_row():
+def test_eos_in_the_prompt_does_not_end_the_row():
     eos = 7
     plain = expected("llama")[2]
     cut = plain[: plain.index(eos) + 1] if eos in plain else plain
@@ -222,12 +222,12 @@ def test_an_end_of_text_in_the_prompt_does_not_stop_the_row():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 @pytest.mark.parametrize("tree", TREES)
-def test_the_length_limit_is_exact_even_when_the_draft_is_longer(tree, count):
+def test_commit_cuts_at_the_length_limit(tree, count):
     made = engine("self", tree).generate(PROMPTS, count)
     assert made.tokens == [row[:count] for row in expected("llama")]
 
 
-def test_rows_already_done_stay_as_they_are_and_are_not_counted():
+def test_trace_has_no_round_of_a_finished_row():
     made = engine("model", "branching")
     eos = expected("llama")[0][2]
     made.eos = (eos,)
@@ -241,7 +241,7 @@ def test_rows_already_done_stay_as_they_are_and_are_not_counted():
 
 @pytest.mark.parametrize("kind", ["model", "self"])
 @pytest.mark.parametrize("tree", ["chain", "branching", "irregular"])
-def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
+def test_caches_after_each_round_match_a_fresh_prefill(kind, tree):
     made = engine(kind, tree)
     shape = TREES[tree]
     seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
@@ -263,7 +263,7 @@ def test_after_every_round_both_caches_are_those_of_a_fresh_prefill(kind, tree):
 
 @settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1))
-def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
+def test_garbage_in_stale_slots_does_not_change_the_text(seed):
     """Random drafts, some right, and garbage written over every slot that may not be read."""
     rng = random.Random(seed)
     plain = expected("llama", 40)
@@ -297,18 +297,18 @@ def test_whatever_is_guessed_and_whatever_stale_slots_hold(seed):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", ["self", "ngram"])
-def test_a_text_may_fill_the_context_to_the_last_token(family, kind):
+def test_text_may_fill_the_context(family, kind):
     prompt = PROMPTS[1]
     made = engine(kind, "chain", family=family).generate([prompt], CONTEXT - len(prompt))
     assert made.tokens == [slowly(module(family), prompt, CONTEXT - len(prompt))]
 
 
-def test_a_prompt_beyond_the_context_is_refused_with_both_numbers():
+def test_prompt_beyond_the_context_is_refused():
     with pytest.raises(UserError, match=f"120 tokens and 20 new ones exceed the {CONTEXT}.* by 12"):
         engine().generate([[1] * 120], 20)
 
 
-def test_a_draft_with_a_shorter_context_drafts_less_and_changes_nothing():
+def test_shorter_draft_context_does_not_change_the_text():
     made = engine("self")
     made.drafter.context = 16
     found = made.generate(PROMPTS, NEW)
@@ -319,7 +319,7 @@ def test_a_draft_with_a_shorter_context_drafts_less_and_changes_nothing():
     assert drafted == sorted(drafted, reverse=True)
 
 
-def test_a_batch_drafts_while_its_longest_row_has_room():
+def test_batch_drafts_while_its_longest_row_has_room():
     made = engine("model")
     made.drafter.context = 24
     lengths = [len(prompt) for prompt in PROMPTS]
@@ -331,20 +331,20 @@ def test_a_batch_drafts_while_its_longest_row_has_room():
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
-def test_an_empty_prompt_is_refused(prompts):
+def test_generate_rejects_an_empty_prompt(prompts):
     with pytest.raises(UserError, match=r"empty|no prompts"):
         engine().generate(prompts, 4)
 
 
 @pytest.mark.parametrize("streams", [[], [0], [0, 1, 2]])
-def test_there_is_a_stream_for_every_prompt(streams):
+def test_generate_needs_a_stream_for_every_prompt(streams):
     with pytest.raises(UserError, match=f"{len(streams)} streams for 2 prompts"):
         engine(temperature=0.9).generate([[1, 2], [3]], 4, streams=streams)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("culprit", ["target", "draft"])
-def test_logits_that_are_no_numbers_stop_the_run_and_name_the_model(culprit, value):
+def test_non_finite_logits_stop_the_run_and_name_the_model(culprit, value):
     law = Sampling()
     target = of_module(copy.deepcopy(module()), "target")
     draft = of_module(copy.deepcopy(draft_module()), "draft")
@@ -366,7 +366,7 @@ class Graded(DraftModel):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_grade_is_never_taken_for_a_model_that_broke(compiled, monkeypatch):
+def test_grade_of_a_draft_does_not_mark_a_row_broken(compiled, monkeypatch):
     monkeypatch.setattr(ops, "fast", lambda: compiled)
     made = engine("model", "chain")
     made.drafter.__class__ = Graded
@@ -376,7 +376,7 @@ def test_a_grade_is_never_taken_for_a_model_that_broke(compiled, monkeypatch):
     assert not any(step.broken for step in steps)
 
 
-def test_padded_vocabularies_never_emit_padding():
+def test_padding_of_a_vocabulary_is_never_emitted():
     law = Sampling(2.0)
     target = of_module(module(), "target", vocab=20)
     draft = of_module(draft_module(), "draft", vocab=20)
@@ -387,7 +387,7 @@ def test_padded_vocabularies_never_emit_padding():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_other_dtypes_run_and_count_correctly(kind, dtype):
+def test_generate_fills_its_length_in_every_dtype(kind, dtype):
     made = engine(kind, "chain", dtype=dtype)
     found = made.generate(PROMPTS, NEW)
     assert [len(t) for t in found.tokens] == [NEW] * len(PROMPTS)
@@ -397,7 +397,7 @@ def test_other_dtypes_run_and_count_correctly(kind, dtype):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("rule", "tree"), SHAPES)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperature):
+def test_round_reads_nothing_on_the_host(rule, kind, tree, temperature):
     made = engine(kind, tree, rule, temperature=temperature)
     shape = TREES[tree]
     seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
@@ -407,7 +407,7 @@ def test_nothing_is_read_on_the_host_inside_a_round(rule, kind, tree, temperatur
         made.round(seqs, shape)
 
 
-def test_nor_where_many_tokens_end_a_text(monkeypatch):
+def test_commit_with_many_eos_reads_nothing_on_the_host(monkeypatch):
     monkeypatch.setattr(ops, "fast", lambda: False)
     seqs = Sequences.of([[5, 6]], 8, slack=5, eos=range(3, 32))
     new = torch.tensor([[1, 2, 9, 1, 1]])
@@ -427,7 +427,7 @@ def test_nor_where_many_tokens_end_a_text(monkeypatch):
         lambda x: x.index_put((x > 0,), x[0]), lambda x: torch.isin(x, x),
     ],
 )  # fmt: skip
-def test_the_guard_itself_notices_what_reaches_the_host(read, inference):
+def test_no_host_reads_notices_every_kind_of_read(read, inference):
     with torch.inference_mode(inference):
         x = torch.arange(3) - 1 + 1
         with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
@@ -435,7 +435,7 @@ def test_the_guard_itself_notices_what_reaches_the_host(read, inference):
 
 
 @pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
-def test_the_guard_notices_whole_tensors_where_rounds_run(read):
+def test_no_host_reads_notices_reads_of_whole_tensors(read):
     with torch.inference_mode():
         x = torch.arange(3) + 1
         with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
@@ -444,7 +444,7 @@ def test_the_guard_notices_whole_tensors_where_rounds_run(read):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("kind", ["model", "ngram"])
-def test_transformers_own_generation_agrees(kind, prompt):
+def test_generate_matches_generation_of_transformers(kind, prompt):
     """N23: plain, assisted and prompt-lookup generation of transformers, batch 1, greedy."""
     net = module()
     ids = torch.tensor([prompt])

@@ -59,7 +59,7 @@ drafters = pytest.mark.parametrize("drafter", ["null", "ngram", "scripted", "dra
 @laws
 @pytest.mark.parametrize(("V", "gamma", "length"), SIZES)
 @chain_rules
-def test_chains_keep_the_law_in_twenty_contexts(rule, V, gamma, length, law):
+def test_chains_keep_the_distribution_in_twenty_contexts(rule, V, gamma, length, law):
     if V == 1:
         law = {}
     engine = toy_engine(rule, "drawn", V, **law)
@@ -69,7 +69,7 @@ def test_chains_keep_the_law_in_twenty_contexts(rule, V, gamma, length, law):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @drafters
 @chain_rules
-def test_every_drafter_rule_and_tree_keeps_the_law(rule, drafter, shape):
+def test_every_drafter_rule_and_tree_keeps_the_distribution(rule, drafter, shape):
     if rule.chains_only and not shape.is_chain:
         return
     settings = [(2, "dense", 5)] * (shape != SHAPES["triplets"])
@@ -81,7 +81,7 @@ def test_every_drafter_rule_and_tree_keeps_the_law(rule, drafter, shape):
 
 @laws
 @rules
-def test_siblings_drawn_without_replacement_keep_the_law(rule, law):
+def test_siblings_without_replacement_keep_the_distribution(rule, law):
     engine = toy_engine(rule, "drawn", **law)
     assert gap(engine, texts(3, 6), 3, [Tree.branching(2)]) <= ROUNDING
 
@@ -89,7 +89,7 @@ def test_siblings_drawn_without_replacement_keep_the_law(rule, law):
 @pytest.mark.parametrize("eos", [(0,), (1, 2)])
 @drafters
 @chain_rules
-def test_texts_end_at_the_first_end_of_text(rule, drafter, eos):
+def test_first_eos_ends_the_text(rule, drafter, eos):
     """Some prompts hold one, too; it ends nothing."""
     engine = toy_engine(rule, drafter, eos=eos)
     for shape in (Tree.chain(2), *[Tree.branching(2)] * (not rule.chains_only)):
@@ -98,7 +98,7 @@ def test_texts_end_at_the_first_end_of_text(rule, drafter, eos):
 
 @pytest.mark.parametrize("drafter", ["drawn", "scripted"])
 @chain_rules
-def test_the_rows_of_a_ragged_batch_are_independent(rule, drafter):
+def test_rows_of_a_ragged_batch_are_independent(rule, drafter):
     engine = toy_engine(rule, drafter, V=2, eos=(1,))
     assert gap(engine, texts(2, 4, rows=2), 3, [Tree.chain(2)]) <= ROUNDING
     assert gap(engine, texts(2, 1, rows=3), 2, [Tree.chain(1)]) <= ROUNDING
@@ -116,14 +116,14 @@ SAMPLINGS = [
 @pytest.mark.parametrize("drafted", [None, Sampling(1.0), Sampling(0.5, top_k=1)], ids=str)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @chain_rules
-def test_the_law_kept_is_the_shaped_one_however_the_draft_is_shaped(rule, sampling, drafted):
+def test_draft_sampling_does_not_change_the_distribution(rule, sampling, drafted):
     for drafter in ("drawn", "chosen"):
         engine = toy_engine(rule, drafter, V=4, p="tied", sampling=sampling)
         engine.drafter.sampling = drafted or sampling
         assert gap(engine, texts(4, 4), 2, [Tree.chain(2)]) <= ROUNDING
 
 
-def test_the_draft_may_change_its_shape_from_round_to_round():
+def test_tree_that_varies_by_round_keeps_the_distribution():
     engine = toy_engine(Reject(), "drawn")
     shapes = [Tree.chain(2), Tree.branching(2), Tree.chain(0), Tree.chain(1)]
     assert gap(engine, texts(3, 6), 4, shapes) <= ROUNDING
@@ -133,7 +133,7 @@ def test_the_draft_may_change_its_shape_from_round_to_round():
 @laws
 @pytest.mark.parametrize(("V", "gamma", "length"), LARGER)
 @chain_rules
-def test_longer_chains_over_more_tokens(rule, V, gamma, length, law):
+def test_longer_chains_keep_the_distribution(rule, V, gamma, length, law):
     contexts = 2 if isinstance(rule, Match) else 20
     engine = toy_engine(rule, "drawn", V, **law)
     assert gap(engine, texts(V, contexts), length, [Tree.chain(gamma)]) <= ROUNDING
@@ -144,7 +144,7 @@ def test_longer_chains_over_more_tokens(rule, V, gamma, length, law):
 @pytest.mark.parametrize("shape", ["second child has one", "irregular", "branching"])
 @pytest.mark.parametrize("drafter", ["scripted", "drawn", "chosen"])
 @rules
-def test_larger_trees_over_more_tokens(rule, drafter, shape, law):
+def test_larger_trees_keep_the_distribution(rule, drafter, shape, law):
     engine = toy_engine(rule, drafter, eos=(2,), **law)
     contexts = 1 if shape == "branching" else 3
     assert gap(engine, texts(3, contexts), 2, [SHAPES[shape]]) <= ROUNDING
@@ -155,7 +155,7 @@ def test_larger_trees_over_more_tokens(rule, drafter, shape, law):
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
 @pytest.mark.parametrize("eos", [(), (1,)])
-def test_generate_has_the_law_of_plain_decoding(eos, length):
+def test_generate_keeps_the_distribution_of_plain_decoding(eos, length):
     """Here a short draft context cuts the draft as the text grows."""
     [case] = texts(2, 3)[1:2]
     engine = toy_engine(Reject(), "drawn", V=2, eos=eos)
@@ -185,14 +185,14 @@ class Nosy:
 
 
 @rules
-def test_a_policy_may_depend_on_all_that_is_past(rule):
+def test_policy_that_depends_on_the_past_keeps_the_distribution(rule):
     engine = toy_engine(rule, "chosen", V=2, eos=(1,))
     engine.policy = Nosy(engine.drafter)
     for case in texts(2, 4):
         assert distance(written(engine, case, 3), plain(engine, case, 3)) <= ROUNDING
 
 
-def test_the_policy_may_depend_on_which_rows_are_done():
+def test_policy_that_sees_finished_rows_keeps_the_distribution():
     engine = toy_engine(Match(), "ngram", V=2, eos=(1,))
     engine.policy = Nosy(engine.drafter)
     [case] = texts(2, 1, rows=2)
@@ -205,7 +205,7 @@ def test_the_policy_may_depend_on_which_rows_are_done():
 @pytest.mark.parametrize(
     "shape", [Tree.chain(1), Tree.chain(2), Tree.chain(3), Tree.branching(2, 1)], ids=str
 )
-def test_a_draft_that_is_the_target_is_accepted_whole_in_every_round(shape):
+def test_draft_equal_to_target_is_accepted_whole(shape):
     """Else a hole in the draft's cache, or a wasted bonus token, would go unnoticed."""
     engine = toy_engine(Reject(), "drawn", V=2, twin=True)
     found = explore(engine, texts(2, 4), 6, [shape]).accepted
@@ -231,7 +231,7 @@ def overlap(engine, prompt, depth, both):
     [(Reject(), min), (Match(), lambda a, b: a * b)],
     ids=RULES.keys().__reversed__(),
 )
-def test_guesses_are_kept_as_often_as_the_laws_overlap(rule, both, kind):
+def test_acceptance_rate_is_the_overlap_of_p_and_q(rule, both, kind):
     """Of a chain: alpha = sum min(p, q) (Leviathan et al. 2022, corollary 3.6); independent
     samples agree with sum p * q."""
     cases = texts(3, 8)
@@ -254,7 +254,7 @@ def kept(engine, cases, gamma) -> list[float]:
 
 @laws
 @pytest.mark.parametrize("drafter", ["drawn", "scripted"])
-def test_block_keeps_at_least_as_many_guesses_as_reject(drafter, law):
+def test_block_accepts_at_least_as_many_as_reject(drafter, law):
     """In every context (Sun et al. 2024, theorem 2); with one guess they are the same rule."""
     gains = []
     for gamma in (1, 2, 3):
@@ -282,7 +282,7 @@ class Biased(Toy):
 
 
 @pytest.mark.parametrize(("rule", "expected"), [(Reject(), 10 / 9), (Block(), 11 / 9)])
-def test_the_worked_example_of_block_verification(rule, expected):
+def test_block_matches_the_papers_worked_example(rule, expected):
     """p = (1/3, 2/3), q = (2/3, 1/3), two guesses (Sun et al. 2024, section 2)."""
     engine = toy_engine(rule, "drawn", V=2)
     engine.target.net, engine.drafter.lm.net = Unfused(Biased(1)), Unfused(Biased(2))
@@ -294,7 +294,7 @@ LOSSY = {"typical": Typical(), "typical 0.5": Typical(0.5), "lenient": Reject(0.
 
 @pytest.mark.parametrize("kind", ["dense", "zeros"])
 @pytest.mark.parametrize("rule", LOSSY.values(), ids=LOSSY)
-def test_a_lossy_rule_says_so_and_knows_what_it_emits(rule, kind):
+def test_emitted_of_a_lossy_rule_matches_its_round(rule, kind):
     """`emitted` against every branch of the real round, one guess drawn from q."""
     assert rule.lossy
     assert "lossy" in rule.name
@@ -313,18 +313,18 @@ def test_a_lossy_rule_says_so_and_knows_what_it_emits(rule, kind):
 
 
 @pytest.mark.parametrize("rule", [*CHAIN_RULES.values(), Reject(1.0)], ids=lambda r: r.name)
-def test_an_exact_rule_emits_the_target(rule):
+def test_emitted_of_an_exact_rule_is_the_target(rule):
     p, q = torch.rand(2, 5, dtype=torch.float64).softmax(-1)
     assert not rule.lossy
     assert torch.allclose(rule.emitted(p, q), p, atol=ROUNDING)
 
 
-def test_typical_acceptance_of_a_certain_law_is_greedy():
+def test_typical_is_greedy_at_temperature_zero():
     engine = toy_engine(Typical(), "chosen", sampling=Sampling(0.0))
     assert gap(engine, texts(3, 6), 3, [Tree.chain(2), Tree.branching(2)]) <= ROUNDING
 
 
-def test_block_refuses_a_tree_and_says_what_to_do():
+def test_block_rejects_a_tree():
     with pytest.raises(UserError, match="block judges chains; use tree chain"):
         explore(toy_engine(Block(), "drawn"), texts(3, 1), 1, [Tree.branching(2)])
 
@@ -334,13 +334,13 @@ def test_block_refuses_a_tree_and_says_what_to_do():
     [("blok", "did you mean 'block'"), ("lenient", "needs a number"), ("reject:2", "no argument"),
      ("lenient:0", r"lie in \(0, 1\]"), ("typical:7", r"in \(0, 1\]"), ("x", "there are match")],
 )  # fmt: skip
-def test_a_rule_that_is_none_is_one_line(name, said):
+def test_unknown_rule_is_refused_in_one_line(name, said):
     with pytest.raises(UserError, match=said):
         rules_of(name)
 
 
 @pytest.mark.parametrize("name", ["match", "reject", "block", "typical", "typical:0.3"])
-def test_rules_go_by_name(name):
+def test_rule_is_built_from_its_name(name):
     assert rules_of(name).name.startswith(name.partition(":")[0])
     assert rules_of("lenient:0.5").lenience == 0.5
 
@@ -361,7 +361,7 @@ OWN_NOISE = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(("rule", "drafter", "shape"), OWN_NOISE.values(), ids=OWN_NOISE)
-def test_sampled_texts_have_the_joint_law(rule, drafter, shape, dtype):
+def test_sampled_texts_have_the_joint_distribution(rule, drafter, shape, dtype):
     """N = 50,000 texts over K = 27 outcomes: true TV <= empirical TV + 0.026. In float32 by
     compiled code, where there is a compiler."""
     engine = toy_engine(rule, drafter, dtype=dtype)
@@ -379,14 +379,14 @@ def test_sampled_rows_are_independent(rule):
 
 @pytest.mark.parametrize("shape", [Tree.chain(3), Tree.branching(2, 2)], ids=str)
 @pytest.mark.parametrize("drafter", ["ngram", "scripted", "drawn", "chosen"])
-def test_under_match_a_seed_writes_what_plain_decoding_writes(drafter, shape):
+def test_match_with_a_seed_writes_what_plain_decoding_does(drafter, shape):
     engine = toy_engine(Match(), drafter, eos=(0,), seed=7)
     engine.policy = Fixed(shape)
     [case] = texts(3, 1, rows=6)
     assert sampled(engine, case, 12, 50) == sampled(engine.plain(), case, 12, 50)
 
 
-def test_two_laws_on_the_same_noise_agree_more_often_than_independent_ones_can():
+def test_shared_noise_accepts_more_than_independent_draws():
     """At least (1 - TV) / (1 + TV) of the time, and never more than 1 - TV."""
     engine = toy_engine(Match(), "drawn")
     engine.policy = Fixed(Tree.chain(1))

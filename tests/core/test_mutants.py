@@ -519,18 +519,18 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_code_as_it_is_passes(check):
+def test_unchanged_code_passes_every_check(check):
     CHECKS[check]()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.bug)
-def test_a_planted_bug_is_caught(mutant, monkeypatch):
+def test_planted_bug_is_caught(mutant, monkeypatch):
     mutant.plant(monkeypatch)
     with pytest.raises(AssertionError):
         CHECKS[mutant.killer]()
 
 
-def test_every_check_catches_something_and_every_bug_is_another():
+def test_every_check_catches_a_bug_and_bugs_are_distinct():
     assert {m.killer for m in MUTANTS} == set(CHECKS)
     assert len({m.bug for m in MUTANTS}) == len(MUTANTS) >= 25
 
@@ -540,7 +540,7 @@ def test_every_check_catches_something_and_every_bug_is_another():
     ["stale prefix", "first row verifies all", "residual of the first row",
      "bonus of the first row"],
 )  # fmt: skip
-def test_laws_that_ignore_context_would_not_have_shown_it(bug, monkeypatch):
+def test_context_free_models_miss_the_bug(bug, monkeypatch):
     [mutant] = [m for m in MUTANTS if m.bug == bug]
     mutant.plant(monkeypatch)
     law_on_chains(blind=True)

@@ -55,14 +55,14 @@ def reference(logits: list[float], temperature: float, top_k: int, top_p: float)
     st.integers(0, 9),
     st.sampled_from([0.05, 0.3, 0.9, 1.0]),
 )
-def test_the_law_is_temperature_then_top_k_then_top_p(logits, temperature, top_k, top_p):
+def test_sampling_applies_temperature_then_top_k_then_top_p(logits, temperature, top_k, top_p):
     law = Sampling(temperature, top_k, top_p).law(torch.tensor(logits, dtype=torch.float64))
     expected = reference(logits, temperature, top_k, top_p)
     assert law.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, LEAST])
-def test_a_vanishing_temperature_is_greedy_without_overflow(temperature):
+def test_tiny_temperature_is_greedy_without_overflow(temperature):
     logits = torch.tensor([[3.0, 50.0, -80.0, 49.0]])
     for off in (False, True):
         with references(off):
@@ -71,7 +71,7 @@ def test_a_vanishing_temperature_is_greedy_without_overflow(temperature):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_no_more_tokens_are_ranked_than_there_are(dtype):
+def test_ranking_more_tokens_than_the_vocabulary_is_refused(dtype):
     w = torch.rand(2, 3, dtype=dtype)
     assert ranked(w, 3).sort().values.tolist() == [[0, 1, 2]] * 2
     with pytest.raises(UserError, match="vocabulary of 3 has no 4 likeliest"):
@@ -85,7 +85,7 @@ def test_greedy_ties_go_to_the_lowest_token():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_laws_are_float32_at_least(dtype):
+def test_distributions_are_at_least_float32(dtype):
     law = Sampling(1.0).law(torch.randn(3, 50, dtype=dtype))
     assert law.dtype == torch.float32
     assert law.sum(-1).tolist() == pytest.approx([1, 1, 1])
@@ -105,7 +105,7 @@ def test_laws_are_float32_at_least(dtype):
         ({"top_p": math.nan}, "top_p"),
     ],
 )
-def test_impossible_settings_are_refused(options, said):
+def test_sampling_rejects_impossible_settings(options, said):
     with pytest.raises(UserError, match=said):
         Sampling(**options)
 
@@ -113,7 +113,7 @@ def test_impossible_settings_are_refused(options, said):
 KEYS = mix(torch.arange(200_000))
 
 
-def test_the_noise_is_a_function_of_its_address():
+def test_noise_is_a_function_of_its_address():
     one, same, other = Noise(1), Noise(1), Noise(2)
     lanes = torch.arange(5)
     assert torch.equal(one.uniform(KEYS, TOKEN, lanes), same.uniform(KEYS, TOKEN, lanes))
@@ -146,14 +146,14 @@ def test_purposes_lanes_rows_and_positions_are_independent():
     assert table.abs().max() < 5 / math.sqrt(len(KEYS))
 
 
-def test_a_certain_coin_never_fails():
+def test_coin_of_probability_one_never_fails():
     noise = Noise(0)
     one, zero = torch.ones(len(KEYS)), torch.zeros(len(KEYS))
     assert noise.bernoulli(one, KEYS, 0).all()
     assert not noise.bernoulli(zero, KEYS, 0).any()
 
 
-def test_draws_follow_the_law_and_never_an_impossible_token():
+def test_draws_follow_p_and_never_have_probability_zero():
     w = torch.tensor([0.0, 0.5, 0.2, 0.0, 0.3])
     drawn = Noise(3).categorical(w.expand(len(KEYS), -1), KEYS, TOKEN)
     counts = torch.bincount(drawn, minlength=5)
@@ -163,7 +163,7 @@ def test_draws_follow_the_law_and_never_an_impossible_token():
     assert chisquare(counts[kept].numpy(), expected.numpy()).pvalue > 1e-6
 
 
-def test_draws_without_replacement_have_the_law_of_drawing_one_by_one():
+def test_draws_without_replacement_match_drawing_one_by_one():
     w = torch.tensor([0.5, 0.3, 0.15, 0.05])
     pairs = Noise(4).draw(w.expand(len(KEYS), -1), 2, KEYS)
     counts = torch.bincount(pairs[:, 0] * 4 + pairs[:, 1], minlength=16).double()
@@ -177,7 +177,7 @@ def test_draws_without_replacement_have_the_law_of_drawing_one_by_one():
     assert chisquare(counts[kept].numpy(), expected.numpy()).pvalue > 1e-6
 
 
-def test_a_token_of_all_the_mass_always_wins_its_race():
+def test_token_of_probability_one_is_always_drawn():
     """Even where its arrival rounds to never: otherwise an impossible token would be drawn."""
     w = torch.zeros(4, 3)
     w[:, 2] = 1e-30
@@ -189,14 +189,14 @@ def test_a_token_of_all_the_mass_always_wins_its_race():
     assert Edge(0).categorical(w, torch.zeros(4, dtype=torch.int64), TOKEN).tolist() == [2] * 4
 
 
-def test_certainty_needs_no_noise():
+def test_one_hot_draw_ignores_the_noise():
     p = torch.tensor([[0.0, 1.0, 0.0]])
     keys = torch.zeros(1, dtype=torch.int64)
     assert Certain().categorical(p, keys, TOKEN).tolist() == [1]
     assert Certain().bernoulli(torch.tensor([0.0, 1.0]), keys, 0).tolist() == [False, True]
 
 
-def test_a_large_vocabulary_keeps_its_precision_in_float32():
+def test_float32_draws_of_152000_tokens_have_no_bias():
     """Frequencies of a coarse grouping of 152,000 near-uniform tokens show no bias."""
     V, draws = 152_064, 1_000
     noise, w = Noise(5), torch.ones(250, V)
@@ -208,7 +208,7 @@ def test_a_large_vocabulary_keeps_its_precision_in_float32():
     assert len(drawn.unique()) > 0.97 * draws
 
 
-def test_in_a_million_draws_no_impossible_token():
+def test_a_million_draws_have_no_impossible_token():
     keys = mix(torch.arange(1_000_000))
     w = torch.tensor([0.0, 1e-6, 0.0, 1.0, 0.0])
     possible = w > 0
@@ -217,7 +217,7 @@ def test_in_a_million_draws_no_impossible_token():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_likeliest_is_where_torch_finds_it(dtype):
+def test_likeliest_matches_argmax_of_torch(dtype):
     w = torch.randint(-3, 3, (5, 4, 40)).to(dtype)  # with ties
     w[0, 0, 7], w[1, 1] = torch.nan, -torch.inf
     for x in (w, w[0, 0], w[..., 3:30], w.expand(2, -1, -1, -1), w.mT):

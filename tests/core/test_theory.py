@@ -46,7 +46,7 @@ def test_table_1_of_leviathan(
     assert round(speedup(alpha, gamma, cost=0), 2) == times_speed
 
 
-def test_the_figures_of_the_lesson() -> None:
+def test_figures_of_the_lesson() -> None:
     """Often quoted as 3.3 and 1.5 tokens a pass; four guesses really give 3.05 and 1.65."""
     assert round(tokens_per_pass(0.75, 4), 2) == 3.05
     assert round(tokens_per_pass(0.40, 4), 2) == 1.65
@@ -62,7 +62,7 @@ def test_predict_gathers_the_closed_forms() -> None:
 
 
 @given(st.fractions(0, 1, max_denominator=10**6), gammas)
-def test_tokens_are_the_quotient_of_the_paper(alpha: Fraction, gamma: int) -> None:
+def test_tokens_match_the_papers_quotient(alpha: Fraction, gamma: int) -> None:
     exact = (1 - alpha ** (gamma + 1)) / (1 - alpha) if alpha < 1 else Fraction(gamma + 1)
     assert math.isclose(tokens_per_pass(float(alpha), gamma), exact, rel_tol=1e-14)
 
@@ -76,7 +76,7 @@ def test_tokens_are_exact_near_one(below: float, gamma: int) -> None:
 
 
 @given(alphas, alphas, gammas, costs)
-def test_more_acceptance_never_hurts(a: float, b: float, gamma: int, cost: float) -> None:
+def test_speedup_grows_with_alpha(a: float, b: float, gamma: int, cost: float) -> None:
     low, high = sorted((a, b))
     rounding = 1 + 1e-14
     assert tokens_per_pass(low, gamma) <= tokens_per_pass(high, gamma) * rounding
@@ -85,7 +85,7 @@ def test_more_acceptance_never_hurts(a: float, b: float, gamma: int, cost: float
 
 
 @given(alphas, gammas, costs)
-def test_limits(alpha: float, gamma: int, cost: float) -> None:
+def test_limits_of_alpha_and_gamma(alpha: float, gamma: int, cost: float) -> None:
     assert 1 <= tokens_per_pass(alpha, gamma) <= gamma + 1
     assert tokens_per_pass(0, gamma) == 1
     assert speedup(alpha, 0, cost) == operations(alpha, 0, cost) == 1
@@ -108,14 +108,12 @@ def test_best_gamma_at_the_edges() -> None:
 
 
 @given(alphas, st.floats(0, 1))
-def test_it_pays_at_the_best_gamma_exactly_when_alpha_exceeds_the_cost(
-    alpha: float, cost: float
-) -> None:
+def test_best_gamma_pays_exactly_if_alpha_exceeds_cost(alpha: float, cost: float) -> None:
     assert (best_gamma(alpha, cost) > 0) == (alpha > cost)
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
-def test_one_guess_gives_the_gain_that_corollary_3_9_promises(a: float, b: float) -> None:
+def test_speedup_of_one_draft_token_is_corollary_3_9(a: float, b: float) -> None:
     cost, alpha = sorted((a, b))
     best = speedup(alpha, best_gamma(alpha, cost), cost)
     assert best >= (1 + alpha) / (1 + cost) * (1 - 1e-12)
@@ -166,7 +164,7 @@ def test_alpha_is_one_minus_total_variation_and_symmetric(seed: int) -> None:
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 9])
-def test_a_simulation_of_the_accept_rule_yields_the_predicted_tokens(gamma: int) -> None:
+def test_simulated_accept_rule_yields_predicted_tokens(gamma: int) -> None:
     """Draw from q, keep with probability min(1, p/q), stop at the first rejection."""
     rng = np.random.default_rng(gamma)
     p, q = np.array([0.45, 0.25, 0.2, 0.1]), np.array([0.2, 0.2, 0.1, 0.5])
@@ -203,7 +201,7 @@ def test_a_simulation_of_the_accept_rule_yields_the_predicted_tokens(gamma: int)
         (lambda: alpha_of(1.0, 1.0), "of shape"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(call: object, word: str) -> None:
+def test_theory_rejects_bad_input_in_one_line(call: object, word: str) -> None:
     with pytest.raises(UserError, match=word) as refusal:
         call()  # type: ignore[operator]
     assert "\n" not in str(refusal.value)

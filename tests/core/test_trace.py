@@ -27,7 +27,7 @@ def steps(draw, rows: int = 3) -> list[Step]:
 
 
 @given(steps())
-def test_the_identities_hold_for_every_history(history):
+def test_acceptance_identities_hold_for_any_history(history):
     record = Acceptance.of(history)
     record.check()
     assert record.drafted == sum(s.drafted for s in history)
@@ -43,12 +43,12 @@ def test_the_identities_hold_for_every_history(history):
 
 
 @given(steps())
-def test_rows_pool_to_the_whole(history):
+def test_acceptance_of_rows_adds_up_to_the_whole(history):
     trace = Trace(3, rounds=[Round(1.0, 7, 6, tuple(history))])
     assert Acceptance.pooled(trace.by_row) == trace.acceptance
 
 
-def test_nothing_drafted_is_a_rate_of_zero_and_a_length_of_one():
+def test_no_draft_has_rate_zero_and_length_one():
     record = Acceptance.of([Step(0, 0, 0, 1)] * 3)
     record.check()
     assert (record.rate, record.length, record.marginal) == (0.0, 1.0, ())
@@ -62,12 +62,12 @@ def test_nothing_drafted_is_a_rate_of_zero_and_a_length_of_one():
         Acceptance(drafted=4, emitted=3, cut=1, histogram=(1, 1)),
     ],
 )
-def test_a_record_that_does_not_add_up_is_caught(record):
+def test_check_rejects_counts_that_do_not_add_up(record):
     with pytest.raises(AssertionError):
         record.check()
 
 
-def test_the_engine_counts_what_its_tokens_show():
+def test_engine_counts_match_a_recount_of_its_tokens():
     """Recounted from the texts alone: a guess is kept if the greedy text continues with it."""
     target = of_module(tiny_llama(0).double(), "target")
     law = Sampling()
@@ -88,7 +88,7 @@ def test_the_engine_counts_what_its_tokens_show():
         assert at == 21 == len(made.tokens[row])
 
 
-def test_times_divide_into_prefill_and_decoding():
+def test_times_add_up_to_prefill_and_decoding():
     rounds = [Round(0.3, 4, 3, (Step(0, 3, 2, 3), Step(1, 3, 0, 1))), Round(0.5, 4, 3, (Step(0, 3, 3, 4),))]  # fmt: skip # noqa: E501
     trace = Trace(2, prefill_s=0.1, rounds=rounds)
     assert trace.ttft_s == 0.3

@@ -27,12 +27,12 @@ def path_to(tree: Tree, node: int) -> list[int]:
 @pytest.mark.parametrize(
     "parents", [(), (0,), (-1, -1), (-1, 1), (-1, 0, 2), (-1, 0, 1, 0), (-1, 0, 5), (-1, 0, -1)]
 )
-def test_what_is_no_tree_in_breadth_first_order_is_refused(parents):
+def test_tree_rejects_parents_out_of_breadth_first_order(parents):
     with pytest.raises(UserError, match="breadth-first"):
         Tree(parents)
 
 
-def test_a_negative_draft_length_is_refused():
+def test_chain_rejects_negative_length():
     with pytest.raises(UserError, match="gamma is -1"):
         Tree.chain(-1)
 
@@ -47,25 +47,25 @@ def test_chains_and_branching():
 
 
 @given(trees(), st.integers(0, 10))
-def test_cut_keeps_just_the_nodes_that_are_not_too_deep(tree, depth):
+def test_cut_keeps_the_nodes_within_the_depth(tree, depth):
     cut = tree.cut(depth)
     assert len(cut) == sum(len(path_to(tree, i)) - 1 <= depth for i in range(len(tree)))
     assert cut.depth == min(depth, tree.depth)
 
 
-def test_nothing_but_the_root_of_a_grown_tree_is_plain_decoding():
+def test_grown_tree_of_one_node_is_plain_decoding():
     assert Tree.grown(9, 3).cut(0) == Tree.chain(0)
 
 
 @given(trees())
-def test_levels_are_the_nodes_of_each_depth(tree):
+def test_levels_hold_the_nodes_of_each_depth(tree):
     for depth, level in enumerate(tree.levels):
         found = [i for i in range(len(tree)) if len(path_to(tree, i)) - 1 == depth]
         assert list(range(level.start, level.stop)) == found
 
 
 @given(trees())
-def test_tensors_say_what_the_tree_says(tree):
+def test_tree_tensors_match_the_tree(tree):
     nodes = tree.nodes("cpu")
     for i in range(len(tree)):
         assert nodes.depth[0, i] == len(path_to(tree, i)) - 1
@@ -75,7 +75,7 @@ def test_tensors_say_what_the_tree_says(tree):
 
 
 @given(st.lists(trees(6), min_size=2, max_size=3), st.data())
-def test_rows_may_have_trees_of_their_own(rows, data):
+def test_rows_may_have_different_trees(rows, data):
     N = max(map(len, rows))
     padded = [Tree(t.parents + (t.parents[-1],) * (N - len(t)) if len(t) > 1 else (-1,) + (0,) * (N - 1)) for t in rows]  # fmt: skip # noqa: E501
     parents = torch.tensor([t.parents for t in padded]).clamp(min=0)
@@ -97,7 +97,7 @@ def follow(tree: Tree, ok: list[bool]) -> tuple[list[int], int]:
 
 
 @given(trees(), st.data())
-def test_the_accepted_path_is_the_deepest_one_from_the_root(tree, data):
+def test_accepted_path_is_the_deepest_from_the_root(tree, data):
     ok = data.draw(st.lists(st.booleans(), min_size=len(tree), max_size=len(tree)))
     path, n = tree.nodes("cpu").accepted(torch.tensor([ok]))
     assert (path[0, : n[0] + 1].tolist(), int(n[0])) == follow(tree, ok)

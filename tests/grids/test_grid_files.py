@@ -86,7 +86,7 @@ FUZZ = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 # --- what runs -----------------------------------------------------------------------------------
 
 
-def test_the_product_of_axes_with_fixed_seeds_include_and_exclude(load):
+def test_load_crosses_axes_and_seeds_then_excludes_and_includes(load):
     points = load(
         {
             **GOOD,
@@ -107,16 +107,16 @@ def test_the_product_of_axes_with_fixed_seeds_include_and_exclude(load):
     assert "x=9" in points[-1].label
 
 
-def test_exclude_knows_the_defaults_too(load):
+def test_exclude_matches_default_values(load):
     text = HEAD + "grid: {x: [1, 2]}\nexclude: [{x: 1, how: well}]"
     assert [p.params["x"] for p in load(text)] == [2]
 
 
-def test_includes_alone_run_alone(load):
+def test_include_without_grid_adds_no_product(load):
     assert [p.params["x"] for p in load(HEAD + "include: [{x: 5}, {x: 6}]")] == [5, 6]
 
 
-def test_whole_numbers_in_a_list_of_floats_are_those_floats(load):
+def test_ints_in_a_list_of_floats_become_floats(load):
     [one] = load(HEAD + "fixed: {rates: [0, 1]}")
     [two] = load(HEAD + "fixed: {rates: [0.0, 1.0]}")
     assert one.params["rates"] == [0.0, 1.0]
@@ -124,7 +124,7 @@ def test_whole_numbers_in_a_list_of_floats_are_those_floats(load):
     assert one.run_key == two.run_key
 
 
-def test_the_same_point_of_two_files_runs_once(folder):
+def test_load_merges_the_same_point_of_two_files(folder):
     files = [folder / "a.yaml", folder / "b.yaml"]
     for file in files:
         file.write_text(yaml.safe_dump(GOOD))
@@ -136,7 +136,7 @@ def test_shipped_grids_are_valid():
     assert len(grid.load(GRIDS)) > 20
 
 
-def test_what_is_loaded_changes_slowest_also_across_files(folder):
+def test_load_orders_points_by_models_across_files(folder):
     write(
         folder / "n.ipynb",
         "print(drafter, target, x)",
@@ -164,14 +164,14 @@ def test_what_is_loaded_changes_slowest_also_across_files(folder):
 # --- identity ------------------------------------------------------------------------------------
 
 
-def test_every_parameter_is_resolved_and_names_the_point(load):
+def test_run_key_covers_every_parameter_and_is_repeatable(load):
     one, two = load(GOOD)
     assert set(one.params) == set(notebooks.parameters_of(one.notebook))
     assert one.run_key != two.run_key
     assert [p.run_key for p in load(GOOD)] == [one.run_key, two.run_key]
 
 
-def test_the_key_changes_with_a_default_spelt_out_only_if_its_value_does(load):
+def test_run_key_ignores_defaults_spelt_out(load):
     spelt = {**GOOD, "fixed": {"how": "well", "rate": 1}}
     assert [p.run_key for p in load(spelt)] == [p.run_key for p in load(GOOD)]
     other = {**GOOD, "fixed": {"how": "raises"}}
@@ -184,7 +184,7 @@ def test_the_key_changes_with_a_default_spelt_out_only_if_its_value_does(load):
 MANY_POINTS = HEAD + f"grid:\n  x: {list(range(101))}\nseeds: {list(range(10))}"
 
 
-def test_many_points_are_asked_about(load):
+def test_more_than_1000_points_need_confirmation(load):
     asked = []
     points = load(MANY_POINTS, ask=lambda n: not asked.append(n))
     assert asked == [len(points)] == [1010]
@@ -194,13 +194,13 @@ def test_many_points_are_asked_about(load):
             assert word in said
 
 
-def test_what_is_excluded_or_not_wanted_is_not_counted(load):
+def test_excluded_and_filtered_points_are_not_counted(load):
     excluded = MANY_POINTS + "\nexclude: [{x: 100}]"
     assert len(load(excluded)) == 1000
     assert len(load(MANY_POINTS, only=["seed=0,1"])) == 202
 
 
-def test_a_grid_beyond_all_bounds_is_refused_before_it_is_made(load):
+def test_too_large_grid_is_refused_unless_only_narrows_it(load):
     axes = "".join(f"  {name}: {list(range(300))}\n" for name in ("x", "seed", "rate"))
     [said] = refusal(load, HEAD + "grid:\n" + axes, ask=lambda n: True)
     assert said.startswith("2: 27,000,000 points")
@@ -225,7 +225,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("asked", CHOSEN)
-def test_only_some_points(load, asked):
+def test_only_selects_points_by_value(load, asked):
     axes = {"x": [1, 2], "how": ["well", "a,b"]}
     points = load(GOOD | {"grid": axes}, only=asked.split("|")) if CHOSEN[asked] else []
     assert len(points) == CHOSEN[asked]
@@ -234,7 +234,7 @@ def test_only_some_points(load, asked):
         assert "no point has how a,b" in said
 
 
-def test_only_reaches_includes_and_leaves_out_notebooks_without_the_parameter(folder):
+def test_only_filters_includes_and_drops_other_notebooks(folder):
     write(folder / "other.ipynb", "print(y)", parameters="y: int = 1")
     (folder / "a.yaml").write_text(HEAD + "grid: {x: [1]}\ninclude: [{x: 5}, {x: 6}]")
     (folder / "b.yaml").write_text("notebook: other.ipynb\ngrid: {y: [1, 2]}")
@@ -261,13 +261,13 @@ WRONG_ONLY = {
 
 
 @pytest.mark.parametrize("text", WRONG_ONLY)
-def test_only_what_is_not_there_is_refused(load, text):
+def test_only_rejects_unknown_names_and_values(load, text):
     [said] = refusal(load, GOOD, only=[text])
     assert WRONG_ONLY[text] in said
     assert said.isprintable()
 
 
-def test_what_only_chose_is_blamed_on_its_own_line(load, monkeypatch):
+def test_problem_of_a_point_chosen_by_only_has_its_line(load, monkeypatch):
     monkeypatch.setattr(
         parameters,
         "problems_of",
@@ -278,7 +278,7 @@ def test_what_only_chose_is_blamed_on_its_own_line(load, monkeypatch):
     assert refusal(load, text, only=["how=c"]) == ["8: x is 9"]
 
 
-def test_only_texts_that_exclude_each_other_are_refused(load):
+def test_only_rejects_filters_that_match_no_point(load):
     [said] = refusal(load, GOOD, only=["x=1", "x=2"])
     assert "no point" in said
 
@@ -430,12 +430,12 @@ BAD = {
 }
 
 
-def test_there_are_more_than_a_hundred_bad_files():
+def test_bad_files_number_at_least_a_hundred():
     assert len(BAD) >= 100
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_refused_in_one_line_that_says_where_and_why(load, case):
+def test_bad_file_is_refused_with_its_line_and_reason(load, case):
     text, line, words = BAD[case]
     said = refusal(load, text)
     assert len(said) == 1, said
@@ -445,21 +445,21 @@ def test_a_bad_file_is_refused_in_one_line_that_says_where_and_why(load, case):
     assert len(said[0]) < 400
 
 
-def test_type_mismatch_says_what_the_parameter_is(load):
+def test_type_mismatch_shows_the_parameters_help(load):
     [line] = refusal(load, f"notebook: {ACCEPTANCE}\nfixed: {{gamma: three}}")
     assert line == "2: fixed.gamma needs int, not str 'three' (gamma: draft length)"
 
 
-def test_a_date_for_a_number_is_told_as_both(load):
+def test_date_for_a_number_is_two_problems(load):
     assert [s[:2] for s in refusal(load, HEAD + "fixed: {x: 2024-01-01}")] == ["2:", "2:"]
 
 
-def test_a_file_too_large_is_not_read(load):
+def test_too_large_file_is_refused(load):
     [said] = refusal(load, b"# " + b"x" * 1_100_000)
     assert "larger than 1000 kB" in said
 
 
-def test_all_problems_of_all_files_are_told_at_once_and_in_order(folder):
+def test_problems_of_all_files_are_reported_in_order(folder):
     bad = {
         "a.yaml": HEAD + "zzz: 1\nfixed:\n  rate: .nan\n  hwo: 1\n  x: two\nseeds: [1, 1]",
         "b.yaml": HEAD + "grid:\n  x: []\n  x: 012\n",
@@ -480,13 +480,13 @@ def test_all_problems_of_all_files_are_told_at_once_and_in_order(folder):
     ]  # fmt: skip
 
 
-def test_no_more_is_told_than_can_be_read(load):
+def test_report_stops_at_200_problems(load):
     said = refusal(load, HEAD + "".join(f"k{i}: 1\n" for i in range(1300)))
     assert len(said) == 201
     assert said[-1] == "and 1,100 more problems"
 
 
-def test_a_file_that_is_none_is_named(tmp_path):
+def test_unreadable_grid_file_is_named(tmp_path):
     (tmp_path / "folder.yaml").mkdir()
     for name, why in {
         "nowhere.yaml": r"nowhere\.yaml: cannot be read: No such file",
@@ -522,7 +522,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("case", CELLS)
-def test_a_bad_parameters_cell_is_one_clear_line(load, folder, case):
+def test_bad_parameters_cell_is_refused_with_its_line(load, folder, case):
     source, words = CELLS[case]
     write(folder.parent / "reader.ipynb", "print(x)", parameters=source)
     [said] = refusal(load, "experiment: a\nnotebook: ../reader.ipynb\ngrid: {x: [1]}")
@@ -530,12 +530,12 @@ def test_a_bad_parameters_cell_is_one_clear_line(load, folder, case):
     assert words in said
 
 
-def test_everything_wrong_with_a_parameters_cell_is_told(load, folder):
+def test_parameters_cell_reports_all_its_problems(load, folder):
     write(folder.parent / "reader.ipynb", parameters="x = 1\ny: int\nz: int = 'a'\nw: int = 1")
     assert len(refusal(load, HEAD)) == 3
 
 
-def test_a_notebook_without_a_parameters_cell_says_how_to_tag_one(load, folder):
+def test_missing_parameters_cell_error_explains_how_to_tag_one(load, folder):
     untagged = write(folder.parent / "reader.ipynb", "x: int = 1", parameters=None)
     [said] = refusal(load, HEAD)
     assert "has no code cells tagged `parameters`" in said
@@ -548,7 +548,7 @@ def test_a_notebook_without_a_parameters_cell_says_how_to_tag_one(load, folder):
 
 
 @pytest.mark.parametrize("metadata", [None, {"specexp": None}, {"specexp": 3}, {"specexp": {}}])
-def test_a_notebook_measures_time_unless_it_says_that_it_does_not(folder, metadata):
+def test_notebook_is_timed_unless_its_metadata_denies_it(folder, metadata):
     file = write(folder.parent / "reader.ipynb", "print(x)", metadata=metadata)
     assert notebooks.read(file).timed
     file = write(file, "print(x)", metadata={"specexp": {"timed": False}})
@@ -565,20 +565,20 @@ def test_a_notebook_measures_time_unless_it_says_that_it_does_not(folder, metada
         '{"nbformat": 3, "worksheets": []}', "[" * 100_000, b"\xff\xff", b"\0" * 10,
     ],
 )  # fmt: skip
-def test_what_is_no_notebook_is_refused(load, folder, content):
+def test_malformed_notebook_is_refused(load, folder, content):
     content = content if isinstance(content, bytes) else content.encode()
     (folder.parent / "reader.ipynb").write_bytes(content)
     [said] = refusal(load, HEAD)
     assert said.startswith("1: reader.ipynb is ")
 
 
-def test_a_notebook_too_large_is_not_read(load, monkeypatch):
+def test_too_large_notebook_is_refused(load, monkeypatch):
     monkeypatch.setattr(notebooks, "LARGEST", 100)
     [said] = refusal(load, HEAD)
     assert "clear its outputs" in said
 
 
-def test_seeds_need_a_parameter_seed(load, folder):
+def test_seeds_need_a_seed_parameter(load, folder):
     write(folder.parent / "reader.ipynb", "print(x)", parameters="x: int = 1")
     [said] = refusal(load, HEAD + "seeds: [1, 2]")
     assert said.startswith("2: seeds: reader.ipynb has no parameter `seed: int`")
@@ -614,7 +614,7 @@ READING = {
 
 
 @pytest.mark.parametrize("cell", READING)
-def test_an_axis_that_no_cell_reads_is_refused(load, folder, cell):
+def test_axis_that_no_cell_reads_is_refused(load, folder, cell):
     first = "from specexp.tracking import runs\nparams = runs.parameters(globals())"
     write(folder.parent / "reader.ipynb", first, cell)
     if READING[cell]:
@@ -624,13 +624,13 @@ def test_an_axis_that_no_cell_reads_is_refused(load, folder, cell):
         assert said.startswith("2: seed is read by no cell of reader.ipynb")
 
 
-def test_an_include_of_a_parameter_that_no_cell_reads_is_refused(load, folder):
+def test_include_of_a_parameter_no_cell_reads_is_refused(load, folder):
     write(folder.parent / "reader.ipynb", "print(x)")
     said = refusal(load, HEAD + "grid: {x: [1]}\ninclude:\n- x: 2\n  how: a")
     assert [s.split(" is read")[0] for s in said] == ["5: how"]
 
 
-def test_relative_files_are_those_beside_the_notebook_where_kernels_run(load, folder, monkeypatch):
+def test_relative_prompts_are_looked_up_beside_the_notebook(load, folder, monkeypatch):
     write(
         folder.parent / "asks.ipynb", "print(prompts)", parameters='prompts: str = "all"  # which'
     )
@@ -645,7 +645,7 @@ def test_relative_files_are_those_beside_the_notebook_where_kernels_run(load, fo
         load(spec | {"grid": {"prompts": ["here.jsonl"]}})
 
 
-def test_notebooks_of_two_folders_each_have_the_relative_files_beside_them(tmp_path):
+def test_notebooks_of_two_folders_read_their_own_relative_files(tmp_path):
     files, question = [], '{"question_id": 1, "category": "code", "turns": ["%s"]}\n'
     for name in ("one", "two"):
         (tmp_path / name / "grids").mkdir(parents=True)
@@ -663,7 +663,7 @@ def test_notebooks_of_two_folders_each_have_the_relative_files_beside_them(tmp_p
         grid.load(files)
 
 
-def test_a_notebook_elsewhere_is_not_run(tmp_path):
+def test_notebook_outside_the_project_is_refused(tmp_path):
     """Neither through a path nor a symbolic link: a notebook is code."""
     inside, outside = tmp_path / "project" / "grids", tmp_path / "elsewhere"
     inside.mkdir(parents=True)
@@ -713,7 +713,7 @@ MEANING = {
 
 
 @pytest.mark.parametrize("case", MEANING)
-def test_what_makes_no_sense_is_told_on_the_line_of_the_value_to_blame(load, case):
+def test_impossible_value_is_refused_on_its_own_line(load, case):
     text, expected = MEANING[case]
     said = refusal(load, f"notebook: {ACCEPTANCE}\n{text}")
     assert {int(line.split(":")[0]) for line in said} == set(expected), said
@@ -721,20 +721,20 @@ def test_what_makes_no_sense_is_told_on_the_line_of_the_value_to_blame(load, cas
         assert any(s.startswith(f"{line}: ") and words in s for s in said)
 
 
-def test_what_no_value_is_to_blame_for_is_told_once_on_the_line_of_the_grid(load, monkeypatch):
+def test_problem_of_no_parameter_has_the_line_of_the_grid(load, monkeypatch):
     monkeypatch.setattr(parameters, "problems_of", lambda *_: [Problem("the world is flat")])
     assert refusal(load, HEAD + "experiment: a\ngrid: {x: [1, 2]}") == ["3: the world is flat"]
     assert refusal(load, "experiment: a\n" + HEAD) == ["2: the world is flat"]
 
 
-def test_a_model_that_only_the_identity_reads_is_missed_before_anything_runs(load, folder):
+def test_missing_model_of_an_unchecked_parameter_is_refused(load, folder):
     parameters = 'draft: str = "sibling-3m"\nx: int = 0'
     write(folder.parent / "reader.ipynb", "print(draft, x)", parameters=parameters)
     [said] = refusal(load, HEAD + "grid:\n  draft: [sibling-1m,\n    sibling-2m]\n  x: [1, 2]")
     assert said.startswith("4: no zoo model is called 'sibling-2m'; did you mean")
 
 
-def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
+def test_check_rejects_absent_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert parameters.check({"device": "cuda:1"}) == []
@@ -743,7 +743,7 @@ def test_a_gpu_that_is_not_there_is_missed(monkeypatch):
     ]
 
 
-def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
+def test_check_rejects_policy_deeper_than_its_drafter():
     base = {"target": "target-10m", "drafter": "medusa", "gamma": 1}
     said = "policy 'always:5' drafts 5; this drafter does 0 to 3"
     assert parameters.check(base | {"policies": ["always:3", "plain", "goodput"]}) == []
@@ -765,14 +765,12 @@ def test_a_policy_that_drafts_deeper_than_a_drafter_can_is_missed():
         ({"target": "models/of/mine"}, "there is no folder models/of/mine"),
     ],
 )  # fmt: skip
-def test_what_would_fail_late_is_missed_at_once(params, said):
+def test_check_rejects_impossible_parameter(params, said):
     assert parameters.check(params) == [said]
 
 
 @pytest.mark.parametrize("method", ["", "model:", "crossed:", "planted:0.5,"])
-def test_a_draft_whose_head_is_too_short_for_its_tokenizer_is_missed(
-    tiny_folders, tmp_path, method
-):
+def test_check_rejects_draft_with_fewer_logits_than_tokens(tiny_folders, tmp_path, method):
     tokenizer = read_tokenizer(tiny_folders[0])
     tokenizer.save_pretrained(tmp_path)
     tiny_llama(0, 1, vocab=len(tokenizer) - 3).save_pretrained(tmp_path)
@@ -780,13 +778,13 @@ def test_a_draft_whose_head_is_too_short_for_its_tokenizer_is_missed(
     assert said.startswith(f"{tmp_path} has {len(tokenizer) - 3} logits for a tokenizer of")
 
 
-def test_a_draft_of_another_tokenizer_is_named_as_it_was_asked_for(tiny_folders):
+def test_check_suggests_crossed_for_another_tokenizer(tiny_folders):
     [said] = parameters.check({"target": "target-10m", "drafter": tiny_folders[1]})
     assert said.endswith(f"translate with drafter crossed:{tiny_folders[1]}")
     assert parameters.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
 
 
-def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
+def test_load_refuses_a_pairing_before_loading_its_target(monkeypatch):
     monkeypatch.setattr("specexp.models.load.of_module", None)
     for wrong, said in (
         ({"drafter": "ngram", "rule": "block", "temperature": 1.0}, "use rule match"),
@@ -798,7 +796,7 @@ def test_a_pairing_is_refused_before_its_target_is_loaded(monkeypatch):
             api.load(**wrong)
 
 
-def test_all_that_is_wrong_with_a_notebook_is_said_in_its_first_cell_of_work():
+def test_notebooks_call_insist_first_and_it_reports_all():
     with pytest.raises(UserError, match=r"^gammas is empty; .*\nlimit is 0; .*more$"):
         parameters.insist({"limit": 0, "gammas": []})
     for number in (10, 20, 30, 40, 60):
@@ -808,7 +806,7 @@ def test_all_that_is_wrong_with_a_notebook_is_said_in_its_first_cell_of_work():
         assert work[0] == "measure.parameters.insist(params)\n"
 
 
-def test_rivals_are_checked_at_the_temperature_at_which_they_are_drawn():
+def test_check_applies_temperatures_to_the_drafter_not_rivals():
     base = {"target": "target-10m", "drafter": "sibling-3m", "rivals": ["ngram"], "rule": "reject"}
     assert parameters.check(base | {"temperatures": [0.0, 1.0]}) == []
     [said] = parameters.check(base | {"temperature": 1.0})
@@ -817,12 +815,12 @@ def test_rivals_are_checked_at_the_temperature_at_which_they_are_drawn():
     assert "suffix" in said
 
 
-def test_prompts_that_are_too_long_are_one_line():
+def test_check_reports_too_long_prompts_in_one_line():
     [said] = parameters.check({"target": "target-10m", "max_new_tokens": 10**6})
     assert said.endswith("more prompts are too long)")
 
 
-def test_the_usual_draft_length_is_one_that_the_drafter_can():
+def test_default_gamma_is_within_the_drafters_depth():
     assert (
         parameters.check({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]})
         == []
@@ -830,7 +828,7 @@ def test_the_usual_draft_length_is_one_that_the_drafter_can():
     assert api.load(drafter="medusa").engine.policy.tree.depth == 3
 
 
-def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
+def test_exception_in_a_check_refuses_the_points(load, monkeypatch):
     def broken(params, texts, once):
         if params["x"] == 1:
             return []
@@ -843,7 +841,7 @@ def test_a_check_that_breaks_down_refuses_the_points(load, monkeypatch):
     ]
 
 
-def test_every_value_and_every_combination_is_checked_and_none_twice(load, monkeypatch):
+def test_load_checks_each_value_and_combination_once(load, monkeypatch):
     asked = []
     monkeypatch.setattr(
         parameters, "problems_of", lambda params, *_: asked.append(dict(params)) or []
@@ -855,7 +853,7 @@ def test_every_value_and_every_combination_is_checked_and_none_twice(load, monke
     assert len(asked) == 6 + 3
 
 
-def test_what_is_checked_alone_is_the_same_whatever_the_others_are():
+def test_problems_of_lone_parameters_ignore_the_others():
     """Points are left out of the checks in reliance on `Parameter.alone`."""
     base = {n: p.default for n, p in notebooks.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
     wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
@@ -884,7 +882,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_two_hundred_hostile_texts_reach_the_plan_as_they_are(load):
+def test_hostile_texts_reach_the_plan_unchanged(load):
     texts = list(
         dict.fromkeys([*HOSTILE, *(f"{a}{b}" for a in HOSTILE[:8] for b in HOSTILE[8:24])])
     )
@@ -903,7 +901,7 @@ def test_two_hundred_hostile_texts_reach_the_plan_as_they_are(load):
 @settings(max_examples=200, **FUZZ)
 @given(text=st.text(max_size=60), name=st.text(max_size=12))
 @example(text="\ud800", name="x\n")
-def test_any_text_round_trips_or_is_refused_and_no_name_becomes_code(load, text, name):
+def test_any_text_round_trips_or_is_refused(load, text, name):
     spec = {"notebook": "../reader.ipynb", "fixed": {"how": text}}
     written = json.dumps(spec, ensure_ascii=False)  # JSON is YAML
     try:
@@ -926,7 +924,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-def test_thirty_hostile_names_are_refused_and_nothing_runs(load, tmp_path):
+def test_hostile_names_are_refused_and_not_executed(load, tmp_path):
     canary = tmp_path / "ran"
     code = f"x=0\nopen({str(canary)!r}, 'w')\ny"
     for name in [code, *NAMES]:
@@ -958,7 +956,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-def test_a_bomb_is_refused_without_being_unpacked(load, case):
+def test_yaml_bomb_is_refused_within_200_mb(load, case):
     tracemalloc.start()
     said = refusal(load, BOMBS[case])
     _, most = tracemalloc.get_traced_memory()
@@ -1016,37 +1014,37 @@ def holds(load, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", SEEDS + SHIPPED[:2])
-def test_what_is_mutated_is_valid(load, text):
+def test_texts_to_mutate_are_valid_grids(load, text):
     assert len(load(text)) >= 2
 
 
 @settings(max_examples=300, **FUZZ)
 @given(text=mutated(SEEDS))
-def test_any_mutation_loads_or_names_its_problem(load, text):
+def test_mutated_grid_loads_or_names_its_problem(load, text):
     holds(load, text)
 
 
 @settings(max_examples=60, **FUZZ)
 @given(text=mutated(SHIPPED))
-def test_any_mutation_of_a_shipped_grid_loads_or_names_its_problem(load, text):
+def test_mutated_shipped_grid_loads_or_names_its_problem(load, text):
     holds(load, text)
 
 
 @pytest.mark.slow
 @settings(max_examples=8_000, **FUZZ)
 @given(text=mutated(SEEDS))
-def test_any_of_many_mutations_loads_or_names_its_problem(load, text):
+def test_many_mutated_grids_load_or_name_their_problems(load, text):
     holds(load, text)
 
 
 @pytest.mark.slow
 @settings(max_examples=2_000, **FUZZ)
 @given(text=mutated(SHIPPED))
-def test_any_of_many_mutations_of_a_shipped_grid_loads_or_names_its_problem(load, text):
+def test_many_mutated_shipped_grids_load_or_name_their_problems(load, text):
     holds(load, text)
 
 
-def test_the_lines_of_yaml_are_those_of_the_file(tmp_path):
+def test_yaml_lines_gives_the_line_of_each_value(tmp_path):
     (tmp_path / "g.yaml").write_text("a: 1\n\n# no\nb:\n- x\n-   {c: 2,\n  d: [3,\n 4]}\n")
     document = yaml_lines.read(tmp_path / "g.yaml")
     assert document.value == {"a": 1, "b": ["x", {"c": 2, "d": [3, 4]}]}
@@ -1055,6 +1053,6 @@ def test_the_lines_of_yaml_are_those_of_the_file(tmp_path):
     assert {path: document.line(*path) for path in expected} == expected
 
 
-def test_yaml_itself_agrees_on_every_shipped_grid():
+def test_yaml_lines_reads_shipped_grids_as_pyyaml_does():
     for file in GRIDS:
         assert yaml_lines.read(file).value == yaml.safe_load(file.read_text())
