@@ -47,8 +47,8 @@ def main() -> None:
         sys.exit(runner.DISK_FULL)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(show: bool) -> None:
+    if show:
         import specexp
 
         print(f"specexp {specexp.__version__}")

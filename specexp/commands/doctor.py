@@ -60,12 +60,12 @@ def missing() -> list[str]:
     """Unmet requirements of the package, one line each with the command that installs them."""
     problems = []
     for needed in requirements():
-        found = version(needed.name)
-        if found is None:
+        installed = version(needed.name)
+        if installed is None:
             problems.append(f"{needed.name}: pip install {needed.name}")
-        elif not needed.specifier.contains(found, prereleases=True):
+        elif not needed.specifier.contains(installed, prereleases=True):
             fix = f"pip install '{needed}'"
-            problems.append(f"{needed.name}{needed.specifier}, {found} is installed: {fix}")
+            problems.append(f"{needed.name}{needed.specifier}, {installed} is installed: {fix}")
     return problems
 
 
@@ -73,11 +73,11 @@ def requirements() -> list[Requirement]:
     """Required packages: from the installed metadata, or from pyproject.toml in a checkout that is
     not installed."""
     try:
-        asked = metadata.requires("specexp") or []
+        lines = metadata.requires("specexp") or []
     except metadata.PackageNotFoundError:
         project = tomllib.loads((results.ROOT / "pyproject.toml").read_text())["project"]
-        asked = project["dependencies"]
-    return [r for r in map(Requirement, asked) if not (r.marker and "extra" in str(r.marker))]
+        lines = project["dependencies"]
+    return [r for r in map(Requirement, lines) if not (r.marker and "extra" in str(r.marker))]
 
 
 def speeds(device: torch.device) -> Table:

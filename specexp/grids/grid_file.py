@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
-from specexp.grids import notebooks as notebook
-from specexp.grids import yaml_lines
+from specexp.grids import notebooks, yaml_lines
 from specexp.grids.notebooks import Notebook, Parameter, shown
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import redact
@@ -118,8 +117,7 @@ class Sheet:
             axis = _axis(self.document, name)
             written = self.document.at(*axis)  # `axes` has fewer values after --only
             return self.document.line(*axis, norms(written).index(norm(params[name])))
-        given = self.document.has("fixed", name)
-        return self.document.line("fixed", name) if given else None
+        return self.document.line("fixed", name) if self.document.has("fixed", name) else None
 
 
 def read(path: Path, report: Report) -> Sheet | None:
@@ -144,10 +142,10 @@ def read(path: Path, report: Report) -> Sheet | None:
         return None
     _check_texts(spec, wrong)
     shaped = _shaped(spec, wrong)
-    found = _notebook(path, spec.get("notebook"), wrong)
-    if found is None:
+    notebook = _notebook(path, spec.get("notebook"), wrong)
+    if notebook is None:
         return None
-    sheet = _fitted(path, document, found, shaped, wrong)
+    sheet = _fitted(path, document, notebook, shaped, wrong)
     if len(report.problems) == before:
         _check_points(sheet, wrong)
     return sheet if len(report.problems) == before else None
@@ -162,7 +160,7 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
         wrong(f"unknown key {name!r:.60}{hint}", name)
     title = spec.get("experiment") or "none"
     fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
-    if not fits or notebook.unfit(title):
+    if not fits or notebooks.unfit(title):
         what = "experiment must be a name of up to 80 letters, digits, spaces, dots and dashes"
         wrong(what, "experiment")
     timeout = spec.get("timeout_s")
@@ -208,7 +206,7 @@ def _notebook(grid_file: Path, named: Any, wrong: Wrong) -> Notebook | None:
         wrong("notebook must name the notebook to run, as in ../10_acceptance.ipynb", "notebook")
         return None
     try:
-        return notebook.read(_find(grid_file, named))
+        return notebooks.read(_find(grid_file, named))
     except UserError as e:
         for problem in str(e).splitlines():
             wrong(problem, "notebook")
@@ -224,12 +222,12 @@ def _find(grid_file: Path, named: str) -> Path:
     for base in (folder, ROOT):
         try:
             path = (base / named).resolve()
-            there = path.is_file() and path.suffix == ".ipynb"
+            is_notebook = path.is_file() and path.suffix == ".ipynb"
         except (OSError, ValueError, RuntimeError):
             continue
-        if there and any(path.is_relative_to(root) for root in (above, ROOT)):
+        if is_notebook and any(path.is_relative_to(root) for root in (above, ROOT)):
             return path
-        outside = outside or (path if there else None)
+        outside = outside or (path if is_notebook else None)
     if outside:
         raise UserError(
             f"notebook {named!r:.80} is outside {above} and {ROOT}: a notebook is code, so only "
@@ -246,29 +244,33 @@ def _notebooks(folder: Path) -> list[Path]:
 
 
 def _fitted(
-    path: Path, document: yaml_lines.Document, found: Notebook, shaped: dict[str, Any], wrong: Wrong
+    path: Path,
+    document: yaml_lines.Document,
+    notebook: Notebook,
+    shaped: dict[str, Any],
+    wrong: Wrong,
 ) -> Sheet:
     """Check every value against its parameter. The sheet is valid if no problem was reported."""
-    known = found.parameters
+    parameters = notebook.parameters
     entries = (shaped["fixed"], shaped["grid"], *shaped["include"], *shaped["exclude"])
-    hints = len({name for entry in entries for name in entry} - known.keys()) <= MAX_PROBLEMS
+    hints = len({name for entry in entries for name in entry} - parameters.keys()) <= MAX_PROBLEMS
 
     def fitting(name: str, value: Any, *where: str | int) -> Any:
         """The coerced value, or the value itself if it has a problem, which is reported."""
-        problem = _name_problem(known, name, hints) or known[name].problem(value)
+        problem = _name_problem(parameters, name, hints) or parameters[name].problem(value)
         if problem:
             about = f" ({name}: {PARAMETERS[name].help})" if name in PARAMETERS else ""
             wrong(f"{where[0]}.{shown(name)} {problem}{about}", *where)
-        return value if problem else known[name].coerced(value)
+        return value if problem else parameters[name].coerced(value)
 
     fixed = {n: fitting(n, v, "fixed", n) for n, v in shaped["fixed"].items()}
     axes: dict[str, list[Any]] = {}
     for name, values in shaped["grid"].items():
-        if problem := _name_problem(known, name, hints):
+        if problem := _name_problem(parameters, name, hints):
             wrong(f"grid.{shown(name)} {problem}", "grid", name)
         else:
             axes[name] = [fitting(name, v, "grid", name, i) for i, v in enumerate(values)]
-    if "seeds" in shaped and _seeds_fit(shaped["seeds"], found, axes, wrong):
+    if "seeds" in shaped and _seeds_fit(shaped["seeds"], notebook, axes, wrong):
         axes["seed"] = shaped["seeds"]
     for name, values in axes.items():
         where = _axis(document, name)
@@ -286,15 +288,17 @@ def _fitted(
         }
         for name in ("include", "exclude")
     )
-    base = {name: p.default for name, p in known.items()} | fixed
+    base = {name: p.default for name, p in parameters.items()} | fixed
     product = bool(axes) or not include
-    return Sheet(path, document, found, base, axes, include, list(exclude.values()), product)
+    return Sheet(path, document, notebook, base, axes, include, list(exclude.values()), product)
 
 
-def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wrong: Wrong) -> bool:
-    known = found.parameters.get("seed")
-    if known is None or known.kind is not int:
-        none = f"seeds: {found.path.name} has no parameter `seed: int`"
+def _seeds_fit(
+    seeds: list[Any], notebook: Notebook, axes: dict[str, list[Any]], wrong: Wrong
+) -> bool:
+    parameter = notebook.parameters.get("seed")
+    if parameter is None or parameter.kind is not int:
+        none = f"seeds: {notebook.path.name} has no parameter `seed: int`"
         wrong(f"{none}, so every seed would be the same point", "seeds")
     elif "seed" in axes:
         wrong("seeds: `grid` has an axis seed already; remove one of them", "seeds")
@@ -302,7 +306,7 @@ def _seeds_fit(seeds: list[Any], found: Notebook, axes: dict[str, list[Any]], wr
         for i, seed in enumerate(seeds):
             if type(seed) is not int or seed < 0:
                 wrong(f"seeds must be whole numbers of 0 or more, not {seed!r:.40}", "seeds", i)
-            elif problem := known.problem(seed):
+            elif problem := parameter.problem(seed):
                 wrong(f"seeds: {seed!r:.40} {problem}", "seeds", i)
         return True
     return False
@@ -322,14 +326,14 @@ def _check_points(sheet: Sheet, wrong: Wrong) -> None:
     if sheet.exclude and not sheet.product:
         wrong("exclude removes points of `grid` and `seeds`, and this file has neither", "exclude")
     axes = {name: set(norms(values)) for name, values in sheet.axes.items()}
-    there = {name: {norm(value)} for name, value in sheet.base.items()} | axes
-    _check_exclude(sheet, there, wrong)
-    _check_include(sheet, there, wrong)
+    domains = {name: {norm(value)} for name, value in sheet.base.items()} | axes
+    _check_exclude(sheet, domains, wrong)
+    _check_include(sheet, domains, wrong)
 
 
-def _check_exclude(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
+def _check_exclude(sheet: Sheet, domains: dict[str, set[Any]], wrong: Wrong) -> None:
     for i, entry in enumerate(sheet.exclude if sheet.product else []):
-        absent = [name for name, value in entry.items() if norm(value) not in there[name]]
+        absent = [name for name, value in entry.items() if norm(value) not in domains[name]]
         for name in absent[:1]:
             only = listed(sheet.axes.get(name, [sheet.base[name]]))
             never = f"{name} is never {shown(entry[name])}; its values are {only}"
@@ -338,11 +342,11 @@ def _check_exclude(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> No
         wrong("exclude removes every point: nothing would run", "exclude")
 
 
-def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> None:
+def _check_include(sheet: Sheet, domains: dict[str, set[Any]], wrong: Wrong) -> None:
     first: dict[Any, int] = {}
     for i, entry in sheet.include.items():
         params = sheet.base | entry
-        of_grid = sheet.product and all(norm(v) in there[name] for name, v in params.items())
+        of_grid = sheet.product and all(norm(v) in domains[name] for name, v in params.items())
         of_grid = of_grid and not any(_matches(params, e) for e in sheet.exclude)
         earlier = first.setdefault(tuple(norms(params.values())), i)
         if earlier != i:
@@ -352,14 +356,14 @@ def _check_include(sheet: Sheet, there: dict[str, set[Any]], wrong: Wrong) -> No
             wrong(f"include repeats a point of the grid (line {sheet.line})", "include", i)
 
 
-def _name_problem(known: dict[str, Parameter], name: str, hints: bool) -> str | None:
-    if not notebook.is_name(name):
+def _name_problem(parameters: dict[str, Parameter], name: str, hints: bool) -> str | None:
+    if not notebooks.is_name(name):
         return "is not a parameter name"
-    if redact.NAME.search(name) and name not in known:
+    if redact.NAME.search(name) and name not in parameters:
         return redact.REFUSED
-    if name not in known:
-        near = difflib.get_close_matches(name, known if hints else [], 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}"
+    if name not in parameters:
+        near = difflib.get_close_matches(name, parameters if hints else [], 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(parameters)}"
         return f"is not a parameter of the notebook; {hint}"
     return None
 

@@ -140,38 +140,38 @@ def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[
         report.add(None, None, f"--only {text!r:.80}: {what}")
 
     for text in only:
-        name, _, asked = (part.strip() for part in text.partition("="))
+        name, _, choice = (part.strip() for part in text.partition("="))
         having = [sheet for sheet in sheets if name in sheet.notebook.parameters]
         names = list(dict.fromkeys(n for s in sheets for n in s.notebook.parameters))
-        if not name or not asked:
+        if not name or not choice:
             wrong(text, "write NAME=VALUE or NAME=VALUE,VALUE")
         elif not having:
             wrong(text, f"there is no parameter {name!r:.60}; {_near(name, names)}")
         else:
-            there = distinct([value for sheet in having for value in sheet.values(name)])
-            wanted = _wanted(asked, having[0].notebook.parameters[name], there)
-            for value in wanted:
-                if norm(value) not in norms(there):
-                    wrong(text, f"no point has {name} {shown(value)}; {_near(value, there)}")
-            sheets = [_having(sheet, name, norms(wanted)) for sheet in having]
+            values = distinct([value for sheet in having for value in sheet.values(name)])
+            choices = _choices(choice, having[0].notebook.parameters[name], values)
+            for value in choices:
+                if norm(value) not in norms(values):
+                    wrong(text, f"no point has {name} {shown(value)}; {_near(value, values)}")
+            sheets = [_having(sheet, name, norms(choices)) for sheet in having]
     left = (sheet.size > MAX_POINTS or next(sheet.combinations(), None) for sheet in sheets)
     if only and not report.problems and not any(left):
         wrong(" ".join(only), "no point matches all of these")
     return sheets
 
 
-def _near(asked: Any, there: list[Any]) -> str:
-    near = difflib.get_close_matches(str(asked), map(str, there), 1)
-    return f"did you mean {near[0]!r}?" if near else f"choose from {listed(there)}"
+def _near(value: Any, candidates: list[Any]) -> str:
+    near = difflib.get_close_matches(str(value), map(str, candidates), 1)
+    return f"did you mean {near[0]!r}?" if near else f"choose from {listed(candidates)}"
 
 
-def _wanted(asked: str, parameter: Parameter, there: list[Any]) -> list[Any]:
+def _choices(text: str, parameter: Parameter, values: list[Any]) -> list[Any]:
     """The values that a filter asks for: all of its text if a point has that value, or its parts
     between commas."""
     if parameter.kind is list:
-        bare = re.sub(r"[\s'\"]", "", asked).strip("[]")
-        return [v for v in there if ",".join(map(str, v)) == bare] or [asked]
-    parts = [asked] if asked in there else re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", asked)
+        bare = re.sub(r"[\s'\"]", "", text).strip("[]")
+        return [v for v in values if ",".join(map(str, v)) == bare] or [text]
+    parts = [text] if text in values else re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", text)
     return [_meant(part.strip(), parameter) for part in parts]
 
 
@@ -187,17 +187,17 @@ def _meant(text: str, parameter: Parameter) -> Any:
     return text if parameter.problem(value) else parameter.coerced(value)
 
 
-def _having(sheet: Sheet, name: str, wanted: list[Any]) -> Sheet:
+def _having(sheet: Sheet, name: str, choices: list[Any]) -> Sheet:
     """The sheet, restricted to the points that have one of these values of a parameter."""
     include = {
         i: entry
         for i, entry in sheet.include.items()
-        if norm(entry.get(name, sheet.base[name])) in wanted
+        if norm(entry.get(name, sheet.base[name])) in choices
     }
     if name in sheet.axes:
-        values = [value for value in sheet.axes[name] if norm(value) in wanted]
+        values = [value for value in sheet.axes[name] if norm(value) in choices]
         return replace(sheet, axes=sheet.axes | {name: values}, include=include)
-    product = sheet.product and norm(sheet.base[name]) in wanted
+    product = sheet.product and norm(sheet.base[name]) in choices
     return replace(sheet, product=product, include=include)
 
 
@@ -235,7 +235,7 @@ class Checks:
 
     def __init__(self, sheet: Sheet, once: api.Once, surroundings: identity.Surroundings) -> None:
         self.sheet, self.once, self.surroundings = sheet, once, surroundings
-        self.seen: set[Any] = set()
+        self.checked: set[Any] = set()
         alone = {name for name, parameter in parameters.PARAMETERS.items() if parameter.alone}
         self.together = [name for name in sheet.varying if name not in alone]
         self.alone = [name for name in sheet.varying if name in alone]
@@ -245,8 +245,8 @@ class Checks:
         """Check a point, unless all its values were checked before. `entry`: of `include`."""
         new = [("", *(norm(params[name]) for name in self.together))]
         new += [(name, norm(params[name])) for name in self.alone]
-        if not self.seen.issuperset(new):
-            self.seen.update(new)
+        if not self.checked.issuperset(new):
+            self.checked.update(new)
             for problem in self.problems_of(params):
                 lines = (self.sheet.where(name, params, entry) for name in problem.names)
                 line = next(filter(None, lines), self.sheet.line)

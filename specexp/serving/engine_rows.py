@@ -261,8 +261,8 @@ def _allocated(engine: Engine, rows: int, slots: int) -> int:
             return rows
         except (UserError, OutOfMemory) as e:
             if rows == 1:
-                said = f"not one row of {slots} slots fits: serve shorter requests ({e})"
-                raise UserError(said) from e
+                message = f"not one row of {slots} slots fits: serve shorter requests ({e})"
+                raise UserError(message) from e
             rows //= 2
             log.warning("too little memory for more than %d rows of %d slots", rows, slots)
 

@@ -161,9 +161,9 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
     if run.data.metrics != latest:
         yield "a metric"
     for name in record["series"]:
-        wanted = sorted((step, value) for n, step, value in points if n == name)
+        expected = sorted((step, value) for n, step, value in points if n == name)
         logged = track.backend().history(run.info.run_id, name)
-        if sorted((m.step, m.value) for m in logged) != wanted:
+        if sorted((m.step, m.value) for m in logged) != expected:
             yield name
 
 

@@ -297,10 +297,10 @@ def _publish(folder: Path) -> str:
     status, _ = tags.pop("status"), tags.pop("ended", None)
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
     experiment = experiment_id(record["experiment"])
-    wanted = f"tags.run_key = '{tags['run_key']}'"
+    same_key = f"tags.run_key = '{tags['run_key']}'"
     same = [
         r.info.run_id
-        for r in store.runs(experiment, wanted)
+        for r in store.runs(experiment, same_key)
         if is_whole(r)
         and (
             r.data.tags.get("attempt") == tags["attempt"]
@@ -308,7 +308,7 @@ def _publish(folder: Path) -> str:
         )
     ]
     run_id = same[0] if same else _create_run(folder, experiment, status, tags, record)
-    for old in store.runs(experiment, wanted):
+    for old in store.runs(experiment, same_key):
         stays = is_whole(old) and old.info.status == "FINISHED" != status
         if old.info.run_id != run_id and is_ours(old) and not stays:
             store.client.delete_run(old.info.run_id)

@@ -27,10 +27,10 @@ def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[T
     tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
     cache, text, agrees = None, [], []
     for _ in range(new):
-        seen = model(tokens, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
-        early = model.lm_head(model.model.norm(seen.hidden_states[draft][:, -1:]))  # [rows, 1, V]
-        guess, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, seen.logits))
-        cache = seen.past_key_values
+        output = model(tokens, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
+        early = model.lm_head(model.model.norm(output.hidden_states[draft][:, -1:]))  # [rows, 1, V]
+        guess, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, output.logits))
+        cache = output.past_key_values
         text.append(tokens)
         agrees.append(guess == tokens)
     return torch.cat(text, 1), torch.cat(agrees, 1)
@@ -57,10 +57,10 @@ def bisect(
     with tqdm(desc=what, unit="try") as bar:
         for _ in range(12):
             damp = math.sqrt(low * high)
-            seen = measure(damp)
-            bar.set_postfix_str(f"{seen:.3f} when damped by {damp:.3g}", refresh=False)
+            rate = measure(damp)
+            bar.set_postfix_str(f"{rate:.3f} when damped by {damp:.3g}", refresh=False)
             bar.update()
-            if abs(seen - alpha) < 0.004:
+            if abs(rate - alpha) < 0.004:
                 break
-            low, high = (damp, high) if seen > alpha else (low, damp)
+            low, high = (damp, high) if rate > alpha else (low, damp)
     return float(f"{damp:.4g}")

@@ -107,10 +107,10 @@ def describe_twin(
 
 def card_of_twin(facts: Mapping[str, Any]) -> str:
     """The model card of a twin, in Markdown, from the content of `zoo.json`."""
-    shape, seen = facts["shape"], facts["agreement"]
+    shape, agreement = facts["shape"], facts["agreement"]
     damped = (
         f"The outputs of the target's layers after the first {shape['draft']} are scaled by "
-        f"{seen['damp']}"
+        f"{agreement['damp']}"
     )
     parts = [
         "---\nlicense: mit\nlibrary_name: transformers\ntags: [speculative-decoding]\n---",
@@ -126,14 +126,14 @@ def card_of_twin(facts: Mapping[str, Any]) -> str:
         "the end of text are ever the most probable.",
         "## Acceptance",
     ]
-    if "reached" not in seen:
+    if "reached" not in agreement:
         return "\n\n".join([*parts, f"{damped}. Acceptance was not measured."]) + "\n"
-    text = seen["text"]
+    text = agreement["text"]
     parts += [
-        f"alpha {seen['asked']} was asked for and {seen['reached']} ± {seen['error']} measured: "
-        "the share of positions of the target's greedy output where the draft, given the tokens "
-        f"before, has the same most probable token ({seen['tokens']} tokens, {facts['dtype']}, on "
-        f"{seen['on']}). {damped}.",
+        f"alpha {agreement['asked']} was asked for and {agreement['reached']} ± "
+        f"{agreement['error']} measured: the share of positions of the target's greedy output "
+        "where the draft, given the tokens before, has the same most probable token "
+        f"({agreement['tokens']} tokens, {facts['dtype']}, on {agreement['on']}). {damped}.",
         "## Output",
         f"Noise. In greedy outputs of 128 tokens, {text['distinct']:.0%} of the tokens are "
         f"distinct, {text['repeated']:.1%} of the 4-grams occurred before, and the most common "

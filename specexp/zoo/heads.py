@@ -90,8 +90,8 @@ def loss_of(laws: Laws, device: str) -> Loss:
         with torch.autocast(device, torch.bfloat16):
             parts = []
             for i, (logits, law) in enumerate(laws(batch)):
-                kept = logits.float().log_softmax(-1)
-                parts.append(-(DECAY**i) * (law * kept).sum(-1).mean())
+                log_q = logits.float().log_softmax(-1)
+                parts.append(-(DECAY**i) * (law * log_q).sum(-1).mean())
             return torch.stack(parts).sum()
 
     return loss
@@ -135,11 +135,11 @@ def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws
         position, cache = torch.arange(tokens.shape[1], device=batch.device)[None], Passes()
         for number in range(unroll):
             mask = unrolled(tokens.shape[1], number, features)
-            made = model.features(
+            predicted = model.features(
                 tokens, features, position, attention_mask=mask, past_key_values=cache
             )
-            yield model.draft_logits(made[:, number:]), law[:, number:]
-            features = made.roll(1, 1)
+            yield model.draft_logits(predicted[:, number:]), law[:, number:]
+            features = predicted.roll(1, 1)
 
     return medusa if isinstance(model, Medusa) else eagle
 
@@ -148,13 +148,13 @@ class Passes:
     """A cache that concatenates the keys and values of all passes of the unrolled chain."""
 
     def __init__(self) -> None:
-        self.held: tuple[Tensor, Tensor] | None = None
+        self.past: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        if self.held is not None:
-            keys, values = (torch.cat(p, 2) for p in zip(self.held, (keys, values), strict=True))
-        self.held = keys, values
-        return self.held
+        if self.past is not None:
+            keys, values = (torch.cat(p, 2) for p in zip(self.past, (keys, values), strict=True))
+        self.past = keys, values
+        return self.past
 
 
 def unrolled(T: int, number: int, like: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ def unrolled(T: int, number: int, like: Tensor) -> Tensor:
     """
     left = torch.arange(T, device=like.device)[:, None] - number
     slot = torch.arange(T, device=like.device)
-    seen = [slot <= left, *(slot == left + r for r in range(1, number + 1))]
+    visible = [slot <= left, *(slot == left + r for r in range(1, number + 1))]
     mask = torch.zeros(T, (number + 1) * T, dtype=like.dtype, device=like.device)
-    return mask.masked_fill(~torch.cat(seen, 1), torch.finfo(like.dtype).min)[None, None]
+    return mask.masked_fill(~torch.cat(visible, 1), torch.finfo(like.dtype).min)[None, None]
 
 
 def train_heads(
@@ -206,7 +206,7 @@ def train_heads(
             "end with: set its eos_token"
         )
     model = load(target, Path(target).name, "float32", device)
-    train, held, facts = _documents(text, tokenizer, quick)
+    train, held_out, facts = _documents(text, tokenizer, quick)
     net = model.module
     documents = [d for name, part in train.items() if name != "echoes" for d in part]
     count = 8 if quick else 512
@@ -214,7 +214,7 @@ def train_heads(
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts))
     laws = laws_of(head, net, recipe.unroll)
-    rows = {name: _rows(part, device) for name, part in held.items()}
+    rows = {name: _rows(part, device) for name, part in held_out.items()}
 
     def look(before: int, step: int, loss: float) -> None:
         rates = [accuracy(laws, part, device) for part in rows.values()]
@@ -255,13 +255,13 @@ def _documents(
         texts: Texts = corpus.small() if quick else corpus.gather()
     else:
         texts = read(text)
-    train, held = (
+    train, held_out = (
         {kind: encode(tokenizer, pieces) for kind, pieces in side.items()}
         for side in (texts.train, texts.held)
     )
     if not any(len(document) > GIVEN for kind in train.values() for document in kind):
         raise UserError(f"{text} is too short to learn from: give it a few thousand characters")
-    return train, held, texts.facts
+    return train, held_out, texts.facts
 
 
 def _rows(documents: Documents, device: str, rows: int = 16, length: int = 256) -> Tensor:

@@ -139,7 +139,7 @@ def continued(
     """`count` documents of `given` real tokens, `new` sampled from the target, and the end."""
     rng = torch.Generator().manual_seed(0)
     long_enough = [document for document in documents if len(document) > given]
-    found: Documents = []
+    continuations: Documents = []
     batch = min(batch, count)
     for _ in tqdm(range(0, count, batch), desc="the target continues the corpus"):
         drawn = torch.randint(len(long_enough), (batch,), generator=rng).tolist()
@@ -152,8 +152,8 @@ def continued(
             law = (out.logits[:, -1].float() / temperature).softmax(-1).cpu()
             text.append(torch.multinomial(law, 1, generator=rng).to(target.device))
         text.append(torch.full_like(text[-1], end))
-        found += list(torch.cat(text, 1).cpu().numpy().astype(np.int32))
-    return found[:count]
+        continuations += list(torch.cat(text, 1).cpu().numpy().astype(np.int32))
+    return continuations[:count]
 
 
 _MATRIX = re.compile(r"(_proj|linear|fc)\.weight$")  # not embeddings, LM heads or norms

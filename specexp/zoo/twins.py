@@ -126,7 +126,7 @@ def make(
     content of the target's `zoo.json`. Raises UserError, before it writes any weights, for an
     impossible request, existing folders, or too little disk or memory.
     """
-    shape, out = _asked(params, alpha, damp, dtype, vocab), out or shelf.made("twins")
+    shape, out = _shape_of(params, alpha, damp, dtype, vocab), out or shelf.made("twins")
     shelf.find("target-10m")  # whose tokenizer they get
     name = f"twin-{params.lower()}"
     folders = {f"{name}-draft": shape.first(shape.draft), f"{name}-target": shape}
@@ -149,8 +149,8 @@ def make(
     damping: dict[str, Any] = (
         {"damp": damp} if alpha is None else calibrated(shape, alpha, dtype, seed)
     )
-    made = tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out)
-    with made as part, _locked(Path(part)):
+    temporary = tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out)
+    with temporary as part, _locked(Path(part)):
         total = sum(_bytes(shape, dtype) for shape in folders.values())
         with tqdm(total=total, desc="writing", unit="B", unit_scale=True) as bar:
             for folder, cut in folders.items():
@@ -185,11 +185,11 @@ def _locked(folder: Path) -> Iterator[bool]:
 # checks
 
 
-def _asked(
+def _shape_of(
     params: str, alpha: float | None, damp: float | None, dtype: str, vocab: int | None
 ) -> Shape:
-    known = {name.lower(): shape for name, shape in SHAPES.items()}
-    if params.lower() not in known:
+    shapes = {name.lower(): shape for name, shape in SHAPES.items()}
+    if params.lower() not in shapes:
         raise UserError(f"no twin has {params!r} parameters: choose one of {', '.join(SHAPES)}")
     if (alpha is None) == (damp is None):
         raise UserError("give either --alpha, the acceptance wanted, or --damp, the damping factor")
@@ -201,18 +201,18 @@ def _asked(
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     if vocab is not None and vocab < VOCABULARY:
         raise UserError(f"vocab is {vocab}; the tokenizer needs {VOCABULARY} or more")
-    shape = known[params.lower()]
+    shape = shapes[params.lower()]
     return replace(shape, rows=vocab or shape.rows)
 
 
 def _check_room(params: str, pair: list[Shape], out: Path, dtype: str, alpha: float | None) -> None:
     """Raise UserError unless the disk has room for both models, and memory for twice the largest
     of the embeddings and the models run to calibrate."""
-    there = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.exists())
-    free = {"disk": shutil.disk_usage(there).free, "memory": free_memory(torch.device("cpu"))}
-    held = [pair[-1].rows * pair[-1].width * DTYPES[dtype].itemsize]
-    held += [_bytes(trial, dtype) for trial in _trials(pair[-1])] if alpha else []
-    need = {"disk": sum(_bytes(shape, dtype) for shape in pair), "memory": 2 * max(held)}
+    existing = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.exists())
+    free = {"disk": shutil.disk_usage(existing).free, "memory": free_memory(torch.device("cpu"))}
+    sizes = [pair[-1].rows * pair[-1].width * DTYPES[dtype].itemsize]
+    sizes += [_bytes(trial, dtype) for trial in _trials(pair[-1])] if alpha else []
+    need = {"disk": sum(_bytes(shape, dtype) for shape in pair), "memory": 2 * max(sizes)}
     for what, advice in {"disk": "choose another with --out", "memory": "free some"}.items():
         if need[what] > free[what]:
             raise UserError(

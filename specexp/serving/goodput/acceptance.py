@@ -34,8 +34,8 @@ class Beliefs:
 
     def odds_ratio(self, row: Stream) -> float:
         """A row's odds over those of all rows; taken to be the same at every depth."""
-        judged, kept = row.judged + self.weight, row.kept + self.weight * self.mean
-        return kept / max(judged - kept, 1e-9 * judged) / self.odds
+        judged, accepted = row.judged + self.weight, row.kept + self.weight * self.mean
+        return accepted / max(judged - accepted, 1e-9 * judged) / self.odds
 
     def evidence(self, odds_ratio: float) -> tuple[float, float]:
         """(slope, offset): a row has that odds ratio if kept = slope * rejected + offset."""
@@ -88,13 +88,13 @@ class Acceptance:
         prior = self.prior_tokens / (1 if grade is None else self.grades)
         these = slice(None) if grade is None else slice(grade, grade + 1)
         all_judged = [sum(depth) for depth in zip(*self.judged[these], strict=True)]
-        all_kept = [sum(depth) for depth in zip(*self.kept[these], strict=True)]
-        for judged, kept in zip(all_judged, all_kept, strict=True):
-            share = min(1.0, (kept + prior * share) / (judged + prior))
+        all_accepted = [sum(depth) for depth in zip(*self.kept[these], strict=True)]
+        for judged, accepted in zip(all_judged, all_accepted, strict=True):
+            share = min(1.0, (accepted + prior * share) / (judged + prior))
             error = math.sqrt(share * (1 - share) / (judged + prior)) if above else 0.0
             conditional.append(min(1.0, share + above * error))
-        judged, kept = sum(all_judged) + prior, sum(all_kept) + prior * self.prior
-        return Beliefs(conditional, kept / judged, self.row_weight)
+        judged, accepted = sum(all_judged) + prior, sum(all_accepted) + prior * self.prior
+        return Beliefs(conditional, accepted / judged, self.row_weight)
 
     def by_row(self, rows: Iterable[Stream], above: float) -> list[list[float]]:
         """[rows][depth]: P(all draft tokens up to there accepted)."""
@@ -127,13 +127,13 @@ class Acceptance:
             row, requested = load.streams and load.streams[step.row], plan.asked(step)
             ratio = self.believed.odds_ratio(row) if row and not plan.reach else 1.0
             grade, accepted = min(step.grade, self.grades - 1), step.accepted
-            judged, kept = self.judged[grade], self.kept[grade]
+            judged_counts, accepted_counts = self.judged[grade], self.kept[grade]
             for i in range(min(accepted + 1, requested)):
                 weight = 1 - shares[i] + ratio * shares[i]
                 if i < accepted:
                     weight /= ratio
-                    kept[i] += weight
-                judged[i] += weight
+                    accepted_counts[i] += weight
+                judged_counts[i] += weight
             self.rounds[grade] += 1
             self.requested[grade] += requested
             self.drafted[grade] += step.drafted
