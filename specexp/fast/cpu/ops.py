@@ -46,9 +46,14 @@ def packed(dtype: torch.dtype, *tensors: Tensor) -> bool:
 integers, floats = partial(packed, torch.int64), partial(packed, torch.float32)
 
 
+def strided(x: Tensor) -> bool:
+    """Whether x is int64 and on a CPU, whatever its strides."""
+    return type(x) in PLAIN and x.dtype == torch.int64 and x.is_cpu
+
+
 def by_rows(x: Tensor) -> bool:
-    """Whether x [B, n] is int64 on a CPU; its rows may lie apart."""
-    return type(x) in PLAIN and x.dtype == torch.int64 and x.is_cpu and x.stride(1) == 1
+    """Whether x [n] or [B, n] is int64 and on a CPU; its rows may lie apart."""
+    return strided(x) and x.stride(-1) == 1
 
 
 # --- sampling.py ----------------------------------------------------------------------------------
@@ -79,7 +84,7 @@ def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
     """The rows of keys [n] or [B, n] may lie apart."""
     if type(self) is not Noise or not floats(w) or w.requires_grad or not w.numel():
         return NotImplemented
-    if w.shape[:-1] != keys.shape or not 0 < keys.dim() < 3 or not integers(keys[-1:]):
+    if w.shape[:-1] != keys.shape or not 0 < keys.dim() < 3 or not by_rows(keys):
         return NotImplemented
     weights, threads = torch.empty(w.shape), torch.get_num_threads()
     shape = keys.numel(), keys.shape[-1], keys.stride(0), w.shape[-1], threads
@@ -154,7 +159,7 @@ def commit(self: Sequences, verdict: Verdict) -> Tensor:
 def columns(*parts: Tensor) -> Tensor:
     """The columns may be strided."""
     B, n = len(parts[0]), len(parts)
-    if any(x.shape != (B, 1) or not integers(x[:1]) for x in parts):
+    if any(x.shape != (B, 1) or not strided(x) for x in parts):
         return NotImplemented
     table, strides = torch.empty(B, n, dtype=torch.int64), (x.stride(0) for x in parts)
     build.functions().columns(B, n, table, build.addresses(parts), (c_int64 * n)(*strides))
@@ -262,7 +267,8 @@ def _verdict(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
 def lookup(self: ngram.NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     if len(tree) == 1 or not integers(seqs.length) or not by_rows(seqs.tokens):
         return NotImplemented
-    nodes, (leaves, branch) = tree.nodes("cpu"), ngram.first_leaf(tree, seqs.device)
+    device = seqs.device
+    nodes, (leaves, branch) = tree.nodes(device), ngram.first_leaf(tree, device)
     tokens, grade = _draft(seqs, tree)
     shape = *tokens.shape, self.n, leaves, self.vocab, seqs.tokens.stride(0)
     arguments = branch, nodes.depth, seqs.length, seqs.tokens
@@ -274,7 +280,7 @@ def lookup(self: ngram.NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
 def vote(self: suffix.Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     if len(tree) == 1 or not integers(seqs.length) or not by_rows(seqs.tokens):
         return NotImplemented
-    nodes = tree.nodes("cpu")
+    nodes = tree.nodes(seqs.device)
     tokens, grade = _draft(seqs, tree)
     shape = *tokens.shape, self.longest, suffix.SURE, self.vocab, seqs.tokens.stride(0)
     limits = float(self.least), float(self.stretch)
@@ -294,7 +300,7 @@ def _draft(seqs: Sequences, tree: Tree) -> tuple[Tensor, Tensor]:
 def recall(self: recycle.Table, rows: slice, tokens: Tensor) -> Tensor:
     """Tokens may be strided."""
     owner, notes = (x[rows] for x in self.state)
-    if not integers(owner, notes) or tokens.dtype != torch.int64 or len(tokens) != len(owner):
+    if not integers(owner, notes) or not strided(tokens) or len(tokens) != len(owner):
         return NotImplemented
     copies = torch.empty(*tokens.shape, *notes.shape[2:], dtype=torch.int64)
     shape = *tokens.shape, self.places, notes.stride(1), *tokens.stride()
