@@ -7,8 +7,10 @@ CUDA graph on a GPU, as a list of compiled calls on a CPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
 
 from specexp.models.lm import LM
 from specexp.ops import op
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from specexp.engine import Engine
 
 T = TypeVar("T")
+DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+TO_HOST = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
 Reports: TypeAlias = list[tuple[list[list[int]], float]]
 """What rounds reported (report.py), each with the time at which the host had it."""
 
@@ -56,3 +60,14 @@ class Recorder:
 def recorder_for(target: LM) -> Recorder:
     """A recorder for one engine with this target."""
     return Recorder()
+
+
+def reaches_host(func: Any, given: Sequence[Any]) -> bool:
+    """Whether an operation brings a value, or a shape that depends on one, to the host, or host
+    data to a device. (`resolve_neg` is called by `tolist` and `numpy`; `lift_fresh` by
+    `torch.tensor` and by indexing with a list; a boolean index has a data-dependent shape; `isin`
+    may sort.)"""
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_"):
+        return any(x is not None and x.dtype == torch.bool for x in given[1])
+    return bool(DATA_DEPENDENT & set(func.tags)) or name in TO_HOST

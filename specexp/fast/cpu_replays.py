@@ -26,26 +26,13 @@ from specexp.fast.cpu.passes import Native
 from specexp.fast.recordings import Recordings
 from specexp.models.lm import LM
 from specexp.ops import kernel
-from specexp.recording import Recorder, Reports, recorder_for
+from specexp.recording import Recorder, Reports, reaches_host, recorder_for
 
 T = TypeVar("T")
 
-DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-TO_HOST = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
 OUT_OF_RANGE = "a token or a slot is out of range"
 AWAY_S = 0.05  # longest time in one call, during which Python handles no interrupt
 MOST = 32 << 20  # bytes kept per replay; in larger rounds the time Python takes does not matter
-
-
-def reaches_host(func: Any, given: Sequence[Any]) -> bool:
-    """Whether an operation brings a value, or a shape that depends on one, to the host, or host
-    data to a device. (`resolve_neg` is called by `tolist` and `numpy`; `lift_fresh` by
-    `torch.tensor` and by indexing with a list; a boolean index has a data-dependent shape; `isin`
-    may sort.)"""
-    name = func.overloadpacket.__name__
-    if name in ("index", "index_put", "index_put_"):
-        return any(x is not None and x.dtype == torch.bool for x in given[1])
-    return bool(DATA_DEPENDENT & set(func.tags)) or name in TO_HOST
 
 
 class Operation(NamedTuple):

@@ -20,7 +20,6 @@ import torch
 
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.fast.cpu import build
 from specexp.models.int8 import held
 from specexp.sequences import Draft, Sequences, at_least
 from specexp.serving.cost_table import CALM, Costs
@@ -37,7 +36,9 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{platform.machine()} {build.vectors()}, {os.cpu_count()} cores"
+        from specexp.fast.cpu.build import vectors
+
+        name = f"{platform.machine()} {vectors()}, {os.cpu_count()} cores"
     return {
         "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),

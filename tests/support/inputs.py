@@ -291,7 +291,11 @@ def drafting(dice: Dice) -> tuple[int, Sequences, Tree]:
     V = dice.choice([3, 6, 12])
     trees = Tree.branching(2, 2), Tree.branching(3, 1, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4))
     tree = dice.choice([*trees, *map(Tree.chain, range(6))])
-    return V, dice.rows(dice.choice([2, V, V + 2]), 45), tree
+    seqs = dice.rows(dice.choice([2, V, V + 2]), 45)
+    if dice.often():  # what follows a match soon runs past the end of the text
+        slot = torch.arange(seqs.tokens.shape[1], device=dice.device)
+        seqs.tokens.copy_(seqs.tokens[:, slot % dice.randint(2, 5)])
+    return V, seqs, tree
 
 
 def lookup(dice: Dice) -> Case:

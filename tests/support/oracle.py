@@ -212,13 +212,14 @@ def _round(
 
 def _freeze(engine: Engine, seqs: Sequences) -> Tensor:
     """All that a round leaves to the next [B, C]: tokens, keys and values, length, limit."""
-    slot = torch.arange(seqs.tokens.shape[1])
+    B, S = seqs.tokens.shape  # the caches may be larger, of a batch before
+    slot = torch.arange(S)
     parts = [seqs.tokens.masked_fill(slot >= seqs.length[:, None], POISON)]
     for lm in engine.models:
         layer = _layer(lm)
         empty = seqs.tokens[:, None, :, None]  # of prompts of one token, nothing is prefilled
         for held in (layer.keys, layer.values) if layer.is_initialized else (empty, empty):
-            parts.append(held[:, 0, :, 0].masked_fill(slot >= seqs.length[:, None] - 1, POISON))
+            parts.append(held[:B, 0, :S, 0].masked_fill(slot >= seqs.length[:, None] - 1, POISON))
     return torch.cat([*parts, seqs.length[:, None], seqs.limit[:, None]], 1)
 
 

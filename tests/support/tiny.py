@@ -32,11 +32,11 @@ from specexp.drafters.planted import Planted
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
-from specexp.fast.cpu_replays import reaches_host
 from specexp.models.heads import Eagle, EagleShape, Medusa
 from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.policy import Fixed
+from specexp.recording import reaches_host
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import Sampling
 from specexp.tree import Tree
