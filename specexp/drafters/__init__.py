@@ -193,10 +193,10 @@ class Request:
 class Prepared:
     """A drafter whose options have been checked; `make` builds it for the loaded target.
 
-    `draws`: its guesses are sampled from a law that is passed to the rule (False: they are chosen
-    deterministically). `deepest`: the greatest draft length it supports. `config`: the config of
-    the draft model that it loads, if any; `slots`: slots of that model's cache per slot of the
-    target's.
+    `draws`: its draft tokens are sampled from a distribution that is passed to the rule (False:
+    they are chosen deterministically). `deepest`: the greatest draft length it supports. `config`:
+    the config of the draft model that it loads, if any; `slots`: slots of that model's cache per
+    slot of the target's.
     """
 
     make: Callable[[LM], Drafter]

@@ -1,10 +1,10 @@
-"""Guess with a draft model that has a different tokenizer, using the tokens that both share.
+"""Draft with a smaller LM that has a different tokenizer, using the tokens that both share.
 
 (Token-level intersection: Timor et al. 2025, Accelerating LLM inference with lossless speculative
 decoding for heterogeneous vocabularies, section 3.3.) The draft model keeps its own copy of the
 sequence, in its own tokens. A shared token is one token there too; any other is re-tokenized into
-up to `_LONGEST` pieces. Guesses are drawn from the draft's law restricted to the shared tokens.
-That law is the q passed to the rule, so every exact rule stays exact.
+up to `_LONGEST` pieces. Draft tokens are drawn from the draft model's distribution
+restricted to the shared tokens: the q passed to the rule, so every exact rule stays exact.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Crossed(Drafter):
         self.shared = token_map.shared.to(lm.device)
 
     def allocate(self, B: int, S: int) -> None:
-        """The draft's sequences are cut at 2 * S tokens; guesses are poor from there on."""
+        """The draft's sequences are cut at 2 * S tokens; drafts are poor from there on."""
         self.longest, self.most = 2 * S, 1
         self.texts = Sequences.empty(B, _SLOTS * S, device=self.lm.device)
         self.covered = torch.ones(B, dtype=torch.int64, device=self.lm.device)
@@ -133,7 +133,7 @@ class Crossed(Drafter):
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
-                # the last draft's deepest guess, and the pieces of the bonus token
+                # the last draft's deepest token, and the pieces of the bonus token
                 logits = self.lm.follow(text, self.pieces.shape[1] + 1)
             else:
                 tokens = self.shared[level.tokens].clamp(min=0)
@@ -151,19 +151,19 @@ class Crossed(Drafter):
             self.lm.keep(text, draft, replace(verdict, path=place.gather(1, verdict.path)))
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`crossed:NAME`: a draft model with a different tokenizer from the target's."""
-    if not plan.argument:
+    if not request.argument:
         raise UserError("drafter crossed needs a draft model: crossed:NAME")
-    source = plan.source(plan.method, plan.argument)
+    source = request.source(request.method, request.argument)
     config, tokenizer = read_config(source).get_text_config(), read_tokenizer(source)
-    all_rows(config, max(tokenizer.get_vocab().values()) + 1, plan.argument)
-    token_map = TokenMap(plan.tokenizer, tokenizer, plan.vocab)
+    all_rows(config, max(tokenizer.get_vocab().values()) + 1, request.argument)
+    token_map = TokenMap(request.tokenizer, tokenizer, request.vocab)
     if not (token_map.shared >= 0).any():
-        raise UserError(f"{plan.target} and {source} share no token: choose another draft")
+        raise UserError(f"{request.target} and {source} share no token: choose another draft")
 
     def make(target: LM) -> Crossed:
-        draft = load(source, Path(source).name, plan.dtype, str(target.device))
-        return Crossed(draft, token_map, plan.sampling)
+        draft = load(source, Path(source).name, request.dtype, str(target.device))
+        return Crossed(draft, token_map, request.sampling)
 
     return Prepared(make, draws=True, config=config, slots=_SLOTS)

@@ -1,4 +1,4 @@
-"""Guess with one extra layer on the target's hidden states (EAGLE-1, EAGLE-2 and EAGLE-3).
+"""Draft with one extra layer on the target's hidden states (EAGLE-1, EAGLE-2 and EAGLE-3).
 
 (Li et al. 2024, EAGLE; 2024, EAGLE-2, whose trees are `Tree.grown`; 2025, EAGLE-3.) The layer's
 input is a pair: the feature of position t and the token of position t + 1. Pair t is in slot t of
@@ -80,7 +80,7 @@ class EagleLayer(Drafter):
             if level.depth == 0:
                 fed = self._feed(seqs, self.deepest, self.deepest + 1)
                 assert fed.hidden is not None
-                logits, made = fed.logits, fed.hidden[:, -1:]
+                logits, hidden = fed.logits, fed.hidden[:, -1:]
             else:
                 before = features.pop()
                 parent = level.parent.expand(len(before), -1)[..., None]
@@ -88,8 +88,8 @@ class EagleLayer(Drafter):
                 placed = level.placed(seqs, back=1)
                 fed = self.lm.feed(seqs, level.tokens, *placed, taps=(0,), features=inherited)
                 assert fed.hidden is not None
-                logits, made = fed.logits, fed.hidden
-            features.append(made)
+                logits, hidden = fed.logits, fed.hidden
+            features.append(hidden)
             return logits
 
         drawn = rng if self.sampling.temperature > 0 else None
@@ -99,20 +99,20 @@ class EagleLayer(Drafter):
         assert seen.hidden is not None
         wide = seen.hidden.shape[2]
         states = seen.hidden.gather(1, verdict.path[..., None].expand(-1, -1, wide))
-        made = self.net.fuse(states)
-        slots = seqs.places(torch.arange(made.shape[1], device=made.device)[None])
-        at = slots[..., None].expand(-1, -1, made.shape[2])
-        self.features[seqs.rows].scatter_(1, at, made)
+        features = self.net.fuse(states)
+        slots = seqs.places(torch.arange(features.shape[1], device=features.device)[None])
+        at = slots[..., None].expand(-1, -1, features.shape[2])
+        self.features[seqs.rows].scatter_(1, at, features)
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`eagle:NAME`: a folder or hub id of EAGLE-1, 2 or 3 weights; without a name, the zoo's."""
-    head = read(plan.source(plan.method, plan.argument))
-    check(head, plan.config, plan.target, "eagle", "eagle3")
+    head = read(request.source(request.method, request.argument))
+    check(head, request.config, request.target, "eagle", "eagle3")
 
     def make(target: LM) -> EagleLayer:
-        made = load(head, target.module)
-        assert isinstance(made, Eagle)
-        return EagleLayer(made, target, plan.sampling)
+        net = load(head, target.module)
+        assert isinstance(net, Eagle)
+        return EagleLayer(net, target, request.sampling)
 
     return Prepared(make, draws=True)

@@ -1,4 +1,4 @@
-"""Guess with the target's own first layers, its final norm and its LM head (self-speculation).
+"""Draft with the target's own first layers, its final norm and its LM head (self-speculation).
 
 (Zhang et al. 2023, Draft & Verify; Elhoushi et al. 2024, LayerSkip, section 4.3.) The draft shares
 the target's weights and cache. The target has already filled the first layers' cache for the
@@ -54,17 +54,17 @@ def lower(module: Any, layers: int) -> Any:
     Raises UserError if the model does not hold its layers in an nn.ModuleList.
     """
     L = module.config.num_hidden_layers
-    found = [
+    lists = [
         name
         for name, part in module.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) == L
     ]
-    if not found:
+    if not lists:
         raise UserError(
             f"early_exit cannot leave {type(module).__name__}: it has no list of its {L} layers: "
             "use another drafter"
         )
-    *above, name = found[0].split(".")
+    *above, name = lists[0].split(".")
     parts = [top := _shallow(module)]
     for within in above:
         parts.append(_shallow(getattr(parts[-1], within)))
@@ -83,12 +83,13 @@ def _shallow(module: nn.Module) -> Any:
     return twin
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`early_exit:K`: exit after K layers, by default a quarter of them."""
-    L = plan.config.num_hidden_layers
-    layers = plan.whole(default=max(1, L // 4))
+    L = request.config.num_hidden_layers
+    layers = request.whole(default=max(1, L // 4))
     if layers >= L:
         raise UserError(
-            f"drafter early_exit:{layers}: {plan.target} has {L} layers: leave before the last one"
+            f"drafter early_exit:{layers}: {request.target} has {L} layers: leave before the "
+            "last one"
         )
-    return Prepared(lambda target: EarlyExit(target, layers, plan.sampling), draws=True)
+    return Prepared(lambda target: EarlyExit(target, layers, request.sampling), draws=True)

@@ -1,11 +1,11 @@
-"""Guess by Jacobi iteration: every round, the target refines a line of guesses (lookahead).
+"""Draft by Jacobi iteration: every round, the target refines a line of draft tokens (lookahead).
 
 (Fu et al. 2024, Lookahead decoding, arXiv 2402.02057.) The deepest branch of every draft holds the
-line, one guess for each of the next positions. Verifying it gives the target's next token after
-each of them, which is the refined line. The n-grams that occur on refined lines are kept in a pool,
-keyed by their first token. The root's latest n-gram replaces the head of the line; other n-grams
-fill the other branches. Unlike in the paper, the line is part of the draft rather than an extra
-window beside it, so it costs no extra tokens. Every row has its own pool.
+line, one draft token for each of the next positions. Verifying it gives the target's next token
+after each of them, which is the refined line. The n-grams that occur on refined lines are kept in a
+pool, keyed by their first token. The root's latest n-gram replaces the head of the line; other
+n-grams fill the other branches. Unlike in the paper, the line is part of the draft rather than an
+extra window beside it, so it costs no extra tokens. Every row has its own pool.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Lookahead(Drafter):
         self.pool.clear(seqs.rows)
         self.lines[seqs.rows] = seqs.root.clamp(max=self.vocab - 1)
         place = torch.arange(seqs.tokens.shape[1], device=self.device)
-        known = place + self.n <= seqs.length[:, None]
+        complete = place + self.n <= seqs.length[:, None]
         tokens = in_vocabulary(seqs.tokens, self.vocab)
         grams = torch.stack([tokens.roll(-i, 1) for i in range(1, self.n)], -1)
-        self._learn(seqs, torch.where(known, seqs.tokens, -1), grams)
+        self._learn(seqs, torch.where(complete, seqs.tokens, -1), grams)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         nodes = tree.nodes(seqs.tokens.device)
         on_line, branch = _deepest_branch(tree, seqs.tokens.device)
         old = self.lines[seqs.rows]
         tokens = [seqs.root]
-        found = self._grams(seqs, tokens[0])
-        latest, none = found[:, 0], found[:, 0, :0]
+        grams = self._grams(seqs, tokens[0])
+        latest, none = grams[:, 0], grams[:, 0, :0]
         head = torch.where(latest >= 0, latest, old[:, : self.n - 1])
         beyond = [torch.full_like(tokens[0], -1)] * (tree.depth - self.depth)
         line = [*head.split(1, 1), *old.split(1, 1)[self.n - 1 :], *beyond]
@@ -71,8 +71,8 @@ class Lookahead(Drafter):
                 elif tail.shape[1]:
                     rest, tail = tail, none
                 else:
-                    found = found if used else self._grams(seqs, tokens[parent])
-                    rest = found[:, min(used, POOL - 1)]
+                    grams = grams if used else self._grams(seqs, tokens[parent])
+                    rest = grams[:, min(used, POOL - 1)]
                     used += 1
                 tokens.append(rest[:, :1])
                 tails.append(rest[:, 1:])
@@ -86,7 +86,7 @@ class Lookahead(Drafter):
         """Refine the line and extend the pool from the target's tokens along the deepest branch."""
         predicted = likeliest(seen.logits)
         branch = draft.memo
-        predicted = predicted[:, branch]  # [B, d + 1], after the root and each guess
+        predicted = predicted[:, branch]  # [B, d + 1], after the root and each draft token
         read = draft.tokens[:, branch]
         verified = (read >= 0).cumprod(1)  # within the row's budget
         last = verified.sum(1, keepdim=True) - 1
@@ -105,9 +105,9 @@ class Lookahead(Drafter):
         counts."""
         old = self.pool.read(seqs.rows, keys)  # [B, m, POOL, n - 1]
         news = grams[:, :, None]
-        known = (old == news).all(-1).any(-1)[..., None, None]
+        pooled = (old == news).all(-1).any(-1)[..., None, None]
         shifted = torch.cat([news, old[:, :, :-1]], 2)
-        self.pool.write(seqs.rows, keys, torch.where(known, old, shifted))
+        self.pool.write(seqs.rows, keys, torch.where(pooled, old, shifted))
 
 
 @cache  # never freed: recorded graphs read these tensors
@@ -119,12 +119,12 @@ def _deepest_branch(tree: Tree, device: torch.device) -> tuple[frozenset[int], T
     return frozenset(path), torch.tensor(path[::-1], device=device)
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`lookahead:3`: pool n-grams of three tokens, the first included."""
-    n = plan.whole(default=3, at_least=2)
-    if plan.tree.depth and n > plan.tree.depth + 1:
+    n = request.whole(default=3, at_least=2)
+    if request.tree.depth and n > request.tree.depth + 1:
         raise UserError(
             f"drafter lookahead:{n} needs a draft length of {n - 1} or more: use gamma {n - 1} or "
-            f"more, or lookahead:{plan.tree.depth + 1}"
+            f"more, or lookahead:{request.tree.depth + 1}"
         )
-    return Prepared(lambda target: Lookahead(target, n, plan.tree.depth))
+    return Prepared(lambda target: Lookahead(target, n, request.tree.depth))

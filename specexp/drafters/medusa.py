@@ -1,4 +1,4 @@
-"""Guess several positions at once with extra heads on the target's last hidden state.
+"""Draft several positions at once with extra heads on the target's last hidden state.
 
 (Cai et al. 2024, Medusa, section 2.1.) Head k, counted from 1, reads the state from which the
 target predicted the root and predicts the token k positions after the root, independently of the
@@ -43,8 +43,8 @@ class MedusaHeads(Drafter):
         self.last[seqs.rows] = 0
         if hidden is not None:
             last = (seqs.length - 2)[:, None, None]
-            found = hidden.gather(1, last.clamp(min=0).expand(-1, -1, self.width))
-            self.last[seqs.rows] = torch.where(last >= 0, found, 0)
+            state = hidden.gather(1, last.clamp(min=0).expand(-1, -1, self.width))
+            self.last[seqs.rows] = torch.where(last >= 0, state, 0)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         def step(level: Level) -> Tensor:
@@ -60,20 +60,20 @@ class MedusaHeads(Drafter):
         self.last[seqs.rows] = seen.hidden.gather(1, last.expand(-1, -1, self.width))
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`medusa:NAME`: a folder or hub id of Medusa heads; without a name, the zoo's."""
-    head = read(plan.source(plan.method, plan.argument))
-    check(head, plan.config, plan.target, "medusa")
+    head = read(request.source(request.method, request.argument))
+    check(head, request.config, request.target, "medusa")
     heads, _ = medusa_size(head)
-    if plan.tree.depth > heads:
+    if request.tree.depth > heads:
         raise UserError(
-            f"{head.source} has {heads} heads and the draft is {plan.tree.depth} deep: use gamma "
-            f"{heads} or less"
+            f"{head.source} has {heads} heads and the draft is {request.tree.depth} deep: use "
+            f"gamma {heads} or less"
         )
 
     def make(target: LM) -> MedusaHeads:
-        made = load(head, target.module)
-        assert isinstance(made, Medusa)
-        return MedusaHeads(made, target, plan.sampling)
+        net = load(head, target.module)
+        assert isinstance(net, Medusa)
+        return MedusaHeads(net, target, request.sampling)
 
     return Prepared(make, draws=True, deepest=heads)

@@ -1,4 +1,4 @@
-"""Guess with a smaller causal LM that has the target's tokenizer.
+"""Draft with a smaller causal LM that has the target's tokenizer.
 
 (Leviathan et al. 2022; Chen et al. 2023.) The first pass of a round always feeds the last two
 committed tokens, and the deepest level of a draft is never fed. So the cache is complete whether or
@@ -26,8 +26,8 @@ from specexp.tree import Tree
 
 
 class DraftModel(Drafter):
-    """Draws children from the draft's law under `sampling`; at temperature 0, or if `chosen`, takes
-    the most likely tokens."""
+    """Draws children from the draft model's distribution under `sampling`; at temperature 0, or if
+    `chosen`, takes the most likely tokens."""
 
     reads = True
 
@@ -43,7 +43,7 @@ class DraftModel(Drafter):
         self.lm.allocate(B, S)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        self.lm.refill(seqs, missed + 1)  # the last draft's deepest guess was never fed
+        self.lm.refill(seqs, missed + 1)  # the last draft's deepest token was never fed
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         def step(level: Level) -> Tensor:
@@ -59,22 +59,22 @@ class DraftModel(Drafter):
             self.lm.keep(seqs, draft, replace(verdict, path=place.gather(1, verdict.path)))
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`model:NAME`: a zoo name, folder or hub id, optionally followed by `+int8`; without a name,
     the zoo's draft for the target."""
-    source = plan.source(plan.method, plan.argument)
-    named = plan.argument or Path(source).name
+    source = request.source(request.method, request.argument)
+    named = request.argument or Path(source).name
     config = read_config(source).get_text_config()
-    same_tokens(plan.tokenizer, plan.target, read_tokenizer(source), named)
-    all_rows(config, plan.vocab, named)
+    same_tokens(request.tokenizer, request.target, read_tokenizer(source), named)
+    all_rows(config, request.vocab, named)
 
     def make(target: LM) -> DraftModel:
         name = Path(source).name
-        if source == plan.folder:
+        if source == request.folder:
             draft = target.apart(f"{name} (as its own draft)")
         else:
-            draft = load(source, name, plan.dtype, str(target.device), target.vocab)
-        return DraftModel(draft, plan.sampling)
+            draft = load(source, name, request.dtype, str(target.device), target.vocab)
+        return DraftModel(draft, request.sampling)
 
     return Prepared(make, draws=True, config=config)
 

@@ -1,4 +1,4 @@
-"""Guess what followed the latest earlier occurrence of the last few tokens (prompt lookup).
+"""Draft what followed the latest earlier occurrence of the last few tokens (prompt lookup).
 
 (Saxena 2023, prompt lookup decoding; Yang et al. 2023, LLMA.) Searches the whole row for the
 longest match with its last tokens, up to `n` of them, and proposes what followed the most recent
@@ -24,7 +24,7 @@ class NGram(Drafter):
     name = "ngram"
 
     def __init__(self, n: int = 3, vocab: int = 1 << 62) -> None:
-        """vocab: ids from there on may occur in a prompt but are never guessed."""
+        """vocab: ids from there on may occur in a prompt but are never drafted."""
         self.n, self.grades, self.vocab = n, n + 1, vocab
 
     @op
@@ -36,14 +36,14 @@ class NGram(Drafter):
         leaves, branch = first_leaf(tree, seqs.tokens.device)
         ends, agrees = self._occurrences(seqs, leaves)  # [B, leaves]
         step = nodes.depth[:, 1:]
-        end, found = ends[:, branch], agrees[:, branch] > 0
+        end, matched = ends[:, branch], agrees[:, branch] > 0
         last = seqs.length[:, None] - 1
         period = (last - end).clamp(min=1)  # past the end of the row, the copy repeats itself
         at = end + 1 + (step - 1) % period
         at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where nothing was found, `end` is arbitrary
-        guess = seqs.tokens.gather(1, at)
-        guesses = torch.where(found & (guess < self.vocab), guess, -1)
-        return seqs.draft(nodes, guesses, grade=agrees[:, 0])
+        token = seqs.tokens.gather(1, at)
+        drafted = torch.where(matched & (token < self.vocab), token, -1)
+        return seqs.draft(nodes, drafted, grade=agrees[:, 0])
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
         """Where the `count` best earlier matches end, longest first, then latest, and how many
@@ -64,7 +64,7 @@ class NGram(Drafter):
 
 @cache  # never freed: recorded graphs read these tensors
 def first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
-    """The number of leaves and, for every guess, the index of the first leaf below it."""
+    """The number of leaves and, for every draft token, the index of the first leaf below it."""
     leaves = [i for i in range(len(tree)) if i not in tree.parents]
     first: list[int] = [len(leaves)] * len(tree)
     for rank, leaf in enumerate(leaves):
@@ -75,7 +75,7 @@ def first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
     return len(leaves), torch.tensor(first[1:], device=device)
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`ngram:3`: match up to three tokens."""
-    n = plan.whole(default=3)
+    n = request.whole(default=3)
     return Prepared(lambda target: NGram(n, target.vocab))

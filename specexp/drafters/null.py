@@ -1,4 +1,4 @@
-"""Guess nothing: every round is one plain decoding step, the baseline of every comparison."""
+"""Draft nothing: every round is one plain decoding step, the baseline of every comparison."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class Null(Drafter):
         return seqs.draft(Tree.chain(0).nodes(seqs.tokens.device))
 
 
-def prepare(plan: Request) -> Prepared:
-    plan.nothing()
+def prepare(request: Request) -> Prepared:
+    request.nothing()
     return Prepared(lambda target: Null())

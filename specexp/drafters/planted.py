@@ -1,11 +1,11 @@
-"""Guess the target's own continuation with a chosen probability, at a real draft model's cost.
+"""Draft the target's own continuation with a chosen probability, at a real draft model's cost.
 
-During prefill it decodes the prompts plainly with the target. Each guess is then the known next
-token with probability alpha, and a wrong token otherwise. A real draft model runs in every round
-and its guesses are ignored. So the cost of drafting and the acceptance probability can be varied
-independently, also with models of random weights. The continuation is the one sampled by the rule
-match; other rules have the same one at temperature 0 only. Prefill, and so TTFT, includes a whole
-plain generation.
+During prefill it decodes the prompts plainly with the target. Each draft token is then the known
+next token with probability alpha, and a wrong token otherwise. A real draft model runs in every
+round and its draft tokens are ignored. So the cost of drafting and the acceptance probability can
+be varied independently, also with models of random weights. The continuation is the one sampled by
+the rule match; other rules have the same one at temperature 0 only. Prefill, and so TTFT, includes
+a whole plain generation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specexp.sampling import Noise, Rng, Sampling, mix
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-_COINS = Noise(7)  # decides which guesses are right, from the prompt, row and position
+_COINS = Noise(7)  # decides which draft tokens are right, from the prompt, row and position
 
 
 class Planted(Drafter):
@@ -62,7 +62,7 @@ class Planted(Drafter):
         place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
         prompt = torch.where(place < seqs.length[:, None], mix(mix(place) + seqs.tokens), 0)
         self.salt[seqs.rows] = prompt.sum(1, keepdim=True)
-        plain.limit += self.depth  # guesses may lie beyond the limit
+        plain.limit += self.depth  # draft tokens may lie beyond the limit
         plain.limit.clamp_(max=seqs.tokens.shape[1] - 1)
         root, match = Tree.chain(0).nodes(plain.tokens.device), Match()
         for _ in range(int((plain.limit - plain.length).max())):
@@ -91,22 +91,22 @@ class Planted(Drafter):
         self.worker.observe(seqs, draft, verdict, seen)
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`planted:0.8` or `planted:0.8,NAME`: alpha, and the draft model that runs."""
-    given, _, name = plan.argument.partition(",")
+    number, _, name = request.argument.partition(",")
     try:
-        alpha = float(given or 0.8)
+        alpha = float(number or 0.8)
     except ValueError:
         alpha = -1.0
     if not 0 <= alpha <= 1:
         raise UserError(
-            f"drafter planted:{plan.argument}: give an acceptance probability from 0 to 1, such "
+            f"drafter planted:{request.argument}: give an acceptance probability from 0 to 1, such "
             "as planted:0.8, or planted:0.8,NAME to name the draft model"
         )
-    ready = draft_model.prepare(replace(plan, method="model", argument=name))
+    ready = draft_model.prepare(replace(request, method="model", argument=name))
 
     def make(target: LM) -> Planted:
         worker = ready.make(target)
-        return Planted(alpha, target, worker, plan.sampling, plan.seed, plan.tree.depth)
+        return Planted(alpha, target, worker, request.sampling, request.seed, request.tree.depth)
 
     return Prepared(make, config=ready.config)

@@ -1,4 +1,4 @@
-"""Guess the tokens that the target ranked highest the last time it processed the same token.
+"""Draft the tokens that the target ranked highest the last time it processed the same token.
 
 (Token Recycling: Luo et al. 2024, arXiv 2408.08696.) Every verified node stores the target's k most
 likely next tokens in a table indexed by token. A draft reads the table breadth-first: the r-th
@@ -47,9 +47,9 @@ class Table:
     def read(self, rows: slice, tokens: Tensor) -> Tensor:
         """The notes [b, n, *shape] of tokens [b, n], -1 where there is none."""
         place = self._place(tokens)
-        known = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
-        found = _gather(self.notes[rows], place)
-        return torch.where(_broadcast(known, found), found, -1)
+        owned = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
+        notes = _gather(self.notes[rows], place)
+        return torch.where(_broadcast(owned, notes), notes, -1)
 
     @op
     def write(self, rows: slice, tokens: Tensor, notes: Tensor) -> None:
@@ -105,18 +105,18 @@ class Recycle(Drafter):
         tokens = [seqs.root]
         for parent in range(len(tree)):
             if children := tree.parents.count(parent):
-                found = self.table.read(seqs.rows, tokens[parent])
-                tokens += found[:, 0, :children].split(1, dim=1)
+                candidates = self.table.read(seqs.rows, tokens[parent])
+                tokens += candidates[:, 0, :children].split(1, dim=1)
         return Draft(columns(*tokens), tree.nodes(seqs.tokens.device), seqs)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         self.table.write(seqs.rows, draft.tokens, ranked(seen.logits, self.k))
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`recycle:8`: keep eight candidates per token; no node may have more children."""
-    k = plan.whole(default=8)
-    widest = max(plan.tree.parents.count(i) for i in range(len(plan.tree)))
+    k = request.whole(default=8)
+    widest = max(request.tree.parents.count(i) for i in range(len(request.tree)))
     if widest > k:
         raise UserError(
             f"drafter recycle:{k} keeps {k} candidates per token and a node of the tree has "

@@ -1,4 +1,4 @@
-"""Guess the most frequent continuation of the longest earlier match with the end of the text.
+"""Draft the most frequent continuation of the longest earlier match with the end of the text.
 
 (After SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975.) All earlier places with the longest
 match vote for each next token. A draft continues while its estimated probability, the product of
@@ -44,7 +44,7 @@ class Suffix(Drafter):
         # per node: the row up to it, the places that match it, its estimated probability
         text, agree = [seqs.tokens], [(agreed == most) & (most > 0)]
         confidence = [torch.ones(B, 1, device=place.device)]
-        guesses: list[Tensor] = []
+        drafted: list[Tensor] = []
         for parent in range(len(tree)):
             children = tree.parents.count(parent)
             if not children:
@@ -52,21 +52,21 @@ class Suffix(Drafter):
             depth = tree.depths[parent] + 1
             follows = text[parent].roll(-depth, 1)
             voters = agree[parent].long()
-            known = follows.clamp(max=self.vocab)  # ids outside the vocabulary share a bin
-            votes = voters.new_zeros(B, self.vocab + 1).scatter_add(1, known, voters)
-            latest = torch.zeros_like(votes).scatter_reduce(1, known, voters * (place + 1), "amax")
+            bins = follows.clamp(max=self.vocab)  # ids outside the vocabulary share a bin
+            votes = voters.new_zeros(B, self.vocab + 1).scatter_add(1, bins, voters)
+            latest = torch.zeros_like(votes).scatter_reduce(1, bins, voters * (place + 1), "amax")
             best = (votes * (S + 1) + latest)[:, :-1].topk(children).indices
             share = votes.gather(1, best) / voters.sum(1, keepdim=True).clamp(min=1)
             for rank in range(children):
                 token = best[:, rank : rank + 1]
                 probability = confidence[parent] * share[:, rank : rank + 1]
-                made = (probability >= self.least) & (depth <= self.stretch * most)
+                likely = (probability >= self.least) & (depth <= self.stretch * most)
                 after = (seqs.length[:, None] - 1 + depth).clamp(max=S - 1)
                 text.append(text[parent].scatter(1, after, token))
-                agree.append(agree[parent] & (follows == token) & made)
+                agree.append(agree[parent] & (follows == token) & likely)
                 confidence.append(probability)
-                guesses.append(torch.where(made, token, -1))
-        return seqs.draft(nodes, torch.cat(guesses, 1), grade=most[:, 0].clamp(max=SURE))
+                drafted.append(torch.where(likely, token, -1))
+        return seqs.draft(nodes, torch.cat(drafted, 1), grade=most[:, 0].clamp(max=SURE))
 
     def _agreed(self, seqs: Sequences) -> Tensor:
         """[B, S]: the length of the match that ends at each place, up to `longest`."""
@@ -81,7 +81,7 @@ class Suffix(Drafter):
         return agreed
 
 
-def prepare(plan: Request) -> Prepared:
+def prepare(request: Request) -> Prepared:
     """`suffix:16`: match up to sixteen tokens."""
-    longest = plan.whole(default=16)
+    longest = request.whole(default=16)
     return Prepared(lambda target: Suffix(target.vocab, longest))

@@ -142,7 +142,7 @@ def test_suffix_guesses_what_a_count_over_the_text_gives(rows, tree, longest):
     assert (draft.grade is None) == (len(tree) == 1)
 
 
-def test_suffix_follows_the_majority_and_stays_silent_where_nothing_agrees():
+def test_suffix_follows_the_majority_or_drafts_nothing():
     told = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 5, 1, 2]
     seqs = Sequences.of([told, [5, 6, 7, 8]], 8, slack=4)
     found = Suffix(10).propose(seqs, Tree.chain(3), RNG).tokens[:, 1:].tolist()
@@ -152,7 +152,7 @@ def test_suffix_follows_the_majority_and_stays_silent_where_nothing_agrees():
 # recycle ------------------------------------------------------------------------------------------
 
 
-def test_recycle_offers_the_targets_last_candidates_breadth_first():
+def test_recycle_offers_last_candidates_breadth_first():
     made = engine("recycle", Tree.branching(2, 2))
     tree = Tree.branching(2, 2)
     seqs = Sequences.of(PROMPTS[:1], 20, slack=8)
