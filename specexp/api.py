@@ -328,15 +328,15 @@ class Once:
     in a row while no file changes."""
 
     def __init__(self) -> None:
-        self.kept: dict[Any, tuple[Any, Exception | None]] = {}
+        self.results: dict[Any, tuple[Any, Exception | None]] = {}
 
     def __call__(self, f: Callable[..., Any], *args: Any) -> Any:
-        if (f, args) not in self.kept:
+        if (f, args) not in self.results:
             try:
-                self.kept[f, args] = f(*args), None
+                self.results[f, args] = f(*args), None
             except (UserError, OSError) as e:
-                self.kept[f, args] = None, e
-        value, error = self.kept[f, args]
+                self.results[f, args] = None, e
+        value, error = self.results[f, args]
         if error:
             raise error
         return value

@@ -256,8 +256,8 @@ def _faults_of_verdict(verdict: Any, draft: Draft, V: int) -> Iterator[str]:
         yield f"returned a {type(verdict).__name__}: return draft.judged(path, n, bonus)"
     (B, N), D = draft.tokens.shape, draft.nodes.deepest
     path, n, new = verdict.path, verdict.n, verdict.new
-    wanted = {"path": (path, (B, D + 1)), "n": (n, (B,)), "new": (new, (B, D + 1))}
-    for part, (value, shape) in wanted.items():
+    parts = {"path": (path, (B, D + 1)), "n": (n, (B,)), "new": (new, (B, D + 1))}
+    for part, (value, shape) in parts.items():
         if value.shape != shape or value.dtype != torch.int64:
             yield (
                 f"returned {part} {list(value.shape)} in {str(value.dtype)[6:]}: it must be "

@@ -18,6 +18,6 @@ def first_line(e: BaseException) -> str:
     return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
-def ran_out(said: str) -> bool:
+def ran_out(message: str) -> bool:
     """Whether this is the message of the RuntimeError torch raises when CPU memory runs out."""
-    return "not enough memory" in said or "can't allocate memory" in said
+    return "not enough memory" in message or "can't allocate memory" in message

@@ -88,8 +88,8 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         leaves = len(tree) - tree.levels[-1].start
         none = torch.zeros(B, leaves, V, dtype=laws[0].dtype, device=device)
         q = torch.cat([*laws, none], 1)
-    made = columns(*drafted) if tree.is_chain else torch.cat(drafted, 1)
-    return Draft(made, nodes, seqs, q, memo=place)
+    tokens = columns(*drafted) if tree.is_chain else torch.cat(drafted, 1)
+    return Draft(tokens, nodes, seqs, q, memo=place)
 
 
 def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
@@ -110,7 +110,9 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
     level = Level(0, slice(0, 1), seqs.drafting(seqs.root, 0), zero, ancestors)
     trust = torch.zeros(B, 1, device=device)
     name = zero  # the number of a candidate: 0 is the root, then 1, 2, ... in order of creation
-    found: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place; [B, n] each
+    candidates: list[
+        tuple[Tensor, ...]
+    ] = []  # tokens, confidence, parent's name, place; [B, n] each
     count = 1
     for depth in range(1, D + 1):
         best = step(level).float().log_softmax(-1).clamp(max=0).topk(wide)
@@ -131,13 +133,15 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
             fed = seqs.drafting(tokens.gather(1, chosen), depth)
             level = Level(depth, at, fed, up, ancestors)
             trust, name = confidence.gather(1, chosen), count + chosen
-        found.append((tokens, confidence, parent, place))
+        candidates.append((tokens, confidence, parent, place))
         count += n
-    tokens, confidence, parent, place = (torch.cat(part, 1) for part in zip(*found, strict=True))
+    tokens, confidence, parent, place = (
+        torch.cat(part, 1) for part in zip(*candidates, strict=True)
+    )
     likeliest = confidence.sort(dim=1, descending=True, stable=True).indices[:, : N - 1]
-    kept = likeliest.sort(1).values
+    selected = likeliest.sort(1).values
     number = torch.zeros(B, count, dtype=torch.int64, device=device)
-    number = number.scatter(1, kept + 1, torch.arange(1, N, device=device).expand(B, -1))
-    parents = torch.cat([zero, number.gather(1, parent.gather(1, kept))], 1)
-    draft = seqs.draft(Nodes.of(parents, D, wide), tokens.gather(1, kept))
-    return replace(draft, memo=torch.cat([zero, place.gather(1, kept)], 1))
+    number = number.scatter(1, selected + 1, torch.arange(1, N, device=device).expand(B, -1))
+    parents = torch.cat([zero, number.gather(1, parent.gather(1, selected))], 1)
+    draft = seqs.draft(Nodes.of(parents, D, wide), tokens.gather(1, selected))
+    return replace(draft, memo=torch.cat([zero, place.gather(1, selected)], 1))

@@ -30,15 +30,15 @@ class Plan(NamedTuple):
         return self.budget[row] if self.budget else self.tree.depth
 
     def asked(self, step: Step) -> int:
-        """How many guesses deep this row was allowed to draft."""
+        """How many tokens deep this row was allowed to draft."""
         depth = self.depth(step.row)
         return min(depth, self.reach[step.grade]) if self.reach else depth
 
 
 class Stream(NamedTuple):
     """The state of a live row. behind: tokens its drafter has not read. Exponentially fading sums
-    over recent rounds: asked, guesses its budgets allowed; made, guesses it got; judged, guesses up
-    to and including the first rejected or missing one; kept, accepted guesses. rounds: all rounds
+    over recent rounds: asked, draft tokens its budgets allowed; made, those it got; judged, those
+    up to and including the first rejected or missing one; kept, accepted ones. rounds: all rounds
     so far."""
 
     behind: int = 0

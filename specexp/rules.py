@@ -1,4 +1,4 @@
-"""Acceptance rules: which guesses to keep, so that the output's distribution stays the target's.
+"""Acceptance rules: which draft tokens to keep, so that the output has the target's distribution.
 
 A rule sees the draft, the target's distribution p at every node, and the noise; it knows nothing
 about models, caches or temperature. Match, Reject and Block are exact for any drafter. Typical and
@@ -89,22 +89,23 @@ class Match:
 
 @op
 def follow(draft: Draft, sample: Tensor) -> Verdict:
-    """Accept the guesses that equal sample [B, N] at their parents, as deep as possible."""
-    wanted = sample.gather(1, draft.nodes.parents.expand_as(sample))
-    path, n = draft.nodes.accepted(draft.tokens == wanted)
+    """Accept the draft tokens that equal sample [B, N] at their parents, as deep as possible."""
+    at_parent = sample.gather(1, draft.nodes.parents.expand_as(sample))
+    path, n = draft.nodes.accepted(draft.tokens == at_parent)
     return Verdict(path, n, sample.gather(1, path))
 
 
 class Reject:
-    """Accept a guess x with probability min(1, p(x)/q(x)), else sample the residual of p.
+    """Accept a draft token x with probability min(1, p(x)/q(x)), else sample the residual of p.
 
     On a chain this is speculative sampling (Leviathan et al. 2022, algorithm 1; Chen et al. 2023).
     On a tree siblings are tried in turn, each against the residual that the rejected ones left
     (SpecInfer, Miao et al. 2023, section 4.3; drawn without replacement: RRSw, Jeon et al. 2024).
-    A chosen guess (q is None, or q(x) = 0) counts as drawn from a one-hot q.
+    A chosen draft token (q is None, or q(x) = 0) counts as drawn from a one-hot q.
 
-    `lenience` < 1 multiplies q (Leviathan et al. 2022, appendix A.5): more guesses are accepted,
-    the distribution is no longer p, and no token becomes more than 1 / lenience times as likely.
+    `lenience` < 1 multiplies q (Leviathan et al. 2022, appendix A.5): more draft tokens are
+    accepted, the distribution is no longer p, and no token becomes more than 1 / lenience times as
+    likely.
     """
 
     wants_q = True
@@ -142,9 +143,9 @@ class Reject:
         return draft.judged(path, n, bonus)
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        kept = torch.minimum(q, p / self.lenience)
+        accepted = torch.minimum(q, p / self.lenience)
         rest = normalised((p - self.lenience * q).clamp(min=0), p)
-        return kept + (1 - kept.sum(-1, keepdim=True)).clamp(min=0) * rest
+        return accepted + (1 - accepted.sum(-1, keepdim=True)).clamp(min=0) * rest
 
 
 class Block:
@@ -153,9 +154,9 @@ class Block:
     (Sun et al. 2024, Block verification, arXiv 2403.10444, algorithm 2.) Prefix i has weight
     P_i = min(1, P_{i-1} p/q) and passes with probability S_i / (S_i + 1 - P_i), where S_i is the
     mass of (P_i p - q)+ over the next token; the bonus is drawn from that residual. In expectation
-    it keeps at least as many guesses as Reject, for any p and q. After a row's last guess, or where
-    its guesses end early, q counts as 0: the prefix passes with probability P_i and the bonus is
-    drawn from p.
+    it keeps at least as many draft tokens as Reject, for any p and q. After a row's last draft
+    token, or where its draft tokens end early, q counts as 0: the prefix passes with probability
+    P_i and the bonus is drawn from p.
     """
 
     name = "block"
@@ -170,9 +171,9 @@ class Block:
             raise UserError("rule block judges chains; use tree chain, or the rule reject")
         following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -1)], 1)
         x = following.clamp(min=0)[..., None]
-        made = (following >= 0).cumprod(1).bool()  # [B, N]: guesses up to node i + 1 exist
-        drawn = torch.where(made[..., None], _drawn(draft.q, p, x), 0.0)
-        odds = torch.where(made, (p.gather(-1, x) / drawn.gather(-1, x))[..., 0], 0.0)
+        exists = (following >= 0).cumprod(1).bool()  # [B, N]: draft tokens up to node i + 1
+        drawn = torch.where(exists[..., None], _drawn(draft.q, p, x), 0.0)
+        odds = torch.where(exists, (p.gather(-1, x) / drawn.gather(-1, x))[..., 0], 0.0)
         owed = [torch.ones_like(odds[:, 0])]
         for i in range(N - 1):
             owed.append((owed[-1] * odds[:, i]).clamp(max=1))
@@ -195,7 +196,7 @@ class Block:
 
 
 class Typical:
-    """Accept a guess that is likely enough under p: p(x) > min(epsilon, delta exp(-H(p))).
+    """Accept a draft token that is likely enough under p: p(x) > min(epsilon, delta exp(-H(p))).
 
     (Cai et al. 2024, Medusa, section 2.3.1, where delta = sqrt(epsilon).) Of a tree it keeps the
     longest such path; the bonus is drawn from p. Lossy, except at temperature 0.
@@ -228,8 +229,8 @@ class Typical:
         return draft.judged(path, n, bonus)
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        kept = q * self._typical(p)
-        return kept + (1 - kept.sum(-1, keepdim=True)).clamp(min=0) * p
+        accepted = q * self._typical(p)
+        return accepted + (1 - accepted.sum(-1, keepdim=True)).clamp(min=0) * p
 
 
 NAMES = ("match", "reject", "block", "typical", "typical:EPSILON", "lenient:LENIENCE")

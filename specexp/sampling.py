@@ -1,4 +1,4 @@
-"""From logits to a distribution (law), and from a distribution to a token.
+"""From logits to a distribution, and from a distribution to a token.
 
 `Sampling` shapes target and drafter logits alike. The noise behind every draw is a function, not a
 stream: each uniform is a hash of (seed, the row's stream, position, purpose, lane). So a row's
@@ -165,7 +165,7 @@ class Sampling:
         p = logits.softmax(-1)
         if self.top_p < 1:
             ranked, order = p.sort(dim=-1, descending=True, stable=True)
-            kept = ranked.masked_fill(ranked.cumsum(-1) - ranked >= self.top_p, 0)
-            p = torch.zeros_like(p).scatter(-1, order, kept)
+            nucleus = ranked.masked_fill(ranked.cumsum(-1) - ranked >= self.top_p, 0)
+            p = torch.zeros_like(p).scatter(-1, order, nucleus)
             p = p / p.sum(-1, keepdim=True)
         return p

@@ -24,7 +24,7 @@ from specexp.tree import Nodes
 
 @dataclass
 class Draft:
-    """One round's guesses. tokens [B, N] int64 with the root in column 0; padding (-1): no guess.
+    """One round's draft tokens. tokens [B, N] int64, the root in column 0; padding (-1): none.
 
     `q[:, i]` [B, N, V]: the distribution from which the children of node i were drawn, without
     replacement in sibling order; None: they were chosen, not drawn. `text`: the sequences it
@@ -50,7 +50,7 @@ class Draft:
         return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
 
     def within(self) -> Draft:
-        """The same draft without guesses deeper than their row's budget and reach allow."""
+        """The same draft without the tokens deeper than their row's budget and reach allow."""
         budget, reach = self.text.budget, self.text.reach
         if budget is None:
             return self
@@ -59,17 +59,17 @@ class Draft:
         return replace(self, tokens=until(self.tokens, self.nodes.depth, budget))
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
-        """The verdict that accepts n [B] guesses along path [B, D+1], then adds bonus [B]."""
-        guess = torch.arange(path.shape[1], device=path.device) < n[:, None]
+        """The verdict that accepts n [B] draft tokens along path [B, D+1], then adds bonus [B]."""
+        accepted = torch.arange(path.shape[1], device=path.device) < n[:, None]
         line = self.tokens.gather(1, path.roll(-1, 1))
-        return Verdict(path, n, torch.where(guess, line, bonus[:, None]))
+        return Verdict(path, n, torch.where(accepted, line, bonus[:, None]))
 
 
 @dataclass
 class Verdict:
     """What the target accepted: path [B, D+1], nodes from the root down, padded with the last one;
-    n [B], accepted guesses; new [B, D+1], the token after each node of the path: the accepted
-    guesses, then the bonus token."""
+    n [B], accepted draft tokens; new [B, D+1], the token after each node of the path: the accepted
+    draft tokens, then the bonus token."""
 
     path: Tensor
     n: Tensor
@@ -205,7 +205,7 @@ class Sequences:
         return self.tokens.gather(1, slots)
 
     def drafting(self, tokens: Tensor, depth: int) -> Tensor:
-        """tokens [B, n] as a drafter feeds them to guess the level after `depth`: padding (-1) in
+        """tokens [B, n] as a drafter feeds them to draft the level after `depth`: padding (-1) in
         rows whose budget does not go that deep."""
         if self.budget is None:
             return tokens
@@ -219,7 +219,7 @@ class Sequences:
         q: Tensor | None = None,
         grade: Tensor | None = None,
     ) -> Draft:
-        """A draft over `nodes` with guesses [B, N-1]; None: the root alone."""
+        """A draft over `nodes` with draft tokens `guesses` [B, N-1]; None: the root alone."""
         tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
         return Draft(tokens, nodes, self, q, grade)
 
@@ -237,8 +237,8 @@ class Sequences:
 
     @op
     def commit(self, verdict: Verdict) -> Tensor:
-        """Append the accepted path and the bonus token. Returns [B, 3]: guesses accepted, tokens
-        emitted after the EOS and limit cuts, and whether the row goes on.
+        """Append the accepted path and the bonus token. Returns [B, 3]: draft tokens accepted,
+        tokens emitted after the EOS and limit cuts, and whether the row goes on.
 
         An emitted EOS lowers the row's limit to its length. Rows already done emit 0. Tokens past a
         row's length are never read and may be overwritten.
@@ -274,5 +274,5 @@ def reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
 
 @op
 def at_least(tokens: Tensor, least: int) -> Tensor:
-    """tokens, with `least` in place of smaller ones: 0 makes every guess one that is verified."""
+    """tokens, with `least` in place of smaller ones: 0 makes every one a token to verify."""
     return tokens.clamp(min=least)

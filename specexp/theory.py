@@ -1,13 +1,13 @@
 """The speedup to expect of speculative decoding: closed forms, and the same with measured costs.
 
 The notation is that of Leviathan et al. 2022 (arXiv 2211.17192); Chen et al. 2023 (arXiv
-2302.01318) found the same acceptance rule. alpha is the probability that a guess is accepted, gamma
-the number of guesses per round, and costs are in units of one plain target step: a cost of 0.05 is
-a drafter twenty times faster than its target.
+2302.01318) found the same acceptance rule. alpha is the probability that a draft token is accepted,
+gamma the number of draft tokens per round, and costs are in units of one plain target step: a cost
+of 0.05 is a drafter twenty times faster than its target.
 
-The closed forms assume that guesses are accepted independently with one alpha, and that a pass over
-gamma + 1 tokens costs as much as a pass over one. Neither is quite true: `measured_speedup` takes
-an acceptance rate per position and the times of real passes instead.
+The closed forms assume that draft tokens are accepted independently with one alpha, and that a pass
+over gamma + 1 tokens costs as much as a pass over one. Neither is quite true: `measured_speedup`
+takes an acceptance rate per position and the times of real passes instead.
 
 This file knows nothing about models, tensors or clocks.
 """
@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from specexp.errors import UserError
 
-LONGEST = 1000  # guesses per round; `best_gamma` stops here if guesses are free
+LONGEST = 1000  # draft tokens per round; `best_gamma` stops here if they are free
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Prediction:
 
 
 def predict(alpha: float, gamma: int, cost: float) -> Prediction:
-    """All closed forms at once. `cost` is both c (time) and c-hat (arithmetic) of one guess.
+    """All closed forms at once. `cost` is both c (time) and c-hat (arithmetic) of one draft token.
 
     Raises UserError unless 0 <= alpha <= 1, 0 <= gamma <= LONGEST and cost is finite and >= 0.
     """
@@ -86,7 +86,7 @@ def operations(alpha: float, gamma: int, cost: float) -> float:
     """Arithmetic of speculative decoding over that of plain decoding. Theorem 3.11; `cost` is
     c-hat.
 
-    Rejected guesses are wasted arithmetic, which costs time once other rows keep the machine busy.
+    Rejected tokens are wasted arithmetic, which costs time once other rows keep the machine busy.
     """
     _check(cost=cost)
     return (gamma * cost + gamma + 1) / tokens_per_pass(alpha, gamma)
@@ -95,8 +95,8 @@ def operations(alpha: float, gamma: int, cost: float) -> float:
 def best_gamma(alpha: float, cost: float, limit: int = LONGEST) -> int:
     """The fastest draft length up to `limit`, the shorter at a tie; 0: plain decoding is fastest.
 
-    Each further guess adds fewer tokens and the same time, so the first length that the next one
-    does not beat is the best. If guesses are free that is `limit`, or the last gamma at which
+    Each further draft token adds fewer tokens and the same time, so the first length that the next
+    one does not beat is the best. If drafting is free that is `limit`, or the last gamma at which
     alpha^gamma is still positive as a float.
     """
     _check(alpha=alpha, gamma=limit, cost=cost)
@@ -110,7 +110,7 @@ def break_even_alpha(gamma: int, cost: float) -> float:
     """The alpha above which `speedup(alpha, gamma, cost)` exceeds 1; 1.0 if none does.
 
     At gamma = 1 it is the cost itself (Corollary 3.9). It never falls as gamma grows: later
-    guesses are accepted less often and cost the same.
+    tokens are accepted less often and cost the same.
     """
     _check(gamma=gamma, cost=cost)
     if gamma == 0 or cost >= 1:
@@ -125,19 +125,19 @@ def break_even_alpha(gamma: int, cost: float) -> float:
 def measured_speedup(
     conditional: Sequence[float], draft: float, verify: float, step: float
 ) -> float:
-    """The speedup of a round of gamma = len(conditional) guesses, from measurements.
+    """The speedup of a round of gamma = len(conditional) draft tokens, from measurements.
 
-    `conditional[i]`: P(guess i + 1 accepted given that guess i was); `draft`: time to make the
-    guesses; `verify`: time of the target pass over gamma + 1 tokens, including the rule; `step`:
-    time of a plain step. All three in one unit and at one load. Equals Theorem 3.8 for constant
-    conditionals and verify = step.
+    `conditional[i]`: P(draft token i + 1 accepted given that token i was); `draft`: time to
+    propose them; `verify`: time of the target pass over gamma + 1 tokens, including the rule;
+    `step`: time of a plain step. All three in one unit and at one load. Equals Theorem 3.8 for
+    constant conditionals and verify = step.
     """
     _check_times(draft, verify, step)
     return tokens_of_round(conditional) * step / (draft + verify)
 
 
 def tokens_of_round(conditional: Sequence[float]) -> float:
-    """1 + the sum of the marginals: a guess counts only if every guess before it was accepted."""
+    """1 + the sum of the marginals: a draft token counts only if all before it were accepted."""
     for alpha in conditional:
         _check(alpha=alpha)
     return 1 + math.fsum(accumulate(conditional, mul))
@@ -161,7 +161,7 @@ def _check_times(draft: float, verify: float, step: float) -> None:
 
 
 def _laws(name: str, laws: ArrayLike) -> np.ndarray:
-    """laws [..., V] in float64. Raises UserError unless the last axis holds probabilities."""
+    """Distributions [..., V] in float64. Raises UserError if they are none."""
     array = np.asarray(laws, dtype=np.float64)
     if array.ndim == 0 or array.size == 0:
         raise UserError(f"{name} must be probabilities [..., V], not of shape {array.shape}")

@@ -94,7 +94,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The acceptance metrics. `histogram[k]`: target passes that accepted exactly k guesses.
+    """The acceptance metrics. `histogram[k]`: target passes that accepted exactly k draft tokens.
 
     `cut`: tokens that were accepted, or the bonus, but withheld by an EOS or the length limit.
     """
@@ -125,7 +125,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """accepted / drafted: the share of guesses accepted. 0 if nothing was drafted."""
+        """accepted / drafted: the share of draft tokens accepted. 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -135,14 +135,14 @@ class Acceptance:
 
     @property
     def marginal(self) -> tuple[float, ...]:
-        """P(at least i guesses accepted) for i = 1, 2, ..."""
+        """P(at least i draft tokens accepted) for i = 1, 2, ..."""
         reached = self._reached()
         return tuple(r / reached[0] for r in reached[1:])
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """P(guess i accepted given that guess i-1 was) for i = 1, 2, ... A pass that drafted fewer
-        than i guesses counts as one that did not accept guess i."""
+        """P(token i accepted given that token i-1 was) for i = 1, 2, ... A pass that drafted fewer
+        than i tokens counts as one that did not accept token i."""
         reached = self._reached()
         return tuple(b / a for a, b in itertools.pairwise(reached))
 

@@ -1,6 +1,6 @@
-"""The shape of a draft: which guess follows which.
+"""The shape of a draft: which draft token follows which.
 
-A draft is a tree of guesses in breadth-first order. Node 0, the root, is the last committed token;
+A draft is a tree of tokens in breadth-first order. Node 0, the root, is the last committed token;
 a chain is a tree in which every node has one child. `Tree` is the shape on the host (hashable, so
 it can be part of a captured graph's key). `Nodes` is the same shape as tensors: one for all rows,
 or one per row for drafters that choose the shape as they draft. This file knows nothing about
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specexp.errors import UserError
 
-MOST = 1024  # guesses in one draft
+MOST = 1024  # draft tokens of a round
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tree:
     @classmethod
     @cache
     def chain(cls, gamma: int) -> Tree:
-        """A chain of gamma guesses; gamma = 0 is plain decoding."""
+        """A chain of gamma draft tokens; gamma = 0 is plain decoding."""
         if gamma < 0:
             raise UserError(f"gamma is {gamma}; a draft length is 0 (plain decoding) or more")
         return cls(tuple(range(-1, gamma)))
@@ -91,8 +91,8 @@ class Tree:
 
     @classmethod
     def parse(cls, shape: str, gamma: int) -> Tree:
-        """`chain` (gamma guesses), `3x2x1` (children per node at each depth) or `grown:16` (16
-        guesses, at most gamma deep). Raises UserError for anything else."""
+        """`chain` (gamma tokens), `3x2x1` (children per node at each depth) or `grown:16` (16
+        tokens, at most gamma deep). Raises UserError for anything else."""
         if shape == "chain":
             _refuse_more_than_most(f"chain of gamma {gamma}", gamma)
             return cls.chain(gamma)
@@ -113,8 +113,8 @@ class Tree:
         """The same tree without the nodes deeper than `depth`."""
         if depth >= self.depth:
             return self
-        kept = sum(d <= depth for d in self.depths)
-        return Tree(self.parents[:kept], self.width if depth else 0)
+        count = sum(d <= depth for d in self.depths)
+        return Tree(self.parents[:count], self.width if depth else 0)
 
     @property
     def room(self) -> int:
@@ -133,7 +133,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """D, the largest number of guesses that can be accepted."""
+        """D, the largest number of draft tokens that can be accepted."""
         return self.depths[-1]
 
     @cached_property
@@ -194,7 +194,7 @@ class Nodes:
 
         ok [B, N] bool: whether the node is accepted, given that its parent is (ignored for the
         root). Returns path [B, D+1] int64, the nodes from the root down, padded with the last one;
-        and n [B], the number of accepted guesses (the root does not count).
+        and n [B], the number of accepted tokens (the root does not count).
         """
         if self.is_chain:
             n = ok[:, 1:].cumprod(1).sum(1)

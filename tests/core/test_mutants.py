@@ -15,7 +15,7 @@ import torch
 from support.oracle import explore, gap, surprise, warp
 from support.toys import texts, toy_engine
 
-from specexp import growth, ops, rules
+from specexp import growth, ops, report, rules
 from specexp import tree as trees
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
@@ -281,7 +281,6 @@ reject = (Reject, "__call__")
 match = (rules, "follow")
 block = (Block, "__call__")
 grow = (growth, "grow")
-round_ = (Engine, "round")
 commit = (Sequences, "commit")
 verify = (LM, "verify")
 law = (Sampling, "law")
@@ -348,7 +347,7 @@ MUTANTS = [
     Mutant("siblings share a coin", *reject, {"draft.keys, rank)": "draft.keys, 0)"},
            "law_when_sampled"),
     Mutant("match: compared with a node's own sample", *match,
-           {"draft.tokens == wanted": "draft.tokens == sample"}, "law_of_match"),
+           {"draft.tokens == at_parent": "draft.tokens == sample"}, "law_of_match"),
     Mutant("accepted after a refusal", Nodes, "accepted", {".cumprod(1)": ""}, "law_on_chains"),
     Mutant("accepted without its ancestors", Nodes, "accepted",
            {"((ok | root)[:, None, :] | ~self.ancestors).all(-1)":
@@ -372,9 +371,9 @@ MUTANTS = [
     Mutant("block: stops at the first that fails", *block,
            {"(passes * place).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
     Mutant("block: the last guess judged like the others", *block,
-           {"torch.where(made[..., None], _drawn(draft.q, p, x), 0.0)":
-            "torch.where(made[..., None], _drawn(draft.q, p, x), draft.q[:, :1] if draft.q is not "
-            "None else 0.0)"}, "law_of_block"),
+           {"torch.where(exists[..., None], _drawn(draft.q, p, x), 0.0)":
+            "torch.where(exists[..., None], _drawn(draft.q, p, x), draft.q[:, :1] if draft.q is "
+            "not None else 0.0)"}, "law_of_block"),
     Mutant("block: no guess taken for token 0", *block,
            {"(following >= 0).cumprod(1)": "(place0 >= 0).cumprod(1)",
             "x = following.clamp(min=0)[..., None]":
@@ -450,16 +449,16 @@ MUTANTS = [
             "positions = seqs.places(nodes.depth)\n    slots = 1 + positions"},
            "law_on_chains"),
     Mutant("prefill of one token too few", Engine, "begin",
-           {"known = int(seqs.length.max()) - 1": "known = max(0, int(seqs.length.max()) - 2)"},
+           {"read = int(seqs.length.max()) - 1": "read = max(0, int(seqs.length.max()) - 2)"},
            "law_on_chains"),
-    Mutant("accepted path left where it was", *round_, {"if not tree.is_chain:": "if False:"},
-           "law_on_trees"),
+    Mutant("accepted path left where it was", Engine, "commit",
+           {"self.target.keep(seqs, draft, verdict)": "pass"}, "law_on_trees"),
     Mutant("accepted path moved from one node before", SlotCache, "keep",
            {"places(verdict.path)": "places((verdict.path - 1).clamp(min=0))"}, "law_on_trees"),
     Mutant("accepted path moved without its last node", SlotCache, "keep",
            {"<= verdict.n": "< verdict.n"}, "law_on_trees"),
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
-           {"if not tree.is_chain:": "if False:"}, "speed"),
+           {"if not draft.nodes.is_chain:": "if False:"}, "speed"),
     Mutant("only the root is fed again", DraftModel, "propose",
            {"self.lm.follow(seqs, 2)": "self.lm.follow(seqs, 1)"}, "speed"),
     # From logits to a law
@@ -511,7 +510,7 @@ MUTANTS = [
             "torch.stack([self.categorical(w, keys + i, TOKEN) for i in range(k)], -1)"},
            "addresses"),
     # What is reported
-    Mutant("done rows counted", Engine, "steps", {"if emitted:": "if True:"}, "counts"),
+    Mutant("done rows counted", report, "steps", {"if emitted:": "if True:"}, "counts"),
     Mutant("bonus not counted", Acceptance, "of", {"s.accepted + 1": "s.accepted"}, "counts"),
     Mutant("emitted before the cut", *commit,
            {"[verdict.n, emitted,": "[verdict.n, verdict.n + 1,"}, "counts"),
