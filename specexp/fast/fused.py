@@ -131,9 +131,9 @@ class Layer:
         q, k = turned.split((H, K), 1)
         k, v = cache.update(k, v)
         q = q.reshape(B, K, H // K * n, d)
-        seen = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
-        seen = seen.view(B, H, n, d).transpose(1, 2).reshape(B * n, H * d)
-        x = x + product(seen, self.out, self.out_bias)
+        heads = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+        heads = heads.view(B, H, n, d).transpose(1, 2).reshape(B * n, H * d)
+        x = x + product(heads, self.out, self.out_bias)
         gate, up = product(self.after(x), self.up, self.up_bias).split(self.hidden, -1)
         return x + product(F.silu(gate) * up, self.down, self.down_bias)
 
@@ -181,8 +181,8 @@ class Fused:
             states |= {t: x} if t in taps else {}
         states[-1] = x
         states[len(self.layers)] = x = self.norm(x)[: B * n] if self.norm else x[: B * n]
-        wanted = [states[t][: B * n] for t in taps]
-        hidden = torch.cat(wanted, -1).view(B, n, -1) if taps else None
+        tapped = [states[t][: B * n] for t in taps]
+        hidden = torch.cat(tapped, -1).view(B, n, -1) if taps else None
         if last == 0:
             return None, hidden
         x = x if last is None else x.view(B, n, -1)[:, -last:].flatten(0, 1)
@@ -274,17 +274,17 @@ def ways(fused: Fused) -> Iterator[Fused | Native]:
 
 
 def agreed(
-    nets: Iterable[Net], layers: int, tokens: Tensor, wanted: Tensor, **inputs: Tensor
+    nets: Iterable[Net], layers: int, tokens: Tensor, reference: Tensor, **inputs: Tensor
 ) -> tuple[Net | None, str]:
-    """The last of these networks such that it and all before it give the wanted logits of tokens
-    [1, n], or None; and why none after it was taken, if there are more."""
+    """The last of these networks such that it and all before it give the `reference` logits of
+    tokens [1, n], or None; and why none after it was taken, if there are more."""
     best: Net | None = None
     for net in nets:
         try:
-            difference = _off(net, layers, tokens, wanted, inputs)
+            difference = _off(net, layers, tokens, reference, inputs)
         except Exception as e:
             return best, failure(e)
-        if not difference <= ROUNDING.get(wanted.dtype, 0.0):
+        if not difference <= ROUNDING.get(reference.dtype, 0.0):
             why = f"its logits differ by {difference:.1e} of their size from those of its module"
             return best, why
         best = net
@@ -298,9 +298,11 @@ def failure(e: Exception) -> str:
     return f"it fails with {type(e).__name__}: {first_line(e)}"
 
 
-def _off(net: Any, layers: int, tokens: Tensor, wanted: Tensor, inputs: dict[str, Tensor]) -> float:
-    """The relative difference from the wanted logits, where those are finite."""
+def _off(
+    net: Any, layers: int, tokens: Tensor, reference: Tensor, inputs: dict[str, Tensor]
+) -> float:
+    """The relative difference from the reference logits, where those are finite."""
     at, cache = aimed(layers, tokens)
     logits, _ = net(tokens, at, None, cache, (), None, **inputs)
-    finite = wanted.isfinite()
-    return float((logits - wanted)[finite].float().norm() / wanted[finite].float().norm())
+    finite = reference.isfinite()
+    return float((logits - reference)[finite].float().norm() / reference[finite].float().norm())

@@ -68,11 +68,11 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     at, cache = fused.aimed(1, tokens)
     try:
         net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)
-        wanted = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
+        reference = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
     except Exception as e:
         return None, fused.failure(e)
     ways = (FusedEagle(eagle, way) for way in fused.ways(net))
-    return fused.agreed(ways, 1, tokens, wanted, features=features)
+    return fused.agreed(ways, 1, tokens, reference, features=features)
 
 
 def _one(eagle: Eagle, vocab: int) -> Fused:
@@ -84,8 +84,8 @@ def _three(eagle: Eagle, vocab: int) -> Fused:
     every = torch.equal(ids, torch.arange(eagle.shape.vocab, device=eagle.device))
     if every:
         head = head[:vocab]
-    elif not (there := ids < vocab).all():
-        ids, head = ids[there], head[there]
+    elif not (inside := ids < vocab).all():
+        ids, head = ids[inside], head[inside]
     return Fused(
         [layer], eagle.rotary, eagle.norm, head, eagle.borrowed[0].weight,
         beside=(layer.input_layernorm, layer.hidden_norm),

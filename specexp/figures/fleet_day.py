@@ -129,9 +129,9 @@ def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
         every[2].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        kept = table[(table["ttft_ms"] <= kinds["ttft_ms"][1])
-                     & (table["tpot_ms"] <= kinds["tpot_ms"][1])]  # fmt: skip
-        fewest = kept.groupby("policy")["replicas"].min().reindex(names)
+        within = table[(table["ttft_ms"] <= kinds["ttft_ms"][1])
+                       & (table["tpot_ms"] <= kinds["tpot_ms"][1])]  # fmt: skip
+        fewest = within.groupby("policy")["replicas"].min().reindex(names)
         sizes = ", ".join(f"{n} {r:.0f}" if r == r else f"{n} none" for n, r in fewest.items())
         figure.suptitle(
             f"SIMULATED busiest hour; fewest replicas shown that keep the limits: {sizes}",

@@ -158,8 +158,8 @@ def _check(
 
 
 class _Unpadded(Engine):
-    """An engine whose padding is replaced by tokens, so that every guess asked for is verified and
-    timed, also where passes leave out padding."""
+    """An engine whose padding is replaced by tokens, so that every draft token asked for is
+    verified and timed, also where passes leave out padding."""
 
     def draft(self, seqs: Sequences, tree: Tree) -> Draft:
         draft = super().draft(seqs, tree)

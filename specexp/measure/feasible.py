@@ -66,35 +66,35 @@ def problems_of(
 ) -> list[Problem]:
     """The problems of these parameters together. `wrong`: those whose own value is wrong already;
     if there are any, memory is not asked about."""
-    found = _Findings(params)
+    findings = _Findings(params)
     for gamma in values(params, "gamma", "gammas") or [1]:
         for shape in values(params, "tree", "trees") or ["chain"]:
-            found.of(("gamma", "gammas", "tree", "trees"), Tree.parse, shape, gamma)
+            findings.of(("gamma", "gammas", "tree", "trees"), Tree.parse, shape, gamma)
     if texts is None:
         categories = tuple(params.get("categories") or ()) or None
         limit = None if "limit" in wrong else params.get("limit")
         named = params.get("prompts", "all"), categories, limit
-        texts = found.of(("prompts", "limit", "categories"), once, prompts.load, *named) or []
+        texts = findings.of(("prompts", "limit", "categories"), once, prompts.load, *named) or []
     deepest = policies.MOST
     if "target" in params:
-        pairings, longest = _check_models(params, texts, once, found)
-        if pairings and not (found.problems or wrong):
-            found.of(("dtype", "target"), _check_memory, params, pairings, longest, found)
+        pairings, longest = _check_models(params, texts, once, findings)
+        if pairings and not (findings.problems or wrong):
+            findings.of(("dtype", "target"), _check_memory, params, pairings, longest, findings)
         deepest = min([deepest, *(prepared.deepest for _, prepared in pairings)])
     for policy in values(params, "policy", "policies"):
         if "requests_per_day" in params:
-            found.of(("policy", "policies"), fleet.check_policy, policy)
+            findings.of(("policy", "policies"), fleet.check_policy, policy)
         if policy not in ("plain", *policies.PRICED):
-            found.of(("policy", "policies", "drafter"), policies.of, policy, None, deepest)
-    return found.problems
+            findings.of(("policy", "policies", "drafter"), policies.of, policy, None, deepest)
+    return findings.problems
 
 
 def _check_models(
-    params: Params, texts: list[prompts.Prompt], once: Once, found: _Findings
+    params: Params, texts: list[prompts.Prompt], once: Once, findings: _Findings
 ) -> tuple[list[Candidate], int]:
     """The pairings that can be built, and the tokens of the longest prompt with its output."""
     target = params["target"]
-    parts = found.of(("target",), once, read_target, target)
+    parts = findings.of(("target",), once, read_target, target)
     if not parts:
         return [], 0
     config, _, tokenizer = parts
@@ -102,17 +102,17 @@ def _check_models(
     for options in each_pairing(params):
         to_change = [*_naming(options, params), "target", "dtype"]
         of_seed_0 = (options | {"seed": 0}).items()
-        if pairing := found.of(to_change, once, prepare, once, *of_seed_0):
+        if pairing := findings.of(to_change, once, prepare, once, *of_seed_0):
             pairings.append(pairing)
     context = reach(config)
     new = params.get("max_new_tokens", 0)
     for gamma in values(params, "gamma", "gammas"):
         if gamma >= context:
             what = f"gamma {gamma} exceeds the {context}-token context of {target}"
-            found.add(what, "gamma", "gammas", "target")
+            findings.add(what, "gamma", "gammas", "target")
     longest, too_long = 0, []
     for prompt in texts:
-        tokens = found.of(("prompts", "target"), once, encode, tokenizer, prompt.text) or []
+        tokens = findings.of(("prompts", "target"), once, encode, tokenizer, prompt.text) or []
         need = len(tokens) + new
         longest = max(longest, need)
         if need > context:
@@ -120,7 +120,7 @@ def _check_models(
     if too_long:
         need, name = max(too_long, key=lambda pair: pair[0])
         others = f" ({len(too_long) - 1} more prompts are too long)" if len(too_long) > 1 else ""
-        found.add(
+        findings.add(
             f"prompt {name} with {new} new tokens needs {need} tokens, {need - context} more than "
             f"the {context}-token context of {target}{others}",
             *(("max_new_tokens",) if new >= context / 2 else ()), "prompts", "max_new_tokens",
@@ -139,7 +139,7 @@ def _naming(options: Mapping[str, Any], params: Params) -> Iterator[str]:
 
 
 def _check_memory(
-    params: Params, pairings: list[Candidate], longest: int, found: _Findings
+    params: Params, pairings: list[Candidate], longest: int, findings: _Findings
 ) -> None:
     """A problem, with advice on what would fit, if the pairing that needs the most memory does not
     fit the device."""
@@ -148,7 +148,7 @@ def _check_memory(
     batch = max(values(params, "batch", "batches"), default=1)
 
     def need(batch: int) -> memory.Need:
-        needs = (needed(plan, prepared, dtype, batch, longest) for plan, prepared in pairings)
+        needs = (needed(request, prepared, dtype, batch, longest) for request, prepared in pairings)
         return max(needs, key=lambda need: need.total)
 
     most = need(batch)
@@ -156,7 +156,7 @@ def _check_memory(
         return
     fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
     advice = f"a batch of {fits} would fit" if fits else smaller(config, dtype, free)
-    found.add(
+    findings.add(
         f"{params['target']} on batch {batch} x {longest} tokens needs at least {most}, and "
         f"{memory.gib(free)} GiB are free: {advice}",
         *(("batch", "batches") if fits else ()), "target", "dtype", "device", "max_new_tokens",
@@ -164,20 +164,24 @@ def _check_memory(
 
 
 def needed(
-    plan: drafters.Request, prepared: drafters.Prepared, dtype: torch.dtype, batch: int, tokens: int
+    request: drafters.Request,
+    prepared: drafters.Prepared,
+    dtype: torch.dtype,
+    batch: int,
+    tokens: int,
 ) -> memory.Need:
     """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
     Heads are small beside their target and are left out."""
     draft = prepared.config
-    models = [plan.config, *([draft] if draft else [])]
-    own = models[:1] if draft == plan.config else models  # a target that drafts for itself
-    size, slots = dtype.itemsize, rounded(tokens + plan.tree.room)
-    law = memory.law_bytes("any", plan.sampling.temperature)
-    held = zip(models, (1, prepared.slots), strict=False)
+    models = [request.config, *([draft] if draft else [])]
+    own = models[:1] if draft == request.config else models  # a target that drafts for itself
+    size, slots = dtype.itemsize, rounded(tokens + request.tree.room)
+    law = memory.law_bytes("any", request.sampling.temperature)
+    caches = zip(models, (1, prepared.slots), strict=False)
     return memory.Need(
         sum(weight_bytes(model, dtype) for model in own),
-        sum(batch * slots * times * memory.kv_bytes(model, size) for model, times in held),
-        memory.work_bytes(models, size, batch, slots, tokens, len(plan.tree), law),
+        sum(batch * slots * times * memory.kv_bytes(model, size) for model, times in caches),
+        memory.work_bytes(models, size, batch, slots, tokens, len(request.tree), law),
     )
 
 
@@ -213,12 +217,12 @@ def sources(params: Params) -> set[str]:
             options["drafter"]: options for options in each_pairing({**params, "target": target})
         }
         for options in drafts.values():
-            plan = request_of(options | {"gamma": 1, "tree": "chain"}, *parts)
+            request = request_of(options | {"gamma": 1, "tree": "chain"}, *parts)
 
-            def source(method: str, name: str, find: Any = plan.source) -> str:
+            def source(method: str, name: str, find: Any = request.source) -> str:
                 folders.add(find(method, name))
                 return str(find(method, name))
 
             with suppress(UserError):  # gamma 1 may not suit; `check` has passed the one named
-                drafters.prepare(replace(plan, source=source))
+                drafters.prepare(replace(request, source=source))
     return folders

@@ -332,8 +332,8 @@ def by_mention(what: str, names: Iterable[str], params: Mapping[str, Any]) -> tu
     def mentions(name: str) -> int:
         value = params[name]
         texts = [re.escape(str(v)) for v in (value if isinstance(value, list) else [value])]
-        known = PARAMETERS.get(name)
-        word = re.escape((known and known.each) or name)
+        parameter = PARAMETERS.get(name)
+        word = re.escape((parameter and parameter.each) or name)
         valued = any(re.search(rf"(?<![\w.]){text}(?!\w)", what) for text in texts if text)
         return (re.search(rf"\b{word}", what) is not None) + valued
 

@@ -70,8 +70,9 @@ class Head:
         numbered. SpecForge and ModelOpt train on the outputs of the layers listed, by default 1,
         L/2 - 1 and L - 4, which are states 2, L/2 and L - 3; others list the states. If the lowest
         number is 1 the list is taken for layers, as SGLang does for Llama and most targets. A wrong
-        guess costs only acceptance. So does state L, which vLLM takes before the target's last norm
-        and transformers after it. States are fused in the order of the layers, not of the list.
+        assumption costs only acceptance. So does state L, which vLLM takes before the target's last
+        norm and transformers after it. States are fused in the order of the layers, not of the
+        list.
         """
         own, nested = self.config.get(_TAPS), self._nested.get(_TAPS)
         listed = own or nested or []

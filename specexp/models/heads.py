@@ -50,7 +50,7 @@ class ResBlock(nn.Module):
 
 
 class Medusa(nn.ModuleList):
-    """Head k guesses the token k + 1 places after the one the target's own head predicts.
+    """Head k predicts the token k + 1 places after the one the target's own head predicts.
 
     (Cai et al. 2024, section 2.1.) hidden [..., E]: the state the target's LM head reads; returns
     logits [heads, ..., V].
@@ -214,14 +214,14 @@ class Eagle(nn.Module):
         return self.layers[0](mixed, mixed, **attention)
 
     def draft_logits(self, features: Tensor) -> Tensor:
-        """Logits [..., draft_vocab] of the tokens it can guess."""
+        """Logits [..., draft_vocab] of the tokens it can draft."""
         if not self.shape.fused:
             return self.borrowed[1](features)
         return self.lm_head(features if "norm_output" in self.shape.norms else self.norm(features))
 
     @property
     def draft_ids(self) -> Tensor:
-        """[draft_vocab] the target's ids of the tokens it can guess; `d2t` holds id - index."""
+        """[draft_vocab] the target's ids of the tokens it can draft; `d2t` holds id - index."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def forward(
@@ -276,14 +276,17 @@ def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
         L = config.num_hidden_layers
         if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
             raise UserError(f"{subject} reading layer {bad[0]}, and {target} has {L} layers")
-    wanted = {n: tuple(t.shape) for n, t in net.state_dict().items()}
+    expected = {n: tuple(t.shape) for n, t in net.state_dict().items()}
     shapes = {n: s for n, s in head.shapes.items() if n != EMBED}
-    if wanted.get("d2t") == (config.vocab_size,):
-        shapes.setdefault("d2t", wanted["d2t"])  # optional for a full vocabulary
-    for what, names in (("lacks", wanted.keys() - shapes), ("has unknown", shapes.keys() - wanted)):
+    if expected.get("d2t") == (config.vocab_size,):
+        shapes.setdefault("d2t", expected["d2t"])  # optional for a full vocabulary
+    for what, names in (
+        ("lacks", expected.keys() - shapes),
+        ("has unknown", shapes.keys() - expected),
+    ):
         if names:
             raise UserError(f"{subject}; the file {what} {', '.join(sorted(names)[:5])}")
-    for name, size in wanted.items():
+    for name, size in expected.items():
         if shapes[name] != size:
             raise UserError(f"{subject}; {name} is {shapes[name]} where {size} is expected")
 

@@ -65,9 +65,9 @@ def quantise(module: Any, device: str) -> None:
     holds at most one unquantised layer."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    wanted = set(linears(module))
+    parts = set(linears(module))
     config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's settings are global
-    quantize_(module, config, lambda part, _: part in wanted, device=device)
+    quantize_(module, config, lambda part, _: part in parts, device=device)
 
 
 def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

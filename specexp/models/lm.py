@@ -67,11 +67,11 @@ class Unfused:
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         mask = cache.mask(visible, self.module.dtype)
         net = self.module.base_model if last == 0 else self.module
-        kept = {} if last == 0 else {"logits_to_keep": last or 0}
+        options = {} if last == 0 else {"logits_to_keep": last or 0}
         out = net(
             input_ids=tokens.clamp(min=0), position_ids=positions, attention_mask=mask,
             past_key_values=cache, use_cache=True, output_hidden_states=bool(taps),
-            **kept, **inputs,
+            **options, **inputs,
         )  # fmt: skip
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden

@@ -154,10 +154,10 @@ def _difference(lm: LM) -> float:
             over_tree.append(logits[row, path])
     alone = lm.module(input_ids=pad_sequence(texts, batch_first=True), use_cache=False).logits
     triples = zip(alone, texts, over_tree, strict=True)
-    wanted = torch.cat([x[len(t) - len(o) : len(t), : lm.vocab] for x, t, o in triples])
+    reference = torch.cat([x[len(t) - len(o) : len(t), : lm.vocab] for x, t, o in triples])
     ours = torch.cat(over_tree)
-    finite = ours.isfinite() & wanted.isfinite()
-    return float((ours - wanted)[finite].float().norm() / wanted[finite].float().norm())
+    finite = ours.isfinite() & reference.isfinite()
+    return float((ours - reference)[finite].float().norm() / reference[finite].float().norm())
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -87,10 +87,10 @@ def work_bytes(
     prompt token that the drafter reads."""
     target = configs[0]
     reading = [pass_bytes(c, itemsize, B, min(PREFILL, prompt), S) for c in configs]
-    seen = B * prompt * taps * target.hidden_size * itemsize
+    hidden = B * prompt * taps * target.hidden_size * itemsize
     checking = pass_bytes(target, itemsize, B, nodes, S)
     deciding = B * nodes * target.vocab_size * (itemsize + law)
-    return max(max(reading) + seen, 2 * seen, checking, deciding)
+    return max(max(reading) + hidden, 2 * hidden, checking, deciding)
 
 
 def _heads(config: Any) -> tuple[int, int, int]:

@@ -162,7 +162,7 @@ def test_served_texts_are_the_texts(kind):
     assert "round" in recorded(made)
 
 
-def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
+def test_few_batch_sizes_are_recorded_without_free_rows():
     bank = EngineRows(fast("model", "chain"), count=7, slots=64, slack=5)
 
     def covered(*budget: int) -> tuple[int, list[int] | None]:
@@ -177,7 +177,7 @@ def test_rounds_of_few_sizes_are_recorded_and_free_rows_are_left_out():
 
 
 @pytest.mark.parametrize(("dtype", "kinds"), [(torch.float32, 1), (torch.float64, 2)])
-def test_a_round_serves_texts_of_any_length_where_passes_read_what_they_see(dtype, kinds):
+def test_sparing_passes_record_one_round_for_texts_of_any_length(dtype, kinds):
     made, seen = fast("null", dtype=dtype), set()
     bank = EngineRows(made, count=1, slots=128, slack=5)
     run = made.run
@@ -212,7 +212,7 @@ class Hears(Fixed):
 
 
 @pytest.mark.parametrize("pairing", [fast, slow])
-def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(pairing):
+def test_policy_learns_times_of_replayed_rounds_when_serving(pairing):
     hears = Hears(TREES["empty"])
     server = Server(EngineRows(pairing("null"), count=1, slots=64, slack=5), hears)
     serve(server, Closed([Request(PROMPTS[0], 20, stream=0)], 1))
@@ -220,7 +220,7 @@ def test_a_policy_is_told_the_times_of_rounds_that_will_take_as_long_again(pairi
 
 
 @pytest.mark.parametrize("pairing", [fast, slow])
-def test_and_so_it_is_where_a_batch_is_written(pairing):
+def test_policy_learns_times_of_replayed_rounds_in_generate(pairing):
     made, hears = pairing("null"), Hears(TREES["empty"])
     made.policy = hears
     made.generate(PROMPTS, 20)
@@ -228,7 +228,7 @@ def test_and_so_it_is_where_a_batch_is_written(pairing):
 
 
 @torch.inference_mode()
-def test_to_be_able_to_draft_adds_nothing_to_a_round_that_does_not():
+def test_round_without_draft_makes_the_calls_of_plain_decoding():
     """Its calls are those of plain decoding, one by one."""
     found = []
     for made in (fast("model"), fast("model").plain()):
@@ -324,7 +324,7 @@ def test_chance_falls_anew():
     assert (made != before).all()
 
 
-def test_torchs_operations_are_replayed_outside_inference_mode_too():
+def test_torch_operations_replay_outside_inference_mode():
     x = torch.arange(4.0)
     for fn in (lambda: x + 1, lambda: (x + 1) * 2):
         with torch.inference_mode():

@@ -179,7 +179,7 @@ def places(made: Engine, seqs: Sequences) -> list[int]:
 
 @pytest.mark.parametrize("tree", FEW)
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_what_lasts_stays_where_it_is_and_shapes_do_not_depend_on_what_it_holds(kind, tree):
+def test_state_keeps_its_addresses_and_rounds_their_shapes(kind, tree):
     made = engine(kind, tree, temperature=0.9, dtype=torch.float32)
     seqs = made.begin(Sequences.of(PROMPTS, NEW, slack=TREES[tree].room))
     made.round(seqs, TREES[tree])
@@ -298,14 +298,14 @@ def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int
 @pytest.mark.parametrize(
     "kind", ["model", "medusa", "eagle3", "crossed", "recycle", "lookahead", "planted"]
 )
-def test_a_drafter_finds_what_it_left_for_itself_in_a_draft_recorded_apart(kind):
+def test_draft_recorded_apart_carries_its_memo_to_observe(kind):
     trees = [Tree.branching(2, 2, 1), Tree.branching(3, 1, 1), Tree.chain(4)]
     one, other = (make(engine(kind, rule="match")) for make in (taped, untaped))
     assert in_parts(one, trees, 24) == in_parts(other, trees, 24)
     assert {"draft", "verify"} <= set(one.recorder.tape.recorded)
 
 
-def test_an_engine_goes_with_its_graphs_as_soon_as_nobody_wants_it():
+def test_unreferenced_engine_is_freed_with_its_graphs():
     made = taped(engine("model"))
     made.generate(PROMPTS, LONG)
     assert made.recorder.kept
@@ -373,7 +373,7 @@ def test_nothing_is_replayed_in_memory_that_is_gone():
     assert made.recorder.tape.replays == 2
 
 
-def test_when_all_does_not_fit_together_what_is_asked_for_is_enough(monkeypatch):
+def test_cache_is_no_larger_than_asked_when_memory_is_short(monkeypatch):
     made = taped(engine("model", "chain"))
     made.generate(PROMPTS, NEW)
     monkeypatch.setattr("specexp.models.memory.free_memory", lambda device: 128 * 2**10)
@@ -470,7 +470,7 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
 # functions by themselves
 
 
-def test_the_first_calls_are_real_and_the_one_used_least_lately_goes():
+def test_first_calls_run_eagerly_and_least_recent_is_dropped():
     kept, called = Recordings(Tape()), []
     total = torch.zeros(3)
 
@@ -542,7 +542,7 @@ def test_a_graph_shares_memory_only_with_a_graph_that_is_alive(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_graphs_are_captured_again_after_all_are_dropped_and_a_result_is_kept():
+def test_graphs_are_captured_again_after_all_are_dropped():
     recorder, kept = Cuda(torch.device("cuda")), []
     for _ in range(2):
         x = torch.zeros(4, device="cuda")

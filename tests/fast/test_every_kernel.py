@@ -139,7 +139,7 @@ def test_broken_logits_leave_laws_of_other_rows(bad):
 def test_guess_outside_vocabulary_is_refused(rule):
     seqs = Sequences.of([[1], [2]], 3, slack=1)
     draft = seqs.draft(Tree.chain(1).nodes("cpu"), torch.tensor([[0], [5]]))
-    with pytest.raises(IndexError, match="a guess is outside the vocabulary of 5 tokens"):
+    with pytest.raises(IndexError, match="a draft token is outside the vocabulary of 5 tokens"):
         rule(draft, torch.full((2, 2, 5), 0.2), Noise(0))
 
 

@@ -235,7 +235,7 @@ def block(self: rules.Block, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
 
 
 def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-    """Raises IndexError for a guess outside the vocabulary."""
+    """Raises IndexError for a draft token outside the vocabulary."""
     children, q = draft.nodes.children, draft.q
     laws = [p] if q is None else [p, q]
     if type(rng) is not Noise or not floats(*laws) or any(x.shape != p.shape for x in laws):
@@ -249,7 +249,7 @@ def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Ve
     arguments = draft.tokens, children, draft.keys, p, 0 if q is None else q
     judge = getattr(build.functions(), rule)
     if not judge(*shape, *chance, *arguments, torch.empty(B, 4, V), path, n, new):
-        raise IndexError(f"a guess is outside the vocabulary of {V} tokens")
+        raise IndexError(f"a draft token is outside the vocabulary of {V} tokens")
     return Verdict(path, n, new)
 
 

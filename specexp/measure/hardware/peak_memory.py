@@ -82,12 +82,14 @@ def predicted(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Nee
     are counted as they are; working memory is computed from configs."""
     drafter, size = engine.drafter, engine.target.dtype.itemsize
     caches = {id(lm.cache): lm for lm in reversed(engine.models)}.values()
-    held = sum(lm.kv_bytes_per_token * lm.cache.batch * lm.cache.size for lm in caches if lm.cache)
-    kept = sum(x.nbytes for x in drafter.state)
+    cache_bytes = sum(
+        lm.kv_bytes_per_token * lm.cache.batch * lm.cache.size for lm in caches if lm.cache
+    )
+    state_bytes = sum(x.nbytes for x in drafter.state)
     law = memory.law_bytes(engine.rule.name, engine.sampling.temperature)
     return memory.Need(
         weights([lm.module for lm in engine.models] + list(vars(drafter).values())),
-        held + kept,
+        cache_bytes + state_bytes,
         memory.work_bytes(
             [lm.config for lm in engine.models], size, batch, slots, prompt,
             engine.policy.widest, law, len(drafter.taps),

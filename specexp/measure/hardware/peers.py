@@ -199,16 +199,16 @@ def same_settings(modules: Sequence[Any], gamma: int, sampling: Sampling) -> Ite
     if sampling.temperature > 0:
         how = {"do_sample": True, "temperature": sampling.temperature,
                "top_k": sampling.top_k, "top_p": sampling.top_p}  # fmt: skip
-    kept = [(module, module.generation_config) for module in modules]
+    configs = [(module, module.generation_config) for module in modules]
     try:
-        for module, config in kept:
+        for module, config in configs:
             module.generation_config = type(config)(
                 eos_token_id=None, pad_token_id=0, num_assistant_tokens=gamma,
                 num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0, **how,
             )  # fmt: skip
         yield
     finally:
-        for module, config in reversed(kept):
+        for module, config in reversed(configs):
             module.generation_config = config
 
 

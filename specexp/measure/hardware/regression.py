@@ -48,7 +48,7 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
     other parameters or suites than those given."""
     try:
         report = dict(json.loads(path.read_text()))
-        then, there = dict(report["parameters"]), set(report["suites"])
+        earlier, measured = dict(report["parameters"]), set(report["suites"])
         _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
     except OSError as e:
         raise UserError(
@@ -59,15 +59,15 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
             f"{path} is not a report that this version reads; write one with specexp bench --out"
         ) from e
     differing = [
-        f"{name} {then.get(name)!r}, now {parameters[name]!r}"
+        f"{name} {earlier.get(name)!r}, now {parameters[name]!r}"
         for name in ALIKE
-        if then.get(name) != parameters[name]
+        if earlier.get(name) != parameters[name]
     ]
     if differing:
         raise UserError(
             f"{path} was measured with {'; '.join(differing)}: use the same options for both"
         )
-    if not there & {*suites} & {*SUITES}:
+    if not measured & {*suites} & {*SUITES}:
         raise UserError(
             f"{path} shares none of the suites {', '.join(SUITES)} with this run: nothing to "
             "compare"

@@ -116,8 +116,8 @@ def setting(
     costs = costs.sparing(summaries.drafted_share(accepted))
     few = day.window(1.0, 20_000)
     prompt, output = float(few.prompt.mean()), float(few.output.mean())
-    kept, context = summaries.pooled(accepted).conditional, prompt + output
-    paces = {n: fleet.pace(costs, n, kept, rows, context, prompt, output) for n in names}
+    conditional, context = summaries.pooled(accepted).conditional, prompt + output
+    paces = {n: fleet.pace(costs, n, conditional, rows, context, prompt, output) for n in names}
     limits = Limits(ttft_ms / 1e3, tpot_steps * costs.step_s(1, context))
     return Setting(day, paces, costs, limits, router)
 
