@@ -76,7 +76,7 @@ def test_rule_that_accepts_everything_is_a_bug(monkeypatch, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_kv_cache_off_by_one_is_a_bug(monkeypatch, temperature):
-    verify = LM.verify
+    broken, verify = engine(temperature), LM.verify  # loading would refuse such a module
 
     def shifted(self, seqs, draft, taps=()):
         if draft.tokens.shape[1] == 1:
@@ -86,7 +86,7 @@ def test_kv_cache_off_by_one_is_a_bug(monkeypatch, temperature):
         return verify(self, moved, draft, taps)
 
     monkeypatch.setattr(LM, "verify", shifted)
-    assert certify(engine(temperature), PROMPTS, 24).bugs > 0
+    assert certify(broken, PROMPTS, 24).bugs > 0
 
 
 def test_row_that_stops_early_is_a_bug(monkeypatch):
