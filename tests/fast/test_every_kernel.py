@@ -5,7 +5,7 @@ import torch
 from support.inputs import INPUTS, LAST, SHAPES, differing, key_of
 from support.references import references
 
-from specexp import ops
+from specexp import fast, ops
 from specexp.drafters.suffix import Suffix
 from specexp.models import heads, lm, load
 from specexp.recording import recorder_for
@@ -151,3 +151,8 @@ def test_q_of_another_vocabulary_is_refused(rule):
     draft = seqs.draft(Tree.chain(1).nodes("cpu"), guesses, q)
     with pytest.raises(RuntimeError, match="must match the size"):
         rule(draft, torch.full((2, 2, 5), 0.2), Noise(0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_state_of_every_device_is_said_in_words(device):
+    assert fast.state(torch.device(device))
