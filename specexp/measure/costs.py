@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 
 from specexp.engine import Engine
 from specexp.errors import UserError
+from specexp.measure.interleave import clock
 from specexp.models.int8 import held
 from specexp.sequences import Draft, Sequences, at_least
 from specexp.serving.cost_table import CALM, Costs
@@ -170,12 +170,12 @@ class _Unpadded(Engine):
 def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
     """Prefill; seconds of the target and of the drafter."""
     end = int(seqs.length.max()) - 1
-    now = [_clock(engine)]
+    now = [clock(engine.target.device)]
     hidden = engine.target.prefill(seqs, 0, end, engine.drafter.taps)
-    now.append(_clock(engine))
+    now.append(clock(engine.target.device))
     engine.drafter.prefill(seqs, hidden)
     engine.drafter.catch_up(seqs, end)
-    now.append(_clock(engine))
+    now.append(clock(engine.target.device))
     return now[1] - now[0], now[2] - now[1]
 
 
@@ -186,9 +186,9 @@ def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
     length, limit = seqs.length.clone(), seqs.limit.clone()
 
     def took(call: Callable[[Sequences, Tree], Any]) -> float:
-        begin = _clock(engine)
+        begin = clock(engine.target.device)
         call(seqs, tree)
-        seconds = _clock(engine) - begin
+        seconds = clock(engine.target.device) - begin
         seqs.length.copy_(length)
         seqs.limit.copy_(limit)
         return seconds
@@ -201,9 +201,3 @@ def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
         took(whole)
     whole_s = took(whole)
     return took(draft) if tree.depth else 0.0, whole_s
-
-
-def _clock(engine: Engine) -> float:
-    if engine.target.device.type == "cuda":
-        torch.cuda.synchronize(engine.target.device)
-    return time.perf_counter()

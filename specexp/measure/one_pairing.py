@@ -298,16 +298,16 @@ def _rounds(
         return step.drafted
 
     while len(whole) < lead + VISIT_ROUNDS:
-        begin = _clock(engine)
+        begin = clock(engine.target.device)
         for rows, end in engine.start(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
             whole.append((drafted(*engine.steps(rows)), end - begin))
             begin = end
     while len(apart) < VISIT_ROUNDS:
-        now = [_clock(engine)]
+        now = [clock(engine.target.device)]
         draft = engine.recorder.part(engine, "draft", engine.draft, seqs, tree)
-        now.append(_clock(engine))
+        now.append(clock(engine.target.device))
         engine.recorder.part(engine, "verify", engine.verify, seqs, draft)
-        now.append(_clock(engine))
+        now.append(clock(engine.target.device))
         apart.append((drafted(*engine.run(seqs, tree)), *np.diff(now)))
     return whole[lead:], apart
 
@@ -315,10 +315,6 @@ def _rounds(
 def lone_tree(engine: Engine) -> Tree:
     """The draft shape that the engine's policy chooses for a single stream."""
     return engine.policy.choose(Load(1, 0)).tree
-
-
-def _clock(engine: Engine) -> float:
-    return clock(engine.target.device)
 
 
 def added_bytes(engine: Engine) -> int:

@@ -3,16 +3,10 @@
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from support.questions import PROMPTS
 
 from specexp import api, figures
 from specexp.measure import one_pairing, summaries
-from specexp.measure.prompts import Prompt
-
-PROMPTS = [
-    Prompt(1, "code", ("def mean(values):",)),
-    Prompt(2, "code", ("return sum(values) / len(values)",)),
-    Prompt(3, "messy", ("zz qq mean mean mean",)),
-]
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,13 @@ import weakref
 
 import pandas as pd
 import pytest
+from support.questions import PROMPTS
 
 from specexp import api
 from specexp.errors import UserError
 from specexp.measure import one_pairing, summaries
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
-
-PROMPTS = [
-    Prompt(1, "code", ("def mean(values):",)),
-    Prompt(2, "code", ("return sum(values) / len(values)",)),
-    Prompt(3, "messy", ("zz qq mean mean mean",)),
-]
 
 
 @pytest.fixture(scope="module")

@@ -7,36 +7,19 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.cost_tables import planted
+from support.questions import PROMPTS
+from support.served import answer, tick
 
 from specexp.measure import under_load
-from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import served
 from specexp.policy import Fixed
-from specexp.serving.requests import Request, Response, ServerStep
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows, requests
 from specexp.serving.sources import Closed, Timed, serve
 from specexp.trace import Acceptance
 from specexp.tree import Tree
 
-PROMPTS = [
-    Prompt(1, "code", ("def mean(values):",)),
-    Prompt(2, "code", ("return sum(values) / len(values)",)),
-    Prompt(3, "messy", ("zz qq mean mean mean",)),
-]
 LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
-
-
-def answer(came_s, *deliveries, begun_s=None, state="done", kind="code", prompt=3, **counts):
-    request = Request(range(prompt), 9, came_s, kind=kind)
-    return Response(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
-
-
-def tick(begin_s, end_s, busy_s=0.0, **counts):
-    none = dict.fromkeys(
-        ("waiting", "read", "live", "rows", "speculated", "drafted", "accepted", "emitted"), 0
-    )
-    return ServerStep(begin_s, end_s, busy_s, **none | counts)
 
 
 @pytest.fixture

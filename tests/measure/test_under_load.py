@@ -8,48 +8,18 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.cost_tables import planted
+from support.questions import PROMPTS
+from support.served import ANSWERS, TICKS, answer, tick
 
 from specexp import api, figures
 from specexp.errors import UserError
 from specexp.measure import under_load
-from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import races, served
 from specexp.serving.arrivals import Arrival, write_csv
-from specexp.serving.requests import Request, Response, ServerStep
+from specexp.serving.requests import Request
 from specexp.serving.sources import Closed, Timed, serve
 
-PROMPTS = [
-    Prompt(1, "code", ("def mean(values):",)),
-    Prompt(2, "code", ("return sum(values) / len(values)",)),
-    Prompt(3, "messy", ("zz qq mean mean mean",)),
-]
 LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
-
-
-def answer(came_s, *deliveries, begun_s=None, state="done", kind="code", prompt=3, **counts):
-    request = Request(range(prompt), 9, came_s, kind=kind)
-    return Response(request, came_s, state, begun_s=begun_s, deliveries=list(deliveries), **counts)
-
-
-def tick(begin_s, end_s, busy_s=0.0, **counts):
-    none = dict.fromkeys(
-        ("waiting", "read", "live", "rows", "speculated", "drafted", "accepted", "emitted"), 0
-    )
-    return ServerStep(begin_s, end_s, busy_s, **none | counts)
-
-
-ANSWERS = [
-    answer(1.0, (2.0, 1), (2.5, 3), (3.5, 5), begun_s=1.5, drafted=6, accepted=2, passes=3),
-    answer(2.0, (2.25, 1), begun_s=2.125, prompt=7, kind="chat"),
-    answer(2.0, (3.0, 4), begun_s=2.5),
-    answer(2.5, state="refused"),
-    answer(3.0, (3.5, 2), begun_s=3.25, state="cancelled"),
-]
-TICKS = [
-    tick(1.0, 2.0, 0.75, live=1, rows=2, speculated=2, drafted=3, accepted=1, emitted=2, waiting=4),
-    tick(2.0, 2.5, 0.5, live=2, rows=2, speculated=0, emitted=2, waiting=2),
-    tick(3.0, 5.0, 1.75, live=3, rows=4, speculated=1, drafted=5, accepted=3, emitted=9),
-]
 
 
 # --- what is reported ----------------------------------------------------------------------------
