@@ -8,7 +8,7 @@ must the accepted path be moved to the front (`keep`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakSet, proxy
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specexp.models.layers import Layer
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import line_mask
 
@@ -74,16 +75,18 @@ class Slots(CacheLayerMixin):
 class SlotCache(Cache):
     """A static buffer of `batch` rows of `size` slots per layer; call `aim` before each pass.
 
-    `mark`: identifies this buffer; no later cache has an equal one.
+    `kinds`: what its layers are; a number stands for as many that read everything. `mark`:
+    identifies this buffer; no later cache has an equal one.
     """
 
-    def __init__(self, layers: int, batch: int, size: int) -> None:
+    def __init__(self, kinds: Sequence[Layer] | int, batch: int, size: int) -> None:
+        self.kinds = (Layer(),) * kinds if isinstance(kinds, int) else tuple(kinds)
         self.mark = object()
         self.drafters: WeakSet[Any] = WeakSet()  # whose memory was allocated with this buffer
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
-        super().__init__(layers=[Slots(self) for _ in range(layers)])
+        super().__init__(layers=[Slots(self) for _ in self.kinds])
 
     def aim(self, rows: slice, slots: Tensor, seen: int) -> None:
         """Make the next pass write at slots [b, n] of these b rows and read the first `seen`."""
@@ -98,13 +101,38 @@ class SlotCache(Cache):
         least = torch.finfo(dtype).min
         return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, least)[:, None]
 
+    def masks(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """The mask of every kind of layer, by its name; one mask alone if all see the same."""
+        spans = {layer.kind: (layer.window, layer.chunk) for layer in self.kinds}
+        masks = {s: self.mask(self._near(visible, *s), dtype) for s in set(spans.values())}
+        if len(masks) == 1:
+            return masks.popitem()[1]
+        return {kind: masks[span] for kind, span in spans.items()}
+
+    def _near(self, visible: Tensor | None, window: int, chunk: int) -> Tensor | None:
+        """The visible slots in each token's window and chunk. What a token sees is one text, in the
+        order of slots, so the position of a slot is the number of visible ones before it."""
+        if not window and not chunk:
+            return visible
+        if visible is None:
+            own = self.slots[:, 0]
+            place = torch.arange(self.seen, device=own.device)[None, None]
+            near = place <= own
+        else:
+            place = visible.cumsum(-1) - 1
+            own, near = place[:, :, -1:], visible
+        if window:
+            near = near & (own - place < window)
+        return near & (own // chunk == place // chunk) if chunk else near
+
     def keep(self, seqs: Sequences, verdict: Verdict) -> None:
         """Move the slots of the accepted path to the front of this round's draft, before commit."""
         depth = torch.arange(verdict.path.shape[1], device=verdict.path.device)[None]
         target = seqs.places(depth)
         source = torch.where(depth <= verdict.n[:, None], seqs.places(verdict.path), target)
         for layer in self.layers:
-            layer.keep(seqs.rows, source, target)
+            if layer.is_initialized:  # others read a layer that has been moved
+                layer.keep(seqs.rows, source, target)
 
     def copy(self, source: int, target: int, slots: int) -> None:
         """Copy the first `slots` slots of row `source` to row `target`."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from specexp.errors import UserError
 from specexp.models import memory
 from specexp.models.cache import SlotCache
+from specexp.models.layers import layers
 from specexp.models.memory import PREFILL
 from specexp.models.servable import reach
 from specexp.ops import op
@@ -65,7 +66,7 @@ class Unfused:
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        mask = cache.mask(visible, self.module.dtype)
+        mask = cache.masks(visible, self.module.dtype)
         net = self.module.base_model if last == 0 else self.module
         options = {} if last == 0 else {"logits_to_keep": last or 0}
         out = net(
@@ -99,6 +100,7 @@ class LM:
         self.module, self.name, self.vocab, self.net = module, name, vocab, net
         self.config = module.config.get_text_config()
         self.context = reach(self.config)
+        self.layers = layers(self.config, self.context)
         self.device, self.dtype = module.device, module.dtype
         self.cache: SlotCache | None = None
         self.fault = torch.zeros(0)
@@ -127,7 +129,7 @@ class LM:
                 f"the cache of {self.name} for batch {B} x {S} tokens needs {memory.gib(need)} GiB "
                 f"and {memory.gib(free)} GiB are free: use {smaller_batch}fewer tokens"
             )
-        self.cache = SlotCache(self.config.num_hidden_layers, B, S)
+        self.cache = SlotCache(self.layers, B, S)
         self.fault = torch.zeros(B, device=self.device)
 
     @torch.inference_mode()

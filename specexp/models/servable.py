@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from specexp.errors import UserError
+from specexp.models.layers import layers
 
+READ = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}  # kinds served
 ALIBI = {"bloom", "mpt"}  # always use ALiBi; Falcon's configs say whether they do
 
 
@@ -26,21 +28,17 @@ def servable(config: Any, name: str) -> None:
     depends on distances in slots."""
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder; use a decoder-only causal LM")
-    layers = getattr(config, "layer_types", None) or []
-    kinds = set(layers) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if window and window >= reach(config):
-        kinds.discard("sliding_attention")
-    elif window and not layers and getattr(config, "use_sliding_window", True):
-        kinds = {"sliding_attention"}
+    if not hasattr(config, "num_hidden_layers"):
+        raise UserError(f"{name} ({config.model_type}) does not say how many layers it has")
+    kinds = {layer.kind for layer in layers(config, reach(config))} - READ
     if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo's field
         kinds.add("local_attention")
     if kinds:
         raise UserError(
-            f"{name} has {', '.join(sorted(kinds))} layers; rolling back needs full attention in "
-            "every layer: choose a model without them"
+            f"{name} has {', '.join(sorted(kinds))} layers, which cannot be rolled back here: "
+            "choose a model without them"
         )
-    if not hasattr(config, "num_hidden_layers") or not hasattr(config, "num_attention_heads"):
+    if not hasattr(config, "num_attention_heads"):
         raise UserError(f"{name} ({config.model_type}) has no attention cache to roll back")
     if config.model_type in ALIBI or getattr(config, "alibi", False):
         raise UserError(

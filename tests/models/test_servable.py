@@ -6,13 +6,16 @@ import pytest
 from transformers import (
     BloomConfig,
     FalconConfig,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPTNeoConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
     MistralConfig,
     MptConfig,
     Phi3Config,
+    Qwen2MoeConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
     T5Config,
@@ -20,7 +23,9 @@ from transformers import (
 
 from specexp.errors import UserError
 from specexp.models import servable
+from specexp.models.layers import Layer, layers
 
+TWO = {"num_hidden_layers": 2, "max_position_embeddings": 128}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [9.0] * 4,
         "short_factor": [1.0] * 4}  # fmt: skip
 
@@ -44,11 +49,9 @@ def test_reach_reads_every_context_field():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (MistralConfig(sliding_window=64, max_position_embeddings=128), "sliding_attention"),
-        (Gemma3TextConfig(sliding_window=64, max_position_embeddings=128), "sliding_attention"),
         (Qwen3NextConfig(), "linear_attention"),
         (Mamba2Config(), "linear_attention"),
-        (RecurrentGemmaConfig(), "sliding_attention"),
+        (RecurrentGemmaConfig(), "linear_attention"),
         (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "local_attention"),
         (T5Config(), "encoder-decoder"),
         (MptConfig(), "ALiBi"),
@@ -66,6 +69,22 @@ def test_servable_takes_global_layers_of_gpt_neo():
     servable.servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
 
 
-def test_servable_takes_a_window_as_wide_as_the_context():
-    servable.servable(MistralConfig(sliding_window=128, max_position_embeddings=128), "mine")
-    servable.servable(MistralConfig(sliding_window=None), "mine")
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (MistralConfig(**TWO, sliding_window=64), [Layer("sliding_attention", 64)] * 2),
+        (MistralConfig(**TWO, sliding_window=128), [Layer()] * 2),
+        (MistralConfig(**TWO, sliding_window=None), [Layer()] * 2),
+        (Qwen2MoeConfig(**TWO, sliding_window=64), [Layer()] * 2),  # use_sliding_window is off
+        (Gemma3TextConfig(**TWO, sliding_window=64, layer_types=["sliding_attention",
+         "full_attention"]), [Layer("sliding_attention", 64), Layer()]),
+        (Llama4TextConfig(**TWO, attention_chunk_size=64, layer_types=["chunked_attention",
+         "full_attention"]), [Layer("chunked_attention", chunk=64), Layer()]),
+        (Gemma3nTextConfig(**TWO, sliding_window=128, num_kv_shared_layers=1, layer_types=[
+         "sliding_attention"] * 2), [Layer("sliding_attention"),
+                                     Layer("sliding_attention", owns=False)]),
+    ],
+)  # fmt: skip
+def test_layers_have_the_windows_and_chunks_of_their_config(config, kinds):
+    servable.servable(config, "mine")
+    assert layers(config, servable.reach(config)) == tuple(kinds)
