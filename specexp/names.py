@@ -18,7 +18,7 @@ from torch import nn
 from specexp import drafters, objects
 from specexp.drafters import Drafter
 from specexp.drafters.model import all_rows, causal_config
-from specexp.errors import UserError
+from specexp.errors import UserError, first_line
 from specexp.models import int8
 from specexp.models.load import DTYPES, read_config, read_tokenizer
 from specexp.zoo import shelf
@@ -157,3 +157,24 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     if not tokens:
         raise UserError("a prompt is empty; give it at least one character")
     return tokens
+
+
+def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """The text that an instruct model continues with its answer, without the special tokens that
+    `encode` puts before every text. `messages`: a conversation in transformers' form."""
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("the target's tokenizer has no chat template; leave chat out")
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UserError(f"the target's chat template fails: {first_line(error)}") from None
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    for given in (str(text), str(text).removeprefix(tokenizer.bos_token or "")):
+        if tokenizer(given).input_ids == tokens:
+            return given
+    raise UserError(
+        "the target's tokenizer adds special tokens that its chat template has not; write the "
+        "conversation as prompts without chat"
+    )

@@ -9,6 +9,7 @@ import typer
 
 from specexp.commands.options import (
     AsJson,
+    Chat,
     Device,
     Drafter,
     Dtype,
@@ -68,6 +69,7 @@ def generate(
         Optional[int],  # noqa: UP045
         option("limit", "With --prompts."),
     ] = None,
+    chat: Chat = False,
     rounds: Annotated[
         bool,
         typer.Option("--rounds", help="Also show one line per round, with rejected draft tokens."),
@@ -81,7 +83,7 @@ def generate(
     from specexp import api
     from specexp.measure import parameters
     from specexp.measure.exactness import certify
-    from specexp.measure.prompts import Prompt, load
+    from specexp.measure.prompts import Prompt, Prompts, in_chat, load
 
     if (prompt is None) == (prompts is None):
         raise UserError('give either --prompt "some text" or --prompts FILE')
@@ -93,9 +95,12 @@ def generate(
     if prompt is None:
         texts = load(str(prompts), None, limit)
     else:
-        texts = [Prompt(0, "command line", (prompt,))]
-    parameters.insist(options | {"max_new_tokens": max_new_tokens}, texts)
+        texts = Prompts([Prompt(0, "command line", (prompt,))], "")
+    parameters.insist(options | {"max_new_tokens": max_new_tokens, "chat": chat}, texts)
     pairing = api.load(**options)
+    texts = in_chat(texts, pairing, max_new_tokens, chat)
+    if not as_json and prompts is not None:
+        console.print(f"{texts}\n", style="dim")
     for text in (question.text for question in texts):
         if not as_json:
             pairing.generate([text], max_new_tokens)  # warm-up: the next one is timed

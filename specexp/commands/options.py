@@ -30,6 +30,7 @@ Gamma = Annotated[
     option("gamma", "Default: 5, or the drafter's longest if shorter."),
 ]
 Temperature = Annotated[float, option("temperature")]
+Chat = Annotated[bool, typer.Option("--chat", help=help_of("chat"))]
 MaxNewTokens = Annotated[int, option("max_new_tokens")]
 Dtype = Annotated[str, option("dtype")]
 Device = Annotated[str, option("device")]

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from specexp.commands.options import (
     AsJson,
+    Chat,
     Device,
     Drafter,
     Dtype,
@@ -43,6 +44,7 @@ def serve(
     target: Target = default("target"),
     drafter: Drafter = default("drafter"),
     prompts: Annotated[str, option("prompts")] = default("prompts"),
+    chat: Chat = False,
     count: Annotated[int, option("count", "A trace is cut after them.")] = default("count"),
     max_new_tokens: MaxNewTokens = default("max_new_tokens"),
     rows: Annotated[int, option("rows")] = default("rows"),
@@ -77,14 +79,14 @@ def serve(
     usual = ["plain", f"always:{min(3, options['gamma'])}", "goodput"]
     names = list(dict.fromkeys(policy or usual))
     experiment = options | {
-        "policies": names, "arrivals": load, "prompts": prompts, "max_new_tokens": max_new_tokens,
-        "count": count, "rows": rows, "chunk": chunk, "queue": queue, "ttft_ms": ttft_ms,
-        "tpot_ms": tpot_ms,
+        "policies": names, "arrivals": load, "prompts": prompts, "chat": chat, "count": count,
+        "max_new_tokens": max_new_tokens, "rows": rows, "chunk": chunk, "queue": queue,
+        "ttft_ms": ttft_ms, "tpot_ms": tpot_ms,
     }  # fmt: skip
     parameters.insist(experiment)
     picture = picture_beside(out) if out else None
     pairing = api.load(**options)
-    texts = questions.load(prompts)
+    texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
     costs = serving.prices(pairing, names, offered.requests)
     runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)

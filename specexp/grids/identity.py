@@ -161,11 +161,7 @@ def _data_files(read: Mapping[str, Any]) -> Iterable[Path]:
     """The files of prompts and arrival traces that these parameters name."""
     named = read.get("prompts")
     if isinstance(named, str):
-        names = prompts.NAMES if named == "all" else [named]
-        yield from (
-            prompts.SHIPPED / f"{name}.jsonl" if name in prompts.NAMES else Path(name)
-            for name in names
-        )
+        yield from prompts.files(named)
     kind, _, trace = str(read.get("arrivals", "")).partition(":")
     if kind == "trace":
         yield Path(trace)

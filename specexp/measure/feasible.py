@@ -112,8 +112,12 @@ def _check_models(
             findings.add(what, "gamma", "gammas", "target")
     longest, too_long = 0, []
     for prompt in texts:
-        tokens = findings.of(("prompts", "target"), once, encode, tokenizer, prompt.text) or []
-        need = len(tokens) + new
+        text, answers = prompt.text, 0
+        if params.get("chat") or prompt.chat:
+            names = ("chat", "target", "prompts")
+            text, answers = findings.of(names, prompts.longest, prompt, tokenizer) or ("", 0)
+        tokens = findings.of(("prompts", "target"), once, encode, tokenizer, text) if text else []
+        need = len(tokens or []) + new * (1 + answers)
         longest = max(longest, need)
         if need > context:
             too_long.append((need, prompt.question_id))

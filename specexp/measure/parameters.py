@@ -172,8 +172,9 @@ PARAMETERS: dict[str, Parameter] = {
     "seeds": Parameter("list", "seeds of sampled output", _least(0), each="seed", alone=True),
     # what it is measured on
     "prompts": Parameter(
-        "str", "a shipped category, all, or a question.jsonl of your own", default="all"
+        "str", "a shipped category, all, or a file of your own (jsonl, txt, csv)", default="all"
     ),
+    "chat": Parameter("bool", "prompts in the target's chat template, turn by turn", default=False),
     "categories": Parameter("list", "categories of the prompts; [] for all"),
     "limit": Parameter("int", "number of prompts, evenly over the categories", _least(1)),
     "max_new_tokens": Parameter("int", "tokens to generate per prompt, at most", _least(1), 64),

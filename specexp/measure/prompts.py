@@ -1,62 +1,156 @@
-"""Prompts from question files: one JSON object a line with question_id, category and turns.
+"""Prompts from files as people have them, or from the sets that ship with the project.
 
-This is the format of MT-bench and Spec-Bench, whose question.jsonl loads unchanged; other keys are
-ignored. Five such files ship with the project, in data/prompts. A file with a broken line is
-rejected as a whole, and the error names the lines.
+FORMATS lists the kinds of file. A record of any of them holds its text under the first of these
+keys that it has: `turns` (MT-bench, Spec-Bench), `prompt`, `messages` (chat), `conversations`
+(ShareGPT), `text`. Beside it may stand `question_id` and `category`, by default its number and the
+file's name, and `"chat": true` for the target's chat template. Other keys are ignored. A file with
+a broken record is rejected as a whole, and the error names the lines; a conversation in which no
+user speaks is left out, and counted.
 
-Nothing here knows about tokens, models or chat templates: a prompt is a text to continue.
+A prompt is a text to continue, as it stands. An instruct model without its chat template writes
+what it would not write in use, and the acceptance rate is not that of its use: see `in_chat`.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
 
 from specexp.errors import UserError
+from specexp.names import chat_text
+
+if TYPE_CHECKING:
+    from specexp.api import Pairing
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "prompts"
 NAMES = ("code", "prose", "records", "editing", "messy")  # files, and their one category each
-SHOWN = 5  # broken lines named in one message
+KEYS = ("turns", "prompt", "messages", "conversations", "text")  # of the text, the first one counts
+SHOWN = 5  # broken records named in one message
+USERS, ASSISTANTS = ("user", "human"), ("assistant", "gpt")  # their names in chats
+
+Records = Iterator[tuple[int, Any]]  # a number, and what stands there or the UserError about it
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `text` is the prompt; later turns of a dialogue are unused."""
+    """One question. `text` is the prompt; the rest is for `in_chat`."""
 
     question_id: int | str
     category: str
-    turns: tuple[str, ...]
+    turns: tuple[str, ...]  # of the user
+    answers: tuple[str, ...] = ()  # of the assistant, as the file records them
+    system: str = ""
+    chat: bool = False  # whether the file marks it for the target's chat template
 
     @property
     def text(self) -> str:
         return self.turns[0]
 
 
+class Prompts(list[Prompt]):
+    """Prompts, and in words (`str`) how many and what they were taken from."""
+
+    def __init__(self, prompts: Iterable[Prompt], source: str) -> None:
+        super().__init__(prompts)
+        self.source = source
+
+    def __str__(self) -> str:
+        return f"{len(self)} prompt{'s' * (len(self) != 1)}{self.source}"
+
+
 def load(
     path_or_name: str | Path, categories: Sequence[str] | None = None, limit: int | None = None
-) -> list[Prompt]:
-    """The prompts of a shipped set (`code`, ..., or `all`) or of a file, one of each category in
-    turn, so that the first few cover all categories.
+) -> Prompts:
+    """The prompts of a shipped set (`code`, ..., or `all`), of a file or of a folder of texts, one
+    of each category in turn, so that the first few cover all categories.
 
     `categories`: use only these; `limit`: at most this many prompts. Raises UserError, which names
     the file and its broken lines.
     """
+    paths = files(path_or_name)
     if path_or_name == "all":
-        prompts = [prompt for name in NAMES for prompt in _read(SHIPPED / f"{name}.jsonl")]
+        prompts, source = [prompt for path in paths for prompt in _read(path)[0]], ""
     elif path_or_name in NAMES:
-        prompts = _read(SHIPPED / f"{path_or_name}.jsonl")
+        prompts, source = _read(paths[0])[0], f" of {path_or_name}"
+    elif os.path.isdir(path_or_name):
+        prompts, source = _folder(Path(path_or_name), paths)
     else:
-        prompts = _read(Path(path_or_name))
+        prompts, source = _read(paths[0])
     if categories is not None:
         prompts = _of(prompts, categories)
     if limit is not None and limit < 1:
         raise UserError(f"limit must be at least 1 prompt, not {limit}")
-    return _in_turns(prompts)[:limit]
+    return Prompts(_in_turns(prompts)[:limit], source)
+
+
+def files(path_or_name: str | Path) -> list[Path]:
+    """The files that a name of prompts stands for."""
+    if path_or_name == "all":
+        return [SHIPPED / f"{name}.jsonl" for name in NAMES]
+    if path_or_name in NAMES:
+        return [SHIPPED / f"{path_or_name}.jsonl"]
+    path = Path(path_or_name)
+    return sorted(path.glob("*.txt")) if os.path.isdir(path) else [path]
+
+
+def in_chat(
+    prompts: Sequence[Prompt], pairing: Pairing, max_new_tokens: int, chat: bool = True
+) -> Prompts:
+    """These prompts in the target's chat template, one for each turn of the user, behind the turns
+    before it and their answers: those of the file, or else the target's own by plain decoding.
+
+    max_new_tokens: of an answer to an earlier turn, where the file has none.
+    chat: False leaves those as they are that their file does not mark by `"chat": true`.
+
+    Raises UserError if the tokenizer has no chat template, or if that takes no such conversation.
+    """
+    texts: list[Prompt] = []
+    for prompt in tqdm(prompts, "chat", disable=None, leave=False):
+        texts += _turns(prompt, pairing, max_new_tokens) if chat or prompt.chat else [prompt]
+    return Prompts(texts, getattr(prompts, "source", ""))
+
+
+def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:
+    answers: list[str] = []
+    for number in range(len(prompt.turns)):
+        text = chat_text(pairing.tokenizer, _messages(prompt, answers))
+        several = len(prompt.turns) > 1
+        question_id = f"{prompt.question_id}.{number + 1}" if several else prompt.question_id
+        yield Prompt(question_id, prompt.category, (text,))
+        if number < len(prompt.answers):
+            answers.append(prompt.answers[number])
+        elif number + 1 < len(prompt.turns):
+            [ids] = pairing.engine.plain().generate(pairing.encode([text]), max_new_tokens).tokens
+            answers.append(str(pairing.tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+def longest(prompt: Prompt, tokenizer: Any) -> tuple[str, int]:
+    """The text of a prompt's last turn without the answers that are still to be decoded, and how
+    many those are."""
+    answers = [*prompt.answers, *prompt.turns][: len(prompt.turns) - 1]
+    return chat_text(tokenizer, _messages(prompt, answers)), len(answers) - len(prompt.answers)
+
+
+def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
+    """The conversation up to the turn behind these answers."""
+    messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    return messages
 
 
 def _of(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
@@ -75,64 +169,201 @@ def _in_turns(prompts: list[Prompt]) -> list[Prompt]:
     return [prompts[at] for at in sorted(range(len(prompts)), key=turn.__getitem__)]
 
 
-def _read(path: Path) -> list[Prompt]:
+def _folder(folder: Path, paths: list[Path]) -> tuple[list[Prompt], str]:
+    prompts = [
+        Prompt(path.name, folder.resolve().name, (text,))
+        for path in paths
+        if (text := _decode(path, _bytes(path)).strip("\n")).strip()
+    ]
+    if not prompts:
+        raise UserError(f"{folder} holds no texts: a folder of prompts has one in each *.txt file")
+    empty = len(paths) - len(prompts)
+    return prompts, f", the files of {folder.name}" + f"; {empty} left out: empty" * (empty > 0)
+
+
+def _read(path: Path) -> tuple[list[Prompt], str]:
+    """The prompts of a file, and in words what they were taken from."""
+    content = _bytes(path)
+    read, unit = FORMATS.get(path.suffix.lower(), FORMATS[".jsonl"])
+    prompts: list[Prompt] = []
+    places: dict[int | str, int] = {}
+    keys: Counter[str] = Counter()
+    broken, silent = [], 0
+    for number, record in read(path, content):
+        try:
+            key, prompt = _parse(record, number, path.stem)
+            if prompt is None:
+                silent += 1
+                continue
+            first = places.setdefault(prompt.question_id, number)
+            if first != number:
+                raise UserError(f"question_id {prompt.question_id!r:.40} is also on {unit} {first}")
+        except UserError as error:
+            broken.append(f"{unit} {number}: {error}")
+        else:
+            prompts.append(prompt)
+            keys[key] += 1
+    if broken:
+        more = f"; and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
+        raise UserError(f"{path}: {'; '.join(broken[:SHOWN])}{more}")
+    if not prompts:
+        empty = "has no conversation in which a user speaks" if silent else "is empty"
+        raise UserError(f"{path} {empty}; write one prompt a {unit}")
+    omitted = f"; {silent} left out: no user speaks" if silent else ""
+    return prompts, f", {' and '.join(keys)} of {path.name}{omitted}"
+
+
+def _bytes(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except FileNotFoundError:
         raise UserError(f"no prompts at {path}{_hint(path)}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read prompts from {str(path)!r}: {reason}") from None
-    prompts: list[Prompt] = []
-    lines: dict[int | str, int] = {}
-    broken: list[str] = []
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = _parse(line)
-            first = lines.setdefault(prompt.question_id, number)
-            if first != number:
-                raise UserError(f"question_id {prompt.question_id!r:.40} is also on line {first}")
-        except UserError as error:
-            broken.append(f"line {number}: {error}")
-        else:
-            prompts.append(prompt)
-    if broken:
-        more = f"; and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
-        raise UserError(f"{path}: {'; '.join(broken[:SHOWN])}{more}")
-    if not prompts:
-        raise UserError(f"{path} is empty; write one JSON object a line")
-    return prompts
 
 
-def _parse(line: bytes) -> Prompt:
+def _decode(path: Path, content: bytes) -> str:
     try:
-        question = json.loads(line.decode("utf-8"))
+        return content.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 at byte {error.start + 1}") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError):
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
         raise UserError(
-            "not JSON that can be read (a number too long or nested too deep)"
+            f"{path}: line {line}: not UTF-8 at byte {column}; save the file as UTF-8"
         ) from None
-    if not isinstance(question, dict):
+
+
+def _json_lines(path: Path, content: bytes) -> Records:
+    for number, line in enumerate(_decode(path, content).split("\n"), start=1):
+        if line.strip():
+            yield number, _json(line)
+
+
+def _json_list(path: Path, content: bytes) -> Records:
+    """One list of records, as ShareGPT has it; else JSON lines that are named .json."""
+    if content.lstrip()[:1] != b"[":
+        yield from _json_lines(path, content)
+        return
+    records = _json(_decode(path, content))
+    if isinstance(records, UserError):
+        raise UserError(f"{path}: {records}")
+    yield from enumerate(records, start=1)
+
+
+def _json(text: str) -> Any:
+    """The value of this JSON, or the UserError that says why it has none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column" if error.lineno > 1 else "column"
+        return UserError(
+            f"not JSON ({error.msg} at {where} {error.colno}); "
+            'a line such as {"prompt": "def mean(values):"} is'
+        )
+    except (ValueError, RecursionError):
+        return UserError("not JSON that can be read (a number too long or nested too deep)")
+
+
+def _text(path: Path, content: bytes) -> Records:
+    """Paragraphs where a blank line stands between two of them, else lines."""
+    text = _decode(path, content).strip("\n")
+    paragraphs = re.split(r"\n(?:[ \t]*\n)+", text)
+    pieces = paragraphs if len(paragraphs) > 1 else text.split("\n")
+    yield from enumerate(({"text": piece} for piece in pieces if piece.strip()), start=1)
+
+
+def _csv(path: Path, content: bytes) -> Records:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    rows = csv.DictReader(io.StringIO(_decode(path, content), newline=""), delimiter=delimiter)
+    start = 2
+    try:
+        for row in rows:
+            yield start, row
+            start = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(f"{path}: line {start}: not CSV ({error})") from None
+
+
+def _parquet(path: Path, content: bytes) -> Records:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        yield from enumerate(parquet.read_table(io.BytesIO(content)).to_pylist(), start=1)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: not Parquet ({error})") from None
+
+
+Reader = Callable[[Path, bytes], Records]
+FORMATS: dict[str, tuple[Reader, str]] = {  # by extension: what reads it, and what it counts
+    ".jsonl": (_json_lines, "line"),
+    ".json": (_json_list, "item"),
+    ".txt": (_text, "text"),
+    ".csv": (_csv, "line"),
+    ".tsv": (_csv, "line"),
+    ".parquet": (_parquet, "row"),
+}
+
+
+def _parse(record: Any, number: int, category: str) -> tuple[str, Prompt | None]:
+    """The key of a record's text, and its prompt; None if no user speaks in it."""
+    if isinstance(record, UserError):
+        raise record
+    if not isinstance(record, dict):
         raise UserError("not a JSON object")
-    if missing := [key for key in ("question_id", "category", "turns") if key not in question]:
-        raise UserError(f"no {_names(missing)}")
-    question_id, category, turns = (question[k] for k in ("question_id", "category", "turns"))
+    key = next((name for name in KEYS if record.get(name) is not None), None)
+    if key is None:
+        raise UserError(f"no text: give one of {_names(KEYS)}; there is {_names(record) or 'none'}")
+    question_id = record.get("question_id", number)
+    category = record.get("category", category)
     if not isinstance(question_id, int | str) or isinstance(question_id, bool):
         raise UserError("question_id must be a number without fraction, or a string")
     if not isinstance(category, str) or not category.strip():
         raise UserError("category must be a string that is not empty")
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise UserError("turns must be a list of one or more strings")
+    value, system, answers = record[key], "", list[str]()
+    if isinstance(value, str) and key in ("prompt", "text"):
+        turns = [value]
+    elif key == "text":
+        raise UserError("text must be a string")
+    elif key == "turns":
+        turns = value
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+            raise UserError("turns must be a list of one or more strings")
+    else:
+        system, turns, answers = _conversation(key, value)
+        if not turns:
+            return key, None
     if not turns[0].strip():
         raise UserError("the first turn is an empty prompt")
-    if any("\ud800" <= char <= "\udfff" for turn in turns for char in turn):
+    if any("\ud800" <= char <= "\udfff" for text in (system, *turns, *answers) for char in text):
         raise UserError("a turn holds half a surrogate pair, which is no text")
-    return Prompt(question_id, category, tuple(turns))
+    chat = record.get("chat") is True
+    return key, Prompt(question_id, category, tuple(turns), tuple(answers), system, chat)
+
+
+def _conversation(key: str, messages: Any) -> tuple[str, list[str], list[str]]:
+    """A chat's system message, what its user says, and the answers between, up to the first message
+    that is out of turn."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise UserError(f"{key} must be a {'string or a ' * (key == 'prompt')}list of messages")
+    system, turns, answers = "", list[str](), list[str]()
+    for message in messages:
+        speaker = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        if isinstance(content, list):  # of parts, some of them images
+            content = "".join(str(part.get("text", "")) for part in content)
+        if not isinstance(content, str):
+            raise UserError(f"a message of {key} has no text")
+        if speaker in USERS and len(turns) == len(answers):
+            turns.append(content)
+        elif speaker in ASSISTANTS and len(turns) == len(answers) + 1:
+            answers.append(content)
+        elif speaker == "system" and not turns:
+            system = content
+        elif turns:
+            break
+    return system, turns, answers[: len(turns) - 1]
 
 
 def _names(names: Iterable[str]) -> str:
@@ -141,6 +372,6 @@ def _names(names: Iterable[str]) -> str:
 
 def _hint(path: Path) -> str:
     """A suggestion: the most similar shipped set or neighbouring file."""
-    beside = (other.name for other in islice(path.parent.glob("*.json*"), 1000))
+    beside = (f.name for f in islice(path.parent.glob("*"), 1000) if f.suffix in FORMATS)
     close = get_close_matches(path.name, [*NAMES, "all", *beside], n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; shipped are {', '.join(NAMES)}, all"

@@ -1,8 +1,10 @@
 """A question file loads as it is written or is refused by line; the shipped ones load."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +79,105 @@ def test_spec_bench_file_loads_unchanged(tmp_path: Path) -> None:
     assert load(str(path)) == prompts
 
 
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "1+1?"}]},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "And 2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+SHARED = [{"from": "gpt", "value": "Hello"}, {"from": "human", "value": "1+1?"}]
+ONE = Prompt(1, "mine", ("a b",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("mine.jsonl", '{"prompt": "a b"}\n', [ONE]),
+        ("mine.jsonl", '{"text": "a b", "id": 7}', [ONE]),
+        ("mine.jsonl", '{"turns": ["a b", "c"]}', [Prompt(1, "mine", ("a b", "c"))]),
+        ("mine.jsonl", '{"prompt": "a b", "chat": true}', [replace(ONE, chat=True)]),
+        ("mine.unknown", '{"prompt": "a b"}', [ONE]),
+        (
+            "mine.jsonl",
+            json.dumps({"messages": CHAT}),
+            [Prompt(1, "mine", ("1+1?", "And 2+2?"), ("2",), "Be brief.")],
+        ),
+        ("mine.jsonl", json.dumps({"prompt": CHAT[1:2]}), [Prompt(1, "mine", ("1+1?",))]),
+        (
+            "mine.json",
+            json.dumps([{"conversations": SHARED[:1]}, {"conversations": SHARED}], indent=1),
+            [Prompt(2, "mine", ("1+1?",))],
+        ),
+        ("mine.txt", "a b\r\n  c\n", [ONE, Prompt(2, "mine", ("  c",))]),
+        ("mine.txt", "\na\n b\n \n\nc", [Prompt(1, "mine", ("a\n b",)), Prompt(2, "mine", ("c",))]),
+        (
+            "mine.csv",
+            'prompt,category,other\n"a\n""b""",x,1\nc,y,2\n',
+            [Prompt(2, "x", ('a\n"b"',)), Prompt(4, "y", ("c",))],
+        ),
+        ("mine.tsv", "text\tquestion_id\na b\tq\n", [Prompt("q", "mine", ("a b",))]),
+    ],
+)
+def test_prompts_load_as_people_have_them(tmp_path, name, content, expected) -> None:
+    (tmp_path / name).write_bytes(content.encode())
+    assert load(tmp_path / name) == expected
+
+
+def test_parquet_prompts_load(tmp_path: Path) -> None:
+    table = pandas.DataFrame({"prompt": ["a b", "c"], "category": ["x", "y"], "n": [1.5, 2]})
+    table.to_parquet(tmp_path / "mine.parquet")
+    expected = [Prompt(1, "x", ("a b",)), Prompt(2, "y", ("c",))]
+    assert load(tmp_path / "mine.parquet") == expected
+    (tmp_path / "mine.parquet").write_bytes(b"prompt\na\n")
+    with pytest.raises(UserError, match=r"mine\.parquet: not Parquet"):
+        load(tmp_path / "mine.parquet")
+
+
+def test_folder_of_texts_loads(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "b\n\nb\n"), ("a.txt", "a\n"), ("c.txt", "\n"), ("d.png", "d")):
+        (tmp_path / name).write_text(text)
+    prompts = load(tmp_path)
+    assert [(p.question_id, p.turns) for p in prompts] == [
+        ("a.txt", ("a",)),
+        ("b.txt", ("b\n\nb",)),
+    ]
+    assert str(prompts) == f"2 prompts, the files of {tmp_path.name}; 1 left out: empty"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "mine.txt",
+            b"a\ncaf\xe9\n",
+            "mine.txt: line 2: not UTF-8 at byte 4; save the file as UTF",
+        ),
+        ("mine.csv", b"question,x\na,b\n", "line 2: no text: give one of 'turns', .*'question'"),
+        ("mine.csv", b'prompt\n""\n', "line 2: the first turn is an empty prompt"),
+        ("mine.csv", b'prompt\na\n"' + b"b" * 200_000, "line 3: not CSV"),
+        ("mine.json", b'[{"prompt": "a"},\n]', "not JSON .* at line 2 column 1.; .*mean"),
+        ("mine.json", b'[{"prompt": "a"}, 7]', "item 2: not a JSON object"),
+        ("mine.json", b'[{"messages": []}]', "no conversation in which a user speaks"),
+        ("mine.txt", b"\n", "mine.txt is empty; write one prompt a text"),
+    ],
+)
+def test_unreadable_record_is_named(tmp_path, name, content, words) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words) as refused:
+        load(tmp_path / name)
+    assert "\n" not in str(refused.value)
+
+
+def test_prompts_say_what_they_were_taken_from(tmp_path: Path) -> None:
+    records = [{"conversations": SHARED}, {"prompt": "a"}, {"conversations": SHARED[:1]}]
+    path = write(tmp_path, "".join(json.dumps(r) + "\n" for r in records))
+    source = "conversations and prompt of question.jsonl; 1 left out: no user speaks"
+    assert str(load(path)) == f"2 prompts, {source}"
+    assert str(load("code", limit=1)) == "1 prompt of code"
+    assert str(load("all")) == "80 prompts"
+
+
 def test_bom_carriage_returns_and_blank_lines_are_tolerated(tmp_path: Path) -> None:
     plain = load(write(tmp_path, line(1) + line(2)))
     assert load(write(tmp_path, "\ufeff" + line(1) + "\n  \n" + line(2).strip())) == plain
@@ -90,8 +191,11 @@ def test_bom_carriage_returns_and_blank_lines_are_tolerated(tmp_path: Path) -> N
         ("[" * 100_000, "not JSON"),
         ("9" * 5_000, "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"question_id": 1, "turns": ["x"]}', "no 'category'"),
-        ("{}", "no 'question_id', 'category', 'turns'"),
+        ('{"question": "x"}', "no text: give one of 'turns', 'prompt'"),
+        ("{}", "there is none"),
+        ('{"prompt": 7}', "prompt must be a string or a list of messages"),
+        ('{"text": ["x"]}', "text must be a string"),
+        ('{"messages": [{"role": "user"}]}', "a message of messages has no text"),
         (line(1.5), "question_id"),
         (line(True), "question_id"),
         (line(None), "question_id"),
@@ -146,7 +250,7 @@ def test_missing_prompts_suggest_a_neighbouring_file(tmp_path: Path) -> None:
         load(tmp_path / "questions.jsonl")
 
 
-@pytest.mark.parametrize("path", [".", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000])
 def test_unreadable_prompts_are_refused(path: str) -> None:
     with pytest.raises(UserError, match="cannot read prompts"):
         load(path)
