@@ -16,8 +16,13 @@ PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
-demo: $(STAMP)   ## install, run the demo grids, print the comparison
+demo: $(STAMP)   ## install, run the demo grids, print the comparison (REAL=1: of a pretrained 135M)
+ifdef REAL
+	$(BIN)/specexp zoo fetch smollm2
+	$(BIN)/specexp grid run notebooks/grids/real.yaml
+else
 	$(BIN)/specexp grid run notebooks/grids/demo_*.yaml
+endif
 
 test: $(STAMP)   ## install, lint, type-check, run the tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -53,5 +58,5 @@ $(STAMP):
 	$(PY) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "specexp needs Python 3.11 or newer; set PY=/path/to/python3.11")'
 	$(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(head -n 1 constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev,quant,ray]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev,quant,ray,real]"
 	@rm -f $(VENV)/.installed-* && touch $@

