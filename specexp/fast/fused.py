@@ -134,7 +134,8 @@ class Layer:
         k, v = cache.update(k, v)
         q = q.reshape(B, K, H // K * n, d)
         heads = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
-        heads = heads.view(B, H, n, d).transpose(1, 2).reshape(B * n, H * d)
+        heads = heads.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)  # kernels differ in strides
+        heads = heads.reshape(B * n, H * d)
         x = x + product(heads, self.out, self.out_bias)
         gate, up = product(self.after(x), self.up, self.up_bias).split(self.hidden, -1)
         return x + product(F.silu(gate) * up, self.down, self.down_bias)

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import on_every_device, tiny_llama
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine, expected, module
 from transformers import (
@@ -102,6 +103,20 @@ def test_fused_pass_matches_transformers(name, dtype, device):
         off = (ours - theirs).float().norm() / theirs.float().norm()
         assert off <= fused.ROUNDING[dtype]
     assert passed(lm, ())[0] is None
+
+
+def token_major(*args, **options):
+    """Attention [B, H, n, d] in the memory order [B, n, H, d], which a kernel of CUDA returns."""
+    heads = CPU_ATTENTION(*args, **options)
+    return heads.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+CPU_ATTENTION = F.scaled_dot_product_attention
+
+
+def test_fused_pass_depends_on_the_strides_of_attention(monkeypatch):
+    monkeypatch.setattr(F, "scaled_dot_product_attention", token_major)
+    assert isinstance(of_module(made("llama")).net, Fused)
 
 
 @pytest.mark.parametrize("tree", TREES)
