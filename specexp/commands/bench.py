@@ -104,8 +104,8 @@ def bench(
     report["about"] = every.about(pairing.target.device, pairing.target.dtype)
     if not as_json:
         console.print(hardware.heading(report["about"]), soft_wrap=True)
-    if warning := report["about"]["warning"]:
-        complain("warning", warning)
+    for line in report["about"]["warning"].splitlines():
+        complain("warning", line)
     for name in names:
         result = report["suites"][name] = every.run(
             name, pairing, texts, rows, max_new_tokens, repeats
@@ -159,6 +159,7 @@ def profile(
     from specexp import api
     from specexp.figures.break_even import cost_curves
     from specexp.measure import break_even, parameters
+    from specexp.measure.hardware.machine import doubts
     from specexp.measure.prompts import Prompt
 
     rows, slots = numbers("batches", batches), numbers("contexts", contexts)
@@ -171,6 +172,8 @@ def profile(
     if out:
         picture_beside(out)
     pairing = api.load(**options)
+    for line in doubts(pairing.target.device):
+        complain("warning", line)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = break_even.profile(pairing, rows, gammas, slots, force=force)
     files = [break_even.table_path(pairing)]

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specexp import fast
-from specexp.measure.hardware.machine import described, matrices, pass_s
+from specexp.measure.hardware.machine import described, doubts, matrices, pass_s
 from specexp.models.memory import free_memory
 from specexp.tracking import results
 from specexp.tracking.provenance import version
@@ -44,6 +44,11 @@ def examine(console: Console) -> bool:
     facts.add_row("zoo", Text(zoo or "none: your own models work without"))
     console.print(facts)
     console.print(speeds(device))
+    doubtful = doubts(device)
+    for line in doubtful:
+        console.print(
+            Text("doubtful", "bold yellow") + Text(f" timings: {line}", ""), soft_wrap=True
+        )
     problems = [("missing", problem) for problem in missing()]
     if not os.access(_existing(root), os.W_OK):
         problems.append(("not writable", f"{root}: set SPECEXP_MLRUNS to a folder you can write"))
@@ -52,7 +57,10 @@ def examine(console: Console) -> bool:
     for what, problem in problems:
         console.print(Text(what, "bold red") + Text(f" {problem}", ""), soft_wrap=True)
     if not problems:
-        console.print(Text("ready", "green") + Text(": nothing is missing", ""))
+        console.print(
+            Text("ready", "green")
+            + Text(f": nothing is missing{', but do not time anything now' * bool(doubtful)}", "")
+        )
     return not problems
 
 

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
+from rich.text import Text
 
 from specexp.commands.options import (
     AsJson,
@@ -101,17 +102,37 @@ def generate(
     texts = in_chat(texts, pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         console.print(f"{texts}\n", style="dim")
-    for text in (question.text for question in texts):
-        if not as_json:
-            pairing.generate([text], max_new_tokens)  # warm-up: the next one is timed
-        output = pairing.generate([text], max_new_tokens)
+    plain = pairing.with_(drafter="null")
+    for number, text in enumerate(question.text for question in texts):
+        plain_s, speculative_s, output = _timed(plain, pairing, text, max_new_tokens)
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
-            print(json.dumps(_as_dict(pairing, text, output, exact), ensure_ascii=False))
+            speeds = {"tokens_per_s": 1 / speculative_s, "plain_tokens_per_s": 1 / plain_s,
+                      "speedup": plain_s / speculative_s}  # fmt: skip
+            shown = _as_dict(pairing, text, output, exact) | {"speed": speeds}
+            print(json.dumps(shown, ensure_ascii=False))
         else:
-            _show(pairing, text, output, exact, rounds)
+            if number:
+                console.rule(style="dim")
+            _show(pairing, text, output, rounds)
+            console.print(
+                f"{1 / speculative_s:.0f} tokens/s, {plain_s / speculative_s:.2f}x plain decoding "
+                f"({1 / plain_s:.0f} tokens/s); one run of each\n{exact}",
+                soft_wrap=True,
+            )
         if exact.bugs:
             raise typer.Exit(1)
+
+
+def _timed(
+    plain: Pairing, pairing: Pairing, text: str, max_new_tokens: int
+) -> tuple[float, float, Output]:
+    """Seconds per token of plain and of speculative decoding, both warm; the latter's output."""
+    for warming in (plain, pairing):
+        warming.generate([text], max_new_tokens)
+    plain_s = plain.generate([text], max_new_tokens).trace.tpot_s
+    output = pairing.generate([text], max_new_tokens)
+    return plain_s, output.trace.tpot_s, output
 
 
 def _as_dict(pairing: Pairing, text: str, output: Output, exact: Exactness) -> dict[str, Any]:
@@ -138,26 +159,29 @@ def _as_dict(pairing: Pairing, text: str, output: Output, exact: Exactness) -> d
     }  # fmt: skip
 
 
-def _show(pairing: Pairing, text: str, output: Output, exact: Exactness, rounds: bool) -> None:
+def _show(pairing: Pairing, text: str, output: Output, rounds: bool) -> None:
+    """The output by kind of token, in colours or, where there are none, in marks."""
     from specexp.figures import tokens
 
     record, trace = output.trace.acceptance, output.trace
-    console.print(
-        tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text), soft_wrap=True
-    )
-    console.print()
+    coloured = console.color_system is not None and not console.no_color
+    parts = [tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text)]
     if rounds:
-        console.print("round  accepted/drafted", style="dim")
-        console.print(tokens.by_round(pairing, trace.rounds, output.tokens[0]), soft_wrap=True)
-    console.print(tokens.legend())
-    cut = f" ({record.cut} more cut off at the end)" if record.cut else ""
-    rate = f"acceptance rate {record.rate:.0%} of {record.drafted} drafted, "
+        parts += [Text("\nround  accepted/drafted", "dim"),
+                  tokens.by_round(pairing, trace.rounds, output.tokens[0])]  # fmt: skip
+    for part in [*parts, Text("\n").append_text(tokens.legend())]:
+        console.print(part if coloured else tokens.marked(part), soft_wrap=True)
+    tokens_a_pass = f"{record.emitted / record.passes:.2f} a pass" if record.passes else "none"
+    if record.cut:
+        tokens_a_pass += f", {record.length:.2f} with the {record.cut} cut off at the end"
+    rate = (
+        f"; acceptance rate {record.rate:.0%}, {record.accepted} of {record.drafted} draft tokens"
+    )
+    rate *= record.drafted > 0
     console.print(
-        f"{record.emitted} tokens in {record.passes} target passes{cut}: acceptance length "
-        f"{record.length:.2f}, {rate if record.drafted else ''}{1 / trace.tpot_s:.0f} tokens/s",
+        f"{record.emitted} tokens in {record.passes} target passes: {tokens_a_pass}{rate}",
         soft_wrap=True,
     )
-    console.print(str(exact), soft_wrap=True)
 
 
 def theory(

@@ -40,7 +40,8 @@ def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]
 def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     """Check grid files completely, without running anything."""
     points = _points(files, only, yes)
-    console.print(f"{len(points)} points in {len(files)} files: ready to run")
+    of_files = f"{len(files)} file{'s' * (len(files) != 1)}"
+    console.print(f"{len(points)} point{'s' * (len(points) != 1)} in {of_files}: ready to run")
 
 
 @app.command("run")

@@ -17,6 +17,7 @@ from specexp.commands.options import (
     MaxNewTokens,
     Target,
     Temperature,
+    complain,
     console,
     default,
     option,
@@ -71,6 +72,7 @@ def serve(
     from specexp.measure import parameters
     from specexp.measure import prompts as questions
     from specexp.measure import under_load as serving
+    from specexp.measure.hardware.machine import doubts
 
     options = pairing_options(
         None, target=target, drafter=drafter, temperature=temperature, dtype=dtype, device=device,
@@ -86,6 +88,8 @@ def serve(
     parameters.insist(experiment)
     picture = picture_beside(out) if out else None
     pairing = api.load(**options)
+    for line in doubts(pairing.target.device):
+        complain("warning", line)
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
     costs = serving.prices(pairing, names, offered.requests)

@@ -12,12 +12,13 @@ from rich.table import Table
 from specexp.commands.options import AsJson, Device, Dtype, console, default, relative
 from specexp.errors import UserError
 
+DRAFTERS = Path(__file__).parents[1] / "drafters"
 app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_help=True)
 
 
 def models(as_json: AsJson = False) -> None:
     """List the zoo's models, which draft goes with which target, and all drafting methods."""
-    from specexp import drafters
+    from specexp import objects
     from specexp.zoo import shelf
 
     every = shelf.models()
@@ -40,7 +41,7 @@ def models(as_json: AsJson = False) -> None:
     console.print(table)
     console.print()
     methods = Table("--drafter", "how it drafts", box=None, header_style="bold")
-    for method, about in drafters.described():
+    for method, about in objects.described(DRAFTERS, "drafter"):
         methods.add_row(method, about)
     console.print(methods)
     if shelf.shipped() is None:

@@ -27,6 +27,8 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
+PLAIN = ("none", "plain", "off", "never", "baseline")  # what people call the null drafter
+
 
 @cache
 def shipped() -> list[str]:
@@ -206,19 +208,14 @@ class Prepared:
     slots: int = 1
 
 
-def described() -> list[tuple[str, str]]:
-    """Every method with the first paragraph of its docstring."""
-    plugins = objects.registered("drafter")
-    parts = [(m, _module(m) if m in shipped() else plugins[m].load()) for m in methods()]
-    return [(m, " ".join((part.__doc__ or "").split("\n\n")[0].split())) for m, part in parts]
-
-
 def prepare(request: Request) -> Prepared:
     """Check a drafter's options without loading weights. Raises UserError."""
     if request.own is not None:
         return _own(request)
     if request.method not in methods():
         near = difflib.get_close_matches(request.method, methods(), n=1)
+        if request.method in PLAIN:
+            near = ["null"]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
             f"drafter {request.method!r} is unknown{hint} (use one of {', '.join(methods())}; a "

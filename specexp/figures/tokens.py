@@ -21,6 +21,14 @@ STYLES = {
     "rejected": "dim strike red",
 }
 
+MARKS = {
+    "accepted": "[{}]",
+    "corrected": "<{}>",
+    "bonus": "+{}+",
+    "plain": "{}",
+    "rejected": "~{}~",
+}
+
 
 def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int, str]]:
     """(token, kind) of each token that one round emitted. depth: the round's draft length."""
@@ -59,6 +67,18 @@ def by_round(
 
 def legend() -> Text:
     return Text("  ").join(Text(kind, style) for kind, style in STYLES.items())
+
+
+def marked(text: Text) -> Text:
+    """The same text with marks for its colours, for where there are none."""
+    kinds = {style: kind for kind, style in STYLES.items()}
+    pieces, at = [], 0
+    for span in text.spans:
+        if (kind := kinds.get(str(span.style))) is not None:
+            piece = MARKS[kind].format(text.plain[span.start : span.end])
+            pieces += [text.plain[at : span.start], piece]
+            at = span.end
+    return Text("".join([*pieces, text.plain[at:]]))
 
 
 def symbols(text: str) -> str:

@@ -154,5 +154,8 @@ def default_draft(target: str, method: str = "model", shelf: Path | None = None)
     drafts = drafts_for(target, method, shelf)
     if not drafts:
         what = "draft model" if method == "model" else f"{method} heads"
-        raise UserError(f"the zoo has no {what} for {target!r}; name one as {method}:NAME")
+        raise UserError(
+            f"the zoo has no {what} for {target!r}; name one as {method}:NAME, or take a drafter "
+            "that needs none, such as ngram"
+        )
     return drafts[0]

@@ -98,7 +98,9 @@ def test_generate_json_has_tokens_rounds_acceptance_exactness(run, tiny_folders)
     )  # fmt: skip
     assert code == 0, err
     made = json.loads(out)
-    assert set(made) == {"prompt", "tokens", "text", "rounds", "acceptance", "exact"}
+    assert set(made) == {"prompt", "tokens", "text", "rounds", "acceptance", "exact", "speed"}
+    speed = made["speed"]
+    assert speed["speedup"] == pytest.approx(speed["tokens_per_s"] / speed["plain_tokens_per_s"])
     assert len(made["tokens"]) == 12 == sum(r["emitted"] for r in made["rounds"])
     record = made["acceptance"]
     assert record["accepted"] == sum(r["accepted"] for r in made["rounds"])
@@ -126,11 +128,11 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
     assert "16 tokens in" in out
     assert "accepted/drafted" in out
     assert "identical" in out
-    assert "accepted  corrected  bonus" in out
+    assert "[accepted]  <corrected>  +bonus+  plain  ~rejected~" in out, "no colours, no marks"
 
 
 def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
-    generate, paces = api.Pairing.generate, iter([1.0, 0.01])
+    generate, paces = api.Pairing.generate, iter([2.0, 1.0, 0.02, 0.01])
 
     def timed(pairing, *asked):
         made = generate(pairing, *asked)
@@ -141,7 +143,7 @@ def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch)
     monkeypatch.setattr(api.Pairing, "generate", timed)
     options = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompt", "x y x")
     out = run(*options, "--max-new-tokens", "6")[1]
-    assert "100 tokens/s" in out
+    assert "100 tokens/s, 2.00x plain decoding (50 tokens/s); one run of each" in out
     assert out.count("x y x") == 1
 
 

@@ -27,6 +27,13 @@ def test_by_round_colours_every_kind_of_token():
     ]  # fmt: skip
 
 
+def test_marks_stand_for_colours():
+    steps = rounds(Step(0, 3, 1, 2, (1, 2, 3)), Step(0, 3, 3, 4, (5, 6, 7)))
+    text = tokens.marked(tokens.by_round(PAIRING, steps, [1, 9, 5, 6, 7, 8]))
+    assert text.plain.splitlines() == ["  1  1/3  [1 ]<9 >~2 3 ~", "  2  3/3  [5 6 7 ]+8 +"]
+    assert not text.spans
+
+
 def test_accepted_tokens_cut_off_are_not_rejected():
     text = tokens.by_round(PAIRING, rounds(Step(0, 3, 3, 1, (1, 2, 3))), [1])
     assert text.plain == "  1  3/3  1 \n"

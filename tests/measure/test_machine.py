@@ -1,5 +1,7 @@
 """Linear layers tell which dtype this machine emulates, and are timed reading, not launching."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -25,3 +27,40 @@ def test_layers_take_longer_to_read_than_to_launch():
     read_s, launch_s = 2 * width**2 / 5e12, 5e-6
     assert read_s > 4 * launch_s
     assert 4 * count * width**2 <= 2**30
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """passes(one, several): the machine takes these times for a pass, in turn, by threads."""
+
+    def plant(one: list[float], several: list[float], load: float = 0.1) -> list[str]:
+        turns = {1: cycle(one), 2: cycle(several)}
+        monkeypatch.setattr(machine, "pass_s", lambda *_: next(turns[torch.get_num_threads()]))
+        monkeypatch.setattr(machine.os, "getloadavg", lambda: (load, 0.0, 0.0))
+        monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            return machine.doubts(CPU)
+        finally:
+            torch.set_num_threads(threads)
+
+    return plant
+
+
+def test_quiet_machine_raises_no_doubt(passes):
+    assert passes([1.0, 1.1], [0.6, 0.7]) == []
+
+
+def test_threads_that_wait_for_each_other_are_named(passes):
+    [line] = passes([1.0], [24.0], load=1.5)
+    assert line == (
+        "2 threads take 24.0x as long as one, since they wait for each other (load average 1.5 on "
+        "2 cores): set OMP_NUM_THREADS=1"
+    )
+
+
+@pytest.mark.parametrize(("one", "load"), [([1.0, 2.0, 2.0], 0.5), ([1.0], 6.0)])
+def test_busy_machine_is_named(passes, one, load):
+    [line] = passes(one, [1.0], load)
+    assert line.endswith("others use this machine; measure when it is quiet")

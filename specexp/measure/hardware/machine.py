@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import statistics
+
 import torch
 
 from specexp.fast.cpu import build
 from specexp.measure.interleave import clock
 
 EMULATED = 4.0  # times float32's time: native float64 takes twice as long, emulation far more
+UNSTEADY, WAITING = 1.5, 1.2  # a median over the fastest time; more threads over one thread
 SHAPES = {"cpu": (1024, 32), "cuda": (8192, 4)}
 """Width and number of matrices: together larger than the caches that matter; on a GPU each takes
 longer to read than to launch."""
@@ -33,6 +37,36 @@ def pass_s(weights: list[torch.Tensor], tokens: int) -> float:
     for w in weights:
         torch.nn.functional.linear(x, w)
     return clock(x.device) - begin
+
+
+def doubts(device: torch.device) -> list[str]:
+    """Why timings that are taken now would not hold, one line each with its remedy: what else uses
+    the processor, and threads that wait for each other. None on a quiet machine, or for a GPU."""
+    if device.type != "cpu":
+        return []
+    threads, load, cores = torch.get_num_threads(), os.getloadavg()[0], os.cpu_count() or 1
+    weights, times = matrices(device), dict[int, list[float]]()
+    try:
+        for count in dict.fromkeys((threads, 1)):
+            torch.set_num_threads(count)
+            times[count] = [pass_s(weights, 2) for _ in range(9)]
+    finally:
+        torch.set_num_threads(threads)
+    typical = {count: statistics.median(taken) for count, taken in times.items()}
+    where = f"load average {load:.1f} on {cores} cores"
+    lines = []
+    if (slower := typical[threads] / typical[1]) > WAITING:
+        lines.append(
+            f"{threads} threads take {slower:.1f}x as long as one, since they wait for each other "
+            f"({where}): set OMP_NUM_THREADS=1"
+        )
+    spread = max(typical[count] / min(taken) for count, taken in times.items())
+    if spread > UNSTEADY or load > cores:
+        lines.append(
+            f"a pass takes {spread:.1f}x its fastest time ({where}): others use this machine; "
+            "measure when it is quiet"
+        )
+    return lines
 
 
 def emulated(dtype: torch.dtype, device: torch.device) -> str:

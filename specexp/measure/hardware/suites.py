@@ -25,7 +25,7 @@ from specexp.fast import cuda_graphs
 from specexp.measure import interleave, parameters
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
-from specexp.measure.hardware.machine import described, emulated
+from specexp.measure.hardware.machine import described, doubts, emulated
 from specexp.measure.hardware.peak_memory import peaks
 from specexp.measure.hardware.phases import phases
 from specexp.measure.hardware.roofline import PASSES, a_pass, causal, roofline, weight_bytes
@@ -57,7 +57,7 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {name: installed for name in PACKAGES if (installed := version(name))},
         "graphs": cuda_graphs.on(device) is not None,
-        "warning": emulated(dtype, device),
+        "warning": "\n".join(filter(None, [emulated(dtype, device), *doubts(device)])),
     }
 
 
