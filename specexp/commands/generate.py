@@ -21,6 +21,7 @@ from specexp.commands.options import (
     Temperature,
     console,
     default,
+    json_text,
     option,
     pairing_options,
 )
@@ -110,7 +111,7 @@ def generate(
             speeds = {"tokens_per_s": 1 / speculative_s, "plain_tokens_per_s": 1 / plain_s,
                       "speedup": plain_s / speculative_s}  # fmt: skip
             shown = _as_dict(pairing, text, output, exact) | {"speed": speeds}
-            print(json.dumps(shown, ensure_ascii=False))
+            print(json_text(shown))
         else:
             if number:
                 console.rule(style="dim")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from rich.console import Console
 
 from specexp.errors import UserError
 from specexp.measure.parameters import PARAMETERS, help_of
+from specexp.terminal import Terminal, harmless
 
-console = Console(markup=False, emoji=False, highlight=False)  # messages are not markup
+console = Terminal(markup=False, emoji=False, highlight=False)  # messages are not markup
 
 
 def option(name: str, more: str = "") -> Any:
@@ -81,8 +82,14 @@ def relative(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
+def json_text(value: Any) -> str:
+    """JSON in which characters that could act on a terminal are escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(x if harmless(x) == x else f"\\u{ord(x):04x}" for x in text)
+
+
 def complain(what: str, line: str) -> None:
     """Print a line on stderr: what kind of message it is, in red, and the message."""
     from rich.text import Text
 
-    Console(stderr=True).print(Text(what, "bold red") + Text(f": {line}", ""), soft_wrap=True)
+    Terminal(stderr=True).print(Text(what, "bold red") + Text(f": {line}", ""), soft_wrap=True)

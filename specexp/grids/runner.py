@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tenacity
-from rich.console import Console
 from rich.text import Text
 
 from specexp.grids.execute import ERROR, Failure
 from specexp.grids.machines import local
 from specexp.grids.points import Point
 from specexp.grids.progress import RETRIED, Board, changed, failures_of
+from specexp.terminal import Terminal
 from specexp.tracking import compare, redact, results, runs
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
@@ -41,7 +41,7 @@ ROOM_PER_POINT = 2_000_000
 
 def run(
     points: Sequence[Point],
-    console: Console | None = None,
+    console: Terminal | None = None,
     *,
     place: local.Place | None = None,
     jobs: int | None = None,
@@ -56,7 +56,7 @@ def run(
     every point, even those with a result. Exit codes: 0 all done and published, 1 some failed or
     unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
     """
-    console = console or Console()
+    console = console or Terminal()
     try:
         with Board(console, len(points)) as board:
             with results.alone("setup", lambda message: board.say(message, once=True)):
@@ -385,6 +385,6 @@ def _free() -> str:
     return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
 
 
-def _error(console: Console, what: str, why: str, code: int) -> int:
+def _error(console: Terminal, what: str, why: str, code: int) -> int:
     console.print(Text(what, "bold red") + Text(f": {why}", ""), soft_wrap=True)
     return code

@@ -47,6 +47,21 @@ def test_code_is_compiled_once_a_machine(anew, monkeypatch):
     assert {file: file.stat().st_mtime_ns for file in anew.iterdir()} == written
 
 
+def test_compiled_code_is_kept_where_only_its_owner_writes(tmp_path):
+    folder = build._private(tmp_path / "cache")
+    (folder / "rounds-1.so").write_bytes(b"own")
+    assert list(build._private(folder).iterdir()) == [folder / "rounds-1.so"]
+    folder.chmod(0o777)
+    assert list(build._private(folder).iterdir()) == [], "what others may have planted would run"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_cache_of_another_user_is_not_used(anew, monkeypatch, caplog):
+    monkeypatch.setattr(build.os, "getuid", lambda: 12345)
+    assert build.library() is None
+    assert "belongs to another user: set XDG_CACHE_HOME" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("compiler", "said"),
     [("", "no C++ compiler (install g++"), ("/nowhere/g++", "nowhere"), ("false", "false")],
@@ -211,6 +226,13 @@ def test_planted_bug_is_caught(anew, once, monkeypatch, bug):
     monkeypatch.setattr(build, "FLAGS", tuple(f.replace("-O3", "-O1") for f in build.FLAGS))
     monkeypatch.setattr(fused, "_off", lambda *_: 0.0)
     assert not right()
+
+
+def test_compiled_code_without_its_symbols_is_a_warning(anew, once, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(once))
+    monkeypatch.setitem(build.FUNCTIONS, "rounds", (*build.FUNCTIONS["rounds"], "absent"))
+    assert build.library() is None
+    assert "call_absent" in caplog.text
 
 
 @pytest.mark.parametrize("march", ["x86-64", "x86-64-v3"])

@@ -124,8 +124,11 @@ def _loaded() -> Library | None:
         rounds.replay_rounds.restype = c_int64
         numbers = c_int64, c_double, c_int64, c_int64
         rounds.replay_rounds.argtypes = c_int64, c_void_p, *numbers, *[c_void_p] * 3
+        for part, names in FUNCTIONS.items():
+            for name in names:
+                getattr(getattr(code, part), f"call_{name}")  # a file may lack a symbol
         return code
-    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as e:
         output = getattr(e, "stderr", None) or str(e)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         why = next((line for line in lines if "error" in line), lines[0] if lines else repr(e))
@@ -163,15 +166,29 @@ def _built(source: Path) -> Path:
     command = [*shlex.split(program), *FLAGS]
     texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
     parts = *texts, repr(command).encode(), _processor().encode()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp"
+    folder = _private(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp")
     file = folder / f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             whole = [*command, str(source), "-o", f"{unfinished}/{source.stem}.so"]
             subprocess.run(whole, check=True, capture_output=True, text=True, timeout=300)
             os.replace(whole[-1], file)
     return file
+
+
+def _private(folder: Path) -> Path:
+    """This folder of code that will run, in which only its owner can write. One that others could
+    write to is emptied. Raises OSError if it belongs to someone else."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to another user: set XDG_CACHE_HOME to a folder of yours")
+    if state.st_mode & 0o077:
+        folder.chmod(0o700)
+    if state.st_mode & 0o022:
+        for file in folder.glob("*.so"):
+            file.unlink()
+    return folder
 
 
 def _processor() -> str:

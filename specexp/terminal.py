@@ -1,0 +1,31 @@
+"""A console on which no text of a model, a prompt or a notebook can act as a command.
+
+Escape sequences in a text could recolour, overwrite or retitle a terminal, and bidirectional
+controls reorder a line so that it reads as what it is not. They are shown as symbols.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.segment import Segment
+
+_BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SYMBOLS = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys([*range(0x80, 0xA0), *_BIDI], 0xFFFD),
+}
+
+
+def harmless(text: str) -> str:
+    """The text with a symbol for each control character but line ends and tabs."""
+    return text.translate(_SYMBOLS)
+
+
+class Terminal(Console):
+    """A rich console whose own colours and cursor moves are the only ones."""
+
+    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+        for text, style, control in super().render(*args, **kwargs):
+            yield Segment(text if control else harmless(text), style, control)
