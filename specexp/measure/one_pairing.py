@@ -8,6 +8,7 @@ and intervals from them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -33,7 +34,9 @@ from specexp.serving.cost_table import CALM
 from specexp.trace import Step, Trace
 from specexp.tree import Tree
 
+log = logging.getLogger("specexp")
 WARM_UP_TOKENS = 8
+ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 
 
@@ -122,7 +125,8 @@ def latency(
 def duel(
     arms: dict[Any, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
-    """One stream at a time: all arms and plain decoding take turns on every prompt.
+    """One stream at a time: all arms and plain decoding take turns on every prompt. Repeats in
+    which a drafter remembers what it saw before are left out, with a warning.
 
     One row an arm, prompt and repeat: the columns of `acceptance`, and arm, repeat, ttft_s, s and
     tokens (decoding time in seconds without prefill, delivered tokens), plain_s and plain_tokens
@@ -145,7 +149,7 @@ def duel(
                     | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
                     | _outcome(trace)
                 )
-    return pd.DataFrame(rows)
+    return _without_memory(pd.DataFrame(rows), "arm")
 
 
 def throughput(
@@ -191,7 +195,21 @@ def throughput(
                     | {"context": max(map(len, ids)) + max_new_tokens}
                     | _outcome(traces["fast"])
                 )
-    return pd.DataFrame(rows)
+    return _without_memory(pd.DataFrame(rows), "batch")
+
+
+def _without_memory(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The samples; of those (`by` a column) whose passes differ between repeats, though prompts and
+    noise are the same, only the first repeat, with a warning: their drafter remembers."""
+    counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
+    lengths = 1 + counts["accepted"] / counts["passes"]
+    learns = lengths.index[lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)]
+    for name in learns:
+        log.warning(
+            f"{by} {name}: {', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in "
+            "repeats of the same prompts: its drafter remembers them, so only the first one counts"
+        )
+    return samples[(samples["repeat"] == 0) | ~samples[by].isin(learns)]
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:

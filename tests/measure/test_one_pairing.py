@@ -6,9 +6,11 @@ import weakref
 
 import pandas as pd
 import pytest
+import torch
 from support.questions import PROMPTS
 
 from specexp import api
+from specexp.drafters import Drafter
 from specexp.errors import UserError
 from specexp.measure import one_pairing, summaries
 from specexp.measure.prompts import Prompt
@@ -71,6 +73,33 @@ def test_order_of_arms_alternates_over_prompts(pairing, monkeypatch):
     monkeypatch.setattr(one_pairing, "_take_turns", lambda *a: orders.append(a[3]) or real(*a))
     one_pairing.latency(pairing, PROMPTS, [1], 4, repeats=2)
     assert orders == [False, True, False, True, False, True]
+
+
+class Remembers(Drafter):
+    """Drafts what followed the same two tokens in any request that it has seen."""
+
+    on_host = True
+
+    def __init__(self):
+        self.seen = {}
+
+    def propose(self, seqs, tree, rng):
+        lines = []
+        for tokens, length in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True):
+            self.seen |= {tuple(tokens[i - 2 : i]): tokens[i] for i in range(2, length)}
+            line = tokens[max(0, length - 2) : length]
+            for _ in range(len(tree) - 1):
+                line.append(self.seen.get(tuple(line[-2:]), 0))
+            lines.append(line[len(line) - len(tree) + 1 :])
+        return seqs.draft(tree.nodes("cpu"), torch.tensor(lines))
+
+
+def test_repeats_of_a_drafter_that_remembers_are_not_pooled(pairing, caplog):
+    arms = {"remembers": pairing.with_(drafter=Remembers()), "model": pairing}
+    samples = one_pairing.duel(arms, PROMPTS, 10, repeats=3)
+    assert samples.groupby("arm")["repeat"].nunique().to_dict() == {"remembers": 1, "model": 3}
+    [line] = [r.message for r in caplog.records if "remembers" in r.message]
+    assert "tokens a pass in repeats of the same prompts" in line
 
 
 def test_repeats_do_not_narrow_intervals(latency, throughput):
