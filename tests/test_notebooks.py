@@ -111,11 +111,13 @@ def images(notebook: Path) -> list[str]:
 
 
 BROKEN = """
+from dataclasses import replace
+
 from specexp.models.lm import LM
 
 whole = LM.verify
-LM.verify = lambda lm, seqs, draft, taps=(): whole(lm, seqs.__class__(**{
-    **vars(seqs), "length": seqs.length + (draft.tokens.shape[1] > 1)}), draft, taps)
+LM.verify = lambda lm, seqs, draft, taps=(): whole(
+    lm, replace(seqs, length=seqs.length + (draft.tokens.shape[1] > 1)), draft, taps)
 """
 
 

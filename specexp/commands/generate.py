@@ -155,7 +155,8 @@ def _as_dict(pairing: Pairing, text: str, output: Output, exact: Exactness) -> d
         },
         "exact": {
             "pass": exact.bugs == 0 and not exact.lossy, "lossy": exact.lossy,
-            "tokens": exact.tokens, "ties": exact.ties, "bugs": exact.bugs,
+            "tokens": exact.tokens, "ties": exact.ties, "bugs": exact.bugs, "alone": exact.alone,
+            "detectable_tv": exact.detectable if exact.checks else None,
         },
     }  # fmt: skip
 

@@ -1,22 +1,25 @@
 """The check in every run must itself be able to fail, and must not cry wolf."""
 
 import copy
+import math
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny_llama
+from support import tiny
 
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
-from specexp.measure import exactness
-from specexp.measure.exactness import Reference, certify, compare, near_winners
+from specexp.measure.exactness import Reference, certify, compare, draws, near_winners, reference
+from specexp.measure.exactness.draws import Tally, sets_of
 from specexp.models.int8 import quantise
 from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.policy import Fixed
-from specexp.rules import Match, Reject
-from specexp.sampling import Sampling
+from specexp.rules import Match, Reject, Typical, normalised
+from specexp.sampling import RESIDUAL, Sampling
 from specexp.tree import Tree
 
 PROMPTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 1, 2, 3, 7, 8]]
@@ -65,7 +68,7 @@ class AcceptAll(Match):
 def test_rule_that_accepts_everything_is_a_bug(monkeypatch, temperature):
     broken = engine(temperature)
     if temperature:
-        monkeypatch.setattr("specexp.measure.exactness.Match", AcceptAll)
+        monkeypatch.setattr("specexp.measure.exactness.verdict.Match", AcceptAll)
     else:
         broken.rule = AcceptAll()  # greedy output is made by the engine's own rule
     exact = certify(broken, PROMPTS, 24)
@@ -124,9 +127,9 @@ def test_float32_copy_is_made_once(monkeypatch, free):
     plain = checked.plain().generate(PROMPTS, 8).tokens
     odd = [[*row[:3], (row[3] + 1) % 32, *row[4:]] for row in plain]
     copied, deepcopy = [], copy.deepcopy
-    monkeypatch.setattr(exactness, "free_memory", lambda device: free)
+    monkeypatch.setattr(reference, "free_memory", lambda device: free)
     monkeypatch.setattr(
-        exactness.copy, "deepcopy", lambda *a: copied.append(deepcopy(*a)) or copied[-1]
+        reference.copy, "deepcopy", lambda *a: copied.append(deepcopy(*a)) or copied[-1]
     )
     assert compare(checked, PROMPTS, plain, 8, range(3)).divergences == []
     assert copied == []
@@ -143,7 +146,7 @@ def test_float32_copy_keeps_tied_weights():
     whole = copy.deepcopy(target.module).float()
     reference = Reference(target)
     wanted = whole(torch.tensor([PROMPTS[0]])).logits[0, -1, :32]
-    assert torch.equal(reference.logits(PROMPTS[0]), wanted)
+    assert torch.allclose(reference.logits(PROMPTS[0]), wanted, atol=1e-5)
     copied = reference._module
     assert copied.lm_head.weight is copied.model.embed_tokens.weight
 
@@ -155,3 +158,146 @@ def test_reference_of_quantised_bfloat16_weights():
     logits = Reference(of_module(module, "target")).logits(PROMPTS[0])
     assert logits.dtype == torch.float32
     assert torch.isfinite(logits).all()
+
+
+# What ran: draws against q, the run's own rule, and the module without a cache ------------------
+
+MANY = [[1 + i % 29, 2 + i % 7, 3 + i % 11] for i in range(24)]  # 24 rows x 40 tokens
+
+
+class Misreported(DraftModel):
+    """The planted bug: the q that it reports is sharper than what it drew from."""
+
+    def propose(self, seqs, tree, rng):
+        draft = super().propose(seqs, tree, rng)
+        return replace(draft, q=normalised(draft.q**2, draft.q))
+
+
+class Uncorrected(Reject):
+    """The planted bug: after a rejection it draws from p, not from what is left of p."""
+
+    name = "uncorrected"
+
+    def __call__(self, draft, p, rng):
+        verdict = super().__call__(draft, p, rng)
+        stop = verdict.path.gather(1, verdict.n[:, None])
+        law = p.gather(1, stop[..., None].expand(-1, 1, p.shape[-1]))[:, 0]
+        bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+        return draft.judged(verdict.path, verdict.n, bonus)
+
+
+class Late(Reject):
+    """The planted bug: right until a draft token is accepted, then the root's p once more."""
+
+    name = "late"
+
+    def __call__(self, draft, p, rng):
+        return super().__call__(draft, p[:, :1].expand_as(p), rng)
+
+
+class Favourite(Typical):
+    """It calls itself exact, and its bonus is always right."""
+
+    name, lossy = "favourite", False
+
+
+def failed(broken, prompts=MANY, length=40) -> list[str]:
+    """The draws that fail a verdict, which states what it can find."""
+    exact = certify(broken, prompts, length)
+    assert exact.metrics["exact/pass"] == 0
+    assert 0 < exact.metrics["exact/detectable_tv"] < 0.13
+    assert f"a total variation of {exact.detectable:.2g} would show" in str(exact)
+    return [check.what for check in exact.checks if not check.passed]
+
+
+@pytest.mark.parametrize("shape", [Tree.chain(4), Tree.branching(2, 2)], ids=str)
+def test_q_that_is_not_what_was_drawn_from_is_a_bug(shape):
+    broken = engine(0.8)
+    broken.policy = Fixed(shape)
+    broken.drafter = Misreported(broken.drafter.lm, broken.sampling)
+    assert "draft tokens" in failed(broken)
+
+
+@pytest.mark.parametrize("rule", [Uncorrected(), Favourite()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_rule_that_is_not_exact_is_a_bug(rule, drafter):
+    broken = engine(0.8, drafter=drafter)
+    broken.rule = rule
+    prompts = MANY if drafter == "model" else [[*p, *p, *p[:1]] for p in MANY]
+    assert f"tokens of {rule.name} on fresh noise" in failed(broken, prompts)
+
+
+def test_rule_that_is_wrong_after_its_first_token_is_a_bug():
+    broken = engine(0.8)
+    broken.rule = Late()
+    assert "emitted tokens" in failed(broken)
+
+
+def test_token_of_probability_zero_is_a_bug():
+    tally = Tally(torch.device("cpu"))
+    p = torch.tensor([[0.5, 0.5, 0.0]])
+    tally.add(torch.tensor([2]), p, sets_of(p, p > 0.4), torch.tensor([True]))
+    assert not tally.check("", "").passed
+
+
+def test_logits_that_only_a_cache_gives_are_a_bug():
+    """Plain and speculative decoding are wrong alike."""
+    broken = engine()
+    whole = broken.target.net
+
+    class Warmer:
+        sparing = 0
+
+        def __call__(self, *args, **inputs):
+            logits, hidden = whole(*args, **inputs)
+            return None if logits is None else logits * 1.001, hidden
+
+    broken.target.net = Warmer()
+    exact = certify(broken, PROMPTS, 24)
+    assert not exact.divergences
+    assert exact.strays == exact.alone == exact.bugs == 48
+    assert "48 with the module without a cache: 48 bugs" in str(exact)
+
+
+SHAPES = [("match", "chain"), ("reject", "chain"), ("reject", "branching"), ("block", "chain")]
+QUICK = {(kind, *SHAPES[i % 4]) for i, kind in enumerate(tiny.DRAFTERS)}
+EVERY = [(kind, *shape) for kind in tiny.DRAFTERS for shape in tiny.SHAPES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "tree"),
+    [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in EVERY],
+)
+def test_shipped_rules_on_shipped_drafters_follow_their_distributions(kind, rule, tree):
+    checked = tiny.engine(kind, tree, rule, temperature=0.9)
+    exact = certify(checked, tiny.PROMPTS * 2, 30)
+    assert exact.bugs == 0, str(exact)
+    drafts = tree != "empty" and kind != "null"
+    drawn = drafts and checked.drafter.draws and tree != "grown"
+    assert len(exact.checks) == 1 + drafts + drawn
+
+
+def tallies(shift: float, n: int, count: int) -> list:
+    """Tallies of n coins each of many biases, whose true probability is `shift` more."""
+    torch.manual_seed(0)
+    checks = []
+    for _ in range(count):
+        p = 0.05 + 0.8 * torch.rand(n, 1).double()
+        law = torch.cat([p, 1 - p], -1)
+        tokens = (torch.rand(n).double() > p[:, 0] + shift).long()
+        tally = Tally(law.device)
+        tally.add(tokens, law, sets_of(law, law == p), torch.ones(n, dtype=torch.bool))
+        checks.append(tally.check("", ""))
+    return checks
+
+
+def test_false_alarms_are_as_rare_as_stated(monkeypatch):
+    """At a level of 5 % for each of the two sets, which here are the same or opposite."""
+    monkeypatch.setattr(draws, "BOUND", math.log(2 / 0.05))
+    assert sum(not check.passed for check in tallies(0.0, 300, 600)) <= 0.05 * 600
+
+
+def test_fault_of_the_stated_size_is_found():
+    size = tallies(0.0, 600, 1)[0].detectable
+    assert size < 0.14
+    assert sum(not check.passed for check in tallies(size, 600, 200)) >= 0.93 * 200

@@ -1,0 +1,28 @@
+"""Losslessness check of every run: is the output the target's own?
+
+Four questions, each about what ran (verdict.py puts the answers together):
+
+- Are caches, masks and positions right? Greedy output is compared with plain greedy decoding,
+  sampled output under common noise: with the rule Match it must equal plain sampling exactly.
+- Can plain and speculative be wrong alike? The logits of a sample of rounds are compared with those
+  of the unmodified module without a cache (reference.py).
+- Are draft tokens drawn from the q that is reported, and does the rule that ran keep p? Draws of
+  real rounds are counted against their own distributions (draws.py).
+- How small a fault would show? The verdict states it beside the answer.
+
+(Tests prove by exact enumeration that the shipped rules keep the distribution.)
+"""
+
+from specexp.measure.exactness.reference import TOLERANCE, Reference, near_winners
+from specexp.measure.exactness.verdict import Divergence, Exactness, certify, compare, watched
+
+__all__ = [
+    "TOLERANCE",
+    "Divergence",
+    "Exactness",
+    "Reference",
+    "certify",
+    "compare",
+    "near_winners",
+    "watched",
+]

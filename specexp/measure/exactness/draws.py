@@ -1,0 +1,240 @@
+"""Do the draws of real rounds follow the distributions that they are said to follow?
+
+Three kinds of draw, each beside the distribution that the round itself gives it: draft tokens and
+the q that the drafter reports; what the run's own rule emits on the round's p, q and draft under
+fresh noise, and p; the emitted text and p. Every distribution is seen once or
+a few times, so tokens are counted by sets. One are the tokens that the other side favours (q above
+p, or below), which a wrong ratio, residual or acceptance shifts; the other those as likely as is
+typical or more, ln p >= -H(p), which a wrong temperature or truncation shifts. The difference of a
+set's observed and expected counts, per draw, is at most the mean total variation, and equals it for
+a fault that moves probability from this set to the rest.
+
+If a run is exact, a count is a sum of coins, the probability of each known before it is tossed. By
+Bernstein's inequality the counts of a verdict then leave their ranges with probability at most
+`ALARM`, all together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexp.engine import Engine
+from specexp.models.lm import Forward
+from specexp.sequences import Draft, Sequences, Verdict
+
+ALARM = 1e-4  # probability that a verdict of an exact run is a false alarm, at most
+SETS, KINDS = 2, 3
+BOUND = math.log(2 * SETS * KINDS / ALARM)  # each count has two sides
+SURE = 1.645  # standard deviations: a fault of the stated size is missed in 5 % of runs
+ROUNDS = 8  # fresh rounds for each recorded one
+MOST = {"cpu": 1 << 25}  # probabilities [B, N, V] that they may read in all
+MOST_ELSEWHERE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kind of draw. what: what is drawn; law: from what it should be; n draws; bias: the
+    largest difference of a count from its expectation, per draw; detectable: the least that is
+    found in 95 % of runs; passed: it is within chance, and nothing of probability 0 was drawn."""
+
+    what: str
+    law: str
+    n: int
+    bias: float
+    detectable: float
+    passed: bool
+
+    def __str__(self) -> str:
+        if self.passed:
+            return f"{self.n} {self.what} follow {self.law}"
+        return f"BUG: {self.n} {self.what} do not follow {self.law}, off by {self.bias:.2g}"
+
+
+class Tally:
+    """Counts of sets of tokens, observed and expected."""
+
+    def __init__(self, device: torch.device) -> None:
+        # of each set: draws, observed, expected, variance, and draws of probability 0
+        self.sums = torch.zeros(SETS, 5, dtype=torch.float64, device=device)
+
+    def add(self, tokens: Tensor, law: Tensor, sets: Tensor, valid: Tensor) -> None:
+        """Count tokens [...] drawn from law [..., V], where `valid` [...].
+
+        sets [..., SETS, V] bool, chosen before the draw; an empty one is not counted."""
+        at, total = tokens.clamp(min=0)[..., None], law.sum(-1, dtype=torch.float64)
+        mass = (law[..., None, :] * sets).sum(-1, dtype=torch.float64) / total[..., None]
+        mass = mass.clamp(max=1)
+        hit = sets.gather(-1, at[..., None, :].expand(*sets.shape[:-1], 1))[..., 0].double()
+        never = (law.gather(-1, at) == 0).double().expand_as(mass)
+        sums = torch.stack([torch.ones_like(mass), hit, mass, mass * (1 - mass), never], -1)
+        counted = valid[..., None] & sets.any(-1)
+        self.sums += torch.where(counted[..., None], sums, 0.0).flatten(0, -3).sum(0)
+
+    def check(self, what: str, law: str) -> Check:
+        counts = [row for row in self.sums.tolist() if row[0]]
+        if not counts:
+            return Check(what, law, 0, 0.0, 1.0, True)
+        bias, detectable, passed = 0.0, 0.0, True
+        for n, observed, expected, variance, never in counts:
+            off = abs(observed - expected)
+            chance = math.sqrt(2 * variance * BOUND + (BOUND / 3) ** 2) + BOUND / 3
+            bias = max(bias, off / n)
+            detectable = max(detectable, min(1.0, (chance + SURE * math.sqrt(variance)) / n))
+            passed = passed and off <= chance and not never
+        n = int(max(row[0] for row in counts))
+        return Check(what, law, n, bias, detectable, passed)
+
+
+def sets_of(law: Tensor, favoured: Tensor) -> Tensor:
+    """[..., SETS, V] bool: the tokens that are `favoured` [..., V], and those that are as likely
+    under law [..., V] as is typical, or more."""
+    typical = torch.exp(-torch.special.entr(law).sum(-1, keepdim=True))
+    return torch.stack([favoured, law >= typical], -2)
+
+
+class Witness:
+    """A clock (see `Engine`) that looks at every stage of the rounds of one batch.
+
+    kept: rows whose emitted tokens and logits it keeps, for a comparison with the module alone."""
+
+    def __init__(self, engine: Engine, kept: range) -> None:
+        self.engine, self.kept = engine, kept
+        device = engine.target.device
+        self.drafted, self.judged, self.emitted = (Tally(device) for _ in range(KINDS))
+        self.tokens: dict[int, list[int]] = {row: [] for row in kept}
+        self.logits: dict[int, list[Tensor]] = {row: [] for row in kept}
+        self.generator = torch.Generator(device).manual_seed(engine.seed)
+        self.left = MOST.get(device.type, MOST_ELSEWHERE)
+        self.streams = 1 << 32  # of fresh noise, apart from those of rows
+        self.reach: Tensor | None = None
+
+    def __call__(self, stage: str, run: Any) -> Any:
+        result = run()
+        getattr(self, stage)(result)
+        return result
+
+    @property
+    def checks(self) -> list[Check]:
+        engine = self.engine
+        checks = [
+            self.drafted.check("draft tokens", f"the q of {engine.drafter.name}"),
+            self.judged.check(f"tokens of {engine.rule.name} on fresh noise", "p"),
+            self.emitted.check("emitted tokens", "p"),
+        ]
+        return [check for check in checks if check.n]
+
+    # the stages of a round
+
+    def draft(self, draft: Draft) -> None:
+        self.proposed = draft
+
+    def verify(self, seen: Forward) -> None:
+        self.seen = seen
+        self.p = self.engine.law(seen)
+
+    def accept(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        if self.engine.sampling.temperature > 0 and self.proposed.tokens.shape[1] > 1:
+            if self.proposed.q is not None:
+                self._count_drafted(self.proposed, self.proposed.q)
+            for _ in range(ROUNDS):
+                if self.left > 0:
+                    self._count_judged(self.proposed)
+
+    def commit(self, report: Tensor) -> None:
+        path, emitted, draft = self.verdict.path, report[:, 1], self.proposed
+        if self.engine.sampling.temperature > 0:
+            # no set is made of chosen draft tokens: they may depend on the noise the rule reads
+            none = torch.zeros((), dtype=torch.bool, device=path.device).expand_as(self.p)
+            favoured = none if draft.q is None else draft.q > self.p
+            self._count(self.emitted, self.verdict, emitted, self.p, favoured)
+        for row in self.kept:
+            n = int(emitted[row])
+            self.tokens[row] += self.verdict.new[row, :n].tolist()
+            self.logits[row].append(self.seen.logits[row, path[row, :n]])
+
+    def _count_drafted(self, draft: Draft, q: Tensor) -> None:
+        """The children of the first node of each depth, at positions for which the row has not
+        drafted before: draws of one depth, or position, share their noise."""
+        nodes, text = draft.nodes, draft.text
+        first = nodes.depth.diff(dim=1, prepend=nodes.depth[:, :1] - 1) > 0
+        position = text.length[:, None] + nodes.depth
+        if self.reach is None or text.by_round:
+            self.reach = torch.zeros_like(text.length)
+        fresh = first & (position > self.reach[:, None]) & text.live[:, None]
+        self.reach = torch.maximum(self.reach, text.length + nodes.deepest - 1)
+        left = q
+        for rank in range(nodes.children.shape[-1]):
+            child = nodes.children[..., rank].expand_as(draft.tokens)
+            x = torch.where(child >= 0, draft.tokens.gather(1, child.clamp(min=0)), -1)
+            at = x.clamp(min=0)[..., None]
+            drawn = fresh & (x >= 0) & (left.gather(-1, at)[..., 0] > 0)  # others were chosen
+            self.drafted.add(x, left, sets_of(left, self.p > left), drawn)
+            left = left.scatter(-1, at, 0.0)
+
+    def _count_judged(self, draft: Draft) -> None:
+        """The run's rule on the recorded p and q: draft tokens drawn anew from q (chosen ones as
+        they are), and noise of its own. All nodes of a depth get the p of the first of them, so
+        that p is a function of the path whichever tokens are drawn."""
+        B, engine, nodes = len(draft.tokens), self.engine, draft.nodes
+        depth = nodes.depth.expand_as(draft.tokens)
+        first = (depth[:, :, None] == depth[:, None, :]).int().argmax(-1)
+        p = self.p.gather(1, first[..., None].expand_as(self.p))
+        one = torch.ones_like(draft.text.length)
+        streams = self.streams + torch.arange(B, device=p.device)
+        text = Sequences(
+            draft.tokens[:, :1], one, one + nodes.deepest + 1, streams, draft.text.eos[:0],
+            by_round=engine.rule.looks_ahead,
+        )  # fmt: skip
+        tokens = draft.tokens if draft.q is None else self._redrawn(draft, draft.q)
+        fresh = replace(draft, tokens=tokens, text=text, memo=None)
+        verdict = engine.rule(fresh, p, engine.rng)
+        favoured = _drafted_at(draft, p) if draft.q is None else draft.q > p
+        self._count(self.judged, verdict, (verdict.n + 1) * draft.text.live, p, favoured)
+        self.streams += B
+        self.left -= p.numel()
+
+    def _redrawn(self, draft: Draft, q: Tensor) -> Tensor:
+        """The draft's tokens [B, N], each drawn anew from q without its earlier siblings; what was
+        no draw from q (-1, or of probability 0) stays as it is."""
+        tokens, left = draft.tokens.clone(), q.double()
+        for rank in range(draft.nodes.children.shape[-1]):
+            child = draft.nodes.children[..., rank].expand_as(tokens)
+            old = draft.tokens.gather(1, child.clamp(min=0))
+            mass = left.cumsum(-1)
+            u = torch.rand(
+                *old.shape, 1, dtype=mass.dtype, device=q.device, generator=self.generator
+            )
+            new = torch.searchsorted(mass, u * mass[..., -1:], right=True)
+            both = torch.cat([old[..., None], new], -1).clamp(0, q.shape[-1] - 1)
+            drawn = (child >= 0) & (old >= 0) & (left.gather(-1, both) > 0).all(-1)
+            at = torch.where(drawn, child, 0)
+            tokens.scatter_(1, at, torch.where(drawn, new[..., 0], draft.tokens[:, :1]))
+            left = torch.where(drawn[..., None], left.scatter(-1, both[..., 1:], 0.0), left)
+        return tokens
+
+    def _count(
+        self, tally: Tally, verdict: Verdict, emitted: Tensor, p: Tensor, favoured: Tensor
+    ) -> None:
+        """The first `emitted` [B] tokens of a verdict beside p [B, N, V]; under a rule that looks
+        ahead, whose later tokens depend on how many it keeps, the first of each row."""
+        at = torch.arange(verdict.path.shape[1], device=p.device)
+        most = emitted.clamp(max=1) if self.engine.rule.looks_ahead else emitted
+        index = verdict.path[..., None].expand(-1, -1, p.shape[-1])
+        law = p.gather(1, index)
+        sets = sets_of(law, favoured.gather(1, index))
+        tally.add(verdict.new, law, sets, at < most[:, None])
+
+
+def _drafted_at(draft: Draft, p: Tensor) -> Tensor:
+    """[B, N, V] bool: the draft tokens one deeper than each node."""
+    tokens = draft.tokens[:, 1:]
+    depth = draft.nodes.depth.expand_as(draft.tokens)
+    flat = (depth[:, 1:] - 1) * p.shape[-1] + tokens.clamp(min=0)
+    count = torch.zeros_like(p).flatten(1).scatter_add(1, flat, (tokens >= 0).to(p.dtype))
+    return (count > 0).view_as(p).gather(1, depth[..., None].expand_as(p))

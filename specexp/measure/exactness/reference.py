@@ -1,0 +1,102 @@
+"""What the target's module says without a cache: the unmodified transformers module, run on a whole
+text at once. Its weights are those of the run, 8-bit ones included.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specexp.engine import Engine
+from specexp.models.lm import LM
+from specexp.models.memory import free_memory
+from specexp.sampling import TOKEN, Noise, mix
+
+# Rounding error of a logit, relative to the largest in magnitude: 8 units in the last place for
+# bfloat16; for float32 the error of reordered sums over a few thousand terms.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 8 * 2.0**-8}
+
+
+def near_winners(
+    engine: Engine, text: Sequence[int], stream: int, reference: Reference
+) -> set[int]:  # fmt: skip
+    """The tokens that could win after `text` within rounding, on this noise; from a float32 pass
+    without a cache."""
+    target, sampling = engine.target, engine.sampling
+    logits = reference.logits(text)
+    eps = TOLERANCE[target.dtype]
+    slack = eps * float(logits.abs().max())
+    if sampling.temperature == 0:
+        return set(torch.nonzero(logits >= logits.max() - 2 * slack).flatten().tolist())
+    device = logits.device
+    key = mix(mix(torch.tensor([stream], device=device)) + len(text))
+    winners: set[int] = set()
+    for top_p in {sampling.top_p, min(1.0, sampling.top_p + eps), sampling.top_p * (1 - eps)}:
+        p = replace(sampling, top_p=top_p).law(logits[None])
+        race = Noise(engine.seed).race(p, key, TOKEN).log()[0]
+        near = race >= race.max() - 2 * slack / sampling.temperature
+        winners |= set(torch.nonzero(near).flatten().tolist())
+    return winners
+
+
+class Reference:
+    """The target in at least float32, without a cache. A bfloat16 target is copied at first use, to
+    its own device, or to main memory if the device has no room."""
+
+    def __init__(self, target: LM) -> None:
+        self.target = target
+
+    def logits(self, text: Sequence[int]) -> Tensor:
+        """Logits [V] after `text`, on the target's device."""
+        return self._after(self._module, self._device, text, 1)[0]
+
+    def strays(self, text: Sequence[int], logits: Tensor) -> int:
+        """How many of logits [n, V], those after each of the last n tokens of `text`, are not the
+        unmodified module's own but for rounding: that of two passes and, where they differ by more,
+        what the module itself loses in its dtype."""
+        target, n = self.target, len(logits)
+        alone, size = self._after(target.module, target.device, text, n), TOLERANCE[target.dtype]
+        rounding = size * alone.masked_fill(~alone.isfinite(), 0).abs().amax(-1)
+        strays = ~(_off(logits, alone) <= 2 * rounding)
+        if target.dtype == torch.bfloat16 and bool(strays.any()):
+            exact = self._after(self._module, self._device, text, n)
+            strays &= ~(_off(logits, exact) <= 2 * (rounding + _off(alone, exact)))
+        return int(strays.sum())
+
+    def _after(self, module: Any, device: torch.device, text: Sequence[int], n: int) -> Tensor:
+        """Logits [n, V] after each of the last n tokens, in at least float32."""
+        ids = torch.tensor([list(text)], device=device)
+        with torch.inference_mode():
+            logits = module(input_ids=ids, use_cache=False, logits_to_keep=n).logits[0, -n:]
+        logits = logits[:, : self.target.vocab].to(self.target.device)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @cached_property
+    def _device(self) -> torch.device:
+        need = 4 * sum(p.numel() for p in self.target.module.parameters())
+        here = self.target.dtype != torch.bfloat16 or need < free_memory(self.target.device)
+        return self.target.device if here else torch.device("cpu")
+
+    @cached_property
+    def _module(self) -> Any:
+        module = self.target.module
+        if self.target.dtype != torch.bfloat16:
+            return module
+
+        def moved(x: Tensor) -> Tensor:
+            return (x.detach().float() if x.is_floating_point() else x).to(self._device)
+
+        copies = {id(b): moved(b) for b in module.buffers()}
+        copies |= {id(p): nn.Parameter(moved(p), requires_grad=False) for p in module.parameters()}
+        return copy.deepcopy(module, copies)
+
+
+def _off(a: Tensor, b: Tensor) -> Tensor:
+    """[n]: the largest difference of logits [n, V]; equal infinities differ by 0."""
+    return torch.where(a == b, 0.0, (a - b).abs()).amax(-1)

@@ -1,0 +1,161 @@
+"""The verdict on a run: differences from plain decoding, from the module without a cache, and of
+draws from their distributions.
+
+The two paths of a comparison sum the same numbers in different orders, so a near tie may go either
+way. At the first difference of a row the logits are computed again in float32 without a cache: the
+difference is a `tie` if both tokens are within rounding of winning there, else a `bug`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specexp.engine import Engine
+from specexp.measure.exactness.draws import ALARM, Check, Witness
+from specexp.measure.exactness.reference import Reference, near_winners
+from specexp.rules import Match
+
+ALONE = 2  # rows of a batch that are compared with the module without a cache
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference of a row. `position`: index in its output; a token is -1 where that
+    output had already ended; `kind`: tie or bug."""
+
+    row: int
+    position: int
+    plain: int
+    speculative: int
+    kind: str
+
+
+@dataclass
+class Exactness:
+    """The result of a check. `tokens`: how many agree before each row's first difference.
+
+    `lossy`: name of the engine's rule if it changes the target's distribution, whatever the
+    comparison shows; `replaced`: its name if Match was run in its place; both else "". `alone`:
+    tokens whose logits were compared with those of the module without a cache; `strays`: how many
+    of them differ beyond rounding. checks: of draws of a sampled run."""
+
+    rows: int
+    lossy: str = ""
+    replaced: str = ""
+    tokens: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+    alone: int = 0
+    strays: int = 0
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def ties(self) -> int:
+        return sum(d.kind == "tie" for d in self.divergences)
+
+    @property
+    def bugs(self) -> int:
+        """Rows that differ from plain decoding, tokens that differ from the module alone, and kinds
+        of draw that do not follow their distribution."""
+        differing = sum(d.kind == "bug" for d in self.divergences)
+        return differing + self.strays + sum(not check.passed for check in self.checks)
+
+    @property
+    def detectable(self) -> float:
+        """The least total variation that any of the checks of draws would find; NaN without one."""
+        return max((check.detectable for check in self.checks), default=float("nan"))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        drawn = {
+            "exact/detectable_tv": self.detectable,
+            "exact/bias": max((check.bias for check in self.checks), default=0.0),
+        }
+        return {
+            "exact/pass": float(self.bugs == 0 and not self.lossy),
+            "exact/ties": float(self.ties),
+            "exact/bugs": float(self.bugs),
+            "exact/tokens": float(self.tokens),
+            "exact/alone": float(self.alone),
+        } | (drawn if self.checks else {})
+
+    def __str__(self) -> str:
+        differing = sum(d.kind == "bug" for d in self.divergences)
+        result = "identical" if not self.divergences else f"{self.ties} near ties, {differing} bugs"
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        how = f", Match in place of {self.replaced}," if self.replaced else ""
+        parts = [f"{self.tokens} tokens in {rows}{how} compared with plain decoding: {result}"]
+        if self.alone:
+            result = f"{self.strays} bugs" if self.strays else "equal but for rounding"
+            parts.append(f"{self.alone} with the module without a cache: {result}")
+        parts += [str(check) for check in self.checks]
+        if self.checks:
+            parts[-1] += (
+                f" (a total variation of {self.detectable:.2g} would show, a false alarm is one in "
+                f"{1 / ALARM:,.0f})"
+            )
+        line = "; ".join(parts)
+        return f"{line}; but the rule is {self.lossy}" if self.lossy else line
+
+
+def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Exactness:
+    """Decode the prompts both ways, all rows in one ragged batch, and classify every difference;
+    then look at rounds of the engine as it is (`watched`).
+
+    prompts: token ids of each row. Greedy output is made by the engine's own rule, sampled output
+    by Match."""
+    coupled = Engine.of(engine, rule=Match()) if engine.sampling.temperature > 0 else engine
+    fast = coupled.generate(prompts, max_new_tokens).tokens
+    exact = compare(engine, prompts, fast, max_new_tokens, range(len(prompts)))
+    return watched(exact, engine, prompts, max_new_tokens)
+
+
+def watched(
+    exact: Exactness, engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> Exactness:
+    """Run the engine's own rule, add to `exact` whether logits are those of the module without a
+    cache (of the last rows) and, of a sampled run whose rule should keep p, whether draws follow
+    their distributions (of all rows)."""
+    counted = engine.sampling.temperature > 0 and not engine.rule.lossy
+    prompts = prompts if counted else prompts[-ALONE:]
+    kept = range(max(0, len(prompts) - ALONE), len(prompts))
+    witness, reference = Witness(engine, kept), Reference(engine.target)
+    Engine.of(engine, clock=witness).generate(prompts, max_new_tokens)
+    exact.checks = witness.checks if counted else []
+    for row in kept:
+        if tokens := witness.tokens[row]:
+            text, logits = [*prompts[row], *tokens[:-1]], torch.cat(witness.logits[row])
+            exact.alone += len(tokens)
+            exact.strays += reference.strays(text, logits)
+    return exact
+
+
+def compare(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    fast: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    streams: Sequence[int],
+) -> Exactness:
+    """Classify the differences between plain decoding and `fast`, outputs made greedily or under
+    Match. streams: the noise stream of each row."""
+    plain = engine.plain().generate(prompts, max_new_tokens, streams).tokens
+    rule = engine.rule
+    sampled = engine.sampling.temperature > 0
+    lossy = rule.name if rule.lossy and sampled else ""
+    replaced = rule.name if not rule.samples and sampled else ""
+    exact, reference = Exactness(len(prompts), lossy, replaced), Reference(engine.target)
+    for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if same is None and len(a) != len(b):
+            same = min(len(a), len(b))  # one ended earlier, which rounding cannot explain
+        exact.tokens += len(a) if same is None else same
+        if same is None:
+            continue
+        x, y = (t[same] if same < len(t) else -1 for t in (a, b))
+        text = [*prompt, *a[:same]]
+        tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, streams[row], reference)
+        exact.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
+    return exact
