@@ -7,12 +7,15 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
+import types
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network, nor does a process that one starts
 
 import pytest
 import torch
+from support.questions import PROMPTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -187,6 +190,42 @@ def tiny_folders(tmp_path_factory) -> tuple[str, str]:
     return folders[0], folders[1]
 
 
+@pytest.fixture(scope="module")
+def pairing(tiny_folders):
+    from specexp import api
+
+    return api.load(*tiny_folders, gamma=3)
+
+
+@pytest.fixture(scope="module")
+def acceptance(pairing):
+    from specexp.measure import one_pairing
+
+    return one_pairing.acceptance([pairing, pairing.with_(drafter="ngram")], PROMPTS, 10)
+
+
+@pytest.fixture(scope="module")
+def latency(pairing):
+    from specexp.measure import one_pairing
+
+    return one_pairing.latency(pairing, PROMPTS, [1, 3], 10, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def throughput(pairing):
+    from specexp.measure import one_pairing
+
+    return one_pairing.throughput(pairing, PROMPTS, [1, 4], 10, repeats=2)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """now.s: what every clock says, until somebody moves it on."""
+    now = types.SimpleNamespace(s=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
+    return now
+
+
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory):
     """A store whose database exists: creating one takes seconds, copying it does not."""
@@ -223,6 +262,30 @@ def points(tmp_path):
         return grid.load([file])
 
     return call
+
+
+@pytest.fixture
+def written(points, monkeypatch):
+    """Points whose result is written without a kernel; x = 13 fails."""
+    from support import stores
+
+    return stores.without_kernels(points, monkeypatch)
+
+
+@pytest.fixture
+def filled(store):
+    """A store with three results that were logged by hand."""
+    from support import stores
+
+    return stores.filled(store)
+
+
+@pytest.fixture
+def copied_tables(monkeypatch, migrated):
+    """A new database is copied from a template: creating its tables takes seconds."""
+    from support import stores
+
+    stores.copy_tables(monkeypatch, migrated)
 
 
 @pytest.fixture(scope="session")

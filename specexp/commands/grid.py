@@ -98,7 +98,7 @@ def run(
     machines = local.of(on, points, forked=not fresh, together=together, say=say)
     raise typer.Exit(
         runner.run(
-            points, console, place=machines, jobs=jobs, together=together,
+            points, console, machines=machines, jobs=jobs, together=together,
             retry_failed=retry_failed, force=force,
         )
     )  # fmt: skip

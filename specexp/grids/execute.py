@@ -26,7 +26,7 @@ from papermill.engines import NBClientEngine, papermill_engines
 
 from specexp.errors import ran_out
 from specexp.grids import identity, notebooks
-from specexp.grids.kernels import NoZygote, Slot
+from specexp.grids.kernels import NoForkServer, Worker
 from specexp.grids.points import Point
 from specexp.tracking import redact, results, runs
 
@@ -49,7 +49,7 @@ class Failure(Exception):
 
 
 def execute(
-    point: Point, folder: Path, slot: Slot,
+    point: Point, folder: Path, worker: Worker,
     watch: Watch = lambda message: None, environment: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Run the point's notebook into `folder`, which keeps notebook and log even on failure.
@@ -58,7 +58,7 @@ def execute(
     this process's own. Raises Failure.
     """
     try:
-        _run(point, folder, slot, watch, environment or {})
+        _run(point, folder, worker, watch, environment or {})
     except Failure:
         with contextlib.suppress(Exception):
             _tidy(folder)
@@ -74,13 +74,13 @@ def _tidy(folder: Path) -> None:
 
 
 def _run(
-    point: Point, folder: Path, slot: Slot, watch: Watch, environment: Mapping[str, str]
+    point: Point, folder: Path, worker: Worker, watch: Watch, environment: Mapping[str, str]
 ) -> None:
     expired = threading.Event()
 
     def expire() -> None:
         expired.set()
-        slot.kill()
+        worker.kill()
 
     watchdog = threading.Timer(point.timeout_s, expire)
     watchdog.daemon = True
@@ -92,7 +92,7 @@ def _run(
         **environment,
     }  # fmt: skip
     try:
-        with slot.kernel(
+        with worker.kernel(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
             seed=int(point.run_key[:8], 16), warm=_models(point.params),
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
@@ -108,10 +108,10 @@ def _run(
     except Exception as e:
         if expired.is_set():
             raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
-        if isinstance(e, NoZygote):
+        if isinstance(e, NoForkServer):
             raise Failure("lost", str(e)) from e
         if isinstance(e, DeadKernelError):
-            raise Failure("kernel-died", _death(slot.ended) if slot.ended else str(e)) from e
+            raise Failure("kernel-died", _death(worker.ended) if worker.ended else str(e)) from e
         if isinstance(e, OSError) and e.errno in results.FULL:
             raise Failure("disk", f"{e.strerror}: {e.filename or folder}") from e
         if isinstance(e, OSError) and e.errno:  # not the notebook's: papermill wraps those

@@ -1,14 +1,15 @@
 """The process that imports once and forks kernels, so that one starts in tenths of a second.
 
-    zygote        imports modules, and nothing else: no torch operation, CUDA, thread or handle
-     └ slot       runs points one after another; may load models, which its kernels inherit
+    fork server   imports modules, and nothing else: no torch operation, CUDA, thread or handle
+     └ worker     runs points one after another; may load models, which its kernels inherit
         └ kernel  of one point, with any processes it starts
 
-Zygote and slots listen to sockets whose other ends the runner holds (kernels.py), and exit when it
-does, however it ends. A kernel dies with its slot. Processes that a kernel leaves behind become
-children of the slot, which kills them when the point ends. This module knows nothing of notebooks,
-results or papermill. (The standard library's forkserver is one for a whole process, forks even if
-an import has started threads, and outlives a runner that is killed while an import hangs.)
+The fork server and its workers listen to sockets whose other ends the runner holds (kernels.py),
+and exit when it does, however it ends. A kernel dies with its worker. Processes that a kernel
+leaves behind become children of the worker, which kills them when the point ends. This module knows
+nothing of notebooks, results or papermill. (The standard library's forkserver is one for a whole
+process, forks even if an import has started threads, and outlives a runner that is killed while an
+import hangs.)
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(control: int, folder: str, modules: Collection[str]) -> None:
-    """Import the modules, then fork a slot for every socket received over `control`. When that
-    closes, kill all slots and remove `folder`. A module that cannot be imported is skipped: the
+    """Import the modules, then fork a worker for every socket received over `control`. When that
+    closes, kill all workers and remove `folder`. A module that cannot be imported is skipped: the
     notebook will report it.
     """
     if not sys.flags.safe_path:
         del sys.path[0]  # this process's directory, which is not on a notebook's path
-    slots: set[int] = set()
+    workers: set[int] = set()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with guard(control, folder):
         for name in modules:
@@ -52,18 +53,18 @@ def main(control: int, folder: str, modules: Collection[str]) -> None:
                 importlib.import_module(name)
     if threading.active_count() > 1:
         sys.exit(f"an import started {threading.enumerate()[1].name}, which a fork would lack")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that slots leave no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that workers leave no zombies
     gc.collect()
     gc.freeze()
     line = Connection(control)
     with contextlib.suppress(EOFError):
         while True:
             end = Connection(recv_handle(line))
-            kill_children(slots)  # the orphans of slots that were killed
+            kill_children(workers)  # the orphans of workers that were killed
             if (pid := os.fork()) == 0:
                 line.close()
-                _run(Slot(end).serve)
-            slots.add(pid)
+                _run(Worker(end).serve)
+            workers.add(pid)
             end.close()
     kill_children()
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,9 +95,9 @@ def guard(control: int, folder: str) -> Iterator[None]:
     os.waitpid(watching, 0)
 
 
-class Slot:
+class Worker:
     """Runs kernels one at a time, on commands from `line`; single-threaded, and always responsive
-    except while it loads models. Its messages: `slot` (its pid) at first; `kernel` (pid) after a
+    except while it loads models. Its messages: `worker` (its pid) at first; `kernel` (pid) after a
     fork; `died` (how) if that ended by itself; `clear` when no process of a point is left."""
 
     def __init__(self, line: Connection) -> None:
@@ -108,7 +109,7 @@ class Slot:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def serve(self) -> None:
-        self.line.send({"slot": self.pid})
+        self.line.send({"worker": self.pid})
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 ready = multiprocessing.connection.wait([self.line, self.wake])

@@ -1,4 +1,4 @@
-"""Kernels: each is a process forked from one that has imported everything (zygote.py), or a new
+"""Kernels: each is a process forked from one that has imported everything (forkserver.py), or a new
 Python where forking is impossible. Either way all processes of a kernel end with it.
 
 This module knows nothing of points or whether they succeed.
@@ -38,11 +38,11 @@ from specexp.grids.forkserver import described
 ROOT = Path(__file__).resolve().parents[2]
 # Imported by every kernel, which takes half of its start-up time.
 MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
-# No sqlite history; and no watching of the parent process, as zygote.py ends kernels.
+# No sqlite history; and no watching of the parent process, as forkserver.py ends kernels.
 ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
 COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *ARGUMENTS]
 # The path of a socket has at most 107 bytes, and our own names take 33 of them.
-LONGEST_PLACE = 107 - len("/specexp-12345678/tmp12345678/k-5")
+LONGEST_FOLDER = 107 - len("/specexp-12345678/tmp12345678/k-5")
 # Figures go into cells, whatever the environment says; no warnings about debugging.
 ALWAYS = {
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -50,21 +50,21 @@ ALWAYS = {
 }
 
 
-class NoZygote(DeadKernelError):
-    """The zygote died three times: no more kernels can be started."""
+class NoForkServer(DeadKernelError):
+    """The fork server died three times: no more kernels can be started."""
 
 
 class Kernels:
     """A source of kernels, for use in a `with`; `modules` are imported in the background.
 
-    Kernels are plain (not forked) if `forked` is false, on systems other than Linux, when the
-    zygote has died twice (as it does if an import starts threads), and for points on a GPU, as CUDA
+    Kernels are plain (not forked) if `forked` is false, on systems other than Linux, when the fork
+    server has died twice (as it does if an import starts threads), and for points on a GPU, as CUDA
     does not survive a fork. `how` says which.
     """
 
     def __init__(self, modules: Sequence[str] = (), forked: bool = True) -> None:
         self.modules, self.deaths, self.lock = modules, 0, threading.Lock()
-        self.gone = ""  # how the last zygote died
+        self.gone = ""  # how the last fork server died
         self.why = "" if forked else "as requested"  # why kernels are not forked
         if forked and sys.platform != "linux":
             self.why = f"no safe fork on {sys.platform}"
@@ -75,7 +75,7 @@ class Kernels:
 
     def __enter__(self) -> Kernels:
         usual = tempfile.gettempdir()
-        where = usual if len(os.fsencode(usual)) <= LONGEST_PLACE else "/tmp"
+        where = usual if len(os.fsencode(usual)) <= LONGEST_FOLDER else "/tmp"
         self.folder = Path(tempfile.mkdtemp(prefix="specexp-", dir=where))
         self._start()
         return self
@@ -85,38 +85,38 @@ class Kernels:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def slot(self) -> Iterator[Slot]:
-        """A slot, in which one thread runs points one after another."""
-        slot = Slot(self)
+    def worker(self) -> Iterator[Worker]:
+        """A worker, in which one thread runs points one after another."""
+        worker = Worker(self)
         try:
-            yield slot
+            yield worker
         finally:
-            slot.close()
+            worker.close()
 
     def connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
-        """A connection to a new slot, which the returned zygote forks if it is alive. Raises
-        NoZygote."""
+        """A connection to a new worker, which the returned fork server forks if it is alive. Raises
+        NoForkServer."""
         with self.lock:
             if self.gone:
-                raise NoZygote(self.gone)
+                raise NoForkServer(self.gone)
             here, there = Pipe()
             with there, contextlib.suppress(ConnectionError):
-                send_handle(self.control, there.fileno(), self.zygote.pid)
-            return here, self.zygote
+                send_handle(self.control, there.fileno(), self.server.pid)
+            return here, self.server
 
     def replace(self, dead: subprocess.Popen[bytes]) -> None:
-        """Start a new zygote, unless another thread has. After the second death it imports nothing;
-        after the third, raises NoZygote."""
+        """Start a new fork server, unless another thread has. After the second death it imports
+        nothing; after the third, raises NoForkServer."""
         with self.lock:
-            if dead is not self.zygote:
+            if dead is not self.server:
                 return
             self._stop(patience=0.1)
             self.deaths += 1
-            *_, last = ["", *(self.folder / "zygote.log").read_text().strip().splitlines()]
-            how = f"the zygote {described(dead.returncode)} {last}".strip()
+            *_, last = ["", *(self.folder / "forkserver.log").read_text().strip().splitlines()]
+            how = f"the fork server {described(dead.returncode)} {last}".strip()
             if self.deaths > 2:
                 self.gone = how
-                raise NoZygote(how)
+                raise NoForkServer(how)
             if self.deaths == 2:
                 self.why = self.why or how
             self._start()
@@ -124,9 +124,9 @@ class Kernels:
     def _start(self) -> None:
         modules = () if self.why else (*MACHINERY, *self.modules)
         self.control, there = Pipe()
-        with there, open(self.folder / "zygote.log", "wb") as log:
+        with there, open(self.folder / "forkserver.log", "wb") as log:
             tied = (str(there.fileno()), str(self.folder))
-            self.zygote = subprocess.Popen(
+            self.server = subprocess.Popen(
                 [sys.executable, "-m", "specexp.grids.forkserver", *tied, *modules],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[there.fileno()],
                 start_new_session=True, env={**os.environ, **ALWAYS}, cwd=ROOT,
@@ -135,12 +135,12 @@ class Kernels:
     def _stop(self, patience: float) -> None:
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.zygote.wait(patience)
-        self.zygote.kill()
-        self.zygote.wait()
+            self.server.wait(patience)
+        self.server.kill()
+        self.server.wait()
 
 
-class Slot:
+class Worker:
     """Runs one kernel at a time; jupyter_client uses it as that kernel's Popen.
 
     `died`: how the kernel ended by itself, as long as it is being waited for; `ended`: the same
@@ -153,7 +153,7 @@ class Slot:
         self.kernels, self.lock = kernels, threading.RLock()
         self.line: Connection | None = None
         self.models: Mapping[str, Any] | None = None
-        self.slot = self.pid = 0  # the slot's process; its kernel's, once that runs
+        self.worker_pid = self.pid = 0  # the worker's process; its kernel's, once that runs
         self.running = self.killed = False
         self.died = self.ended = ""
 
@@ -164,10 +164,10 @@ class Slot:
     ) -> Iterator[AsyncKernelManager]:  # fmt: skip
         """The manager of a running kernel, for papermill's `km`. Its processes end with the `with`.
 
-        env: its whole environment, although imported modules have read the zygote's; log: a file
-        for output that belongs to no cell; seed: of a forked kernel's global generators; warm: the
-        models that a forked kernel finds loaded (`build.warm`), and their device. Waits for imports
-        and models. Raises DeadKernelError if the kernel does not start.
+        env: its whole environment, although imported modules have read the fork server's; log: a
+        file for output that belongs to no cell; seed: of a forked kernel's global generators; warm:
+        the models that a forked kernel finds loaded (`api.warm`), and their device. Waits for
+        imports and models. Raises DeadKernelError if the kernel does not start.
         """
         with self.lock:
             self.running, self.killed, self.pid, self.died, self.ended = True, False, 0, "", ""
@@ -194,15 +194,15 @@ class Slot:
             self.killed = self.running
             if self.killed and self.line:
                 with socket.socket(fileno=os.dup(self.line.fileno())) as line:
-                    line.shutdown(socket.SHUT_WR if self.slot else socket.SHUT_RDWR)
-                if self.slot and not self.pid:  # busy loading models; it has no kernel yet
-                    os.kill(self.slot, signal.SIGKILL)
+                    line.shutdown(socket.SHUT_WR if self.worker_pid else socket.SHUT_RDWR)
+                if self.worker_pid and not self.pid:  # busy loading models; it has no kernel yet
+                    os.kill(self.worker_pid, signal.SIGKILL)
 
     def close(self) -> None:
         with self.lock:
             if self.line:
                 self.line.close()
-            self.line, self.models, self.slot = None, None, 0
+            self.line, self.models, self.worker_pid = None, None, 0
 
     def poll(self) -> int | None:
         with contextlib.suppress(DeadKernelError):
@@ -216,7 +216,7 @@ class Slot:
         with contextlib.suppress(OSError):
             self._send(send=number)
 
-    def _start(self, start: dict[str, Any], warm: Mapping[str, Any] | None) -> Slot:
+    def _start(self, start: dict[str, Any], warm: Mapping[str, Any] | None) -> Worker:
         if self.line and (self.line.poll() or (warm and self.models and warm != self.models)):
             self.close()  # it died while idle, or holds other models
         while not self.line:
@@ -229,19 +229,19 @@ class Slot:
         return self
 
     def _open(self) -> None:
-        line, zygote = self.kernels.connect()
+        line, server = self.kernels.connect()
         with self.lock:
             self.line = line
             if self.killed:
                 raise DeadKernelError("killed")
         try:
-            self.slot = self._receive("slot")
+            self.worker_pid = self._receive("worker")
         except DeadKernelError:
             self.close()
             if self.killed:
                 raise
             self.died = ""
-            self.kernels.replace(zygote)
+            self.kernels.replace(server)
 
     def _end(self) -> None:
         if not self.pid:
@@ -262,7 +262,7 @@ class Slot:
             self.line.send(message)
 
     def _receive(self, wanted: str) -> Any:
-        """Wait for the slot's message of this name. Raises DeadKernelError if the slot has died."""
+        """Wait for the worker's message of this name. Raises DeadKernelError if it has died."""
         with contextlib.suppress(EOFError, OSError):
             while self.line:
                 message = self.line.recv()
@@ -280,7 +280,7 @@ def _on_gpu(warm: Mapping[str, Any] | None) -> bool:
 
 
 class _Provisioner(LocalProvisioner):
-    start: Callable[[list[str]], Slot]
+    start: Callable[[list[str]], Worker]
 
     async def launch_kernel(self, cmd: list[str], **_: Any) -> Any:
         self.process = self.start(cmd)

@@ -43,7 +43,7 @@ def run(
     points: Sequence[Point],
     console: Terminal | None = None,
     *,
-    place: local.Place | None = None,
+    machines: local.Machines | None = None,
     jobs: int | None = None,
     together: bool = False,
     retry_failed: bool = False,
@@ -51,10 +51,11 @@ def run(
 ) -> int:
     """Run the points that have no result yet, print the comparison and return the exit code.
 
-    jobs: points at once, by default what the place has room for; timed points each have a machine
-    to themselves unless `together`. retry_failed: also run points that failed before; force: run
-    every point, even those with a result. Exit codes: 0 all done and published, 1 some failed or
-    unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
+    jobs: points at once, by default what the machines have room for; timed points each have a
+    machine to themselves unless `together`. retry_failed: also run points that failed before;
+    force: run every point, even those with a result. Exit codes: 0 all done and published, 1 some
+    failed or unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a
+    signal.
     """
     console = console or Terminal()
     try:
@@ -67,7 +68,7 @@ def run(
                 for name in {name for p in points for name in p.grids}:
                     results.remember(name, {p.run_key for p in points if name in p.grids})
             work = Work(points, board, retry_failed, force)
-            with _signals(work), place or local.Here(points) as where:
+            with _signals(work), machines or local.Here(points) as where:
                 work.recover()
                 work.plan()
                 for line in changed(work.queue):
@@ -111,7 +112,7 @@ class Work:
     def __post_init__(self) -> None:
         self._stopping = threading.Event()
         self._publishing = threading.Lock()
-        self._where: local.Place | None = None
+        self._where: local.Machines | None = None
         self._room: Callable[[], contextlib.AbstractContextManager[bool]]
         self._away = False
         self._earlier: set[str] = set()
@@ -144,7 +145,7 @@ class Work:
         if self._where:
             self._where.kill()
 
-    def run_queue(self, where: local.Place, jobs: int | None, together: bool) -> None:
+    def run_queue(self, where: local.Machines, jobs: int | None, together: bool) -> None:
         """Run every point of the queue: untimed ones in parallel, then timed ones."""
         self._where = where
         for clocked in (False, True):
@@ -165,22 +166,22 @@ class Work:
                 if ours and not self._publish(kept):
                     return
 
-    def _serve(self, queue: deque[Point], where: local.Place, number: int) -> None:
+    def _serve(self, queue: deque[Point], where: local.Machines, number: int) -> None:
         try:
-            with where.seat(number) as seat:
+            with where.worker(number) as worker:
                 while not self._stopping.is_set():
                     try:
                         point = queue.popleft()
                     except IndexError:
                         return
-                    if not self._take(point, seat):
+                    if not self._take(point, worker):
                         queue.append(point)
                         self._stopping.wait(0.5)
         except BaseException:
             self.stop(FAILED, "an error in specexp itself")
             raise
 
-    def _take(self, point: Point, seat: local.Seat) -> bool:
+    def _take(self, point: Point, worker: local.Worker) -> bool:
         """Run a point, or accept what another runner made of it. False if it must be taken again
         later: another runner has claimed it or is timing something."""
         key = point.run_key
@@ -197,13 +198,13 @@ class Work:
                 message = f"by another runner: {': '.join(others[key])}"
                 self.board.ended(point.label, "failed", message)
             else:
-                return self._attempt_alone(point, seat)
+                return self._attempt_alone(point, worker)
             return True
 
-    def _attempt_alone(self, point: Point, seat: local.Seat) -> bool:
+    def _attempt_alone(self, point: Point, worker: local.Worker) -> bool:
         with self._room() as ours:
             if ours:
-                self._attempt(point, seat)
+                self._attempt(point, worker)
             else:
                 message = f"waiting with {point.label}: it is timed, and another runner is timing"
                 self.board.say(message, once=True)
@@ -217,15 +218,15 @@ class Work:
             why = "refused it" if result in self.refused else "cannot be reached"
             self.board.ended(point.label, "kept", f"the result is safe, but MLflow {why}")
 
-    def _attempt(self, point: Point, seat: local.Seat) -> None:
+    def _attempt(self, point: Point, worker: local.Worker) -> None:
         attempt = results.new_attempt(point.run_key)
         begin = time.monotonic()
         watch = self.board.began(point.label)
         try:
             _write_point(point, attempt)
-            seat.execute(point, attempt, watch)
+            where = worker(point, attempt, watch)
             took = f"{time.monotonic() - begin:.2f}"
-            tags = tags_of(point) | {"seconds": took, "where": seat.name, "status": "FINISHED"}
+            tags = tags_of(point) | {"seconds": took, "where": where, "status": "FINISHED"}
             result = results.commit(attempt, point.run_key, tags)
         except Failure as e:
             if e.kind == "disk":

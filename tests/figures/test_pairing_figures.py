@@ -5,28 +5,8 @@ import pandas as pd
 import pytest
 from support.questions import PROMPTS
 
-from specexp import api, figures
+from specexp import figures
 from specexp.measure import one_pairing, summaries
-
-
-@pytest.fixture(scope="module")
-def pairing(tiny_folders):
-    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
-
-
-@pytest.fixture(scope="module")
-def acceptance(pairing):
-    return one_pairing.acceptance([pairing, pairing.with_(drafter="ngram")], PROMPTS, 10)
-
-
-@pytest.fixture(scope="module")
-def latency(pairing):
-    return one_pairing.latency(pairing, PROMPTS, [1, 3], 10, repeats=2)
-
-
-@pytest.fixture(scope="module")
-def throughput(pairing):
-    return one_pairing.throughput(pairing, PROMPTS, [1, 4], 10, repeats=2)
 
 
 def test_crossing_claims_nothing_of_one_sample():

@@ -1,27 +1,9 @@
 """Figures over many runs average what is alike, and say what to run where there is nothing."""
 
 import pandas as pd
-import pytest
-from support.questions import PROMPTS
 
-from specexp import api, figures
-from specexp.measure import one_pairing
+from specexp import figures
 from specexp.tracking import compare
-
-
-@pytest.fixture(scope="module")
-def pairing(tiny_folders):
-    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
-
-
-@pytest.fixture(scope="module")
-def acceptance(pairing):
-    return one_pairing.acceptance([pairing, pairing.with_(drafter="ngram")], PROMPTS, 10)
-
-
-@pytest.fixture(scope="module")
-def latency(pairing):
-    return one_pairing.latency(pairing, PROMPTS, [1, 3], 10, repeats=2)
 
 
 def title(figure) -> str:

@@ -24,8 +24,9 @@ from support.faults import (
     Warm,
     committed,
     problems,
-    quick_place,
+    quick_machines,
 )
+from support.processes import until
 
 from specexp.grids import points as grid
 from specexp.grids import runner
@@ -458,11 +459,6 @@ def together(warm, store: Path, jobs: list[dict]) -> list:
     return [warm.wait(pid) for pid in pids]
 
 
-def until(true) -> None:
-    while not true():
-        time.sleep(0.02)
-
-
 def executions(ledger: Path) -> Counter:
     return Counter(line.rpartition("-")[0] for line in ledger.read_text().splitlines())
 
@@ -562,15 +558,8 @@ def test_moved_store_works(bench):
 
 
 @pytest.fixture
-def points(tmp_path, monkeypatch):
+def impatient(monkeypatch):
     monkeypatch.setattr(runner, "PATIENCE_S", 0)
-
-    def call(*xs: int) -> list[grid.Point]:
-        file = tmp_path / "grid.yaml"
-        file.write_text(yaml.safe_dump({"notebook": str(TRIVIAL), "grid": {"x": list(xs)}}))
-        return grid.load([file])
-
-    return call
 
 
 class Outage:
@@ -589,12 +578,12 @@ class Outage:
 
 def go(points: list[grid.Point], **job) -> tuple[int, str]:
     console = Console(record=True, width=200, force_terminal=False)
-    code = runner.run(points, console, place=quick_place(job)(points))
+    code = runner.run(points, console, machines=quick_machines(job)(points))
     return code, console.export_text()
 
 
-def test_outage_is_waited_for_once_not_per_point(store, points, monkeypatch):
-    todo = points(*range(1, 11))
+def test_outage_is_waited_for_once_not_per_point(store, points, impatient, monkeypatch):
+    todo = points(x=[*range(1, 11)])
     outage = Outage(monkeypatch, 10**6)
     assert go(todo)[0] == 1
     assert outage.calls <= len(todo) + 1
@@ -603,8 +592,8 @@ def test_outage_is_waited_for_once_not_per_point(store, points, monkeypatch):
     assert problems(store, todo) == []
 
 
-def test_failure_published_after_a_success_is_not_shown(store, points, monkeypatch):
-    todo = points(1)
+def test_failure_published_after_a_success_is_not_shown(store, points, impatient, monkeypatch):
+    todo = points(x=[1])
     Outage(monkeypatch, 4)
     assert go(todo, fails="lost")[0] == 1
     code, said = go(todo)
@@ -612,8 +601,8 @@ def test_failure_published_after_a_success_is_not_shown(store, points, monkeypat
     assert problems(store, todo) == []
 
 
-def test_refused_report_is_one_line(store, points, monkeypatch):
-    todo = points(1)
+def test_refused_report_is_one_line(store, points, impatient, monkeypatch):
+    todo = points(x=[1])
     assert go(todo)[0] == 0
 
     def refuses(*_, **__):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from support.processes import alive, until
 
 from specexp.grids import kernels, notebooks
 
@@ -52,37 +53,37 @@ def plain():
 
 
 @pytest.fixture
-def slot(forking):
-    with forking.slot() as s:
+def worker(forking):
+    with forking.worker() as s:
         yield s
 
 
 @pytest.fixture(params=["forked", "plain"])
 def either(request):
-    """A slot of forked or plain kernels, which behave alike."""
+    """A worker of forked or plain kernels, which behave alike."""
     k = request.getfixturevalue({"forked": "forking", "plain": "plain"}[request.param])
-    with k.slot() as s:
+    with k.worker() as s:
         yield s
 
 
 @pytest.fixture
 def go(tmp_path):
-    """Run cells in a slot; returns what each printed. `during` gets the slot while they run."""
+    """Run cells in a worker; returns what each printed. `during` gets the worker while they run."""
 
-    def call(slot, *cells, seed=0, warm=None, env=None, cwd=tmp_path, during=None, **options):
+    def call(worker, *cells, seed=0, warm=None, env=None, cwd=tmp_path, during=None, **options):
         notebook = nbformat.v4.new_notebook(
             cells=[nbformat.v4.new_code_cell(textwrap.dedent(c)) for c in cells]
         )
         env = {**os.environ, **(env or {})}
         log = tmp_path / "log"
-        with slot.kernel(env=env, cwd=cwd, log=log, seed=seed, warm=warm) as km:
+        with worker.kernel(env=env, cwd=cwd, log=log, seed=seed, warm=warm) as km:
             try:
                 done = papermill.execute_notebook(
                     notebook, None, km=km, kernel_name="python3", progress_bar=False, **options
                 )
             finally:
                 if during:
-                    during(slot)
+                    during(worker)
         return [output(cell) for cell in done.cells]
 
     return call
@@ -93,21 +94,8 @@ def output(cell) -> str:
     return "".join(parts).strip()
 
 
-def until(true) -> None:
-    """Wait for an event, however long it takes: pytest ends a test that hangs."""
-    while not true():
-        time.sleep(0.02)
-
-
 def wait_until_gone(pids) -> None:
     until(lambda: not any(map(alive, pids)))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # --- what a kernel starts from -------------------------------------------------------------------
@@ -130,12 +118,12 @@ def test_modules_that_notebooks_import_are_preloaded(tmp_path):
     )  # fmt: skip
 
 
-def test_forked_kernel_has_everything_imported(go, forking, slot):
+def test_forked_kernel_has_everything_imported(go, forking, worker):
     names = "specexp.api", "matplotlib.pyplot", "nowhere.to.be.found"
     look = (
         f"import sys; print([n in sys.modules for n in {names}], 'matplotlib_inline' in sys.path)"
     )
-    assert go(slot, look) == ["[True, True, False] False"]
+    assert go(worker, look) == ["[True, True, False] False"]
     assert forking.how == "forked kernels"
 
 
@@ -164,7 +152,7 @@ def test_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_path,
     assert go(either, look) == [f"{sys.executable} {sys.prefix} False"]
 
 
-def test_points_are_isolated(go, slot):
+def test_points_are_isolated(go, worker):
     spoil = """
         import builtins, json, os, random, sys, torch
         json.spoilt = builtins.spoilt = True
@@ -179,20 +167,20 @@ def test_points_are_isolated(go, slot):
         print(torch.zeros(1).dtype, torch.get_num_threads(), os.environ.get("SPOILT"), os.getcwd())
         print("/spoilt" in sys.path)
     """
-    before = go(slot, look)
-    pid = slot.slot
-    go(slot, spoil)
-    assert go(slot, look) == before
+    before = go(worker, look)
+    pid = worker.worker_pid
+    go(worker, spoil)
+    assert go(worker, look) == before
     assert before[0].startswith("False False False\ntorch.float32 1 None")
-    assert slot.slot == pid  # it was one and the same slot
+    assert worker.worker_pid == pid  # it was one and the same worker
 
 
-def test_generators_start_from_the_points_seed(go, slot):
+def test_generators_start_from_the_points_seed(go, worker):
     draw = """
         import random, numpy, torch
         print(random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed())
     """
-    first, again, other = (go(slot, draw, seed=seed)[0].split() for seed in (1, 1, 2**40))
+    first, again, other = (go(worker, draw, seed=seed)[0].split() for seed in (1, 1, 2**40))
     assert first == again
     assert all(a != b for a, b in zip(first, other, strict=True))
 
@@ -235,22 +223,22 @@ def test_models_load_once_and_no_point_changes_them(go, forking, tiny_folders):
     target, draft = tiny_folders
     warm = {"target": target, "drafter": draft, "device": "cpu"}
     look = LOOK.format(target, draft)
-    with forking.slot() as slot:
-        [cold] = go(slot, look, warm=CPU | {"target": "no such model"})
-        cold_slot = slot.slot
-        first = go(slot, look, "weights.zero_(); print(weights.sum().item())", warm=warm)
-        assert slot.slot != cold_slot  # other models: another slot
-        warm_slot = slot.slot
-        assert go(slot, look, warm=warm) == first[:1]
-        assert slot.slot == warm_slot
-        go(slot, look, warm=None)
-        assert slot.slot == warm_slot
+    with forking.worker() as worker:
+        [cold] = go(worker, look, warm=CPU | {"target": "no such model"})
+        cold_worker = worker.worker_pid
+        first = go(worker, look, "weights.zero_(); print(weights.sum().item())", warm=warm)
+        assert worker.worker_pid != cold_worker  # other models: another worker
+        warm_worker = worker.worker_pid
+        assert go(worker, look, warm=warm) == first[:1]
+        assert worker.worker_pid == warm_worker
+        go(worker, look, warm=None)
+        assert worker.worker_pid == warm_worker
     assert cold.split()[0] == "0"
     assert first[0].split() == ["2", cold.split()[1]]
     assert float(first[1]) == 0.0 != float(cold.split()[1])
 
 
-def test_fork_of_loaded_models_computes_in_threads(go, slot):
+def test_fork_of_loaded_models_computes_in_threads(go, worker):
     count = """
         import os, torch
         def threads(): return len(os.listdir("/proc/self/task"))
@@ -261,17 +249,17 @@ def test_fork_of_loaded_models_computes_in_threads(go, slot):
     """
     warm = {"target": "target-10m", "drafter": "ngram", "device": "cpu"}
     look = LOOK.format("target-10m", "ngram")
-    said = go(slot, count, look, env={"OMP_NUM_THREADS": "2"}, warm=warm, execution_timeout=600)
+    said = go(worker, count, look, env={"OMP_NUM_THREADS": "2"}, warm=warm, execution_timeout=600)
     assert said[0] == "2 1"
     assert said[1].startswith("1 ")
-    assert go(slot, count, warm=warm) == ["1 0"]
+    assert go(worker, count, warm=warm) == ["1 0"]
 
 
-def test_gpu_point_is_not_forked(go, slot, monkeypatch):
+def test_gpu_point_is_not_forked(go, worker, monkeypatch):
     look = "import sys; print('torch' in sys.modules)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert go(slot, look) == go(slot, look, warm={"device": "cuda"}) == ["False"]
-    assert go(slot, look, warm={"device": "cpu", "target": "no such model"}) == ["True"]
+    assert go(worker, look) == go(worker, look, warm={"device": "cuda"}) == ["False"]
+    assert go(worker, look, warm={"device": "cpu", "target": "no such model"}) == ["True"]
 
 
 # --- how it ends ---------------------------------------------------------------------------------
@@ -298,7 +286,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_no_process_outlives_a_point_whose_end_is_reported(go, either, tmp_path, end):
-    def during(slot):
+    def during(worker):
         assert all(alive(p) for p in pids()[1:])  # the control: only the end ends them
 
     def pids():
@@ -335,11 +323,11 @@ def test_hanging_point_is_killed_from_another_thread(go, either, tmp_path):
     assert go(either, "print(1)") == ["1"]
 
 
-def test_cell_timeout_kills_the_kernel(go, slot):
+def test_cell_timeout_kills_the_kernel(go, worker):
     with pytest.raises(CellTimeoutError):
-        go(slot, "import time; time.sleep(600)", execution_timeout=1)
-    wait_until_gone([slot.pid])
-    assert slot.ended == ""
+        go(worker, "import time; time.sleep(600)", execution_timeout=1)
+    wait_until_gone([worker.pid])
+    assert worker.ended == ""
 
 
 def test_kernel_that_cannot_start_logs_why(go, either, tmp_path):
@@ -351,50 +339,50 @@ def test_kernel_that_cannot_start_logs_why(go, either, tmp_path):
 
 
 def test_killed_slot_takes_its_kernel_and_no_other(go, forking, tmp_path):
-    with forking.slot() as slot, forking.slot() as other:
+    with forking.worker() as worker, forking.worker() as other:
         assert go(other, "print(1)") == ["1"]
         with pytest.raises(DeadKernelError):
-            go(slot, CHILDREN, "os.kill(os.getppid(), 9); time.sleep(600)")
-        assert slot.ended == "was killed with its parent process"
-        assert go(slot, "print(1)") == ["1"]
+            go(worker, CHILDREN, "os.kill(os.getppid(), 9); time.sleep(600)")
+        assert worker.ended == "was killed with its parent process"
+        assert go(worker, "print(1)") == ["1"]
         wait_until_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
-        os.kill(slot.slot, signal.SIGKILL)  # while it is idle
-        wait_until_gone([slot.slot])
-        assert go(slot, "print(1)") == ["1"]
-        before = other.slot
+        os.kill(worker.worker_pid, signal.SIGKILL)  # while it is idle
+        wait_until_gone([worker.worker_pid])
+        assert go(worker, "print(1)") == ["1"]
+        before = other.worker_pid
         assert go(other, "print(1)") == ["1"]
-        assert other.slot == before
+        assert other.worker_pid == before
     assert forking.how == "forked kernels"
 
 
 def test_slots_run_points_at_once(go, forking):
     def work(name: str) -> list[str]:
         cell = f"import time; time.sleep(0.1); print({name!r})"
-        with forking.slot() as slot:
-            return [go(slot, cell)[0] for _ in range(3)]
+        with forking.worker() as worker:
+            return [go(worker, cell)[0] for _ in range(3)]
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, "ab")) == [["a"] * 3, ["b"] * 3]
 
 
-def test_points_leak_no_descriptor_or_thread(go, slot):
+def test_points_leak_no_descriptor_or_thread(go, worker):
     def held() -> tuple[int, int, int]:
         gc.collect()
-        folder = slot.kernels.folder
+        folder = worker.kernels.folder
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir(folder))
 
-    go(slot, "print(1)")
+    go(worker, "print(1)")
     before = held()
     for _ in range(3):
-        go(slot, "print(1)")
+        go(worker, "print(1)")
     assert held() == before
 
 
-def test_only_the_user_can_reach_a_kernel(slot, tmp_path):
-    with slot.kernel(dict(os.environ), tmp_path, tmp_path / "log", 0) as km:
+def test_only_the_user_can_reach_a_kernel(worker, tmp_path):
+    with worker.kernel(dict(os.environ), tmp_path, tmp_path / "log", 0) as km:
         folder = Path(km.connection_file).parent
         assert folder.stat().st_mode & 0o77 == folder.parent.stat().st_mode & 0o77 == 0
-        assert not psutil.Process(slot.pid).net_connections("inet")
+        assert not psutil.Process(worker.pid).net_connections("inet")
     assert not folder.exists()
 
 
@@ -403,7 +391,7 @@ def test_only_the_user_can_reach_a_kernel(slot, tmp_path):
 
 @pytest.fixture
 def helpers(tmp_path, monkeypatch):
-    """A folder of modules for a zygote to import."""
+    """A folder of modules for a fork server to import."""
     (folder := tmp_path / "helpers").mkdir()
     (folder / "hangs.py").write_text(
         f"import time; open({str(tmp_path / 'importing')!r}, 'w').close(); time.sleep(600)"
@@ -427,26 +415,26 @@ def helpers(tmp_path, monkeypatch):
 
 
 def test_imports_that_start_threads_are_not_forked(go, helpers):
-    with kernels.Kernels(["threads"]) as k, k.slot() as slot:
-        assert go(slot, "import sys; print('threads' in sys.modules)") == ["False"]
+    with kernels.Kernels(["threads"]) as k, k.worker() as worker:
+        assert go(worker, "import sys; print('threads' in sys.modules)") == ["False"]
         assert k.how.startswith("plain kernels (")
         assert "an import started sleeper" in k.how
 
 
-def test_dead_zygote_is_replaced_once(go):
-    with kernels.Kernels() as k, k.slot() as slot:
-        assert go(slot, "print(1)") == ["1"]
-        for how in ("forked kernels", "plain kernels (the zygote was killed by SIGKILL)"):
-            k.zygote.kill()
-            assert go(slot, "print(1)") == ["1"]  # the slot lives on
-            slot.close()
-            assert go(slot, "print(1)") == ["1"]
+def test_dead_fork_server_is_replaced_once(go):
+    with kernels.Kernels() as k, k.worker() as worker:
+        assert go(worker, "print(1)") == ["1"]
+        for how in ("forked kernels", "plain kernels (the fork server was killed by SIGKILL)"):
+            k.server.kill()
+            assert go(worker, "print(1)") == ["1"]  # the worker lives on
+            worker.close()
+            assert go(worker, "print(1)") == ["1"]
             assert k.how == how
-        k.zygote.kill()
-        slot.close()
+        k.server.kill()
+        worker.close()
         for _ in range(2):
-            with pytest.raises(kernels.NoZygote, match="the zygote was killed by SIGKILL"):
-                go(slot, "print(1)")
+            with pytest.raises(kernels.NoForkServer, match="the fork server was killed by SIGKILL"):
+                go(worker, "print(1)")
 
 
 def test_runners_folder_is_not_on_the_path(go, tmp_path, monkeypatch):
@@ -454,8 +442,8 @@ def test_runners_folder_is_not_on_the_path(go, tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise RuntimeError")
     (home := tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
-    with kernels.Kernels() as k, k.slot() as slot:
-        assert go(slot, "print(1)", cwd=home) == ["1"]
+    with kernels.Kernels() as k, k.worker() as worker:
+        assert go(worker, "print(1)", cwd=home) == ["1"]
         assert k.how == "forked kernels"
 
 
@@ -463,23 +451,23 @@ def test_runners_folder_is_not_on_the_path(go, tmp_path, monkeypatch):
 def test_hang_before_the_kernel_starts_is_killed(go, helpers, tmp_path, stuck):
     module = {"importing": "hangs", "loading": "slow"}[stuck]
     mark = tmp_path / "mark"
-    with kernels.Kernels([module]) as k, k.slot() as slot:
+    with kernels.Kernels([module]) as k, k.worker() as worker:
 
         def kill():
             while not (stuck == "importing" or mark.exists()):
                 time.sleep(0.05)
             time.sleep(0.2)
-            slot.kill()
+            worker.kill()
 
         (watchdog := threading.Thread(target=kill)).start()
         with pytest.raises(DeadKernelError):
-            go(slot, "print(1)", warm=CPU | {"target": str(mark)})
+            go(worker, "print(1)", warm=CPU | {"target": str(mark)})
         watchdog.join()
-        assert slot.ended == ""
+        assert worker.ended == ""
         if stuck == "loading":
-            assert go(slot, "print(1)") == ["1"]
-        zygote = k.zygote.pid
-    wait_until_gone([zygote])
+            assert go(worker, "print(1)") == ["1"]
+        server = k.server.pid
+    wait_until_gone([server])
 
 
 RUNNER = """
@@ -490,9 +478,9 @@ from specexp.grids import kernels, notebooks
 
 folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
 warm = {"target": str(folder / "loading"), "device": "cpu"} if state == "loading" else None
-with kernels.Kernels(modules.split(), state != "plain") as k, k.slot() as slot:
-    print(k.zygote.pid, k.folder, flush=True)
-    with slot.kernel(dict(os.environ), folder, folder / "log", 0, warm) as km:
+with kernels.Kernels(modules.split(), state != "plain") as k, k.worker() as worker:
+    print(k.server.pid, k.folder, flush=True)
+    with worker.kernel(dict(os.environ), folder, folder / "log", 0, warm) as km:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
         nbclient.NotebookClient(notebook, km=km).execute()
 """
@@ -507,12 +495,12 @@ def test_killed_runner_leaves_no_process(helpers, tmp_path, state):
         [sys.executable, "-c", RUNNER, str(tmp_path), STATES[state], state, cell],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    zygote, folder = runner.stdout.readline().split()
+    server, folder = runner.stdout.readline().split()
     mark = tmp_path / (state if state in ("importing", "deadlocked", "loading") else "pids")
     until(mark.exists)
     below = psutil.Process(runner.pid).children(recursive=True)
     pids = {process.pid for process in below} | {int(pid) for pid in mark.read_text().split()}
-    assert int(zygote) in pids
+    assert int(server) in pids
     assert all(map(alive, pids))
     runner.kill()
     runner.wait()
@@ -526,9 +514,9 @@ def test_long_temporary_folder_name(go, tmp_path, monkeypatch, length):
     long = home / ("x" * (length - len(str(home)) - 1))
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with kernels.Kernels(forked=False) as k, k.slot() as slot:
+    with kernels.Kernels(forked=False) as k, k.worker() as worker:
         assert k.folder.is_relative_to(long) == (length == 74)
-        assert go(slot, "print(1)") == ["1"]
+        assert go(worker, "print(1)") == ["1"]
     long.rmdir()
     home.rmdir()
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from conftest import TRIVIAL
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE
 from rich.console import Console
+from support.processes import alive, until
 
 from specexp.grids import points as grid
 from specexp.grids import progress
@@ -54,19 +56,6 @@ def start(tmp_path) -> subprocess.Popen:
         f"sys.exit(runner.run(points.load([Path({str(tmp_path / 'trivial.yaml')!r})])))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-
-
-def until(true) -> None:
-    """Wait for an event, however long it takes: pytest ends a test that hangs."""
-    while not true():
-        time.sleep(0.05)
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_grid_runs_commits_publishes_once(store, points):
@@ -254,7 +243,7 @@ def test_points_without_a_fork_server_are_lost_and_rerun(store, points, monkeypa
         broken.setattr(sys, "executable", shutil.which("false"))
         code, said = go(todo)
     assert code == 1
-    assert said.count("lost: the zygote exited with status 1") == 2
+    assert said.count("lost: the fork server exited with status 1") == 2
     assert go(todo)[0] == 0
 
 
@@ -416,12 +405,12 @@ def test_timed_point_waits_for_other_runners_timing_here(store, points, monkeypa
 
     def through(point, together=False):
         work = run.Work([point], progress.Board(Console(quiet=True), 1), queue=[point])
-        monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, seat)))
+        monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, worker)))
         work.run_queue(local.Here([point]), 1, together)
 
     monkeypatch.setattr(local, "execute", executed)
     timed, other, third = points(x=[1, 2, 3])
-    seat = local._LocalSeat(None, 0)
+    worker = partial(local._run, None, 0)
     with local.Here([]).alone() as ours:
         assert ours
         through(timed)
@@ -443,7 +432,7 @@ def test_point_that_names_a_gpu_sees_all_of_them(monkeypatch, device, hides):
     given = []
     monkeypatch.setattr(local, "execute", lambda *args: given.append(args[-1]))
     point = SimpleNamespace(params={} if device is None else {"device": device})
-    local._LocalSeat(None, 1).execute(point, None, None)
+    local._run(None, 1, point, None, None)
     assert given == [{"CUDA_VISIBLE_DEVICES": "1"} if hides else {}]
 
 
@@ -580,9 +569,9 @@ def test_each_worker_sees_its_own_gpu(points, monkeypatch, gpus, named, seen):
     (point,) = points(x=[1])
     with local.Here([point], forked=False) as here:
         for number in range(3):
-            with here.seat(number) as seat:
-                seat.execute(point, Path(), print)
-    assert [of_seat.get("CUDA_VISIBLE_DEVICES") for of_seat in given] == seen
+            with here.worker(number) as worker:
+                worker(point, Path(), print)
+    assert [env.get("CUDA_VISIBLE_DEVICES") for env in given] == seen
 
 
 def test_parallel_points_run_once_each(store, points):

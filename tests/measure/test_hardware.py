@@ -3,9 +3,6 @@
 Nothing here asserts how fast anything is: time is a number that the arms themselves move on.
 """
 
-import time
-import types
-
 import pytest
 import torch
 from conftest import tiny_llama
@@ -27,19 +24,6 @@ from specexp.rules import Match, Reject
 
 CPU = torch.device("cpu")
 PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
-
-
-@pytest.fixture
-def pairing(tiny_folders):
-    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
-
-
-@pytest.fixture
-def now(monkeypatch):
-    """now.s: what every clock says, until somebody moves it on."""
-    now = types.SimpleNamespace(s=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
-    return now
 
 
 @pytest.fixture(autouse=True)

@@ -1,22 +1,10 @@
 """Arms take turns, and only the turns are timed."""
 
-import time
-import types
-
-import pytest
 import torch
 
 from specexp.measure import interleave
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def now(monkeypatch):
-    """now.s: what every clock says, until somebody moves it on."""
-    now = types.SimpleNamespace(s=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
-    return now
 
 
 def test_arms_alternate_in_reversed_order(now):

@@ -17,26 +17,6 @@ from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
 
 
-@pytest.fixture(scope="module")
-def pairing(tiny_folders):
-    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
-
-
-@pytest.fixture(scope="module")
-def acceptance(pairing):
-    return one_pairing.acceptance([pairing, pairing.with_(drafter="ngram")], PROMPTS, 10)
-
-
-@pytest.fixture(scope="module")
-def latency(pairing):
-    return one_pairing.latency(pairing, PROMPTS, [1, 3], 10, repeats=2)
-
-
-@pytest.fixture(scope="module")
-def throughput(pairing):
-    return one_pairing.throughput(pairing, PROMPTS, [1, 4], 10, repeats=2)
-
-
 def test_acceptance_counts_agree_in_every_row(pairing, acceptance):
     assert len(acceptance) == 2 * len(PROMPTS)
     assert set(acceptance["pairing"]) == {pairing.drafter, "ngram"}

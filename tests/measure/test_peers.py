@@ -3,32 +3,17 @@
 import importlib.machinery
 import importlib.util
 import sys
-import time
 import types
 
 import pytest
 import torch
 
-from specexp import api
 from specexp.measure import interleave
 from specexp.measure.hardware import peers
 from specexp.measure.prompts import Prompt
 from specexp.sampling import Sampling
 
 PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
-
-
-@pytest.fixture
-def pairing(tiny_folders):
-    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
-
-
-@pytest.fixture
-def now(monkeypatch):
-    """now.s: what every clock says, until somebody moves it on."""
-    now = types.SimpleNamespace(s=0.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: now.s)
-    return now
 
 
 def test_peers_write_equal_texts(pairing):

@@ -11,7 +11,7 @@ from support.cost_tables import planted
 from support.questions import PROMPTS
 from support.served import ANSWERS, TICKS, answer, tick
 
-from specexp import api, figures
+from specexp import figures
 from specexp.errors import UserError
 from specexp.measure import under_load
 from specexp.measure.under_load import races, served
@@ -255,11 +255,6 @@ def test_overhead_is_the_mean_over_steps():
 
 NAMES = ["plain", "never", "always:1", "always:3", "threshold:2,2", "table:1=3,3=1,4=0", "bandit",
          "goodput"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pairing(tiny_folders):
-    return api.load(tiny_folders[0], tiny_folders[1], gamma=3)
 
 
 def texts(responses) -> dict[int, list[int]]:

@@ -472,7 +472,7 @@ def _mark_phases(injector: Injector) -> None:
         (run.Work, "recover", "recover"), (run.Work, "plan", "plan"), (run.Work, "_take", "claim"),
         (execute, "execute", "check"), (local, "execute", "check"), (execute, "_run", "work"),
         (run, "set_aside", "aside"), (store, "commit", "commit"), (track, "publish", "publish"),
-        (compare, "show", "report"), (kernels.Slot, "_start", "kernel"),
+        (compare, "show", "report"), (kernels.Worker, "_start", "kernel"),
         (execute._Client, "execute_cell", "cell"),
     ):  # fmt: skip
         injector.mark(owner, name, phase)
@@ -487,7 +487,7 @@ def _grid(job: dict[str, Any]) -> int:
     from specexp.grids.machines import local
 
     if not job.get("real"):
-        local.Here = quick_place(job)  # type: ignore[misc, assignment]
+        local.Here = quick_machines(job)  # type: ignore[misc, assignment]
     sys.argv = ["specexp", "grid", "run", *job["grids"], *job.get("arguments", ())]
     app.main()
     return 0
@@ -550,8 +550,8 @@ JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }  # fmt: skip
 
 
-def quick_place(job: dict[str, Any]) -> Any:
-    """A place that executes points instantly, writing what a notebook and papermill would write;
+def quick_machines(job: dict[str, Any]) -> Any:
+    """Machines that execute points instantly, writing what a notebook and papermill would write;
     all checks of that are real. `ledger`: a file that gets a line per execution; `sleep`: seconds
     of work; `gate`: a file to wait for; `size`: characters of output; `fails`: the kind of failure
     to raise."""
@@ -572,7 +572,7 @@ def quick_place(job: dict[str, Any]) -> Any:
         write_point(Path(target).parent, given["parameters"], experiment, job.get("size", 1000))
         return nbformat.read(target, as_version=4)
 
-    class Slot:
+    class Worker:
         ended = ""
 
         def kill(self) -> None: ...
@@ -582,7 +582,7 @@ def quick_place(job: dict[str, Any]) -> Any:
             yield env
 
     class Quick:
-        how, name = "stubbed", "this machine"
+        how = "stubbed"
 
         def __init__(self, points: Any, forked: bool = True) -> None: ...
 
@@ -601,13 +601,14 @@ def quick_place(job: dict[str, Any]) -> Any:
             return contextlib.nullcontext(True)
 
         @contextlib.contextmanager
-        def seat(self, number: int) -> Iterator[Quick]:
-            yield self
+        def worker(self, number: int) -> Iterator[Any]:
+            yield self.run
 
-        def execute(self, point: Any, attempt: Path, watch: Any) -> None:
+        def run(self, point: Any, attempt: Path, watch: Any) -> str:
             if job.get("fails"):
                 raise execute.Failure(job["fails"], "planted")
-            execute.execute(point, attempt, Slot(), watch)  # type: ignore[arg-type]
+            execute.execute(point, attempt, Worker(), watch)  # type: ignore[arg-type]
+            return "this machine"
 
         def kill(self) -> None: ...
 
@@ -799,7 +800,7 @@ def _rehearse() -> None:
         file = Path(folder) / "grid.yaml"
         file.write_text(yaml.safe_dump({"notebook": str(TRIVIAL), "grid": {"x": [1]}}))
         points = grid.load([file])
-        run.run(points, Console(file=nowhere), place=quick_place({})(points))
+        run.run(points, Console(file=nowhere), machines=quick_machines({})(points))
         problems(Path(folder), points)
         track.client()._tracking_client.store.engine.dispose()
         del os.environ["SPECEXP_MLRUNS"]

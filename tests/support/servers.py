@@ -69,7 +69,7 @@ class Mlflow:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.url + path, data, named)
         try:
-            return int(urllib.request.urlopen(request, timeout=60).status)
+            return int(urllib.request.urlopen(request, timeout=600).status)
         except urllib.error.HTTPError as e:
             return e.code
         except OSError:

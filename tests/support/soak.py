@@ -43,7 +43,7 @@ KINDS = (
     "lost", "duplicated", "torn", "running", "orphan", "executed again", "changed",
     "differs", "leftover", "ended",
 )  # fmt: skip
-PATIENCE_S = 5.0
+PATIENCE_S = 600.0
 CELLS = (
     "x: int = 0  # a number",
     "import os\nimport time\n\nfrom specexp.tracking import provenance, runs\n\n"
@@ -175,7 +175,7 @@ class Soak:
             self.do, self.store, real=True, grids=[str(self.grid)], inject=inject,
             environment={"LEDGER": str(self.ledger)},
         )  # fmt: skip
-        end = self.warm.wait(pid, 300, kill)
+        end = self.warm.wait(pid, kill=kill)
         if end.code == -9:
             aimed = bool(inject or (kill and "phase" in kill))
             early = all(phase != "work" for phase, *_ in end.events)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,13 @@ def filled(store: Path) -> Path:
     return store
 
 
-def without_kernels(points: Callable[..., Any], monkeypatch) -> Callable[..., Any]:
-    """Points whose result is written without a kernel; x = 13 fails."""
+def without_kernels(
+    points: Callable[..., Any], monkeypatch, seconds: float = 0
+) -> Callable[..., Any]:
+    """Points whose result is written without a kernel, after so many seconds; x = 13 fails."""
 
     def execute(point, attempt, *rest):
+        time.sleep(seconds)
         if point.params["x"] == 13:
             raise Failure("error", "planted")
         record = {

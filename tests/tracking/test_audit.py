@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 from rich.console import Console
-from support import stores
 from support.stores import METRICS, first, half, run_of, run_of_key
 
 from specexp.tracking import audit
@@ -14,15 +13,7 @@ from specexp.tracking import results as store
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import StoreUnreachable
 
-
-@pytest.fixture(autouse=True)
-def copied_tables(monkeypatch, migrated):
-    stores.copy_tables(monkeypatch, migrated)
-
-
-@pytest.fixture
-def filled(store):
-    return stores.filled(store)
+pytestmark = pytest.mark.usefixtures("copied_tables")
 
 
 def test_audit_of_intact_store_is_empty(filled):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from support import stores
 from support.stores import METRICS, first, go, half, quiet, run_of, shown
 
 from specexp.grids.machines import local
@@ -17,20 +16,7 @@ from specexp.tracking import audit, rebuild, results
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import StoreCorrupt, StoreUnreachable
 
-
-@pytest.fixture(autouse=True)
-def copied_tables(monkeypatch, migrated):
-    stores.copy_tables(monkeypatch, migrated)
-
-
-@pytest.fixture
-def filled(store):
-    return stores.filled(store)
-
-
-@pytest.fixture
-def points(points, monkeypatch):
-    return stores.without_kernels(points, monkeypatch)
+pytestmark = pytest.mark.usefixtures("copied_tables")
 
 
 def cut(db):
@@ -84,17 +70,17 @@ HOSTILE = {"foreign": foreign, "trigger": trapped, "folder": folder, "pipe": pip
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_damaged_database_is_reported_and_rebuilt(filled, points, how):
-    todo = points(1, 13)
+def test_damaged_database_is_reported_and_rebuilt(filled, written, how):
+    todo = written(1, 13)
     assert go(todo)[0] == 1
     before = shown()
     for journal in ("-wal", "-shm"):
         (filled / f"mlflow.db{journal}").unlink(missing_ok=True)
     DAMAGE[how](filled / "mlflow.db")
-    code, said = go(points(1, 2, 13))
+    code, said = go(written(1, 2, 13))
     assert code == 4
     assert "specexp store rebuild" in said
-    assert not (filled / "results" / points(2)[0].run_key).exists()
+    assert not (filled / "results" / written(2)[0].run_key).exists()
     assert any("specexp store rebuild" in line for line in audit.problems())
     made = rebuild.rebuild(quiet())
     assert (made.results, made.failures) == (4, 1)
@@ -116,7 +102,7 @@ def test_foreign_database_is_refused_by_every_reader(filled, how):
     assert any("specexp store rebuild" in line for line in audit.problems())
 
 
-def test_database_deleted_in_mid_grid_loses_no_result(store, points, monkeypatch):
+def test_database_deleted_in_mid_grid_loses_no_result(store, written, monkeypatch):
     real = local.execute
 
     def deletes(point, *rest):
@@ -125,7 +111,7 @@ def test_database_deleted_in_mid_grid_loses_no_result(store, points, monkeypatch
             (store / "mlflow.db").unlink()
 
     monkeypatch.setattr(local, "execute", deletes)
-    todo = points(1, 2, 3)
+    todo = written(1, 2, 3)
     code, said = go(todo)
     assert code == 4
     assert "specexp store rebuild" in said
@@ -147,7 +133,7 @@ def test_unopenable_database_is_not_reported_corrupt(filled, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
-def test_unreadable_result_is_published_later(store, points, monkeypatch, number):
+def test_unreadable_result_is_published_later(store, written, monkeypatch, number):
     real, refused = results.load, []
 
     def load(path):
@@ -157,10 +143,10 @@ def test_unreadable_result_is_published_later(store, points, monkeypatch, number
         return real(path)
 
     monkeypatch.setattr(results, "load", load)
-    code, said = go(points(1, 2))
+    code, said = go(written(1, 2))
     assert code == 1
     assert f"error: [Errno {number}]" in said
-    assert go(points(1, 2))[0] == 0
+    assert go(written(1, 2))[0] == 0
     assert audit.problems() == []
     assert len(shown()) == 2
 
@@ -211,8 +197,8 @@ TORN = {
 @pytest.mark.parametrize("name", ["tags.json", "point.json"])
 @pytest.mark.parametrize("how", TORN)
 @pytest.mark.parametrize("told", [True, False])
-def test_torn_failure_is_skipped_and_run_again(store, points, how, name, told):
-    todo = points(1, 13)
+def test_torn_failure_is_skipped_and_run_again(store, written, how, name, told):
+    todo = written(1, 13)
     assert go(todo)[0] == 1
     [torn] = (store / "failed").iterdir()
     TORN[how](torn / name)
@@ -236,8 +222,8 @@ def test_torn_failure_is_skipped_and_run_again(store, points, how, name, told):
 
 
 @pytest.mark.parametrize("how", TORN)
-def test_failure_is_kept_without_its_error_text(store, points, how):
-    todo = points(13)
+def test_failure_is_kept_without_its_error_text(store, written, how):
+    todo = written(13)
     assert go(todo)[0] == 1
     [kept] = (store / "failed").iterdir()
     TORN[how](kept / "error.txt")
@@ -249,11 +235,11 @@ def test_failure_is_kept_without_its_error_text(store, points, how):
     assert "error: planted" in said
 
 
-def test_deleted_experiment_is_restored_by_next_point(store, points):
-    assert go(points(1))[0] == 0
+def test_deleted_experiment_is_restored_by_next_point(store, written):
+    assert go(written(1))[0] == 0
     track.client().delete_experiment(track.experiment_id("grid of trifles"))
     assert audit.problems()
-    assert go(points(1, 2))[0] == 0
+    assert go(written(1, 2))[0] == 0
     assert audit.problems() == []
 
 

@@ -15,19 +15,19 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+from support import stores
 from support.artifacts import digests
 from support.servers import Mlflow, free_port, postgres
+from support.stores import METRICS, go
 
 from specexp.commands import app
 from specexp.grids import runner
-from specexp.grids.machines import local
 from specexp.tracking import audit, compare, mlflow_server, rebuild, runs
 from specexp.tracking import results as disk
 from specexp.tracking.mlflow_store import Backend
 
 pytestmark = pytest.mark.slow
 
-METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
 FOREIGN = (
     "evil.example", "127.0.0.1.evil.example", "10.0.0.1", "192.168.1.5", "172.16.0.1", "localhost",
     "127.0.0.1", "localhost.evil.example", "0.0.0.0", "[::1]", "169.254.1.1", "evil.example:{port}",
@@ -209,29 +209,12 @@ def test_server_of_the_page_takes_a_rebuild_once(store, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def points(points, monkeypatch):
-    """A grid whose points write their result without a kernel, half a second each."""
-
-    def execute(point, attempt, *rest):
-        time.sleep(0.5)
-        record = {
-            "experiment": point.experiment, "params": point.params, "metrics": METRICS,
-            "series": {"acceptance/at_position": {"1": 0.5}}, "tags": {"device": "cpu"},
-        }  # fmt: skip
-        (attempt / "result.json").write_text(json.dumps(record))
-        (attempt / "notebook.html").write_text("<p>" * 10_000)
-
-    monkeypatch.setattr(local, "execute", execute)
-    return lambda *xs: points(x=list(xs))
+def slow(points, monkeypatch):
+    """Points that take half a second each, without a kernel."""
+    return stores.without_kernels(points, monkeypatch, seconds=0.5)
 
 
-def go(points):
-    console = Console(record=True, width=300, force_terminal=False)
-    code = runner.run(points, console)
-    return code, console.export_text()
-
-
-def restarts_in_mid_grid(store, points, served, place):
+def restarts_in_mid_grid(store, slow, served, place):
     """Stop the server after the third point, and restart it once the runner has noticed."""
     with Mlflow(place) as mlflow:
         served(mlflow)
@@ -245,10 +228,10 @@ def restarts_in_mid_grid(store, points, served, place):
 
         other = threading.Thread(target=disturb)
         other.start()
-        code, said = go(points(*range(8)))
+        code, said = go(slow(*range(8)))
         other.join()
         if code:  # the outage was longer than the runner waits
-            code, said = go(points(*range(8)))
+            code, said = go(slow(*range(8)))
         assert code == 0
         assert mlflow.url in said
         assert audit.problems() == []
@@ -257,30 +240,30 @@ def restarts_in_mid_grid(store, points, served, place):
 
 
 @pytest.mark.slow
-def test_server_restart_in_mid_grid_loses_nothing(store, points, served):
-    restarts_in_mid_grid(store, points, served, runs.database())
+def test_server_restart_in_mid_grid_loses_nothing(store, slow, served):
+    restarts_in_mid_grid(store, slow, served, runs.database())
 
 
 @pytest.mark.slow
 @pytest.mark.postgres
-def test_postgres_server_restart_in_mid_grid_loses_nothing(store, points, served):
+def test_postgres_server_restart_in_mid_grid_loses_nothing(store, slow, served):
     (store / "mlflow.db").unlink()
     with postgres() as address:
-        restarts_in_mid_grid(store, points, served, Backend.at(address, store))
+        restarts_in_mid_grid(store, slow, served, Backend.at(address, store))
 
 
 @pytest.mark.slow
-def test_next_grid_run_publishes_after_server_outage(store, points, served, monkeypatch):
+def test_next_grid_run_publishes_after_server_outage(store, written, served, monkeypatch):
     monkeypatch.setattr(runner, "PATIENCE_S", 1)
     with Mlflow(runs.database()) as mlflow:
         served(mlflow)
         mlflow.stop()
-        code, said = go(points(1, 2, 3))
+        code, said = go(written(1, 2, 3))
         assert code == 1
         assert "run the same command again" in said
         assert "no comparison, MLflow cannot be read now" in said
         mlflow.start()
-        code, said = go(points(1, 2, 3))
+        code, said = go(written(1, 2, 3))
         assert code == 0
         assert "0 of 3 points to run" in said
         assert audit.problems() == []
@@ -309,7 +292,7 @@ def test_postgres_takes_four_writers_and_a_rebuild(tmp_path, monkeypatch, migrat
         for writer in writers:
             writer.start()
         for writer in writers:
-            writer.join(300)
+            writer.join()
         assert [w.exitcode for w in writers] == [0] * 4
         for n in (0, 1):
             monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / str(n)))

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-from support import stores
 from support.stores import METRICS, active, first, go, quiet, run_of_key, shown
 
 from specexp.errors import UserError
@@ -14,20 +13,7 @@ from specexp.tracking import results as store
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import Backend, StoreUnreachable
 
-
-@pytest.fixture(autouse=True)
-def copied_tables(monkeypatch, migrated):
-    stores.copy_tables(monkeypatch, migrated)
-
-
-@pytest.fixture
-def filled(store):
-    return stores.filled(store)
-
-
-@pytest.fixture
-def points(points, monkeypatch):
-    return stores.without_kernels(points, monkeypatch)
+pytestmark = pytest.mark.usefixtures("copied_tables")
 
 
 def test_rebuild_refuses_while_a_runner_works(filled):
@@ -94,8 +80,8 @@ def created(monkeypatch) -> list[str]:
     return keys
 
 
-def test_rebuild_adds_to_another_store_only_what_it_lacks(filled, points, monkeypatch, tmp_path):
-    assert go(points(1, 13))[0] == 1
+def test_rebuild_adds_to_another_store_only_what_it_lacks(filled, written, monkeypatch, tmp_path):
+    assert go(written(1, 13))[0] == 1
     here = shown()
     (tmp_path / "backup").mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/backup/mlflow.db")

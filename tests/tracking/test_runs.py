@@ -3,12 +3,9 @@
 import importlib.metadata
 import json
 import multiprocessing
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -16,6 +13,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 from support.artifacts import digests
+from support.servers import Mlflow
 
 from specexp.errors import UserError
 from specexp.tracking import compare, mlflow_server
@@ -187,7 +185,7 @@ def test_processes_open_a_fresh_store_together(tmp_path):
     for child in children:
         child.start()
     for child in children:
-        child.join(120)
+        child.join()
     assert [c.exitcode for c in children] == [0, 0, 0]
 
 
@@ -259,39 +257,12 @@ def test_ui_imports_nothing_from_the_current_folder(store, tmp_path, monkeypatch
 
 def test_ui_refuses_foreign_hosts(store):
     track.log("mine", {"drafter": "ngram"}, METRICS)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = track.backend()
-    running = subprocess.Popen(
-        mlflow_server.command(place, "127.0.0.1", port), env=mlflow_server.environment(place),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-
-    def status(host: str) -> int:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/", headers={"Host": host})
-        try:
-            return urllib.request.urlopen(request, timeout=10).status
-        except urllib.error.HTTPError as e:
-            return e.code
-
-    try:
-        deadline = time.monotonic() + 90
-        while True:
-            try:
-                assert status(f"127.0.0.1:{port}") == 200
-                break
-            except OSError:  # refused, or no answer yet
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
-        assert status(f"localhost:{port}") == 200
+    with Mlflow(track.backend()) as mlflow:
+        assert mlflow.status(Host=f"localhost:{mlflow.port}") == 200
         for foreign in (
             "evil.example",
             "127.0.0.1.evil.example",
-            f"10.0.0.1:{port}",
+            f"10.0.0.1:{mlflow.port}",
             "192.168.1.5",
         ):
-            assert status(foreign) == 403, foreign
-    finally:
-        running.terminate()
-        running.wait(120)
+            assert mlflow.status(Host=foreign) == 403, foreign

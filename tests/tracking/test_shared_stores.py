@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support import stores
 from support.stores import go, shown
 
 from specexp.errors import UserError
@@ -21,24 +20,11 @@ from specexp.tracking import results as store
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import Backend, hidden
 
-
-@pytest.fixture(autouse=True)
-def copied_tables(monkeypatch, migrated):
-    stores.copy_tables(monkeypatch, migrated)
+pytestmark = pytest.mark.usefixtures("copied_tables")
 
 
-@pytest.fixture
-def filled(store):
-    return stores.filled(store)
-
-
-@pytest.fixture
-def points(points, monkeypatch):
-    return stores.without_kernels(points, monkeypatch)
-
-
-def test_moved_or_copied_store_works(filled, points, monkeypatch, tmp_path):
-    assert go(points(1, 13))[0] == 1
+def test_moved_or_copied_store_works(filled, written, monkeypatch, tmp_path):
+    assert go(written(1, 13))[0] == 1
     before = shown()
     for number, moved in enumerate((shutil.move, shutil.copytree)):
         old = store.root()
@@ -48,7 +34,7 @@ def test_moved_or_copied_store_works(filled, points, monkeypatch, tmp_path):
         monkeypatch.setenv("SPECEXP_MLRUNS", str(new))
         assert audit.problems() == []
         assert shown() == before
-    assert go(points(1, 2))[0] == 0
+    assert go(written(1, 2))[0] == 0
     assert audit.problems() == []
     assert not filled.exists()
 
@@ -60,8 +46,8 @@ def ends():
     return {r.data.tags["run_key"]: r.info.end_time for r in runs}
 
 
-def test_copied_store_keeps_end_times(filled, points, monkeypatch, tmp_path):
-    todo = points(1, 13)
+def test_copied_store_keeps_end_times(filled, written, monkeypatch, tmp_path):
+    todo = written(1, 13)
     assert go(todo)[0] == 1
     before, failures = ends(), run.failures_of(todo)
     tags = [json.loads(file.read_text()) for file in filled.glob("*/*/tags.json")]
@@ -95,7 +81,7 @@ def locked(db: Path, seconds: float) -> threading.Thread:
 
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_locked_database_is_waited_for(store, points, monkeypatch, seconds):
+def test_locked_database_is_waited_for(store, written, monkeypatch, seconds):
     real, held = local.execute, []
 
     def locks(point, *rest):
@@ -104,14 +90,14 @@ def test_locked_database_is_waited_for(store, points, monkeypatch, seconds):
             held.append(locked(store / "mlflow.db", seconds))
 
     monkeypatch.setattr(local, "execute", locks)
-    assert go(points(1, 2))[0] == 0
+    assert go(written(1, 2))[0] == 0
     held[0].join()
     assert audit.problems() == []
     assert len(shown()) == 2
 
 
 @pytest.mark.slow
-def test_next_run_publishes_after_a_long_lock(store, points, monkeypatch):
+def test_next_run_publishes_after_a_long_lock(store, written, monkeypatch):
     monkeypatch.setattr(run, "PATIENCE_S", 1)
     real, held = local.execute, []
 
@@ -121,16 +107,16 @@ def test_next_run_publishes_after_a_long_lock(store, points, monkeypatch):
             held.append(locked(store / "mlflow.db", 60))
 
     monkeypatch.setattr(local, "execute", locks)
-    code, said = go(points(1, 2))
+    code, said = go(written(1, 2))
     assert code == 1
     assert "another program has locked it" in said
     assert "run the same command again" in said
     held[0].join()
-    assert go(points(1, 2))[0] == 0
+    assert go(written(1, 2))[0] == 0
     assert audit.problems() == []
 
 
-def test_constant_reader_does_not_disturb_a_grid(store, points):
+def test_constant_reader_does_not_disturb_a_grid(store, written):
     stop, read = threading.Event(), []
 
     def reads():
@@ -140,7 +126,7 @@ def test_constant_reader_does_not_disturb_a_grid(store, points):
     reader = threading.Thread(target=reads)
     reader.start()
     try:
-        assert go(points(*range(5)))[0] == 0
+        assert go(written(*range(5)))[0] == 0
     finally:
         stop.set()
         reader.join()
@@ -148,10 +134,10 @@ def test_constant_reader_does_not_disturb_a_grid(store, points):
     assert audit.problems() == []
 
 
-def test_stores_sharing_a_server_keep_apart(tmp_path, migrated, monkeypatch, points):
+def test_stores_sharing_a_server_keep_apart(tmp_path, migrated, monkeypatch, written):
     shutil.copy(migrated / "mlflow.db", tmp_path / "shared.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/shared.db")
-    todo = points(1, 13)
+    todo = written(1, 13)
     for name in ("mine", "yours"):
         monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / name))
         code, said = go(todo)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,24 +16,17 @@ from specexp.grids.execute import Watch, execute
 from specexp.grids.points import Point
 from specexp.tracking import results
 
-
-class Seat(Protocol):
-    """Runs one point at a time. `name`: of the machine, recorded with the result."""
-
-    @property
-    def name(self) -> str: ...
-
-    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
-        """Run the point into the attempt folder. Raises Failure."""
+# Runs a point into an attempt folder; returns the machine's name. Raises Failure.
+Worker = Callable[[Point, Path, Watch], str]
 
 
-class Place(Protocol):
-    """Where points run; a context manager around all of them. `how` describes it to the user."""
+class Machines(Protocol):
+    """Where points run; a context manager around all of them. `how` describes them to the user."""
 
     @property
     def how(self) -> str: ...
 
-    def __enter__(self) -> Place: ...
+    def __enter__(self) -> Machines: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
@@ -43,8 +37,8 @@ class Place(Protocol):
     def alone(self) -> contextlib.AbstractContextManager[bool]:
         """A lock around a timed point: yields False if another runner is timing there."""
 
-    def seat(self, number: int) -> contextlib.AbstractContextManager[Seat]:
-        """Seat 0, 1, 2 ..., each for one thread."""
+    def worker(self, number: int) -> contextlib.AbstractContextManager[Worker]:
+        """Worker 0, 1, 2 ..., each for one thread."""
 
     def kill(self) -> None:
         """Kill every running point at once. May be called from any thread."""
@@ -53,8 +47,8 @@ class Place(Protocol):
 def of(
     name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
     say: Callable[[str], None] = lambda message: None,
-) -> Place:  # fmt: skip
-    """The place of this name: `here`, or an address of Ray (`ray.OnRay`). Raises UserError."""
+) -> Machines:  # fmt: skip
+    """The machines of this name: `here`, or an address of Ray (`ray.OnRay`). Raises UserError."""
     if name == "here":
         return Here(points, forked)
     from specexp.grids.machines.ray import OnRay
@@ -63,13 +57,13 @@ def of(
 
 
 class Here:
-    """This machine. With several GPUs, seat i sees only GPU i, unless a point names its device."""
+    """This machine. With several GPUs, worker i sees only GPU i, unless a point names a device."""
 
     def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
         self._kernels = kernels.Kernels(
             notebooks.modules_of(sorted({p.notebook for p in points})), forked
         )
-        self._slots: dict[int, kernels.Slot] = {}
+        self._workers: dict[int, kernels.Worker] = {}
         self._lock = threading.Lock()
 
     @property
@@ -90,30 +84,27 @@ class Here:
         self._kernels.__exit__(*exception)
 
     @contextlib.contextmanager
-    def seat(self, number: int) -> Iterator[Seat]:
-        with self._kernels.slot() as slot:
+    def worker(self, number: int) -> Iterator[Worker]:
+        with self._kernels.worker() as worker:
             with self._lock:
-                self._slots[number] = slot
-            yield _LocalSeat(slot, number)
+                self._workers[number] = worker
+            yield partial(_run, worker, number)
         with self._lock:
-            self._slots.pop(number)
+            self._workers.pop(number)
 
     def kill(self) -> None:
-        for slot in list(self._slots.values()):
-            slot.kill()
+        for worker in list(self._workers.values()):
+            worker.kill()
 
 
-class _LocalSeat:
-    def __init__(self, slot: kernels.Slot, number: int) -> None:
-        self._slot, self._number, self.name = slot, number, "this machine"
-
-    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
-        named = str(point.params.get("device")).startswith("cuda:")
-        execute(point, attempt, self._slot, watch, {} if named else _visible(self._number))
+def _run(worker: kernels.Worker, number: int, point: Point, attempt: Path, watch: Watch) -> str:
+    named = str(point.params.get("device")).startswith("cuda:")
+    execute(point, attempt, worker, watch, {} if named else _visible(number))
+    return "this machine"
 
 
 def _visible(number: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for this seat; empty if there is at most one GPU."""
+    """CUDA_VISIBLE_DEVICES for this worker; empty if there is at most one GPU."""
     import torch
 
     count = torch.cuda.device_count()

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import psutil
 from specexp.errors import UserError
 from specexp.grids.execute import Failure, Watch
 from specexp.grids.machines import worker
+from specexp.grids.machines.local import Worker
+from specexp.grids.machines.worker import Outcome, Task
 from specexp.grids.points import Point
 from specexp.tracking import results
 
@@ -31,19 +34,19 @@ _ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
 
 
 class Mailbox:
-    """An actor that keeps the last progress message of every seat until it is fetched."""
+    """An actor that keeps the last progress message of every worker until it is fetched."""
 
     def __init__(self) -> None:
         self._messages: dict[int, str] = {}
 
-    def say(self, seat: int, message: str) -> None:
-        self._messages[seat] = message
+    def say(self, number: int, message: str) -> None:
+        self._messages[number] = message
 
-    def fetch(self, seat: int) -> str:
-        return self._messages.pop(seat, "")
+    def fetch(self, number: int) -> str:
+        return self._messages.pop(number, "")
 
 
-def task(todo: worker.Task, mailbox: Any, seat: int) -> worker.Outcome:
+def task(todo: Task, mailbox: Any, number: int) -> Outcome:
     """Run a task on a worker. Ray sets OMP_NUM_THREADS to the number of CPUs asked for; here it is
     limited to the physical cores, as half of a machine's CPUs are often hyperthreads."""
     import ray
@@ -52,7 +55,7 @@ def task(todo: worker.Task, mailbox: Any, seat: int) -> worker.Outcome:
     if os.environ.get("OMP_NUM_THREADS") == str(cpus):
         cores = psutil.cpu_count(logical=False) or cpus
         os.environ["OMP_NUM_THREADS"] = str(min(cpus, cores))
-    return worker.run(todo, lambda message: mailbox.say.remote(seat, message))
+    return worker.run(todo, lambda message: mailbox.say.remote(number, message))
 
 
 class OnRay:
@@ -178,13 +181,13 @@ class OnRay:
         return contextlib.nullcontext(True)  # ensured by `demand`
 
     @contextlib.contextmanager
-    def seat(self, number: int) -> Iterator[worker.Seat]:
-        yield worker.Seat(self, number)
+    def worker(self, number: int) -> Iterator[Worker]:
+        yield partial(worker.run_elsewhere, self, number)
 
     def kill(self) -> None:
         self._over.set()
 
-    def run_point(self, point: Point, seat: int, watch: Watch) -> worker.Outcome:
+    def run_point(self, point: Point, number: int, watch: Watch) -> Outcome:
         from ray import exceptions as ray
 
         gone = (
@@ -192,7 +195,7 @@ class OnRay:
             ray.LocalRayletDiedError, ConnectionError,
         )  # fmt: skip
         try:
-            return self._run_point(point, seat, watch)
+            return self._run_point(point, number, watch)
         except gone as e:
             raise worker.WorkerLost(_line(e)) from e
         except ray.OutOfMemoryError as e:
@@ -200,13 +203,13 @@ class OnRay:
         except ray.RayError as e:
             raise Failure("error", f"Ray: {_line(e)}") from e
 
-    def _run_point(self, point: Point, seat: int, watch: Watch) -> worker.Outcome:
+    def _run_point(self, point: Point, number: int, watch: Watch) -> Outcome:
         import ray
 
         self._refresh()
         options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
         todo = self._tasks.of(point)
-        future = self._task.options(**options).remote(todo, self._mailbox, seat)
+        future = self._task.options(**options).remote(todo, self._mailbox, number)
         watch("waiting for a machine")
         while not ray.wait([future], timeout=0.5)[0]:
             if self._over.is_set():
@@ -214,10 +217,10 @@ class OnRay:
                 ray.wait([future], timeout=5)
                 raise Failure("interrupted", "stopped")
             with contextlib.suppress(ray.exceptions.RayError):
-                if message := ray.get(self._mailbox.fetch.remote(seat), timeout=5):
+                if message := ray.get(self._mailbox.fetch.remote(number), timeout=5):
                     watch(message)
-        answer: worker.Outcome = ray.get(future)
-        return answer
+        outcome: Outcome = ray.get(future)
+        return outcome
 
 
 def _line(e: Exception) -> str:

@@ -1,22 +1,22 @@
 """Running a point on another machine.
 
 On the worker, `run` executes a `Task` in a temporary folder and returns that folder as an
-`Outcome`: workers have no store, only the runner commits and publishes. In the runner, `Seat` gets
-the outcome through an `Executor` (`ray.OnRay`), and tries again if the worker was lost.
+`Outcome`: workers have no store, only the runner commits and publishes. In the runner,
+`run_elsewhere` gets the outcome through an `Executor` (`ray.OnRay`), and tries again if the worker
+was lost.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import socket
-import tarfile
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -47,10 +47,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a task: the attempt folder as a tar; kind, message, traceback of a failure."""
+    """The result of a task: the files of the attempt folder by their paths there; kind, message,
+    traceback of a failure."""
 
     node: str
-    folder: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
     failure: tuple[str, str, str] | None = None
 
 
@@ -66,9 +67,9 @@ def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="specexp-") as name:
         folder, failure = Path(name), None
         try:
-            slot = _slot(tuple(task.modules), task.forked)
+            worker = _worker(tuple(task.modules), task.forked)
             execute(
-                point, folder, slot,
+                point, folder, worker,
                 lambda message: watch(f"on {node}, {message}"), task.environment,
             )  # fmt: skip
         except Failure as e:
@@ -82,54 +83,44 @@ def _imported() -> str:
     return code_digest()
 
 
-_slots: dict[tuple[object, ...], kernels.Slot] = {}
+_workers: dict[tuple[object, ...], kernels.Worker] = {}
 _open = contextlib.ExitStack()
 
 
-def _slot(modules: Sequence[str], forked: bool) -> kernels.Slot:
-    """The slot of this process, kept for later tasks."""
+def _worker(modules: Sequence[str], forked: bool) -> kernels.Worker:
+    """What runs kernels for this process, kept for later tasks."""
     key = modules, forked, os.environ.get("OMP_NUM_THREADS")
-    if key not in _slots:
+    if key not in _workers:
         home = _open.enter_context(kernels.Kernels(modules, forked))
-        _slots[key] = _open.enter_context(home.slot())
-    return _slots[key]
+        _workers[key] = _open.enter_context(home.worker())
+    return _workers[key]
 
 
 def packed(
     folder: Path, failure: tuple[str, str, str] | None, most: int = MOST_BYTES
-) -> tuple[bytes, tuple[str, str, str] | None]:
-    """The files of a folder as a tar, smallest first and at most `most` bytes in all. If any are
-    left out, the returned failure says so."""
-    files = sorted((p.stat().st_size, p) for p in folder.rglob("*") if p.is_file())
-    total, taken = sum(size for size, _ in files), 0
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for size, path in files:
-            taken += size
-            if taken > most:
-                size_mb, most_mb = f"{total / 1e6:.0f}", f"{most / 1e6:.0f}"
-                message = f"its folder holds {size_mb} MB, and at most {most_mb} MB are sent back"
-                failure = failure or ("invalid-result", message, "")
-                break
-            tar.add(path, str(path.relative_to(folder)), recursive=False)
-    return buffer.getvalue(), failure
+) -> tuple[dict[str, bytes], tuple[str, str, str] | None]:
+    """The files of a folder, smallest first and at most `most` bytes in all. If any are left out,
+    the returned failure says so."""
+    sizes = sorted((path.stat().st_size, path) for path in results.files_in(folder))
+    fit = [total <= most for total in accumulate(size for size, _ in sizes)]
+    paths = [path for (_, path), fits in zip(sizes, fit, strict=True) if fits]
+    if not all(fit):
+        total_mb = f"{sum(size for size, _ in sizes) / 1e6:.0f}"
+        message = f"its folder holds {total_mb} MB, and at most {most / 1e6:.0f} MB are sent back"
+        failure = failure or ("invalid-result", message, "")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}, failure
 
 
-def unpack(data: bytes, folder: Path, most: int = MOST_BYTES) -> None:
-    """Extract what `packed` returned. Raises Failure for anything but plain files in the folder."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            members = tar.getmembers()
-            for member in members:
-                if not member.isreg() or member.issparse():
-                    raise Failure("invalid-result", f"{member.name!r} came back: not a plain file")
-                if not (folder / member.name).resolve().is_relative_to(folder.resolve()):
-                    raise Failure("invalid-result", f"{member.name!r} is outside its folder")
-            if sum(member.size for member in members) > most:
-                raise Failure("invalid-result", f"more than {most / 1e6:.0f} MB came back")
-            tar.extractall(folder, members, filter="data")
-    except tarfile.TarError as e:
-        raise Failure("invalid-result", f"the folder that came back is damaged: {e}") from e
+def unpack(files: Mapping[str, bytes], folder: Path, most: int = MOST_BYTES) -> None:
+    """Write what `packed` returned. Raises Failure for a path outside the folder."""
+    if sum(map(len, files.values())) > most:
+        raise Failure("invalid-result", f"more than {most / 1e6:.0f} MB came back")
+    for name, data in files.items():
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise Failure("invalid-result", f"{name!r} is outside its folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
 
 # --- in the runner -------------------------------------------------------------------------------
@@ -144,33 +135,29 @@ class Executor(Protocol):
 
     say: Callable[[str], None]
 
-    def run_point(self, point: Point, seat: int, watch: Watch) -> Outcome:
+    def run_point(self, point: Point, number: int, watch: Watch) -> Outcome:
         """Run a point and wait for its outcome. Raises WorkerLost and Failure."""
 
 
-class Seat:
-    """Runs one point at a time elsewhere; up to RETRIES times again if the worker is lost."""
-
-    def __init__(self, executor: Executor, number: int) -> None:
-        self._executor, self._number, self.name = executor, number, "elsewhere"
-
-    def execute(self, point: Point, attempt: Path, watch: Watch) -> None:
-        for tries in range(1, RETRIES + 2):
-            try:
-                answer = self._executor.run_point(point, self._number, watch)
-            except WorkerLost as e:
-                why = f"its machine or process was lost (try {tries} of {RETRIES + 1}): {e}"
-                if tries <= RETRIES:
-                    self._executor.say(f"{point.label}: {why}; trying again")
-            else:
-                self.name = answer.node
-                if answer.folder:
-                    unpack(answer.folder, attempt)
-                if answer.failure:
-                    kind, message, trace = answer.failure
-                    raise Failure(kind, f"on {answer.node}: {message}") from RemoteError(trace)
-                return
-        raise Failure("lost", why)
+def run_elsewhere(
+    executor: Executor, number: int, point: Point, attempt: Path, watch: Watch
+) -> str:
+    """Run a point into an attempt folder; up to RETRIES times again if its machine is lost. Returns
+    the machine's name. Raises Failure."""
+    for tries in range(1, RETRIES + 2):
+        try:
+            outcome = executor.run_point(point, number, watch)
+        except WorkerLost as e:
+            why = f"its machine or process was lost (try {tries} of {RETRIES + 1}): {e}"
+            if tries <= RETRIES:
+                executor.say(f"{point.label}: {why}; trying again")
+        else:
+            unpack(outcome.files, attempt)
+            if outcome.failure:
+                kind, message, trace = outcome.failure
+                raise Failure(kind, f"on {outcome.node}: {message}") from RemoteError(trace)
+            return outcome.node
+    raise Failure("lost", why)
 
 
 class RemoteError(Exception):
