@@ -35,10 +35,12 @@ from specexp.tracking.mlflow_store import (
 __all__ = ["StoreCorrupt", "StoreRejected", "StoreUnreachable"]
 REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
+_TAG = re.compile(r"\w[\w. -]{0,249}")
 _STEP = re.compile(r"-?\d{1,18}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _LONGEST_NAME = 250  # MLflow rejects longer ones
 _LONGEST_PARAM = 6000  # MLflow truncates longer ones
+_LONGEST_TAG = 5000  # some of MLflow's stores reject longer ones
 
 
 # --- what notebooks call -------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def log(
     """Record one run: metrics `group/name`, series by step (lists count from 1), tables, figures.
 
     Under the runner the grid's experiment replaces this one. Raises UserError for a name or value
-    that MLflow would reject or change.
+    that MLflow would reject or change: tags are text.
     """
     curves = {
         name: dict(enumerate(values, 1)) if not isinstance(values, Mapping) else dict(values)
@@ -160,7 +162,8 @@ def _file_name(name: str) -> str:
 
 
 def problems_of(record: Mapping[str, Any]) -> list[str]:
-    """Why a record cannot be published: bad names or steps, values that are not finite."""
+    """Why a record cannot be published: bad names or steps, values that are not finite, tags that
+    are no text."""
     flat = dict(record["metrics"])
     for name, curve in record["series"].items():
         flat |= {f"{name} at {step}": value for step, value in curve.items()}
@@ -179,6 +182,13 @@ def problems_of(record: Mapping[str, Any]) -> list[str]:
             if not _STEP.fullmatch(str(step))
         ),
         *(f"{n} is {v}, not a finite number" for n, v in flat.items() if not math.isfinite(v)),
+        *(
+            f"the tag {n!r:.60} must have a plain name and a text of at most {_LONGEST_TAG} "
+            f"characters, not {v!r:.40}"
+            for n, v in record.get("tags", {}).items()
+            if not (isinstance(n, str) and _TAG.fullmatch(n) and isinstance(v, str))
+            or len(v) > _LONGEST_TAG
+        ),
     ]
 
 

@@ -102,6 +102,17 @@ def test_unpublishable_names_and_values_are_refused(store, metrics, series, said
     assert track.runs().empty
 
 
+@pytest.mark.parametrize(
+    "tags", [{"n": 3}, {"l": [1]}, {"": "x"}, {"a%": "x"}, {1: "x"}, {"long": "x" * 5001}]
+)
+def test_tags_that_mlflow_would_refuse_are_refused_at_once(store, tags):
+    with pytest.raises(UserError, match="must have a plain name and a text"):
+        track.log("mine", {}, METRICS, tags=tags)
+    assert not (store / "results").exists()
+    track.log("mine", {}, METRICS, tags={"text": "x" * 5000, "a.b-c d": ""})
+    assert len(track.runs()) == 1
+
+
 def test_log_under_the_runner_leaves_the_store_alone(store, tmp_path, monkeypatch):
     attempt = tmp_path / "attempt"
     attempt.mkdir()
