@@ -84,6 +84,13 @@ def home(device: torch.device) -> Any:
             raise
 
 
+def state(device: torch.device) -> str:
+    """In words, which kernels run on a device: `compiled by c++, AVX512`, `off by SPECEXP_FAST`."""
+    if kernels := home(device):
+        return str(kernels.state())
+    return "no kernels: torch's operations" if fast() else "off by SPECEXP_FAST"
+
+
 def _choose(operation: Op, device: torch.device) -> Callable[..., Any]:
     home(device)  # registers its kernels
     run, ready = operation.kernels.get(device.type, (operation.reference, fast))

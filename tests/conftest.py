@@ -255,11 +255,11 @@ def points(tmp_path):
 
     from specexp.grids import points as grid
 
-    def call(timeout_s: float = 1200, **axes) -> list[grid.Point]:
+    def call(timeout_s: float = 1200, together: bool = False, **axes) -> list[grid.Point]:
         file = tmp_path / "trivial.yaml"
         spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": timeout_s}
         file.write_text(yaml.safe_dump(spec | {"grid": axes}))
-        return grid.load([file])
+        return grid.load([file], together=together)
 
     return call
 

@@ -58,7 +58,7 @@ FLOORS = [
     {"commands", "__main__", "__init__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-SPEEDS = {"fast", "measure.hardware", "measure.costs", "commands", "tracking.provenance"}
+SPEEDS = {"fast", "measure.hardware", "measure.costs", "commands"}
 UPWARDS = {  # inside a function, when it is called
     ("api", "measure"): "Pairing.compare_with_plain measures",
     ("api", "serving"): "load takes a policy by its name",

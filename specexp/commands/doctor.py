@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specexp import fast
+from specexp import ops
 from specexp.measure.hardware.machine import described, doubts, matrices, pass_s
 from specexp.models.memory import free_memory
 from specexp.tracking import results
@@ -36,7 +36,7 @@ def examine(console: Console) -> bool:
     facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
     threads, load = torch.get_num_threads(), os.getloadavg()[0]
     facts.add_row("threads", f"{threads} on {os.cpu_count()} cores, load average {load:.1f}")
-    facts.add_row("kernels", fast.state(device))
+    facts.add_row("kernels", ops.state(device))
     root = results.root()
     free = shutil.disk_usage(_existing(root)).free
     facts.add_row("store", Text(f"{root}, {free / 2**30:.1f} GiB free"))

@@ -25,15 +25,26 @@ Only = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask to confirm very many points.")]
 
+Together = Annotated[
+    bool,
+    typer.Option(
+        "--together",
+        help="Run timed points side by side too: timings get rough, and are other results.",
+    ),
+]
 
-def _points(files: list[Path], only: list[str] | None, yes: bool) -> list[Point]:
+
+def _points(
+    files: list[Path], only: list[str] | None, yes: bool, together: bool = False
+) -> list[Point]:
     """The points of grid files; at a terminal, very many need a confirmation."""
     from specexp.grids import points as grid
 
     def ask(count: int) -> bool:
         return yes or typer.confirm(f"{count:,} points: is that intended?")
 
-    return grid.load(files, ask if yes or sys.stdin.isatty() else None, only or ())
+    asking = ask if yes or sys.stdin.isatty() else None
+    return grid.load(files, asking, only or (), together)
 
 
 @app.command("validate")
@@ -62,10 +73,7 @@ def run(
             "HOST:6379, ray://HOST:10001 or auto (the one running here)."
         ),
     ] = "here",
-    together: Annotated[
-        bool,
-        typer.Option("--together", help="Run timed points side by side too: timings get rough."),
-    ] = False,
+    together: Together = False,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Run points again that failed before.")
     ] = False,
@@ -93,23 +101,24 @@ def run(
             "--on slurm is gone: submit this same command with `sbatch --array=0-7`, without --on; "
             "its jobs share the points (notebooks/README.md, On Slurm)"
         )
-    points = _points(files, only, yes)
+    points = _points(files, only, yes, together)
     say = partial(console.print, soft_wrap=True)
-    machines = local.of(on, points, forked=not fresh, together=together, say=say)
+    machines = local.of(on, points, forked=not fresh, say=say)
     raise typer.Exit(
         runner.run(
-            points, console, machines=machines, jobs=jobs, together=together,
-            retry_failed=retry_failed, force=force,
+            points, console, machines=machines, jobs=jobs, retry_failed=retry_failed, force=force,
         )
     )  # fmt: skip
 
 
 @app.command("status")
-def status(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
+def status(
+    files: GridFiles, only: Only = None, together: Together = False, yes: Yes = False
+) -> None:
     """Show which points are done, running, failed or to run, and an estimate of the time left."""
     from specexp.grids import progress
 
-    points = _points(files, only, yes)
+    points = _points(files, only, yes, together)
     console.print(progress.status(points))
     for line in progress.changed(points):
         console.print(line, soft_wrap=True)

@@ -25,14 +25,14 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
 from specexp.errors import ran_out
-from specexp.grids import identity, notebooks
+from specexp.grids import notebooks
 from specexp.grids.kernels import NoForkServer, Worker
 from specexp.grids.points import Point
 from specexp.tracking import redact, results, runs
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
+REMOVED = "the notebook removed its attempt folder, where its result belongs"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
-EDITED = "{} changed while the grid ran: run the grid again"
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
 _HTML = threading.Lock()
 
@@ -48,6 +48,15 @@ class Failure(Exception):
         self.kind = kind
 
 
+def of_error(e: OSError, folder: Path) -> Failure:
+    full = e.errno in results.FULL
+    return (
+        Failure("disk", f"{e.strerror}: {e.filename or folder}")
+        if full
+        else Failure("lost", str(e))
+    )
+
+
 def execute(
     point: Point, folder: Path, worker: Worker,
     watch: Watch = lambda message: None, environment: Mapping[str, str] | None = None,
@@ -59,7 +68,9 @@ def execute(
     """
     try:
         _run(point, folder, worker, watch, environment or {})
-    except Failure:
+    except Failure as failure:
+        if not results.is_folder(folder):
+            raise Failure("invalid-result", REMOVED) from failure
         with contextlib.suppress(Exception):
             _tidy(folder)
         raise
@@ -68,6 +79,8 @@ def execute(
 
 
 def _tidy(folder: Path) -> None:
+    if not results.is_folder(folder):
+        raise Failure("invalid-result", REMOVED)
     results.only_files(folder)
     _hide_secrets(folder)
     _to_html(folder)
@@ -112,19 +125,15 @@ def _run(
             raise Failure("lost", str(e)) from e
         if isinstance(e, DeadKernelError):
             raise Failure("kernel-died", _death(worker.ended) if worker.ended else str(e)) from e
-        if isinstance(e, OSError) and e.errno in results.FULL:
-            raise Failure("disk", f"{e.strerror}: {e.filename or folder}") from e
         if isinstance(e, OSError) and e.errno:  # not the notebook's: papermill wraps those
-            raise Failure("lost", str(e)) from e
+            raise of_error(e, folder) from e
         raise Failure("error", f"{type(e).__name__}: {e}") from e
     finally:
         watchdog.cancel()
     code = (cell for cell in ran.cells if cell.cell_type == "code")
     own = (cell.source for cell in code if notebooks.INJECTED not in cell.metadata.get("tags", []))
-    if notebooks.digest_of(own)[:16] != point.surroundings["notebook"]:
-        raise Failure("invalid-result", EDITED.format("the notebook"))
-    if files := identity.edited(point.surroundings, point.notebook.parent):
-        raise Failure("invalid-result", EDITED.format(", ".join(files)))
+    if notebooks.digest_of(own)[:16] != point.around.parts["notebook"]:
+        raise Failure("invalid-result", "the notebook changed before it ran: run the grid again")
 
 
 def _literal(path: Path) -> str:

@@ -1,9 +1,10 @@
 """The identity of a result: digests of its parameters, notebook, files, models, data and device.
 
 The files are those that its numbers can depend on (`imports.closure`), each a part of its own. What
-decides which code ran is part of it, too: device, threads, what is switched off. Points with the
-same identity are the same experiment, whenever and wherever they run. A process reads files, models
-and data once, and again if their size or modification time changes.
+decides which code ran is part of it, too: device, threads, versions, kernels, settings; for points
+that measure time also the processor, and whether others run beside them. Points with the same
+identity are the same experiment, whenever and wherever they run. A process reads files, models and
+data once, and again if their size or modification time changes.
 """
 
 from __future__ import annotations
@@ -11,30 +12,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub import try_to_load_from_cache
 
-from specexp.grids import imports
-from specexp.grids.notebooks import Notebook
+from specexp.errors import UserError, first_line
+from specexp.grids import imports, notebooks, paths
 from specexp.measure import feasible, prompts
 from specexp.models import int8
-from specexp.tracking.provenance import device_class, switched_off
+from specexp.tracking import provenance
 
-SOURCE = (".py", *imports.COMPILED)
+if TYPE_CHECKING:
+    from specexp.grids.points import Point
+
 ENGINE = f"{imports.NAME}/engine.py"
-SHOWN, MOST = ("device", "threads", "engine"), 3  # parts whose values say something; others named
+SHOWN = provenance.FACTS  # parts whose values say something; others are named
+MOST = 3  # of those that are named
 WHOLE, ENDS = 1_000_000_000, 1 << 20
 _FILES = (
-    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.safetensors",
-    "*.pt", "*.bin",
+    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges*",
+    "*.safetensors", "*.pt", "*.bin",
 )  # fmt: skip
-_MODELS = ("target", "targets", "draft", "drafts", "drafter", "drafters", "rivals")
-_DATA = ("prompts", "arrivals")
 
 
 def digest(value: Any) -> str:
@@ -42,80 +44,102 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Surroundings:
-    """Computes the parts of an identity that many points share, each once.
+@dataclass(frozen=True, slots=True)
+class Around:
+    """`parts`: all of a point's identity except its parameters; `models`: the folders and hub ids,
+    and `data`: the other files and folders, that two of them are the digests of."""
 
-    It caches them: make a new one when files may have changed.
+    parts: dict[str, str]
+    models: tuple[str, ...] = ()
+    data: tuple[Path, ...] = ()
+
+
+class Surroundings:
+    """What is around points, for many of them. `together`: timed points may run side by side.
+
+    It caches: make a new one when files may have changed.
     """
 
-    def __init__(self) -> None:
-        self.cached: dict[Any, dict[str, str]] = {}
+    def __init__(self, together: bool = False) -> None:
+        self.together = together
+        self.cached: dict[Any, Around] = {}
         self.files: dict[Any, dict[str, str]] = {}
 
-    def of(self, params: Mapping[str, Any], notebook: Notebook) -> dict[str, str]:
-        """All parts of a point's identity except its parameters; equal ones are one dictionary.
-        Raises UserError for a missing model."""
+    def of(self, params: Mapping[str, Any], notebook: notebooks.Notebook) -> Around:
+        """What is around a point whose paths are relative to the working directory; equal ones are
+        one object. Raises UserError for a missing model."""
         named = imports.named_by(params)
-        read = {n: params[n] for n in (*_MODELS, *_DATA, "device") if n in params}
-        key = os.getcwd(), repr(read), named, notebook.path, notebook.digest  # paths are relative
+        read = {n: params[n] for n in (*paths.MODELS, *paths.DATA, "device") if n in params}
+        key = os.getcwd(), repr(read), named, notebook.path, notebook.digest
         if key not in self.cached:
-            parts = self._parts(params, notebook, named)
-            self.cached[key] = next((p for p in self.cached.values() if p == parts), parts)
+            files = (notebook.path, notebook.digest, named)
+            if files not in self.files:
+                self.files[files] = _closure(notebook, named)
+            models = tuple(sorted(feasible.sources(dict(params))))
+            data = tuple(path.resolve() for path in _data_files(params))
+            device = params.get("device", "auto")
+            parts = _parts(self.files[files], notebook, models, data, device, self.together)
+            around = Around(parts, models, data)
+            self.cached[key] = next((a for a in self.cached.values() if a == around), around)
         return self.cached[key]
 
-    def _parts(
-        self, params: Mapping[str, Any], notebook: Notebook, named: frozenset[str]
-    ) -> dict[str, str]:
-        folder, device = notebook.path.parent, device_class(params.get("device", "auto"))
-        if (key := (notebook.path, notebook.digest, named)) not in self.files:
-            self.files[key] = imports.closure(notebook.imports, notebook.strings, folder, named)
-        files = self.files[key]
-        if device == "cpu":
-            files = {name: d for name, d in files.items() if not name.startswith(imports.OF_GPU)}
-        parts = {"notebook": notebook.digest[:16], **files}
-        if sources := feasible.sources(dict(params)):
-            parts["models"] = digest(sorted([name_of(s), model_digest(s)] for s in sources))
-        if data := list(_data_files(params)):
-            parts["data"] = digest([file_digest(file) for file in data])
-        if "device" in params or ENGINE in files:
-            parts["device"] = device
-        if ENGINE in files:
-            parts["threads"] = str(torch.get_num_threads())
-            parts["engine"] = switched_off(params.get("device", "auto")) or "all on"
-        return parts
+
+def _closure(notebook: notebooks.Notebook, named: frozenset[str]) -> dict[str, str]:
+    return imports.closure(notebook.imports, notebook.strings, notebook.path.parent, named)
 
 
-def edited(parts: Mapping[str, str], folder: Path) -> list[str]:
-    """The files among the parts of an identity that have changed since. folder: the notebook's."""
+def _parts(
+    files: Mapping[str, str], notebook: notebooks.Notebook, models: Iterable[str],
+    data: Sequence[Path], device: str, together: bool,
+) -> dict[str, str]:  # fmt: skip
+    parts = provenance.machine(device, notebook.timed)
+    on_cpu = parts["device"] == "cpu"
+    parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
+    parts["notebook"] = notebook.digest[:16]
+    if ENGINE in files:
+        parts["kernels"] = provenance.kernels(device)
+    if notebook.timed:
+        parts["together"] = "yes" if together else "no"
+    if sources := sorted([name_of(s), model_digest(s)] for s in models):
+        parts["models"] = digest(sources)
+    if data:
+        parts["data"] = digest([file_digest(f) for path in data for f in prompts.files(path)])
+    return parts
 
-    def same(name: str, digest: str) -> bool:
-        home = imports.PACKAGE.parent if name.startswith(f"{imports.NAME}/") else folder
-        return (home / name).is_file() and imports.source_of(home / name).digest == digest
 
-    return [n for n, d in parts.items() if n.endswith(SOURCE) and not same(n, d)]
+def changed(point: Point) -> str:
+    """Which parts of a point's identity are others now than when its grid was loaded, in words;
+    empty if none are."""
+    before = point.around
+    try:
+        notebook = notebooks.read(point.notebook)
+        files = _closure(notebook, imports.named_by(point.params))
+        device, together = point.params.get("device", "auto"), point.together
+        now = _parts(files, notebook, before.models, before.data, device, together)
+    except (UserError, OSError) as e:
+        return first_line(e)
+    return why_new(now, before.parts)
 
 
 def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Why a point with the identity `now` has no use for a result with the identity `before`."""
-    if "code" in before:  # once a digest of all source
-        return "made before keys by room"
+    """Why a point with the identity `now` has no use for a result with the identity `before`: which
+    parts differ, in words."""
+    if "versions" not in before:
+        return "made before keys named versions, kernels and settings"
     names = sorted(n for n in now.keys() | before.keys() if now.get(n) != before.get(n))
-    readable = [n for n in SHOWN if n in names and n in now and n in before]
-    reasons = [f"{n} was {before[n]}, is {now[n]}" for n in readable]
-    if rest := [n for n in names if n not in readable]:
+    reasons = []
+    for name in filter(names.__contains__, SHOWN):
+        old, new = (parts.get(name, "not in the key") for parts in (before, now))
+        reasons.append(f"{name} was {_apart(old, new)}, is {_apart(new, old)}")
+    if rest := [name for name in names if name not in SHOWN]:
         more = f" and {len(rest) - MOST} more" if len(rest) > MOST else ""
         reasons.insert(0, f"{', '.join(rest[:MOST])}{more} changed")
     return "; ".join(reasons)
 
 
-def code_digest() -> str:
-    """A digest of the library's whole source as it is now, machinery included."""
-    total = hashlib.sha256()
-    for path in sorted(imports.PACKAGE.rglob("*")):
-        hidden = any(part[0] == "." for part in path.relative_to(imports.PACKAGE).parts)  # editors'
-        if path.suffix in SOURCE and not hidden and path.is_file():
-            total.update(path.read_bytes())
-    return total.hexdigest()
+def _apart(text: str, other: str) -> str:
+    """The comma-separated parts of a text that another does not have; all, if none are."""
+    return ", ".join(p for p in text.split(", ") if p not in other.split(", ")) or text
 
 
 def name_of(source: str) -> str:
@@ -124,14 +148,25 @@ def name_of(source: str) -> str:
 
 
 def model_digest(source: str) -> str:
-    """Of a folder: a digest of its config, tokenizer and weights. Of a hub id: the revision in the
-    local cache, or the id itself if it is not cached. `+int8` is ignored."""
+    """Of a folder: a digest of its configuration, tokenizer and weights, those that an index of
+    parts names included. Of a hub id: the revision in the local cache, or the id itself if it is
+    not cached. `+int8` is ignored."""
     source, _ = int8.split(source)
     if not os.path.isdir(source):
         cached = try_to_load_from_cache(source, "config.json")
         return Path(cached).parent.name if isinstance(cached, str) else source
-    files = {f for pattern in _FILES for f in Path(source).glob(pattern) if f.is_file()}
-    return digest({f.name: file_digest(f) for f in files})
+    folder = Path(source)
+    files = {f for pattern in _FILES for f in folder.glob(pattern)}
+    files |= {folder / name for index in folder.glob("*.index.json") for name in _weights(index)}
+    return digest({os.path.relpath(f, folder): file_digest(f) for f in files if f.is_file()})
+
+
+def _weights(index: Path) -> set[str]:
+    """The files that an index of a model's parts names; none if it is damaged."""
+    try:
+        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
 
 
 def file_digest(path: Path) -> str:
@@ -158,10 +193,10 @@ def _file_digest(path: Path, size: int, changed_ns: int) -> str:
 
 
 def _data_files(read: Mapping[str, Any]) -> Iterable[Path]:
-    """The files of prompts and arrival traces that these parameters name."""
+    """The files and folders of prompts and arrival traces that these parameters name."""
     named = read.get("prompts")
     if isinstance(named, str):
-        yield from prompts.files(named)
+        yield from [Path(named)] if os.path.isdir(named) else prompts.files(named)
     kind, _, trace = str(read.get("arrivals", "")).partition(":")
     if kind == "trace":
         yield Path(trace)

@@ -1,10 +1,10 @@
 """The files that a point's numbers can depend on: the import closure of its notebook.
 
 Imports are read by `ast`, at any depth, and followed through the rooms that compute numbers and
-through the modules beside the notebook. Figures, grids, tracking, commands and the zoo are not
-followed: mending a plot makes no result old. A drafter is imported by its name when it runs, so its
-file counts where that name stands: in the parameters, the notebook or the files that it reaches.
-Nothing is imported here.
+through modules of one's own, beside the notebook or on Python's path. Figures, grids, tracking,
+commands and the zoo are not followed: mending a plot makes no result old. A drafter is imported by
+its name when it runs, so its file counts where that name stands: in the parameters, the notebook or
+the files that it reaches. Nothing is imported here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specexp.tracking import provenance
+
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = PACKAGE.name
 ROOMS = ("models", "fast", "drafters", "serving", "measure")  # beside the files at the top
 NAMING = ("serving", "measure")  # rooms whose strings may name a drafter
-COMPILED = (".cpp", ".h", ".cu")
+COMPILED = provenance.SOURCE[1:]
 OF_GPU = f"{NAME}/fast/gpu/"
-INSTALLED = " (installed)"  # marks the files of other packages
+ELSEWHERE = " (elsewhere)"  # marks files that are neither specexp's nor beside the notebook
 
 _DRAFTERS = f"{NAME}.drafters."
 _OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*(?::.*)?")  # module:Class:ARGUMENT
@@ -161,23 +163,31 @@ def _source(path: Path, size: int, changed_ns: int) -> Source:
 
 
 class _Roots:
-    """Where modules are looked up: specexp, the notebook's folder, and `others`: modules that are
-    named by parameters."""
+    """Where modules are looked up: specexp, the notebook's folder, and where else Python finds
+    them, for code of one's own (on PYTHONPATH, or installed as editable) and for `others`: modules
+    that are named by parameters."""
 
     def __init__(self, folder: Path, others: Set[str]) -> None:
         self.folder, self.others = folder, others
-        self.installed: dict[str, Path] = {}  # folder by package
-        for top in {name.partition(".")[0] for name in others} - {NAME, *sys.stdlib_module_names}:
-            with suppress(ImportError, ValueError):
-                spec = importlib.util.find_spec(top)
-                if spec and spec.origin and not list(_files(top, folder)):
-                    self.installed[top] = Path(spec.origin).parents[bool(spec.parent)]
+        self.tops = {name.partition(".")[0] for name in others}
+        self.roots: dict[str, Path] = {}
+
+    def root(self, top: str) -> Path:
+        """The folder from which a module is imported; the notebook's if it does not count."""
+        if top not in self.roots:
+            self.roots[top] = self.folder
+            if top not in sys.stdlib_module_names and not list(_files(top, self.folder)):
+                with suppress(ImportError, ValueError):
+                    spec = importlib.util.find_spec(top)
+                    if spec and spec.origin and (top in self.tops or not _packaged(spec.origin)):
+                        self.roots[top] = Path(spec.origin).parents[bool(spec.parent)]
+        return self.roots[top]
 
     def files(self, name: str) -> Iterator[Path]:
         """The files that importing a module runs and that count: its own and its packages'."""
         top = name.partition(".")[0]
         if top != NAME:
-            yield from _files(name, self.installed.get(top, self.folder))
+            yield from _files(name, self.root(top))
             return
         for path in _files(name, PACKAGE.parent):
             if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in ROOMS:
@@ -187,12 +197,17 @@ class _Roots:
         """The folder from which this file is imported."""
         if path.is_relative_to(PACKAGE):
             return PACKAGE.parent
-        return next((f for f in self.installed.values() if path.is_relative_to(f)), self.folder)
+        folders = (f for f in (self.folder, *self.roots.values()) if path.is_relative_to(f))
+        return max(folders, key=lambda folder: len(folder.parts))
 
     def name(self, path: Path) -> str:
         home = self.home(path)
-        mark = INSTALLED if home in self.installed.values() else ""
+        mark = "" if home in (PACKAGE.parent, self.folder) else ELSEWHERE
         return path.relative_to(home).as_posix() + mark
+
+
+def _packaged(origin: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(origin).parts)
 
 
 def _follow(names: Iterable[str], roots: _Roots) -> dict[Path, Source]:

@@ -30,6 +30,7 @@ _HOW_TO_TAG = (
     "in JupyterLab select the cell, open the Property Inspector (the gears at the right) and add "
     "the cell tag `parameters`"
 )
+_RUN = re.compile(r"%run\s+(?:-\w+\s+)*[\"']?((?:\w+/)*\w+)\.py\b")
 _MAGIC = re.compile(r"^([ \t]*)((?:[\w, ]+=[ \t]*)?[%!?].*|.*\?)$", re.MULTILINE)
 
 
@@ -256,11 +257,11 @@ def _parse(source: str) -> ast.Module:
 
 
 def _code(sources: Iterable[str]) -> ast.Module:
-    """Cells as one module, without their magics; of a cell that is not Python, the lines that
-    are."""
+    """Cells as one module, without their magics, but for the files that `%run` runs; of a cell that
+    is not Python, the lines that are."""
     body: list[ast.stmt] = []
     for source in sources:
-        plain = _MAGIC.sub(r"\1pass", source)
+        plain = _MAGIC.sub(_imported, source)
         try:
             body += _parse(plain).body
         except SyntaxError:
@@ -268,6 +269,11 @@ def _code(sources: Iterable[str]) -> ast.Module:
                 with contextlib.suppress(SyntaxError):
                     body += _parse(line.strip()).body
     return ast.Module(body, [])
+
+
+def _imported(magic: re.Match[str]) -> str:
+    run = _RUN.match(magic[2])
+    return magic[1] + (f"import {run[1].replace('/', '.')}" if run else "pass")
 
 
 def _names(sources: Iterable[str]) -> frozenset[str] | None:

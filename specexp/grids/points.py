@@ -17,7 +17,7 @@ from typing import Any
 
 from specexp import api
 from specexp.errors import UserError, first_line
-from specexp.grids import identity
+from specexp.grids import identity, paths
 from specexp.grids import yaml_lines as lines
 from specexp.grids.grid_file import (
     MAX_POINTS,
@@ -44,9 +44,9 @@ LOADED = ("target", "dtype", "device", "drafter", "draft")  # points are ordered
 @dataclass(frozen=True, slots=True)
 class Point:
     """One notebook run. `params`: every parameter, defaults included; `varying`: the names of those
-    that the grid varies; `surroundings`: the parts of its identity besides the parameters; `timed`:
-    it measures time, so no other point should run beside it; `others`: other grids, loaded with
-    this one, that have the same point."""
+    that the grid varies; `around`: the rest of its identity; `timed`: it measures time, so no other
+    point should run beside it; `others`: other grids, loaded with this one, that have the same
+    point."""
 
     grid: str
     notebook: Path
@@ -54,7 +54,7 @@ class Point:
     params: dict[str, Any] = field(hash=False)
     varying: tuple[str, ...]
     timeout_s: float
-    surroundings: dict[str, str] = field(hash=False)
+    around: identity.Around = field(hash=False)
     run_key: str
     timed: bool = True
     others: tuple[str, ...] = ()
@@ -71,16 +71,28 @@ class Point:
     @property
     def identity(self) -> dict[str, str]:
         """Digests of what the result depends on; `run_key` is the digest of them all."""
-        return {"params": identity.digest(self.params), **self.surroundings}
+        return {"params": identity.digest(self.params), **self.around.parts}
+
+    @property
+    def together(self) -> bool:
+        """Whether points run beside it although it measures time."""
+        return self.around.parts.get("together") == "yes"
+
+    @property
+    def alone(self) -> bool:
+        """Whether it needs a machine to itself."""
+        return self.timed and not self.together
 
 
 def load(
-    paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None, only: Sequence[str] = ()
-) -> list[Point]:
+    paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
+    only: Sequence[str] = (), together: bool = False,
+) -> list[Point]:  # fmt: skip
     """The distinct points of these files, those that load the same models next to each other.
 
     `ask` is called with the number of points if there are more than MANY, and returns whether to
     go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
+    `together`: points that measure time may run side by side, which is another experiment.
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
@@ -91,7 +103,7 @@ def load(
         _ask(sheets, ask, report)
     points: dict[str, Point] = {}
     onces: dict[Path, api.Once] = defaultdict(api.Once)
-    surroundings = identity.Surroundings()
+    surroundings = identity.Surroundings(together)
     if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
             once = onces[sheet.notebook.path.parent]  # relative paths start from here
@@ -108,12 +120,12 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
     spec, path, varying = sheet.document.value, sheet.notebook.path, sheet.varying
     experiment = spec.get("experiment") or path.stem
     timeout = float(spec.get("timeout_s") or TIMEOUT_S)
-    for params, entry in sheet.combinations():
+    for written, entry in sheet.combinations():
         with contextlib.chdir(path.parent):  # where its kernel will run
-            checks.see(params, entry)
-            around = {} if checks.wrong else checks.surroundings.of(params, sheet.notebook)
+            params = checks.see(written, entry)
+            around = None if checks.wrong else checks.surroundings.of(params, sheet.notebook)
         if around:
-            key = identity.digest({"params": identity.digest(params), **around})
+            key = identity.digest({"params": identity.digest(params), **around.parts})
             yield Point(sheet.path.stem, path, experiment, params, varying, timeout, around, key,
                         sheet.notebook.timed)  # fmt: skip
     for what, lines_of in checks.wrong.items():
@@ -241,16 +253,34 @@ class Checks:
         self.alone = [name for name in sheet.varying if name in alone]
         self.wrong: dict[str, set[int]] = {}
 
-    def see(self, params: dict[str, Any], entry: int | None) -> None:
-        """Check a point, unless all its values were checked before. `entry`: of `include`."""
-        new = [("", *(norm(params[name]) for name in self.together))]
-        new += [(name, norm(params[name])) for name in self.alone]
+    def see(self, written: dict[str, Any], entry: int | None) -> dict[str, Any]:
+        """Check a point, unless all its values were checked before; returns its parameters, with
+        paths from the notebook's folder. `entry`: of `include`."""
+        new = [("", *(norm(written[name]) for name in self.together))]
+        new += [(name, norm(written[name])) for name in self.alone]
+        params = written | self.moved(written, entry)
         if not self.checked.issuperset(new):
             self.checked.update(new)
             for problem in self.problems_of(params):
-                lines = (self.sheet.where(name, params, entry) for name in problem.names)
-                line = next(filter(None, lines), self.sheet.line)
-                self.wrong.setdefault(problem.what, set()).add(line)
+                lines = (self.sheet.where(name, written, entry) for name in problem.names)
+                self.problem(problem.what, next(filter(None, lines), self.sheet.line))
+        return params
+
+    def problem(self, what: str, line: int) -> None:
+        self.wrong.setdefault(what, set()).add(line)
+
+    def moved(self, written: dict[str, Any], entry: int | None) -> dict[str, Any]:
+        """The parameters that the grid file sets and that may be paths, from the notebook's
+        folder."""
+        folders = self.sheet.path.resolve().parent, self.sheet.notebook.path.parent
+        values = {}
+        for name in filter(paths.may_name, written):
+            if line := self.sheet.where(name, written, entry):
+                try:
+                    values[name] = paths.moved(name, written[name], *folders)
+                except UserError as e:
+                    self.problem(str(e), line)
+        return values
 
     def problems_of(self, params: dict[str, Any]) -> list[Problem]:
         try:

@@ -25,7 +25,8 @@ from pathlib import Path
 import tenacity
 from rich.text import Text
 
-from specexp.grids.execute import ERROR, Failure
+from specexp.grids import identity
+from specexp.grids.execute import ERROR, REMOVED, Failure, of_error
 from specexp.grids.machines import local
 from specexp.grids.points import Point
 from specexp.grids.progress import RETRIED, Board, changed, failures_of
@@ -45,17 +46,15 @@ def run(
     *,
     machines: local.Machines | None = None,
     jobs: int | None = None,
-    together: bool = False,
     retry_failed: bool = False,
     force: bool = False,
 ) -> int:
     """Run the points that have no result yet, print the comparison and return the exit code.
 
-    jobs: points at once, by default what the machines have room for; timed points each have a
-    machine to themselves unless `together`. retry_failed: also run points that failed before;
-    force: run every point, even those with a result. Exit codes: 0 all done and published, 1 some
-    failed or unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by a
-    signal.
+    jobs: points at once, by default what the machines have room for; `alone` ones have a machine to
+    themselves. retry_failed: also run points that failed before; force: run every point, even those
+    with a result. Exit codes: 0 all done and published, 1 some failed or unpublished, 3 store busy,
+    4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
     """
     console = console or Terminal()
     try:
@@ -74,7 +73,7 @@ def run(
                 for line in changed(work.queue):
                     board.say(line)
                 board.say(f"{len(work.queue)} of {len(points)} points to run, {where.how}")
-                work.run_queue(where, jobs, together)
+                work.run_queue(where, jobs)
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
         compare.show(console, {p.run_key for p in points})
@@ -145,13 +144,13 @@ class Work:
         if self._where:
             self._where.kill()
 
-    def run_queue(self, where: local.Machines, jobs: int | None, together: bool) -> None:
-        """Run every point of the queue: untimed ones in parallel, then timed ones."""
+    def run_queue(self, where: local.Machines, jobs: int | None) -> None:
+        """Run every point of the queue: first those that others may run beside."""
         self._where = where
-        for clocked in (False, True):
-            queue = deque(p for p in self.queue if (p.timed and not together) == clocked)
-            self._room = where.alone if clocked else lambda: contextlib.nullcontext(True)
-            workers = min(where.at_once(jobs, clocked), len(queue))
+        for alone in (False, True):
+            queue = deque(p for p in self.queue if p.alone == alone)
+            self._room = where.alone if alone else lambda: contextlib.nullcontext(True)
+            workers = min(where.at_once(jobs, alone), len(queue))
             with ThreadPoolExecutor(workers or 1, "point") as pool:
                 each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
                 while not all(f.done() for f in each):
@@ -225,35 +224,37 @@ class Work:
         try:
             _write_point(point, attempt)
             where = worker(point, attempt, watch)
+            if why := identity.changed(point):
+                message = f"{why} while the grid ran: run the grid again"
+                raise Failure("invalid-result", message)
+            _write_point(point, attempt)  # whatever the notebook has made of it
             took = f"{time.monotonic() - begin:.2f}"
             tags = tags_of(point) | {"seconds": took, "where": where, "status": "FINISHED"}
             result = results.commit(attempt, point.run_key, tags)
-        except Failure as e:
-            if e.kind == "disk":
-                self._disk_full(point, attempt, str(e))
-            elif self._stopping.is_set():
-                self._fail(point, attempt, Failure("interrupted", "stopped"), "stopped")
-            else:
-                self._fail(point, attempt, e, "failed")
-            return
-        except OSError as e:
-            if e.errno in results.FULL:
-                self._disk_full(point, attempt, f"{e.strerror}: {e.filename or attempt}")
-            else:
-                self._fail(point, attempt, Failure("lost", str(e)), "failed")
+        except (Failure, OSError) as e:
+            self._fail(point, attempt, of_error(e, attempt) if isinstance(e, OSError) else e)
             return
         self._publish(result)
         self._report_done(point, compare.headline(result))
 
-    def _disk_full(self, point: Point, attempt: Path, why: str) -> None:
-        shutil.rmtree(attempt, ignore_errors=True)
-        self.board.ended(point.label, "stopped", why)
-        self.stop(DISK_FULL, f"{why}, {_free()}; {FREE_SPACE}")
-
-    def _fail(self, point: Point, attempt: Path, failure: Failure, state: str) -> None:
+    def _fail(self, point: Point, attempt: Path, failure: Failure) -> None:
+        if failure.kind == "disk":
+            shutil.rmtree(attempt, ignore_errors=True)
+            self.board.ended(point.label, "stopped", str(failure))
+            self.stop(DISK_FULL, f"{failure}, {_free()}; {FREE_SPACE}")
+            return
+        there, stopping = results.is_folder(attempt), self._stopping.is_set()
+        if stopping:
+            failure = Failure("interrupted", "stopped")
+        elif not there:
+            failure = Failure("invalid-result", REMOVED)
+        if not there:
+            attempt.unlink(missing_ok=True)
+            attempt.mkdir()
+        _write_point(point, attempt)
         self._publish_failure(set_aside(attempt, failure))
-        message = str(failure).splitlines()[0]
-        self.board.ended(point.label, state, f"{failure.kind}: {message}")
+        message = f"{failure.kind}: {str(failure).splitlines()[0]}"
+        self.board.ended(point.label, "stopped" if stopping else "failed", message)
 
     def _publish_failure(self, kept: Path) -> None:
         """Publish a failed attempt, if enough of it is left."""
@@ -355,6 +356,7 @@ def tags_of(point: Point) -> dict[str, str]:
         "grid": point.grid,
         "name": point.label,
         "notebook": point.notebook.name,
+        "together": "yes" if point.together else "no",
         "mlflow.source.name": source,
         "mlflow.source.type": "NOTEBOOK",
     }

@@ -32,7 +32,7 @@ from specexp.measure.prompts import Prompt, load
 from specexp.measure.statistics import Interval
 from specexp.serving import goodput
 from specexp.serving.cost_table import Costs
-from specexp.tracking import results
+from specexp.tracking import provenance, results
 
 log = logging.getLogger("specexp")
 
@@ -53,7 +53,7 @@ def profile(
 ) -> Costs:
     """The cost table of a pairing, in seconds over batch, draft length and context (slots).
 
-    The stored one, if it is of these models, device and dtype and has all these points; otherwise,
+    The stored one, if all that decides it is the same (`about`) and it has all these points; else,
     or with `force`, one is measured and stored, which keeps the points of the stored one. gammas
     beyond the drafter's longest draft are left out. contexts: by default those of `CONTEXTS` that
     the models reach, and one for `longest` tokens if that is more. Raises UserError if the drafter
@@ -98,7 +98,11 @@ def profile(
 
 def about(pairing: Pairing) -> dict[str, Any]:
     """`Costs.about` of a table of this pairing."""
-    return costs.about(pairing.engine) | {"drafter": pairing.drafter}
+    device = str(pairing.target.device)
+    return {
+        **provenance.machine(device, timed=True), "kernels": provenance.kernels(device),
+        "code": provenance.code_digest(), **costs.about(pairing.engine), "drafter": pairing.drafter,
+    }  # fmt: skip
 
 
 def table_path(pairing: Pairing) -> Path:

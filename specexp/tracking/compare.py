@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specexp.tracking import results
+from specexp.tracking import provenance, results
 from specexp.tracking import runs as track
 
 HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
@@ -59,14 +59,17 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def overview(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per run: the parameters that differ between runs, then the logged figures. Figures of
-    the groups in a run's tag `simulated` are marked so."""
+    """One row per run: the parameters that differ between runs, what differs in the machines and
+    libraries that made them, then the logged figures. Figures of the groups in a run's tag
+    `simulated` are marked so."""
     view = pd.DataFrame(index=runs.index)
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
     for column in (c for c in runs if c.startswith("params.")):
         if column in NAMED or (runs[column] != runs[column].iloc[0]).any():
             view[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
+    for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
+        view[fact] = _differing(runs[f"tags.{fact}"])
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
     for category in categories(runs):
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")
@@ -102,6 +105,14 @@ def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
         for step, value in sorted(track.curve(run["run_id"], series).items())
     ]
     return pd.DataFrame(rows, columns=["drafter", "step", "value", "run_id"])
+
+
+def _differing(texts: pd.Series) -> pd.Series:
+    """The comma-separated parts of each text that not all of them have."""
+    rows = [text.split(", ") if isinstance(text, str) else [] for text in texts]
+    shared = set.intersection(*map(set, filter(None, rows))) if any(rows) else set()
+    rest = [", ".join(part for part in row if part not in shared) for row in rows]
+    return pd.Series(rest, texts.index, dtype=object)
 
 
 def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:

@@ -1,38 +1,87 @@
-"""What a run was made with: versions, commit, device, threads and load.
+"""What a run was made with: versions, commit, device, threads, kernels, settings and load.
 
 A result's key (`grids/identity.py`) and a run's tags take the same facts from here. This file knows
-nothing of grids, commands or engines; it asks the compiled code only whether it can be compiled.
+nothing of grids, commands or engines.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
+from functools import cache
+from pathlib import Path
 
 from specexp.zoo import shelf
 
+PACKAGE = Path(__file__).resolve().parents[1]
+SOURCE = (".py", ".cpp", ".h", ".cu")
 PACKAGES = ("specexp", "torch", "transformers")
+COMPUTING = ("torch", "transformers", "tokenizers", "numpy", "scipy", "triton")
 SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS", "SPECEXP_FAST")
+# Variables that choose kernels of the libraries below, and so the last digits of their results;
+# and those that only change how long they take.
+ROUNDING = (
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC", "OMP_DYNAMIC",
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+    "LD_PRELOAD",
+)  # fmt: skip
+PACE = (
+    "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT",
+    "KMP_AFFINITY", "KMP_BLOCKTIME", "MALLOC_CONF", "MALLOC_ARENA_MAX", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING",
+)  # fmt: skip
+FACTS = (
+    "device", "threads", "kernels", "versions", "settings", "instructions", "processor", "python",
+    "together",
+)  # fmt: skip
+"""The tags, and parts of a key, that tell what a run was made with in words."""
+_UNITS = ("avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")  # for matrices
 
 
 def tags(device: str = "auto") -> dict[str, str]:
-    """The tags of a run on this device: versions, device, threads, load average, commit."""
-    import torch
-
+    """The tags of a run on this device: versions, all that `machine` says, load average, commit."""
     commit, dirty = os.environ.get("SPECEXP_GIT", "").split() or git_state()
-    off = switched_off(device)
     return {
         **{f"version.{name}": version(name) or "unknown" for name in PACKAGES},
-        **({"engine": off} if off else {}),
-        "version.python": platform.python_version(),
-        "device": device_class(device),
-        "threads": str(torch.get_num_threads()),
+        **machine(device, timed=True),
+        **({"kernels": kernels(device)} if "specexp.engine" in sys.modules else {}),
         "load": f"{os.getloadavg()[0]:.2f}",
         "git.commit": commit,
         "git.dirty": dirty,
     }
+
+
+def machine(device: str, timed: bool) -> dict[str, str]:
+    """What decides, besides specexp's own kernels, which code runs on this device, and so which
+    tokens come out; if `timed`, what decides only how long that takes, too."""
+    import torch
+
+    variables = (*ROUNDING, *PACE) if timed else ROUNDING
+    settings = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
+    versions = [f"{name} {number}" for name in COMPUTING if (number := version(name))]
+    kind = device_class(device)
+    return {
+        "device": kind,
+        "threads": str(torch.get_num_threads()),
+        "versions": ", ".join(versions),
+        "settings": ", ".join(settings) or "none",
+        **({"instructions": instructions()} if kind == "cpu" else {}),
+        **({"processor": processor(), "python": platform.python_version()} if timed else {}),
+    }
+
+
+def kernels(device: str) -> str:
+    """Which of specexp's kernels run on this device, in words (`ops.state`)."""
+    import torch
+
+    from specexp import ops
+
+    return ops.state(torch.device("cpu" if device_class(device) == "cpu" else "cuda"))
 
 
 def version(package: str) -> str | None:
@@ -52,14 +101,36 @@ def device_class(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
 
 
-def switched_off(device: str) -> str:
-    """Which accelerated parts are switched off or cannot be compiled; empty if none."""
-    from specexp.fast.cpu import build
+def instructions() -> str:
+    """The maker of this processor and the instructions that torch's libraries use there."""
+    import torch
 
-    off = [f"{name} off" for name in SWITCHES if os.environ.get(name) == "off"]
-    if device_class(device) == "cpu" and not build.compiler():
-        off.append("no compiler")
-    return ", ".join(off)
+    maker, has = _cpuinfo("vendor_id") or platform.machine(), _cpuinfo("flags").split()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return " ".join([maker, capability, *(unit for unit in _UNITS if unit in has)])
+
+
+def processor() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+@cache
+def _cpuinfo(field: str) -> str:
+    """What Linux says of the first processor."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in pairs if name.strip() == field), "")
+
+
+def code_digest() -> str:
+    """A digest of the library's whole source as it is now, machinery included."""
+    total = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*")):
+        hidden = any(part[0] == "." for part in path.relative_to(PACKAGE).parts)  # editors'
+        if path.suffix in SOURCE and not hidden and path.is_file():
+            total.update(path.read_bytes())
+    return total.hexdigest()
 
 
 def git_state() -> tuple[str, str]:

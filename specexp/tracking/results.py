@@ -273,6 +273,11 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(p for p in paths if p.is_file() and not p.is_symlink())
 
 
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder itself, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def only_files(attempt: Path) -> None:
     """Remove everything but files and folders: a link could make copies read other files."""
     for path in attempt.rglob("*"):

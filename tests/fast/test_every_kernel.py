@@ -5,7 +5,7 @@ import torch
 from support.inputs import INPUTS, LAST, SHAPES, differing, key_of
 from support.references import references
 
-from specexp import fast, ops
+from specexp import ops
 from specexp.drafters.suffix import Suffix
 from specexp.models import heads, lm, load
 from specexp.recording import recorder_for
@@ -155,4 +155,4 @@ def test_q_of_another_vocabulary_is_refused(rule):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
 def test_state_of_every_device_is_said_in_words(device):
-    assert fast.state(torch.device(device))
+    assert ops.state(torch.device(device))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specexp import api
 from specexp.errors import UserError
-from specexp.grids import notebooks, yaml_lines
+from specexp.grids import notebooks, paths, yaml_lines
 from specexp.grids import points as grid
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
@@ -638,19 +638,51 @@ def test_include_of_a_parameter_no_cell_reads_is_refused(load, folder):
     assert [s.split(" is read")[0] for s in said] == ["5: how"]
 
 
-def test_relative_prompts_are_looked_up_beside_the_notebook(load, folder, monkeypatch):
+def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypatch):
     write(
         folder.parent / "asks.ipynb", "print(prompts)", parameters='prompts: str = "all"  # which'
     )
     question = '{"question_id": 1, "category": "code", "turns": ["def f():"]}\n'
-    (folder.parent / "mine.jsonl").write_text(question)
-    spec = {"notebook": "../asks.ipynb", "grid": {"prompts": ["mine.jsonl"]}}
-    [point] = load(spec)
+    (folder / "mine.jsonl").write_text(question)
+    spec = {"notebook": "../asks.ipynb", "grid": {"prompts": ["mine.jsonl", "all"]}}
+    point, shipped = load(spec)
+    assert point.params["prompts"] == f"{folder.name}/mine.jsonl"
+    assert shipped.params["prompts"] == "all"
     assert "data" in point.identity
-    (folder / "here.jsonl").write_text(question)
-    monkeypatch.chdir(folder)
-    with pytest.raises(UserError, match=r"here\.jsonl"):
-        load(spec | {"grid": {"prompts": ["here.jsonl"]}})
+    (folder.parent / "own").mkdir()
+    (folder.parent / "own" / "beside.jsonl").write_text(question)
+    monkeypatch.chdir(folder.parent)
+    [said] = refusal(load, spec | {"grid": {"prompts": ["own/beside.jsonl"]}})
+    assert "is relative to the notebook" in said
+    assert "write '../own/beside.jsonl'" in said
+    [point] = load(spec | {"grid": {"prompts": ["../own/beside.jsonl"]}})
+    assert point.params["prompts"] == "own/beside.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "moved"),
+    [
+        ("target", "model", "grids/model"),
+        ("target", "model+int8", "grids/model+int8"),
+        ("target", "/model", "/model"),
+        ("target", "target-10m", "target-10m"),
+        (
+            "drafters",
+            ["ngram", "eagle:model", "ngram:4"],
+            ["ngram", "eagle:grids/model", "ngram:4"],
+        ),
+        ("arrivals", "trace:gaps.txt", "trace:grids/gaps.txt"),
+        ("own", "gaps.txt", "grids/gaps.txt"),
+        ("rule", "model", "model"),
+    ],
+)
+def test_path_behind_a_method_moves_with_it(tmp_path, name, written, moved):
+    (tmp_path / "grids" / "model").mkdir(parents=True)
+    (tmp_path / "grids" / "ngram").mkdir()
+    (tmp_path / "grids" / "gaps.txt").write_text("")
+    if paths.may_name(name):
+        written = paths.moved(name, written, tmp_path / "grids", tmp_path)
+    assert written == moved
 
 
 def test_notebooks_of_two_folders_read_their_own_relative_files(tmp_path):

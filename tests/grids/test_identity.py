@@ -6,11 +6,13 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from conftest import TRIVIAL
+from safetensors.torch import load_file
 
 from specexp.fast.cpu import build
 from specexp.grids import identity, imports, notebooks, progress
@@ -109,7 +111,7 @@ def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
     monkeypatch.setattr(identity.feasible, "sources", lambda params: [])
 
     def key() -> dict[str, str]:
-        return identity.Surroundings().of(params, notebook)
+        return identity.Surroundings().of(params, notebook).parts
 
     before = key()
     edit(package / "fast" / "cpu" / "passes.cpp")
@@ -119,7 +121,7 @@ def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
     edit(kernels)
     kernels.with_name("__init__.py").touch()
     assert key() == before
-    monkeypatch.setattr(identity, "device_class", lambda device: "Some GPU")
+    monkeypatch.setattr(provenance, "device_class", lambda device: "Some GPU")
     assert "specexp/fast/gpu/ops.py" in key()
 
 
@@ -158,6 +160,8 @@ def test_modules_beside_the_notebook_are_in_the_key(tmp_path):
         "tools/deep.py": "from .within.far import x\nfrom ..outside import y",
         "tools/within/far.py": "import importlib\nimportlib.import_module('named')",
         "named.py": "this is no python",
+        "run.py": "import runs",
+        "runs.py": "",
         "unused.py": "",
         "typed.py": "",
     }
@@ -166,7 +170,7 @@ def test_modules_beside_the_notebook_are_in_the_key(tmp_path):
         (tmp_path / name).write_text(text)
     cell = (
         "%%time\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import typed\n"
-        "listed = !ls\nimport json, helper"
+        "listed = !ls\nimport json, helper\n%run -i run.py 3"
     )
     own = write(tmp_path / "own.ipynb", cell)
     wanted = modules.keys() - {"unused.py", "typed.py"}
@@ -175,6 +179,17 @@ def test_modules_beside_the_notebook_are_in_the_key(tmp_path):
         before = files(own)
         edit(tmp_path / name)
         assert changes(before, files(own)) == {name}
+
+
+def test_own_module_on_the_path_is_in_the_key_and_an_installed_one_is_not(tmp_path, monkeypatch):
+    (tmp_path / "lib" / "site-packages").mkdir(parents=True)
+    (tmp_path / "lib" / "mine.py").write_text("import theirs")
+    (tmp_path / "lib" / "site-packages" / "theirs.py").write_text("")
+    for folder in ("lib", "lib/site-packages"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (tmp_path / "notebooks").mkdir()
+    own = write(tmp_path / "notebooks" / "own.ipynb", "import mine, theirs, torch")
+    assert files(own).keys() == {"mine.py (elsewhere)"}
 
 
 def test_class_named_by_a_parameter_is_in_the_key(tmp_path, monkeypatch):
@@ -188,7 +203,7 @@ def test_class_named_by_a_parameter_is_in_the_key(tmp_path, monkeypatch):
     (elsewhere / "__init__.py").write_text("from drafts import echo")
     (elsewhere / "echo.py").write_text("import torch")
     monkeypatch.syspath_prepend(elsewhere.parent)
-    installed = {"drafts/__init__.py (installed)", "drafts/echo.py (installed)"}
+    installed = {"drafts/__init__.py (elsewhere)", "drafts/echo.py (elsewhere)"}
     assert files(own, name="drafts:Echo").keys() == installed
     point = EntryPoint("echo", "drafts:Echo", "specexp.drafters")
     monkeypatch.setattr(imports, "_entry_points", lambda: [point])
@@ -234,7 +249,8 @@ def load(file: Path, **spec) -> grid.Point:
 def test_key_is_the_digest_of_the_identity(points):
     [point] = points(x=[1])
     assert point.run_key == identity.digest(point.identity)
-    assert set(point.identity) == {"params", "notebook", "specexp/__init__.py"}
+    parts = {"params", "notebook", "specexp/__init__.py", *identity.SHOWN} - {"kernels"}
+    assert set(point.identity) == parts
 
 
 def test_saving_or_running_a_notebook_keeps_the_key(tmp_path):
@@ -256,65 +272,124 @@ def test_saving_or_running_a_notebook_keeps_the_key(tmp_path):
     assert changes(before.identity, after.identity) == {"notebook"}
 
 
+class Case:
+    """A grid of one point: a notebook with a helper, prompts, and a draft model in parts; and the
+    environment that its key is computed in."""
+
+    def __init__(self, folder: Path, models: tuple[str, str], patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch, self.together = folder, patch, False
+        self.write("helper.py", "scale = 1")
+        self.write("prompts.jsonl", QUESTION)
+        self.draft = Path(shutil.copytree(models[1], folder / "draft"))
+        (self.draft / "parts").mkdir()
+        whole = self.draft / "model.safetensors"
+        shutil.copy(whole, self.draft / "parts" / "2.safetensors")
+        first, *rest = load_file(whole)
+        self.index(dict.fromkeys(rest, whole.name) | {first: "parts/2.safetensors"})
+        self.fixed = {
+            "target": models[0], "rivals": [str(self.draft)], "drafter": "ngram",
+            "prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 4,
+        }  # fmt: skip
+        self.timed(False)
+
+    def index(self, weight_map: dict[str, str], **more: int) -> None:
+        saved = {"weight_map": weight_map, "metadata": more}
+        self.write("draft/model.safetensors.index.json", json.dumps(saved))
+
+    def write(self, file: str, text: str) -> None:
+        (self.folder / file).write_text(text)
+
+    def flip(self, file: str) -> None:
+        """Change the last bit of a file."""
+        data = (self.folder / file).read_bytes()
+        (self.folder / file).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    def timed(self, timed: bool) -> None:
+        saved = json.loads(ACCEPTANCE.read_text())
+        saved["metadata"]["specexp"] = {"timed": timed}
+        saved["cells"].append(saved["cells"][-1] | {"source": "import helper", "id": "new"})
+        self.write("own.ipynb", json.dumps(saved))
+
+    def point(self) -> grid.Point:
+        spec = {"notebook": "own.ipynb", "fixed": self.fixed}
+        self.write("own.yaml", yaml.safe_dump(spec))
+        return grid.load([self.folder / "own.yaml"], together=self.together)[0]
+
+    def env(self, name: str, value: str) -> None:
+        self.patch.setenv(name, value)
+
+    def fact(self, owner: object, name: str, value: str | int) -> None:
+        self.patch.setattr(owner, name, lambda *_: value)
+
+
+QUESTION = '{"question_id": 1, "category": "c", "turns": ["mean"]}'
+TOKENS = {
+    "helper beside the notebook": (lambda c: edit(c.folder / "helper.py"), {"helper.py"}),
+    "prompts": (lambda c: c.write("prompts.jsonl", QUESTION + "\n"), {"data"}),
+    "weights": (lambda c: c.flip("draft/parts/2.safetensors"), {"models"}),
+    "index of weights": (lambda c: c.index({"x": "model.safetensors"}), {"models"}),
+    "generation config": (lambda c: c.write("draft/generation_config.json", "{}"), {"models"}),
+    "chat template": (lambda c: edit(c.draft / "chat_template.jinja"), {"models"}),
+    "threads": (lambda c: c.fact(torch, "get_num_threads", 77), {"threads"}),
+    "torch": (lambda c: c.fact(provenance, "version", "9.9"), {"versions"}),
+    "ATEN_CPU_CAPABILITY": (
+        lambda c: c.fact(torch.backends.cpu, "get_cpu_capability", "DEFAULT"),
+        {"instructions", "kernels"},
+    ),
+    "MKL_CBWR": (lambda c: c.env("MKL_CBWR", "COMPATIBLE"), {"settings"}),
+    "compiled code": (lambda c: c.flip("library.so"), {"kernels"}),
+    "code that does not compile": (lambda c: c.fact(build, "_loaded", None), {"kernels"}),
+    "compiler": (lambda c: c.fact(build, "compiler", "g++ -O0"), {"kernels"}),
+    **{name: (lambda c, n=name: c.env(n, "off"), {"kernels"}) for name in provenance.SWITCHES},
+}  # fmt: skip
+TIME = {
+    "processor": lambda c: c.fact(provenance, "processor", "another"),
+    "python": lambda c: c.fact(provenance.platform, "python_version", "3.99"),
+    "settings": lambda c: c.env("OMP_PROC_BIND", "true"),
+    "together": lambda c: setattr(c, "together", True),
+}
+
+
 @pytest.fixture
-def compiled(monkeypatch):
-    """Pretend that nothing is switched off and that there is a compiler."""
+def case(tmp_path, tiny_folders, monkeypatch):
+    (tmp_path / "library.so").write_bytes(b"1")
+    library = [SimpleNamespace(_name=tmp_path / "library.so")]
+    monkeypatch.setattr(build, "_loaded", lambda: library)
     monkeypatch.setattr(build, "compiler", lambda: "c++")
-    for name in provenance.SWITCHES:
+    for name in (*provenance.SWITCHES, *provenance.ROUNDING, *provenance.PACE):
         monkeypatch.delenv(name, raising=False)
+    return Case(tmp_path, tiny_folders, monkeypatch)
 
 
-def test_models_data_device_and_threads_change_the_key(
-    tmp_path, tiny_folders, compiled, monkeypatch
-):
-    target, draft = tiny_folders
-    questions = tmp_path / "q.jsonl"
-    questions.write_text('{"question_id": 1, "category": "c", "turns": ["mean"]}')
-    fixed = {
-        "target": target, "rivals": [draft], "drafter": "ngram", "prompts": str(questions),
-        "max_new_tokens": 4,
-    }  # fmt: skip
+@pytest.mark.parametrize("what", TOKENS)
+def test_whatever_decides_tokens_changes_the_key_and_fails_a_point_meanwhile(case, what):
+    change, parts = TOKENS[what]
+    before = case.point()
+    assert case.point().run_key == before.run_key
+    assert identity.changed(before) == ""
+    change(case)
+    assert changes(before.identity, case.point().identity) == parts
+    assert all(part in identity.changed(before) for part in parts)
 
-    def key() -> dict[str, str]:
-        return load(tmp_path / "g.yaml", notebook=str(ACCEPTANCE), fixed=fixed).identity
 
-    before = key()
-    others = {name for name in before if not name.startswith("specexp/")}
-    assert others == {"params", "notebook", "models", "data", "device", "threads", "engine"}
+@pytest.mark.parametrize("what", TIME)
+def test_what_decides_time_alone_changes_the_keys_of_timed_points(case, what):
+    untimed = case.point()
+    case.timed(True)
+    timed = case.point()
+    TIME[what](case)
+    assert changes(timed.identity, case.point().identity) == {what}
+    case.timed(False)
+    assert case.point().run_key == untimed.run_key
+
+
+def test_device_changes_the_key(case):
+    before = case.point().identity
     assert before["device"] == "cpu"
-    assert key() == before
-    weights = Path(draft) / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert changes(before, key()) == {"models"}
-    weights.write_bytes(whole)
-    assert key() == before
-    with questions.open("a") as file:
-        file.write('\n{"question_id": 2, "category": "c", "turns": ["sum"]}')
-    assert changes(before, key()) == {"data"}
-    before = key()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert changes(before, key()) == {"threads"}
-    before = key()
-    monkeypatch.setattr(identity, "device_class", lambda device: "Some GPU")
-    changed = changes(before, key())
-    assert {name for name in changed if not name.startswith(imports.OF_GPU)} == {"device"}
-
-
-@pytest.mark.parametrize("name", provenance.SWITCHES)
-def test_switched_off_or_uncompiled_code_changes_the_key(tmp_path, compiled, monkeypatch, name):
-    def key() -> dict[str, str]:
-        fixed = {"drafter": "ngram", "device": "cpu"}
-        return load(tmp_path / "g.yaml", notebook=str(ACCEPTANCE), fixed=fixed).identity
-
-    usual = key()
-    assert "engine" not in provenance.tags()
-    monkeypatch.setenv(name, "off")
-    assert changes(usual, key()) == {"engine"}
-    monkeypatch.setattr(build, "compiler", lambda: None)
-    assert provenance.switched_off("cpu") == f"{name} off, no compiler"
-    monkeypatch.delenv(name)
-    assert changes(usual, key()) == {"engine"}
+    case.fact(provenance, "device_class", "Some GPU")
+    changed = changes(before, case.point().identity)
+    others = {name for name in changed if not name.startswith(imports.OF_GPU)}
+    assert others == {"device", "instructions", "kernels"}
 
 
 def test_gpu_is_known_by_its_name(monkeypatch):
@@ -361,22 +436,22 @@ def test_hub_id_stands_for_its_cached_revision(tmp_path, monkeypatch):
 def test_library_digest_covers_python_and_compiled_source(tmp_path, monkeypatch, name):
     for folder in ("figures", "native", "native/__pycache__"):
         (tmp_path / folder).mkdir()
-    monkeypatch.setattr(imports, "PACKAGE", tmp_path)
-    before = identity.code_digest()
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)
+    before = provenance.code_digest()
     (tmp_path / "native/__pycache__/new.so").write_text("1")
-    assert identity.code_digest() == before
+    assert provenance.code_digest() == before
     (tmp_path / name).write_text("1")
-    assert identity.code_digest() != before
+    assert provenance.code_digest() != before
 
 
 def test_library_digest_ignores_what_editors_leave(tmp_path, monkeypatch):
-    monkeypatch.setattr(imports, "PACKAGE", tmp_path)
-    before = identity.code_digest()
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path)
+    before = provenance.code_digest()
     (tmp_path / ".#run.py").symlink_to("somebody@here.1:2")
     (tmp_path / "run.py").symlink_to("gone.py")
     (tmp_path / ".ipynb_checkpoints").mkdir()
     (tmp_path / ".ipynb_checkpoints" / "run-checkpoint.py").write_text("1")
-    assert identity.code_digest() == before
+    assert provenance.code_digest() == before
 
 
 # --- why a point is new --------------------------------------------------------------------------
@@ -385,15 +460,16 @@ def test_library_digest_ignores_what_editors_leave(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("before", "reason"),
     [
-        ({"code": "1" * 16}, "made before keys by room"),
+        ({"versions": "torch 1.0"}, "versions was torch 1.0, is VERSIONS"),
         ({"notebook": "other"}, "notebook changed"),
         ({"specexp/drafters/ngram.py": "other"}, "specexp/drafters/ngram.py changed"),
         (dict.fromkeys("abcd", "other"), "a, b, c and 1 more changed"),
-        ({"device": "cpu", "models": "1"}, "device, models changed"),
+        ({"models": "1"}, "models changed"),
     ],
 )
 def test_status_says_why_a_point_is_new(store, points, before, reason):
     done, never = points(x=[1, 2])
+    reason = reason.replace("VERSIONS", done.identity["versions"])
     record = {"tags": {"notebook": done.notebook.name}, "identity": done.identity | before}
     earlier = store / "results" / "0123456789abcdef"
     earlier.mkdir(parents=True)
@@ -407,8 +483,10 @@ def test_status_says_why_a_point_is_new(store, points, before, reason):
 
 
 def test_device_and_threads_are_told_by_their_values():
-    before = {"device": "cpu", "threads": "2", "engine": "all on", "notebook": "1"}
-    now = {"device": "Some GPU", "threads": "1", "engine": "no compiler", "notebook": "1"}
+    before = {"device": "cpu", "threads": "2", "versions": "torch 1", "notebook": "1"}
+    now = {"device": "Some GPU", "threads": "1", "versions": "torch 2", "notebook": "1"}
     assert identity.why_new(now, before) == (
-        "device was cpu, is Some GPU; threads was 2, is 1; engine was all on, is no compiler"
+        "device was cpu, is Some GPU; threads was 2, is 1; versions was torch 1, is torch 2"
     )
+    old = {"device": "cpu", "threads": "2", "engine": "all on"}
+    assert identity.why_new(now, old).startswith("made before keys named versions")

@@ -355,7 +355,7 @@ def test_killed_slot_takes_its_kernel_and_no_other(go, forking, tmp_path):
     assert forking.how == "forked kernels"
 
 
-def test_slots_run_points_at_once(go, forking):
+def test_workers_run_points_at_once(go, forking):
     def work(name: str) -> list[str]:
         cell = f"import time; time.sleep(0.1); print({name!r})"
         with forking.worker() as worker:

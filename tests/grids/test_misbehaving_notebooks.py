@@ -131,7 +131,8 @@ def wild(folder: Path) -> Path:
     made = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(c) for c in cells],
         metadata={
-            "kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}
+            "specexp": {"timed": False},
+            "kernelspec": {"name": "python3", "display_name": "Python", "language": "python"},
         },
     )
     made.cells[0].metadata["tags"] = ["parameters"]
@@ -280,7 +281,7 @@ def test_floods_of_output_are_cut(wilds):
 @pytest.mark.parametrize("how", ["harms a neighbour", "removes a neighbour"])
 def test_damage_by_another_point_is_found(wilds, how):
     hows = [how, "is slow"]
-    end = wilds.go("--jobs", "2", "--together", how=hows, where=[3])
+    end = wilds.go("--jobs", "2", how=hows, where=[3])
     kinds = wilds.kinds(how=hows, where=[3])
     assert kinds[how, 3] == "done"
     assert kinds["is slow", 3] != "done", end.said

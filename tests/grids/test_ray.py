@@ -70,8 +70,8 @@ def overheard(machines: OnRay, file: Path) -> OnRay:
 @ray
 @pytest.mark.slow
 def test_ray_runs_points_once_and_reports_failures(store, points, address):
-    todo = points(how=["well", "raises"])
-    code, said = go(todo, machines=OnRay(todo, together=True), together=True)
+    todo = points(together=True, how=["well", "raises"])
+    code, said = go(todo, machines=OnRay(todo))
     assert code == 1
     assert (
         "2 of 2 points to run, on Ray (machines: 1, CPUs: 2, GPUs: 0), room for 2 at once" in said
@@ -149,7 +149,7 @@ def test_workers_get_the_runners_switches(points, monkeypatch):
     monkeypatch.setenv(native, "off")
     monkeypatch.delenv(graphs, raising=False)
     [point] = points(x=[1])
-    told = remote.Tasks([point], True, False).of(point).environment
+    told = remote.Tasks([point], True).of(point).environment
     assert (told[native], told[graphs]) == ("off", "")
 
 
@@ -173,26 +173,26 @@ def test_machine_lost_repeatedly_is_a_lost_point(points):
 @ray
 def test_resources_requested_of_ray(points):
     """Timed points get one of the largest machines, others a CPU, both a GPU if they need one."""
-    [point] = points(x=[1])
+    [point], [beside] = points(x=[1]), points(together=True, x=[1])
 
-    def cluster_of(nodes, **options):
-        made = OnRay([point], **options)
+    def cluster_of(nodes, point=point):
+        made = OnRay([point])
         made._nodes, made._gpus = nodes, any(gpus for _, gpus in nodes)
         return made
 
     cpus = [(4.0, 0.0), (16.0, 0.0), (16.0, 0.0)]
-    alone, together = cluster_of(cpus), cluster_of(cpus, together=True)
+    alone, together = cluster_of(cpus), cluster_of(cpus, beside)
     assert alone.demand(point) == {"num_cpus": 16, "num_gpus": 0}
-    assert alone.at_once(None, timed=True) == 2
-    assert alone.at_once(7, timed=True) == 7
-    assert together.demand(point) == {"num_cpus": 1, "num_gpus": 0}
-    assert together.at_once(None, timed=False) == 36
+    assert alone.at_once(None, alone=True) == 2
+    assert alone.at_once(7, alone=True) == 7
+    assert together.demand(beside) == {"num_cpus": 1, "num_gpus": 0}
+    assert together.at_once(None, alone=False) == 36
     mixed = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
     for device, gpus in (("cpu", 0), ("auto", 1), ("cuda", 1), ("cuda:0", 1)):
-        point.params["device"] = device
+        point.params["device"] = beside.params["device"] = device
         assert cluster_of(mixed).demand(point) == {"num_cpus": 16 if gpus else 64, "num_gpus": gpus}
-        assert cluster_of(mixed).at_once(None, timed=True) == 1
-        assert cluster_of(mixed, together=True).at_once(None, timed=False) == (8 if gpus else 88)
+        assert cluster_of(mixed).at_once(None, alone=True) == 1
+        assert cluster_of(mixed, beside).at_once(None, alone=False) == (8 if gpus else 88)
 
 
 @ray

@@ -25,7 +25,7 @@ from support.processes import alive, until
 from specexp.grids import points as grid
 from specexp.grids import progress
 from specexp.grids import runner as run
-from specexp.grids.execute import Failure
+from specexp.grids.execute import Failure, _tidy
 from specexp.grids.machines import local
 from specexp.tracking import audit, rebuild, runs
 from specexp.tracking.results import claim, holder, intact
@@ -125,6 +125,51 @@ def test_failed_points_keep_their_reason_and_others_run(store, points):
     assert f"1 done, {len(KINDS)} failed" in text
 
 
+def removed(attempt: Path) -> None:
+    shutil.rmtree(attempt)
+
+
+def replaced_by_a_file(attempt: Path) -> None:
+    shutil.rmtree(attempt)
+    attempt.write_text("")
+
+
+def replaced_by_a_link(attempt: Path) -> None:
+    attempt.rename(attempt.parents[2] / "elsewhere")
+    attempt.symlink_to(attempt.parents[2] / "elsewhere")
+
+
+@pytest.mark.parametrize("spoil", [removed, replaced_by_a_file, replaced_by_a_link])
+@pytest.mark.parametrize("error", [None, OSError(5, "no such folder"), Failure("lost", "planted")])
+def test_point_without_its_attempt_folder_fails_once(store, points, monkeypatch, spoil, error):
+    def execute(point, attempt, *rest):
+        (attempt / "result.json").write_text("{}")
+        spoil(attempt)
+        if error:
+            raise error
+        _tidy(attempt)
+
+    monkeypatch.setattr(local, "execute", execute)
+    todo = points(x=[1])
+    for _ in range(2):
+        code, said = go(todo)
+        assert code == 1
+        assert "invalid-result: the notebook removed its attempt folder" in said
+    [kept] = (store / "failed").iterdir()
+    assert {path.name for path in kept.iterdir()} >= {"point.json", "tags.json", "error.txt"}
+    assert statuses() == {todo[0].run_key: "FAILED"}
+    assert "1 failed" in str(progress.status(todo).caption)
+
+
+def test_notebook_that_removes_its_folder_fails_once(store, points):
+    todo = points(how=["removes"])
+    assert go(todo)[0] == 1
+    code, said = go(todo)
+    assert code == 1
+    assert "in an earlier run: invalid-result: the notebook removed its attempt folder" in said
+    assert statuses() == {todo[0].run_key: "FAILED"}
+
+
 def test_run_tag_names_the_notebook_path(points):
     [inside] = points(x=[1])
     outside = replace(inside, notebook=Path("/elsewhere/own.ipynb"))
@@ -158,7 +203,7 @@ def test_notebook_edited_during_a_grid_fails_its_points(store, tmp_path):
     own.write_text(TRIVIAL.read_text().replace("import os", "import os, sys"))
     code, said = go([before])
     assert (code, list(store.glob("results/*"))) == (1, [])
-    assert "the notebook changed while the grid ran: run the grid again" in said
+    assert "the notebook changed before it ran: run the grid again" in said
     [after] = grid.load([file])
     assert go([after])[0] == 0
     assert intact(store / "results" / after.run_key)
@@ -233,7 +278,7 @@ def test_output_notebook_can_be_run_again(store, points, tmp_path):
     shutil.copy(store / "results" / point.run_key / "notebook.ipynb", tmp_path / "own.ipynb")
     (grids / "own.yaml").write_text("notebook: ../own.ipynb\ngrid: {x: [3]}\n")
     [again] = grid.load([grids / "own.yaml"])
-    assert again.surroundings["notebook"] == point.surroundings["notebook"]
+    assert again.around.parts["notebook"] == point.around.parts["notebook"]
     assert go([again])[0] == 0
 
 
@@ -403,19 +448,19 @@ def test_timed_point_waits_for_other_runners_timing_here(store, points, monkeypa
         done.append(point)
         raise Failure("error", "planted")
 
-    def through(point, together=False):
+    def through(point):
         work = run.Work([point], progress.Board(Console(quiet=True), 1), queue=[point])
         monkeypatch.setattr(work, "_serve", lambda *_: taken.append(work._take(point, worker)))
-        work.run_queue(local.Here([point]), 1, together)
+        work.run_queue(local.Here([point]), 1)
 
     monkeypatch.setattr(local, "execute", executed)
-    timed, other, third = points(x=[1, 2, 3])
+    (timed, third), [other] = points(x=[1, 3]), points(together=True, x=[2])
     worker = partial(local._run, None, 0)
     with local.Here([]).alone() as ours:
         assert ours
         through(timed)
         assert (taken, done) == ([False], [])
-        through(other, together=True)
+        through(other)
         through(replace(third, timed=False))
         assert len(done) == 2
     through(timed)
@@ -544,8 +589,8 @@ def test_untimed_points_run_together_timed_ones_alone(store, points, monkeypatch
     assert go([*free, *timed], jobs=3)[0] == 1
     assert most == {True: 1, False: 3}
     meet = {1, 5, 6}
-    together = [*timed, free[0]]
-    assert go(together, jobs=3, together=True, retry_failed=True)[0] == 1
+    together = [*points(together=True, x=[5, 6]), free[0]]
+    assert go(together, jobs=3, retry_failed=True)[0] == 1
     assert most[True] > 1
 
 
@@ -575,8 +620,8 @@ def test_each_worker_sees_its_own_gpu(points, monkeypatch, gpus, named, seen):
 
 
 def test_parallel_points_run_once_each(store, points):
-    todo = points(x=list(range(6)))
-    assert go(todo, jobs=3, together=True)[0] == 0
+    todo = points(together=True, x=list(range(6)))
+    assert go(todo, jobs=3)[0] == 0
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 

@@ -594,8 +594,8 @@ def quick_machines(job: dict[str, Any]) -> Any:
         def __exit__(self, *_: object) -> None:
             papermill.execute_notebook = self.before
 
-        def at_once(self, jobs: int | None, timed: bool) -> int:
-            return 1 if timed else jobs or 1
+        def at_once(self, jobs: int | None, alone: bool) -> int:
+            return 1 if alone else jobs or 1
 
         def alone(self) -> Any:
             return contextlib.nullcontext(True)

@@ -223,6 +223,20 @@ def test_overview_marks_lossy_and_simulated_figures():
     assert compare.overview(runs.head(0)).empty
 
 
+def test_overview_tells_what_runs_were_made_with_where_it_differs():
+    runs = pd.DataFrame(
+        {
+            "metrics.acceptance/rate": [0.5] * 3, "tags.together": ["no", "yes", "no"],
+            "tags.versions": ["torch 1, numpy 2", "torch 9, numpy 2", None],
+            "tags.threads": ["2"] * 3,
+        }
+    )  # fmt: skip
+    view = compare.overview(runs)
+    assert list(view) == ["versions", "together", "accepted"]
+    assert list(view["versions"]) == ["torch 1", "torch 9", ""]
+    assert list(view["together"]) == ["no", "yes", "no"]
+
+
 def test_runs_come_newest_first_across_experiments(store):
     for name in ("one", "two", "one"):
         track.log(name, {"x": 1}, METRICS, tags={"grid": "o'clock"})

@@ -102,12 +102,16 @@ def library() -> Library | None:
 
 
 def state() -> str:
-    """Whether there is compiled code, and why not, in words."""
+    """Whether there is compiled code, its compiler and the first digits of its digest, or why there
+    is none, in words."""
     if _off():
         return "off by SPECEXP_NATIVE: torch's operations"
     if compiler() is None:
         return "no C++ compiler: torch's operations"
-    return f"compiled, {vectors()}" if _loaded() else "does not compile: torch's operations"
+    if not (code := _loaded()):
+        return "does not compile: torch's operations"
+    files = b"".join(file.read_bytes() for part in code if (file := Path(part._name)).exists())
+    return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 
 
 def _off() -> bool:

@@ -6,6 +6,7 @@ kernel takes plain int64 and float32 tensors that are contiguous, where nothing 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from functools import partial
@@ -27,8 +28,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 __all__ = ["cpu_replays", "fused", "fused_eagle", "huge_pages"]  # importing them registers theirs
 
-state = build.state
 PLAIN = (Tensor, torch.nn.Parameter)  # no subclass: it may have no memory of its own
+
+
+def state() -> str:
+    """In words, which kernels run here."""
+    off = os.environ.get("SPECEXP_GRAPHS") == "off"
+    return build.state() + ", rounds are not replayed (SPECEXP_GRAPHS=off)" * off
 
 
 def compiled(operation: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,8 @@ class Machines(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    def at_once(self, jobs: int | None, timed: bool) -> int:
-        """How many points run in parallel, given `jobs` or None. `timed`: points that each need a
+    def at_once(self, jobs: int | None, alone: bool) -> int:
+        """How many points run in parallel, given `jobs` or None. `alone`: those that each need a
         machine to themselves."""
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
@@ -45,7 +44,7 @@ class Machines(Protocol):
 
 
 def of(
-    name: str, points: Sequence[Point], *, forked: bool = True, together: bool = False,
+    name: str, points: Sequence[Point], *, forked: bool = True,
     say: Callable[[str], None] = lambda message: None,
 ) -> Machines:  # fmt: skip
     """The machines of this name: `here`, or an address of Ray (`ray.OnRay`). Raises UserError."""
@@ -53,7 +52,7 @@ def of(
         return Here(points, forked)
     from specexp.grids.machines.ray import OnRay
 
-    return OnRay(points, name, forked=forked, together=together, say=say)
+    return OnRay(points, name, forked=forked, say=say)
 
 
 class Here:
@@ -64,14 +63,13 @@ class Here:
             notebooks.modules_of(sorted({p.notebook for p in points})), forked
         )
         self._workers: dict[int, kernels.Worker] = {}
-        self._lock = threading.Lock()
 
     @property
     def how(self) -> str:
         return f"in {self._kernels.how}"
 
-    def at_once(self, jobs: int | None, timed: bool) -> int:
-        return 1 if timed else jobs or 1
+    def at_once(self, jobs: int | None, alone: bool) -> int:
+        return 1 if alone else jobs or 1
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
         return results.claim(f"timing-{socket.gethostname()}")
@@ -86,11 +84,9 @@ class Here:
     @contextlib.contextmanager
     def worker(self, number: int) -> Iterator[Worker]:
         with self._kernels.worker() as worker:
-            with self._lock:
-                self._workers[number] = worker
+            self._workers[number] = worker
             yield partial(_run, worker, number)
-        with self._lock:
-            self._workers.pop(number)
+        del self._workers[number]
 
     def kill(self) -> None:
         for worker in list(self._workers.values()):

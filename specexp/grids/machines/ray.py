@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from specexp.errors import UserError
 from specexp.grids.execute import Failure, Watch
 from specexp.grids.machines import worker
@@ -47,14 +45,7 @@ class Mailbox:
 
 
 def task(todo: Task, mailbox: Any, number: int) -> Outcome:
-    """Run a task on a worker. Ray sets OMP_NUM_THREADS to the number of CPUs asked for; here it is
-    limited to the physical cores, as half of a machine's CPUs are often hyperthreads."""
-    import ray
-
-    cpus = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))
-    if os.environ.get("OMP_NUM_THREADS") == str(cpus):
-        cores = psutil.cpu_count(logical=False) or cpus
-        os.environ["OMP_NUM_THREADS"] = str(min(cpus, cores))
+    """Run a task on a worker."""
     return worker.run(todo, lambda message: mailbox.say.remote(number, message))
 
 
@@ -62,14 +53,14 @@ class OnRay:
     """Runs points on a Ray cluster. `address`: `ray` starts one on this machine, `auto` joins the
     one that runs here, HOST:PORT and ray://HOST:PORT join others. `say` reports lost machines.
 
-    A timed point asks for all CPUs of one of the largest machines, so that no other point runs
-    there, unless `together`; other points ask for one CPU. Both ask for one GPU if their device is
-    one, or is `auto` and the cluster has any. Raises UserError.
+    A point that needs a machine to itself asks for all CPUs of one of the largest, others for a CPU
+    for each of their threads. Both ask for one GPU if their device is one, or is `auto` and the
+    cluster has any. Raises UserError.
     """
 
     def __init__(
         self, points: Sequence[Point], address: str = OWN, *, forked: bool = True,
-        together: bool = False, say: Callable[[str], None] = lambda message: None,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:  # fmt: skip
         if address not in (OWN, HERE) and not _ADDRESS.fullmatch(address):
             raise UserError(
@@ -82,7 +73,7 @@ class OnRay:
             if re.fullmatch(r"cuda:[1-9]\d*", _device(point)):
                 raise UserError(f"{point.label}: a point on Ray sees one GPU; write device: cuda")
         self.say, self._points = say, points
-        self._tasks = worker.Tasks(points, forked, together)
+        self._tasks = worker.Tasks(points, forked)
         self._address = os.environ.get("RAY_ADDRESS", OWN) if address == OWN else address
         self._over = threading.Event()
 
@@ -156,12 +147,12 @@ class OnRay:
     @property
     def how(self) -> str:
         cpus, gpus = sum(c for c, _ in self._nodes), sum(g for _, g in self._nodes)
-        room = max(self.at_once(None, timed) for timed in (True, False))
+        room = max(self.at_once(None, alone) for alone in (True, False))
         there = f"machines: {len(self._nodes)}, CPUs: {cpus:.0f}, GPUs: {gpus:.0f}"
         return f"on Ray ({there}), room for {room} at once"
 
-    def at_once(self, jobs: int | None, timed: bool) -> int:
-        demands = [self.demand(p) for p in self._points if self._tasks.alone(p) == timed]
+    def at_once(self, jobs: int | None, alone: bool) -> int:
+        demands = [self.demand(p) for p in self._points if p.alone == alone]
         return jobs or max((self._fit(**demand) for demand in demands), default=1)
 
     def _fit(self, num_cpus: float, num_gpus: int) -> int:
@@ -175,7 +166,8 @@ class OnRay:
         """The CPUs and GPUs that a point asks Ray for."""
         gpus = int(self._gpus and _device(point).startswith(("cuda", "auto")))
         fit = [cpus for cpus, there in self._nodes if there >= gpus]
-        return {"num_cpus": max([1, *fit]) if self._tasks.alone(point) else 1, "num_gpus": gpus}
+        most, threads = max([1, *fit]), float(point.around.parts["threads"])
+        return {"num_cpus": most if point.alone else min(most, threads), "num_gpus": gpus}
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
         return contextlib.nullcontext(True)  # ensured by `demand`

@@ -20,10 +20,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from specexp.errors import UserError
-from specexp.grids import kernels, notebooks
+from specexp.grids import identity, kernels, notebooks
 from specexp.grids.execute import Failure, Watch, execute
-from specexp.grids.identity import code_digest
 from specexp.grids.points import Point
 from specexp.tracking import provenance, results
 
@@ -58,10 +59,13 @@ class Outcome:
 def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
     """Execute a task on this machine."""
     node = socket.gethostname()
+    os.environ.update(task.environment)
     if _imported() != task.code:
         message = f"this machine imported code that differs from the runner's, from {results.ROOT}"
         return Outcome(node, failure=("error", message, ""))
-
+    if others := _others(task.point):
+        message = f"this machine is of another kind than the runner's: {others}"
+        return Outcome(node, failure=("error", message, ""))
     watch(f"on {node}, starting")
     point = replace(task.point, notebook=results.ROOT / task.notebook)
     with tempfile.TemporaryDirectory(prefix="specexp-") as name:
@@ -74,13 +78,24 @@ def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
             )  # fmt: skip
         except Failure as e:
             failure = e.kind, str(e), traceback.format_exc()
-        return Outcome(node, *packed(folder, failure))
+        return Outcome(
+            node, *(packed(folder, failure) if results.is_folder(folder) else ({}, failure))
+        )
+
+
+def _others(point: Point) -> str:
+    """What differs from the machine that the point's key names, on which it was loaded."""
+    parts, device = point.around.parts, point.params.get("device", "auto")
+    torch.set_num_threads(int(parts["threads"]))
+    here = provenance.machine(device, point.timed)
+    here |= {"kernels": provenance.kernels(device)} if "kernels" in parts else {}
+    return identity.why_new(here, {name: parts.get(name, "") for name in here})
 
 
 @cache
 def _imported() -> str:
     """The digest of the code that this process runs: as it was at its first task."""
-    return code_digest()
+    return provenance.code_digest()
 
 
 _workers: dict[tuple[object, ...], kernels.Worker] = {}
@@ -167,23 +182,19 @@ class RemoteError(Exception):
 class Tasks:
     """Makes the tasks of these points. Raises UserError for a point that cannot be sent."""
 
-    def __init__(self, points: Sequence[Point], forked: bool, together: bool) -> None:
+    def __init__(self, points: Sequence[Point], forked: bool) -> None:
         for point in points:
             if not point.notebook.is_relative_to(results.ROOT):
                 raise UserError(
                     f"{point.notebook} is outside {results.ROOT}: workers only get what is in there"
                 )
-        self._forked, self._together = forked, together
+        self._forked = forked
         self._modules = notebooks.modules_of(sorted({p.notebook for p in points}))
-        self._code = code_digest()
+        self._code = provenance.code_digest()
         about = provenance.tags()
-        self._environment = {name: os.environ.get(name, "") for name in provenance.SWITCHES} | {
-            "SPECEXP_GIT": f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
-        }
-
-    def alone(self, point: Point) -> bool:
-        """Whether this point needs a machine to itself."""
-        return point.timed and not self._together
+        git = f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
+        self._environment = {name: os.environ.get(name, "") for name in provenance.SWITCHES}
+        self._environment |= {"OMP_NUM_THREADS": about["threads"], "SPECEXP_GIT": git}
 
     def of(self, point: Point) -> Task:
         return Task(

@@ -1,0 +1,55 @@
+"""Paths in a grid file are relative to it. A notebook runs in its own folder: it gets them relative
+to that, so that a point's parameters do not depend on where the checkout is."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specexp import drafters
+from specexp.errors import UserError
+from specexp.measure import prompts
+from specexp.measure.parameters import PARAMETERS
+
+DRAFTERS = ("drafter", "drafters", "rivals")
+MODELS = ("target", "targets", "draft", "drafts", *DRAFTERS)
+DATA = ("prompts", "arrivals")
+_QUANTISED = re.compile(r"(.+?)((?:\+int8)?)")
+
+
+def may_name(name: str) -> bool:
+    """Whether a parameter may name a path: those of models and data, and a notebook's own."""
+    return name in (*MODELS, *DATA) or name not in PARAMETERS
+
+
+def moved(name: str, value: Any, grid: Path, notebook: Path) -> Any:
+    """A parameter's value with its path, if it is one, relative to the folder `notebook` instead of
+    the folder `grid`. Raises UserError for one that is relative to the notebook's as it stands."""
+    if isinstance(value, list):
+        return [moved(name, item, grid, notebook) for item in value]
+    if not isinstance(value, str) or grid == notebook:
+        return value
+    exists = os.path.exists if name in PARAMETERS else os.path.isfile
+    for head, path, tail in _parts(name, value):
+        there, beside = os.path.join(grid, path), os.path.join(notebook, path)
+        if exists(there):
+            return head + os.path.relpath(there, notebook) + tail
+        if name in PARAMETERS and Path(path).name != path and os.path.exists(beside):
+            raise UserError(
+                f"{name} {path!r:.80} is relative to the notebook: paths in a grid are relative to "
+                f"the grid file, write {os.path.relpath(beside, grid)!r}"
+            )
+    return value
+
+
+def _parts(name: str, text: str) -> Iterator[tuple[str, str, str]]:
+    """What stands before, in and after the path that a text may be, or may hold behind a colon
+    (`eagle:FOLDER`, `trace:FILE`, `FOLDER+int8`)."""
+    known = drafters.methods() if name in DRAFTERS else ("all", *prompts.NAMES)
+    method, colon, argument = text.partition(":")
+    for head, rest in (("", "" if text in known else text), (method + colon, argument)):
+        if (match := _QUANTISED.fullmatch(rest)) and not os.path.isabs(rest):
+            yield head, match[1], match[2]
