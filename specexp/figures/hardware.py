@@ -229,7 +229,7 @@ def over_peers(suite: dict[str, Any]) -> Figure:
     return drawn
 
 
-def _verdict(ratio: dict[str, float]) -> str:
+def _verdict(ratio: dict[str, Any]) -> str:
     interval = Interval(**ratio)
     return times(ratio) if interval.low == interval.high else statistics.verdict(interval)
 

@@ -19,9 +19,8 @@ from specexp.figures.style import (
     panels,
 )
 from specexp.figures.tokens import symbols
-from specexp.measure import statistics
 from specexp.measure.lesson import LEAST, fit
-from specexp.measure.summaries import rounds_s, step_s
+from specexp.measure.summaries import fastest, rounds_s, step_s, verdict
 
 COLOURS = {"accepted": "#029e73", "rejected": "#d55e00", "discarded": "#bbbbbb",
            "corrected": "#ece133", "bonus": "#56b4e9"}  # fmt: skip
@@ -169,8 +168,7 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
     """Left: tokens and cost of a round over draft length. Right: their quotient, and the measured
     speedup. From `one_pairing.pass_costs`, `summaries.predicted` and
     `summaries.speedups(by="gamma")`."""
-    best = measured.loc[measured["speedup"].idxmax()]
-    speedup = statistics.Interval(best["speedup"], best["low"], best["high"])
+    best = fastest(measured)
     pays = predicted.loc[predicted["speedup"] > 1, "gamma"]
     with panels(2, 11.5, 4.2) as (figure, (left, right)):
         left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
@@ -180,14 +178,13 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
         _speedups(right, measured, "gamma")
         right.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
                    label="predicted: tokens / cost")  # fmt: skip
-        right.plot(best["gamma"], best["speedup"], "*", ms=17, color=SPECULATIVE, label="best")
         for axes in (left, right):
             axes.set_xlabel("draft length γ")
             axes.set_xticks(predicted["gamma"])
             axes.legend()
         left.set(ylabel="tokens, or plain steps", ylim=(0, None))
         left.set_title(f"Predicted to pay at γ = {', '.join(map(str, pays)) or 'none of these'}")
-        right.set_title(f"Best measured at γ = {best['gamma']:.0f}: {statistics.verdict(speedup)}")
+        right.set_title(f"At γ = {best['gamma']:.0f} {verdict(best)}")
     return figure
 
 

@@ -1,7 +1,8 @@
 """Figures of one pairing's measurements. Each takes tables and measures nothing.
 
 Titles state the result and are computed from the data; they say faster or slower only if the
-interval excludes 1. Measured points carry their 95 % intervals.
+interval excludes 1, and name the best of several only if its interval lies above all others.
+Measured points carry their 95 % intervals.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 from specexp.figures.style import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas, ends
 from specexp.measure import statistics
 from specexp.measure.prompts import NAMES
-from specexp.measure.summaries import pooled, step_s
+from specexp.measure.summaries import fastest, leads, length, pooled, step_s, units, verdict
 from specexp.trace import Acceptance
 
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
@@ -24,7 +25,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
     """Acceptance rate by pairing and category; samples from `one_pairing.acceptance`."""
     rows = []
     for (pairing, category), part in samples.groupby(["pairing", "category"], sort=False):
-        rate = statistics.share(part["accepted"], part["drafted"])
+        rate = statistics.share(*units(part, "accepted", "drafted"))
         rows.append({"pairing": pairing, "category": category, **rate._asdict()})
     rates = pd.DataFrame(rows)
     pairings = list(dict.fromkeys(samples["pairing"]))
@@ -85,7 +86,7 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
     `one_pairing.acceptance`."""
     rows = []
     for (pairing, temperature), part in samples.groupby(["pairing", "temperature"], sort=False):
-        rate = statistics.share(part["accepted"], part["drafted"])
+        rate = statistics.share(*units(part, "accepted", "drafted"))
         rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
     rates = pd.DataFrame(rows).sort_values("temperature")
     pairings = list(dict.fromkeys(samples["pairing"]))
@@ -114,11 +115,7 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
     `one_pairing.acceptance`."""
     rows = []
     for (rule, temperature), part in samples.groupby(["rule", "temperature"], sort=False):
-        length = statistics.interval(
-            lambda accepted, passes: 1 + accepted.sum(-1) / passes.sum(-1),
-            part["accepted"], part["passes"],
-        )  # fmt: skip
-        rows.append({"rule": rule, "temperature": temperature, **length._asdict()})
+        rows.append({"rule": rule, "temperature": temperature, **length(part)._asdict()})
     lengths = pd.DataFrame(rows).sort_values("temperature")
     with canvas(8.5, 4.4) as (figure, axes):
         names = list(dict.fromkeys(samples["rule"]))
@@ -135,10 +132,13 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
         hot = lengths[lengths["temperature"] == lengths["temperature"].max()]
         exact = hot[~hot["rule"].str.contains("lossy")]
         best = exact.loc[exact["value"].idxmax()]
+        warm = f"At temperature {best['temperature']:g}"
         axes.set_title(
-            f"At temperature {best['temperature']:g} the exact rule with the longest acceptance "
-            f"length is {best['rule']}: {best['value']:.2f}"
-        )
+            f"{warm} the exact rule with the longest acceptance length is {best['rule']}: "
+            f"{best['value']:.2f}" if leads(exact, "value") else
+            f"{warm} no exact rule certainly accepts most: acceptance length "
+            f"{exact['value'].min():.2f} to {exact['value'].max():.2f}"
+        )  # fmt: skip
     return figure
 
 
@@ -181,16 +181,26 @@ def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
                  xlim=(0.9, table["length"].max() + 0.25))  # fmt: skip
         axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
                     loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
-        best = table.loc[table["speedup"].idxmax()]
-        speedup = statistics.Interval(best["speedup"], best["low"], best["high"])
-        longest = table.loc[table["length"].idxmax()]
-        figure.suptitle(
-            f"{best['arm']}: {statistics.verdict(speedup)} [{speedup.low:.2f}, "
-            f"{speedup.high:.2f}]; longest acceptance length: {longest['arm']}, "
-            f"{longest['length']:.2f}",
-            x=0.01, ha="left",
-        )  # fmt: skip
+        figure.suptitle(_first(table), x=0.01, ha="left")
     return figure
+
+
+def _first(measured: pd.DataFrame) -> str:
+    """Which arm of `summaries.speedups` is the fastest, if that is certain."""
+    best = fastest(measured)
+    if leads(measured, "speedup"):
+        return f"{best['arm']}: {verdict(best)}"
+    faster = int((measured["low"] > 1).sum())
+    if faster:
+        return (
+            f"{faster} of {len(measured)} are certainly faster than plain decoding, none is "
+            "certainly the fastest"
+        )
+    if (measured["high"] < 1).all():
+        return "All are slower than plain decoding"
+    return "None is certainly faster than plain decoding" + f"; {best['doubt']}" * bool(
+        best["doubt"]
+    )
 
 
 def arm_costs(costs: pd.DataFrame) -> Figure:
@@ -218,9 +228,8 @@ def arm_costs(costs: pd.DataFrame) -> Figure:
 
 def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     """Speedup over draft length: `summaries.speedups(by="gamma")` against `summaries.predicted`."""
-    best = measured.loc[measured["speedup"].idxmax()]
+    best = fastest(measured)
     by_gamma = predicted.set_index("gamma")["speedup"]
-    speedup = statistics.Interval(best["speedup"], best["low"], best["high"])
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1)
         axes.fill_between(measured["gamma"], measured["low"], measured["high"],
@@ -232,11 +241,8 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
         axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
         axes.set_ylim(0, max(measured["high"].max(), predicted["speedup"].max()) * 1.1)
         axes.legend(loc="best")
-        axes.set_title(
-            f"{statistics.verdict(speedup).capitalize()} at γ = {int(best['gamma'])} "
-            f"[{speedup.low:.2f}, {speedup.high:.2f}]; predicted "
-            f"{by_gamma[int(best['gamma'])]:.2f}x"
-        )
+        gamma = int(best["gamma"])
+        axes.set_title(f"At γ = {gamma} {verdict(best)}; predicted {by_gamma[gamma]:.2f}x")
     return figure
 
 

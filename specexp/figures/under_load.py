@@ -131,9 +131,11 @@ def latencies(served: pd.DataFrame, title: str = "") -> Figure:
             axes.grid(visible=False, axis="x")
         handles, labels = every[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        best = served.loc[served["goodput/share"].idxmax()]
-        usual = f"Most requests within the limits: {best['policy']}, {best['goodput/share']:.0%}"
-        figure.suptitle(title or usual, x=0.01, ha="left")
+        within = served.sort_values("goodput/share", ascending=False)
+        each = [
+            f"{p} {x:.0%}" for p, x in zip(within["policy"], within["goodput/share"], strict=True)
+        ]
+        figure.suptitle(title or f"Within the limits: {', '.join(each)}", x=0.01, ha="left")
     return figure
 
 

@@ -122,7 +122,7 @@ def tokens_of_round(samples: pd.DataFrame, gamma: int) -> Interval:
     accepted = [
         sum(n * min(k, gamma) for k, n in enumerate(r.histogram)) for r in samples["record"]
     ]
-    return statistics.interval(lambda k, n: 1 + k.sum(-1) / n.sum(-1), accepted, samples["passes"])
+    return statistics.ratio(accepted, samples["passes"]).plus(1)
 
 
 def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) -> float:
@@ -150,7 +150,7 @@ def break_even_batches(costs: Costs, samples: pd.DataFrame, context: float) -> p
     rows = []
     for gamma in range(1, costs.gammas[-1] + 1):
         tokens = tokens_of_round(samples, gamma)
-        batch, low, high = (break_even_batch(costs, gamma, t, context) for t in tokens)
+        batch, low, high = (break_even_batch(costs, gamma, t, context) for t in tokens[:3])
         rows.append(
             {"gamma": gamma, "tokens": tokens.value, "batch": batch, "low": low, "high": high}
         )
@@ -196,9 +196,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     rows = []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
-        measured = statistics.speedup(
-            *summaries.units(part, "plain_s", "plain_tokens", "s", "tokens")
-        )
+        (measured,) = statistics.together([summaries.speedup(part)])
         own = summaries.pooled(part).conditional
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}
@@ -226,7 +224,7 @@ def tax(
     )
     rows = []
     for batch, part in samples.groupby("batch"):
-        more = statistics.speedup(*summaries.units(part, "s", "tokens", "plain_s", "plain_tokens"))
+        (more,) = statistics.together([summaries.speedup(part, inverse=True)])
         rows.append(
             {"batch": batch, "tax": more.value - 1, "low": more.low - 1, "high": more.high - 1}
         )

@@ -51,9 +51,9 @@ def with_plain(
         raise UserError("no prompts given; pass at least one")
     prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
     samples = one_pairing.duel({pairing.drafter: pairing}, prompts, max_new_tokens, repeats)
-    seconds = summaries.units(samples, "plain_s", "plain_tokens", "s", "tokens")
+    (speedup,) = statistics.together([summaries.speedup(samples)])
     return Comparison(
-        statistics.speedup(*seconds),
+        speedup,
         len(prompts),
         certify(pairing.engine, pairing.encode(texts), max_new_tokens),
         summaries.pooled(samples),

@@ -6,6 +6,7 @@ computed here, so that a stored table gives the same figures as a fresh one.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pandas as pd
 
 from specexp import theory
 from specexp.measure import statistics
+from specexp.measure.statistics import Draws, Interval
 from specexp.trace import Acceptance
 
 MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
@@ -37,19 +39,22 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
     """Acceptance length (tokens a target pass) of each rule minus that of the rule `over`.
 
     samples: rows of `one_pairing.acceptance` at one temperature. One row a rule, with columns rule,
-    gain, and the ends low and high of its interval over prompts."""
+    gain, and the ends low and high of its interval over prompts; all intervals hold at once."""
     columns = ["accepted", "passes"]
     by_rule = {rule: part.set_index("question_id") for rule, part in samples.groupby("rule")}
-    base = by_rule.pop(over)
-    rows = []
-    for rule, part in by_rule.items():
-        pairs = part[columns].join(base[columns], rsuffix="_base")
-        gain = statistics.interval(
-            lambda a, n, b, m: a.sum(-1) / n.sum(-1) - b.sum(-1) / m.sum(-1),
-            *(pairs[c] for c in pairs),
-        )
-        rows.append({"rule": rule, "gain": gain.value, "low": gain.low, "high": gain.high})
-    return pd.DataFrame(rows)
+    base = by_rule.pop(over)[columns]
+    pairs = [part[columns].join(base, rsuffix="_base") for part in by_rule.values()]
+    differences = [statistics.difference_draws(*pair.to_numpy().T) for pair in pairs]
+    return pd.DataFrame(
+        {"rule": rule, "gain": gain.value, "low": gain.low, "high": gain.high}
+        for rule, gain in zip(by_rule, statistics.together(differences), strict=True)
+    )
+
+
+def length(samples: pd.DataFrame) -> Interval:
+    """Acceptance length (1 + accepted / passes) with its interval over prompts."""
+    accepted = statistics.ratio(*units(samples, "accepted", "passes"))
+    return accepted.plus(1)
 
 
 def rounds(samples: pd.DataFrame) -> pd.DataFrame:
@@ -70,31 +75,69 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The speedup over plain decoding, one row a value of the column `by`.
+    """The speedup over plain decoding, one row a value of the column `by` (an arm).
 
     samples: rows of `one_pairing.latency`, `duel` or `throughput`. Columns: that one; speedup with
-    its interval low, high; tok_s and plain_tok_s (tokens a second); acceptance length and rate."""
-    rows = []
-    for key, part in samples.groupby(by):
-        s = statistics.speedup(*units(part, "plain_s", "plain_tokens", "s", "tokens"))
-        rows.append(
-            {by: key, "speedup": s.value, "low": s.low, "high": s.high}
-            | {"tok_s": part["tokens"].sum() / part["s"].sum()}
-            | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
-            | {"length": pooled(part).length, "rate": pooled(part).rate}
-        )
-    return pd.DataFrame(rows)
+    its interval low, high and doubt (see `statistics.Interval`); tok_s and plain_tok_s (tokens a
+    second); acceptance length and rate. All intervals hold at once, so that any row may be picked.
+
+    Column promised, the same in all rows: the speedup that picking the fastest promises, free of
+    the luck by which it came out first (see `promised`)."""
+    parts = dict(list(samples.groupby(by)))
+    timed = statistics.together([speedup(part) for part in parts.values()])
+    rows = [
+        {by: key, "speedup": s.value, "low": s.low, "high": s.high, "doubt": s.doubt}
+        | {"tok_s": part["tokens"].sum() / part["s"].sum()}
+        | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
+        | {"length": pooled(part).length, "rate": pooled(part).rate}
+        for s, (key, part) in zip(timed, parts.items(), strict=True)
+    ]
+    table, chosen = pd.DataFrame(rows), promised(samples, by)
+    plain_s, plain_tokens, s, tokens = chosen[["plain_s", "plain_tokens", "s", "tokens"]].sum()
+    table["promised"] = (plain_s / plain_tokens) / (s / tokens)
+    return table
+
+
+def speedup(samples: pd.DataFrame, inverse: bool = False) -> Draws:
+    """The speedup of one arm, for `statistics.together`; or its inverse."""
+    plain, fast = ["plain_s", "plain_tokens"], ["s", "tokens"]
+    columns = fast + plain if inverse else plain + fast
+    return statistics.speedup_draws(*units(samples, *columns), batch=unit(samples)[1])
+
+
+def unit(samples: pd.DataFrame) -> tuple[str, float]:
+    """What an interval's units are, and how many prompts each has: column question_id or number (a
+    batch of prompts). With fewer than `MIN_BATCHES` batches each repeat is a unit (column "", of
+    infinitely many prompts): the interval then covers timing noise only, and says nothing about
+    other prompts."""
+    if "question_id" in samples:
+        return "question_id", 1
+    if "number" in samples and samples["number"].nunique() >= MIN_BATCHES:
+        return "number", samples["batch"].iloc[0]
+    return "", inf
 
 
 def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
-    """Columns summed over repeats, one entry per unit of an interval: a prompt, or a batch of them.
-
-    With fewer than `MIN_BATCHES` batches each repeat is a unit: the interval then covers timing
-    noise only, and says nothing about other prompts."""
-    unit = "question_id" if "question_id" in samples else "number"
-    if unit == "question_id" or samples.get(unit, pd.Series()).nunique() >= MIN_BATCHES:
-        samples = samples.groupby(unit, sort=False)[list(columns)].sum()
+    """Columns summed over repeats, one entry per unit of an interval (see `unit`)."""
+    if name := unit(samples)[0]:
+        samples = samples.groupby(name, sort=False)[list(columns)].sum()
     return [samples[column].to_numpy() for column in columns]
+
+
+def promised(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """For each prompt the rows of the arm (value of `by`) that is fastest on all other prompts: no
+    prompt has a say in the choice that it judges.
+
+    samples: rows of `one_pairing.latency` or `duel`, all arms on the same prompts. A single prompt
+    chooses for itself; where there are no prompts but batches, nothing is chosen."""
+    if "question_id" not in samples:
+        return samples
+    total = samples.pivot_table(
+        index="question_id", columns=by, values=["s", "tokens"], aggfunc="sum", sort=False
+    )
+    others = total.sum() - total if len(total) > 1 else total
+    choice = (others["tokens"] / others["s"]).idxmax(axis=1)
+    return samples[samples[by] == samples["question_id"].map(choice)]
 
 
 def rounds_s(costs: pd.DataFrame) -> pd.Series:
@@ -122,6 +165,28 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
         speedup = theory.measured_speedup(acceptance[:gamma], draft, verify + rest, step)
         rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup})
     return pd.DataFrame(rows)
+
+
+def fastest(measured: pd.DataFrame) -> pd.Series:
+    """The fastest row of `speedups`, with the speedup and the tokens a second that it promises."""
+    best = measured.loc[measured["speedup"].idxmax()].copy()
+    best["speedup"] = best["promised"]
+    best["low"] = min(best["low"], best["promised"])
+    best["tok_s"] = best["promised"] * best["plain_tok_s"]
+    return best
+
+
+def verdict(row: pd.Series) -> str:
+    """A row of `speedups` in words, with its interval."""
+    speedup = Interval(row["speedup"], row["low"], row["high"], row["doubt"])
+    return f"{statistics.verdict(speedup)} [{speedup.low:.2f}, {speedup.high:.2f}]"
+
+
+def leads(table: pd.DataFrame, column: str) -> bool:
+    """Whether the row with the largest value is certainly the first: whether its interval (low,
+    high) lies above all others."""
+    best = table[column].idxmax()
+    return bool((table["high"].drop(best) < table["low"][best]).all())
 
 
 # --- what is logged ------------------------------------------------------------------------------
@@ -156,9 +221,9 @@ def latency_metrics(
     samples: pd.DataFrame, predictions: pd.DataFrame
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of a sweep of gamma, from `one_pairing.latency` and `predicted`. The
-    headline figures are those of the fastest draft length."""
+    headline figures are those of the fastest draft length: its interval, and what it promises."""
     measured = speedups(samples, "gamma")
-    best = measured.loc[measured["speedup"].idxmax()]
+    best = fastest(measured)
     at_best = samples[samples["gamma"] == best["gamma"]]
     metrics, series = acceptance_metrics(at_best)
     by_gamma = predictions.set_index("gamma")["speedup"].to_dict()

@@ -67,7 +67,8 @@ PASSES = PASSES.assign(low=PASSES["times"], high=PASSES["times"])
 COSTS = pd.DataFrame({"gamma": [0, 2, 4], "draft_s": [0.0, 0.5, 1.0],
                       "verify_s": [1.0, 1.2, 1.5], "rest_s": 0.0})  # fmt: skip
 MEASURED = pd.DataFrame({"gamma": [2, 4], "speedup": [1.3, 0.8], "low": [1.2, 0.7],
-                         "high": [1.4, 0.9]})  # fmt: skip
+                         "high": [1.4, 0.9], "doubt": "", "tok_s": 1.0,
+                         "plain_tok_s": 1.0, "promised": 1.3})  # fmt: skip
 
 
 def test_price_states_pass_and_draft_costs():
@@ -80,7 +81,7 @@ def test_together_states_prediction_and_best():
     predicted = pd.DataFrame({"gamma": [0, 2, 4], "speedup": [1.0, 1.2, 0.9], "tokens": [1, 2, 2]})
     left, right = figures.lesson.together(COSTS, predicted, MEASURED).axes
     assert title(left) == "Predicted to pay at γ = 2"
-    assert title(right) == "Best measured at γ = 2: 1.30x faster"
+    assert title(right) == "At γ = 2 1.30x faster [1.20, 1.40]"
 
 
 def test_tension_leaves_out_batches_beyond_the_curve():

@@ -61,9 +61,32 @@ def test_crossing_is_claimed_only_by_intervals(speedups, claim):
     assert claim in title(figures.pairings.over_batch(sweep(*speedups)))
 
 
+def arms(*speedups: tuple[float, float, float]) -> pd.DataFrame:
+    table = pd.DataFrame(speedups, columns=["speedup", "low", "high"])
+    table["arm"] = [f"arm {n}" for n in range(len(table))]
+    return table.assign(
+        doubt="", tok_s=1.0, plain_tok_s=1.0, promised=table["speedup"].max(), length=2.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("speedups", "words"),
+    [
+        ([(1.5, 1.4, 1.6), (1.2, 1.1, 1.3)], "arm 0: 1.50x faster [1.40, 1.60]"),
+        ([(1.5, 1.25, 1.6), (1.2, 1.1, 1.3)], "2 of 2 are certainly faster than plain decoding"),
+        ([(1.5, 0.9, 1.6), (1.2, 0.8, 1.3)], "None is certainly faster than plain decoding"),
+        ([(0.7, 0.6, 0.8), (0.65, 0.5, 0.75)], "All are slower than plain decoding"),
+        ([(0.73, 0.7, 0.8), (0.5, 0.4, 0.6)], "arm 0: 1.37x slower"),
+    ],
+)
+def test_winner_is_named_only_above_all_other_intervals(speedups, words):
+    costs = pd.DataFrame({"arm": ["arm 0", "arm 1"], "draft_s": 1.0, "step_s": 4.0})
+    assert words in title(figures.pairings.methods(arms(*speedups), costs))
+
+
 def test_gain_within_noise_is_not_called_faster():
-    measured = pd.DataFrame({"gamma": [2], "speedup": [1.1], "low": [0.9], "high": [1.3]})
+    measured = arms((1.1, 0.9, 1.3)).assign(gamma=2)
     predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
-    assert "No clear difference" in title(figures.pairings.over_gamma(measured, predicted))
+    assert "no clear difference" in title(figures.pairings.over_gamma(measured, predicted))
     measured["low"] = 1.05
     assert "1.10x faster" in title(figures.pairings.over_gamma(measured, predicted))

@@ -1,6 +1,7 @@
 """Figures over many runs average what is alike, and say what to run where there is nothing."""
 
 import pandas as pd
+import pytest
 
 from specexp import figures
 from specexp.tracking import compare
@@ -55,3 +56,22 @@ def test_figures_of_no_runs_say_what_to_run():
         figures.runs.over_batch(compare.curves(pd.DataFrame(), "speedup/at_batch")),
     ):
         assert "run " in figure.axes[0].texts[0].get_text()
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([(1.3, 1.5), (0.9, 1.1)], "Fastest: a, 1.40x [1.30, 1.50]"),
+        ([(1.2, 1.6), (1.1, 1.3)], "2 of 2 runs are certainly faster than plain decoding, none is"),
+        ([(0.6, 0.8), (0.5, 0.7)], "0 of 2 runs are certainly faster"),
+        ([(1.3, 1.5), (None, None)], "1 of 2 runs are certainly faster than plain decoding"),
+    ],
+)
+def test_fastest_run_is_named_only_above_all_other_intervals(ends, words):
+    rows = [
+        {"params.drafter": name, "experiment": "x", "metrics.acceptance/rate": 0.5,
+         "metrics.speedup/measured": (low + high) / 2 if low else 1.0,
+         "metrics.speedup/ci_low": low, "metrics.speedup/ci_high": high}
+        for name, (low, high) in zip("ab", ends, strict=True)
+    ]  # fmt: skip
+    assert words in title(figures.runs.rate_and_speedup(pd.DataFrame(rows)))

@@ -187,7 +187,7 @@ def test_break_even_batches_have_intervals():
     assert (line["low"] <= line["batch"]).all()
     assert (line["batch"] <= line["high"]).all()
     assert (line["low"] < line["high"]).any()
-    alike = break_even.break_even_batches(planted(), accepted(*[(1, 1, 1, 1, 1, 4)] * 3), 64)
+    alike = break_even.break_even_batches(planted(), accepted(*[(1, 1, 1, 1, 1, 4)] * 40), 64)
     assert np.allclose(alike["low"], alike["high"])
 
 

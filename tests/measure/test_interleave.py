@@ -23,7 +23,7 @@ def test_arms_alternate_in_reversed_order(now):
     assert [name for name, _ in called[2:]] == ["b", "a", "a", "b", "b", "a"]
     assert [turn.result for turn in turns["a"]] == ["a1", "a2", "a3"]
     assert interleave.seconds(turns["a"]) == [2, 2, 2]
-    assert interleave.ratio(turns["a"], turns["b"], 3) == (6, 6, 6)
+    assert interleave.ratio(turns["a"], turns["b"], 3)[:3] == (6, 6, 6)
 
 
 def test_lead_calls_are_not_timed(now):

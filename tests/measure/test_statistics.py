@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from support.intervals import ARMS, KINDS, UNITS, called_faster, covered, equal_arms
 
-from specexp.measure import statistics
+from specexp.measure import statistics, summaries
 
 
 def noise(kind: str, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -23,19 +24,98 @@ def pairs(kind: str, speedup: float, rng: np.random.Generator, n: int = 40) -> t
     return plain, tokens, fast, tokens
 
 
-@pytest.mark.parametrize("n", [6, 10, 40])
+@pytest.mark.parametrize("n", [6, 40])
 @pytest.mark.parametrize("kind", ["normal", "lognormal", "bimodal"])
-def test_interval_coverage_is_nominal(kind, n):
+def test_repeats_are_covered_at_the_nominal_level(kind, n):
     rng = np.random.default_rng(1)
-    intervals = [statistics.speedup(*pairs(kind, 1.5, rng, n)) for _ in range(800)]
-    covered = np.mean([i.low <= 1.5 <= i.high for i in intervals])
-    assert 0.93 <= covered <= 0.97, covered
+    columns = [pairs(kind, 1.5, rng, n) for _ in range(300)]
+    for intervals in (
+        [statistics.speedup(*c, fixed=True) for c in columns],
+        [statistics.interval(lambda ps, fs: ps.sum(-1) / fs.sum(-1), *c[::2]) for c in columns],
+    ):
+        covered = np.mean([i.low <= 1.5 <= i.high for i in intervals])
+        assert 0.93 <= covered <= 0.995, covered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals_hold_their_level_with_few_prompts(kind):
+    for n in (5, 12, 20, 40):
+        assert covered(kind, n, 200) >= 0.93, n
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals_hold_their_level_with_any_number_of_prompts(kind):
+    for n in (1, 2, *UNITS):
+        assert covered(kind, n, 1000) >= 0.93, n
+
+
+@pytest.mark.parametrize(("plain", "fast"), [(1, -1), (0, -1), (1, 0)])
+def test_rare_slow_prompts_are_covered_whichever_side_is_slow(plain, fast):
+    """A fifth of prompts at 0.7, the others at 2.2: plain decoding or speculation takes as long."""
+    rng = np.random.default_rng(4)
+    truth = {(0, -1): 1 / (0.2 / 0.7 + 0.8 / 2.2), (1, 0): 0.2 * 0.7 + 0.8 * 2.2}
+    truth[1, -1] = np.mean([0.7**0.5, *[2.2**0.5] * 4]) / np.mean([0.7**-0.5, *[2.2**-0.5] * 4])
+    power = 0.5 if plain and fast else 1
+    for n in (5, 14):
+        hits = 0
+        for _ in range(60):
+            ratio = np.where(rng.random(n) < 0.2, 0.7, 2.2) ** power
+            found = statistics.speedup(ratio**plain, np.ones(n), ratio**fast, np.ones(n))
+            hits += found.low <= truth[plain, fast] <= found.high
+        assert hits >= 56
+
+
+@pytest.mark.parametrize("arms", ARMS)
+def test_best_of_equal_arms_is_not_called_faster(arms):
+    false, mean = called_faster(40, arms, max(60, 240 // arms))
+    assert false <= 0.03
+    assert abs(mean - 1) < 0.008
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arms", ARMS)
+def test_best_of_equal_arms_is_rarely_called_faster(arms):
+    for n in (10, 40, 80):
+        false, mean = called_faster(n, arms, 300)
+        assert false <= 0.03
+        assert abs(mean - 1) < 0.008
+
+
+def test_clearly_faster_arm_among_slow_ones_is_found():
+    samples = equal_arms(np.random.default_rng(0), 40, 5)
+    samples.loc[samples["gamma"] == 3, "s"] /= 1.2
+    measured = summaries.speedups(samples, "gamma")
+    assert summaries.fastest(measured)["gamma"] == 3
+    assert summaries.fastest(measured)["low"] > 1.1
+    assert summaries.fastest(measured)["speedup"] == measured["speedup"].max()
+    assert summaries.leads(measured, "speedup")
+
+
+@pytest.mark.parametrize(("prompts", "least"), [(5, 0.4), (20, 0.8)])
+def test_share_of_all_accepted_is_not_certain(prompts, least):
+    """As if every prompt were one guess: the interval of Clopper and Pearson."""
+    found = statistics.share([20] * prompts, [20] * prompts)
+    assert least < found.low < 0.025 ** (1 / prompts) + 0.03
+    assert found.high == 1
+
+
+def test_shares_of_nearly_all_accepted_are_covered():
+    rng = np.random.default_rng(5)
+    drawn = [statistics.share(rng.binomial(20, 0.995, 5), [20] * 5) for _ in range(200)]
+    assert np.mean([found.low <= 0.995 <= found.high for found in drawn]) >= 0.93
+
+
+def test_many_prompts_alike_give_a_narrow_interval():
+    rng = np.random.default_rng(6)
+    few, many = (statistics.ratio(rng.normal(1.5, 0.05, n), np.ones(n)) for n in (5, 40))
+    assert many.high - many.low < 0.06 < 0.6 < few.high - few.low
 
 
 def test_interval_stays_within_possible_values():
-    assert statistics.share([9, 10], [10, 10]).high == 1
-    assert statistics.ratio([0, 9], [10, 1]).low == 0
-    assert statistics.speedup([9, 1], [1, 1], [1, 9], [1, 1]).low == 0
+    assert statistics.share([9, 10], [10, 10]).high <= 1
+    assert statistics.ratio([0, 9], [10, 1]).low >= 0
+    assert statistics.speedup([9, 1], [1, 1], [1, 9], [1, 1]).low > 0
 
 
 def test_equal_arms_are_rarely_called_different():
@@ -64,7 +144,8 @@ def test_speedup_counts_delivered_tokens():
 
 
 def test_interval_of_one_unit_and_of_unequal_series():
-    assert statistics.ratio([1], [2]) == (0.5, 0.5, 0.5)
+    assert statistics.ratio([1], [2], fixed=True)[:3] == (0.5, 0.5, 0.5)
+    assert statistics.ratio([1], [2]).low < 0.2 < 1 < statistics.ratio([1], [2]).high
     with pytest.raises(ValueError, match="equally long"):
         statistics.ratio([1, 2], [1])
     with pytest.raises(ValueError, match="equally long"):
@@ -81,8 +162,30 @@ def test_rate_of_nothing_drafted_is_zero():
         ((1.5, 1.2, 1.8), "1.50x faster"),
         ((0.5, 0.4, 0.9), "2.00x slower"),
         ((1.5, 0.9, 2.0), "no clear difference"),
-        ((1.5, 1.5, 1.5), "1.50x in one sample"),
+        (
+            (1.5, 1.5, 1.5, "too few repeats: at least 4 more"),
+            "1.50x, but too few repeats: at least 4 more",
+        ),
+        (
+            (1.5, 0.9, 2.0, "too few prompts: at least 7 more"),
+            "1.50x, but too few prompts: at least 7 more",
+        ),
+        ((2.5, 1.1, 6.0, "too few prompts: at least 7 more"), "2.50x faster"),
+        ((1.5, 1.5, 1.5), "1.50x faster"),
     ],
 )
 def test_verdict_needs_an_interval_without_one(interval, words):
     assert statistics.verdict(statistics.Interval(*interval)) == words
+
+
+@pytest.mark.parametrize(("n", "more"), [(1, 16), (10, 7), (16, 1)])
+def test_too_few_prompts_say_how_many_more(n, more):
+    found = statistics.speedup([1.1] * n, [1] * n, [1.0] * n, [1] * n)
+    assert statistics.verdict(found) == f"1.10x, but too few prompts: at least {more} more"
+
+
+def test_equal_timings_are_not_one_sample():
+    found = [statistics.speedup([2] * n, [1] * n, [1] * n, [1] * n, fixed=True) for n in (3, 5)]
+    assert [statistics.verdict(f) for f in found] == [
+        "2.00x, but too few repeats: at least 2 more", "2.00x faster"
+    ]  # fmt: skip

@@ -101,7 +101,11 @@ def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, A
     if not theirs:
         return own | {"their_tok_s": None, "ratio": None}
     ratio = statistics.speedup(
-        interleave.seconds(theirs), _tokens(theirs), interleave.seconds(ours), _tokens(ours)
+        interleave.seconds(theirs),
+        _tokens(theirs),
+        interleave.seconds(ours),
+        _tokens(ours),
+        fixed=True,
     )
     their_tok_s = float(_tokens(theirs).sum() / sum(interleave.seconds(theirs)))
     return own | {"their_tok_s": their_tok_s, "ratio": ratio._asdict()}

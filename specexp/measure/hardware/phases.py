@@ -123,7 +123,7 @@ def phases(
     )[["gamma", "draft_s", "verify_s", "rest_s"]]  # fmt: skip
     times = [[t.decode_s for t in of] for of in traces.values()]
     tokens = [[t.emitted for t in of] for of in traces.values()]
-    measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1])
+    measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], fixed=True)
     predicted = summaries.predicted(costs, record).set_index("gamma")["speedup"][gamma]
     return {
         "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
@@ -150,10 +150,10 @@ def _side(
         "round_ms": 1e3 * float(round_s.mean()),
         "phases": {
             phase: {"ms": 1e3 * float(each[phase].mean()),
-                    "share": statistics.share(each[phase], total)._asdict()}
+                    "share": statistics.share(each[phase], total, fixed=True)._asdict()}
             for phase in PHASES
         },
         "draft_passes_ms": 1e3 * float(each["draft"].mean()),
-        "sum_over_round": statistics.ratio(total, round_s)._asdict(),
+        "sum_over_round": statistics.ratio(total, round_s, fixed=True)._asdict(),
         "overhead": overhead._asdict(),
     }  # fmt: skip

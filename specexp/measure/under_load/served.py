@@ -65,7 +65,9 @@ def rates(samples: pd.DataFrame, base: str = "plain") -> pd.DataFrame:
         plain = at[at["policy"] == base].set_index("turn")
         for name, part in at.groupby("policy", sort=False):
             here = part.set_index("turn").loc[plain.index]
-            s = statistics.speedup(plain["s"], plain["tokens"], here["s"], here["tokens"])
+            s = statistics.speedup(
+                plain["s"], plain["tokens"], here["s"], here["tokens"], fixed=True
+            )
             rows.append({
                 "load": load, "policy": name, "tok_s": here["tokens"].sum() / here["s"].sum(),
                 "speedup": s.value, "low": s.low, "high": s.high,
@@ -94,7 +96,7 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
         best = at[at["policy"] == oracle].set_index("turn")
         for name, part in at.groupby("policy", sort=False):
             here = part.set_index("turn").loc[best.index]
-            s = statistics.speedup(best["s"], best["tokens"], here["s"], here["tokens"])
+            s = statistics.speedup(best["s"], best["tokens"], here["s"], here["tokens"], fixed=True)
             rows.append({"load": load, "policy": name, "oracle": oracle, "regret": 1 - s.value,
                          "low": 1 - s.high, "high": 1 - s.low})  # fmt: skip
     return pd.DataFrame(rows)
