@@ -21,6 +21,7 @@ from specexp.drafters import Drafter
 from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models.lm import LM, Forward
+from specexp.models.servable import context
 from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.recording import Recorder, Reports, recorder_for
 from specexp.report import round_report, steps
@@ -250,7 +251,7 @@ class Engine:
         if (over := longest + max_new_tokens - self.target.context) > 0:
             raise UserError(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the "
-                f"{self.target.context}-token context of {self.target.name} by {over}"
+                f"{context(self.target.config)} of {self.target.name} by {over}"
             )
 
     def _ended(self, rows: list[list[int]], tree: Tree, end_s: float) -> Round:

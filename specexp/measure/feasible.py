@@ -30,6 +30,7 @@ from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
 from specexp.models.cache import rounded
 from specexp.models.load import DTYPES, smaller, weight_bytes
+from specexp.models.servable import context as in_words
 from specexp.models.servable import reach
 from specexp.serving import fleet, policies
 from specexp.tree import Tree
@@ -108,7 +109,7 @@ def _check_models(
     new = params.get("max_new_tokens", 0)
     for gamma in values(params, "gamma", "gammas"):
         if gamma >= context:
-            what = f"gamma {gamma} exceeds the {context}-token context of {target}"
+            what = f"gamma {gamma} exceeds the {in_words(config)} of {target}"
             findings.add(what, "gamma", "gammas", "target")
     longest, too_long = 0, []
     for prompt in texts:
@@ -126,7 +127,7 @@ def _check_models(
         others = f" ({len(too_long) - 1} more prompts are too long)" if len(too_long) > 1 else ""
         findings.add(
             f"prompt {name} with {new} new tokens needs {need} tokens, {need - context} more than "
-            f"the {context}-token context of {target}{others}",
+            f"the {in_words(config)} of {target}{others}",
             *(("max_new_tokens",) if new >= context / 2 else ()), "prompts", "max_new_tokens",
             "target",
         )  # fmt: skip

@@ -31,6 +31,7 @@ class Slots(CacheLayerMixin):
         self.cache: Any = proxy(cache)  # a reference cycle would delay freeing the buffers
         self.shown: tuple[slice, int] | None = None  # the rows and slots that `window` shows
         self.window: tuple[Tensor, Tensor]
+        self.index: Tensor | None = None  # [B, 1, S, d], the keys of an indexer, if it has one
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, S = self.cache.batch, self.cache.size
@@ -53,9 +54,25 @@ class Slots(CacheLayerMixin):
         values.scatter_(2, self.cache.slots.expand_as(value_states), value_states)
         return keys, values
 
+    def update_indexer(self, states: Tensor) -> Tensor:
+        """The same for the keys [b, n, d] of an indexer, which chooses the keys to attend to."""
+        if self.index is None:
+            self.index = states.new_zeros(self.cache.batch, 1, self.cache.size, states.shape[-1])
+        keys = self.index[self.cache.rows, :, : self.cache.seen]
+        keys.scatter_(2, self.cache.slots.expand_as(states[:, None]), states[:, None])
+        return keys[:, 0]
+
+    @property
+    def buffers(self) -> Iterator[Tensor]:
+        """What it holds, [B, H, S, d]: nothing if it reads another layer's keys, or none."""
+        if self.is_initialized:
+            yield from (self.keys, self.values)
+        if self.index is not None:
+            yield self.index
+
     def keep(self, rows: slice, source: Tensor, slots: Tensor) -> None:
         """Copy slots `source` [b, n] of these b rows to `slots` [b, n]."""
-        for buffer in (self.keys[rows], self.values[rows]):
+        for buffer in (whole[rows] for whole in self.buffers):
             B, H, _, d = buffer.shape
             moved = buffer.gather(2, source[:, None, :, None].expand(B, H, -1, d))
             buffer.scatter_(2, slots[:, None, :, None].expand(B, H, -1, d), moved)
@@ -131,8 +148,7 @@ class SlotCache(Cache):
         target = seqs.places(depth)
         source = torch.where(depth <= verdict.n[:, None], seqs.places(verdict.path), target)
         for layer in self.layers:
-            if layer.is_initialized:  # others read a layer that has been moved
-                layer.keep(seqs.rows, source, target)
+            layer.keep(seqs.rows, source, target)
 
     def copy(self, source: int, target: int, slots: int) -> None:
         """Copy the first `slots` slots of row `source` to row `target`."""
@@ -146,8 +162,7 @@ class SlotCache(Cache):
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:
-            if layer.is_initialized:
-                yield from (layer.keys, layer.values)
+            yield from layer.buffers
 
 
 def rounded(slots: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # kinds that keep a state
@@ -36,32 +36,33 @@ class Layer:
         return self.kind in STATES
 
 
-def layers(config: Any, reach: int) -> tuple[Layer, ...]:
+def layers(config: Any, reach: int = 1 << 30) -> tuple[Layer, ...]:
     """The layers of a model with this config, over texts of up to `reach` tokens: a window or chunk
     that is no shorter is none."""
-    window = getattr(config, "sliding_window", None) or 0
-    chunk = getattr(config, "attention_chunk_size", None) or 0
-    window, chunk = (size if size < reach else 0 for size in (window, chunk))
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    if not kinds:
-        alike = "full_attention"
-        if window and getattr(config, "use_sliding_window", True):
-            alike = "sliding_attention"
-        elif chunk:
-            alike = "chunked_attention"
-        kinds = [alike] * config.num_hidden_layers
-    kinds = kinds[: config.num_hidden_layers]
-    described = {
-        kind: Layer(
-            kind,
-            window if "sliding" in kind else 0,
-            chunk if "chunked" in kind else 0,
-            kind not in ("moe", "mlp"),
+    sharing = getattr(config, "kv_sharing_modes", None)
+    described = []
+    for i, own in enumerate(configs(config)):
+        window, chunk = (
+            size if size and size < reach else 0
+            for size in (
+                getattr(own, name, None) for name in ("sliding_window", "attention_chunk_size")
+            )
         )
-        for kind in set(kinds)
-    }
-    sharing = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
-    return tuple(
-        replace(described[kind], owns=False) if mode == "reuse" else described[kind]
-        for kind, mode in zip(kinds, sharing, strict=False)
-    )
+        if kinds:
+            kind = kinds[i]
+            window, chunk = window * ("sliding" in kind), chunk * ("chunked" in kind)
+        else:
+            window = window if getattr(config, "use_sliding_window", True) else 0
+            kind = "sliding" if window else "chunked" if chunk else "full"
+            kind += "_attention"
+        owns = kind not in ("moe", "mlp") and not (sharing and sharing[i] == "reuse")
+        described.append(Layer(kind, window, chunk, owns))
+    return tuple(described)
+
+
+def configs(config: Any) -> list[Any]:
+    """The config of each layer: the model's own, except for what it says of single layers."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers

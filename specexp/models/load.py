@@ -6,9 +6,10 @@ Only this file chooses the network that runs a module, and tests it.
 from __future__ import annotations
 
 import copy
-import json
+import logging
 import os
-from functools import cache, lru_cache
+import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -16,23 +17,33 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import SafetensorError
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTISED
+from transformers.utils import logging as transformers_logging
 
 from specexp.errors import UserError, first_line, ran_out
 from specexp.models import int8, memory
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib
-from specexp.models.servable import servable
+from specexp.models.servable import servable, sound
 from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
+log = logging.getLogger("specexp")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+LIMITS = re.compile("window|chunk|local|topk|keep|floor|span|block_size|budget|lengths?$")
+WORK = 6e11  # weights times tokens that a probe on a CPU may read
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 # modules in use, by source, files, dtype and device
 _IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+_COUNTED: dict[tuple[str, bool], tuple[int, int]] = {}  # by config, see `_sizes`
 _PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
 
 
@@ -122,7 +133,7 @@ def probe(lm: LM) -> None:
         return
     refusal = f"{lm.name} ({lm.config.model_type}) cannot be served; choose another model: "
     try:
-        difference = _difference(lm)
+        difference = _difference(lm, _probe_length(lm))
     except Exception as e:  # a module that was not meant to be run so may raise anything
         if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
             raise
@@ -135,29 +146,59 @@ def probe(lm: LM) -> None:
     _PROBED.add(lm.module)
 
 
+def _probe_length(lm: LM) -> int:
+    """The tokens of the longer prefix: past every limit that lies below the context, if they can be
+    read in seconds."""
+    fields = lm.config.to_dict().items() if hasattr(lm.config, "to_dict") else ()
+    sizes = {k: v for k, v in fields if LIMITS.search(k) and type(v) is int}
+    below = {k: v for k, v in sizes.items() if 6 <= v < lm.context - 3 * len(TREE)}
+    wanted = max(below.values(), default=0) + 6
+    most = int(WORK * (50 if lm.device.type == "cuda" else 1) / max(1, lm.parameters))
+    if wanted > most:
+        log.warning(
+            "%s was compared with its module on %d tokens: %s of its config lies beyond",
+            lm.name, most, ", ".join(k for k, v in below.items() if v > most - 6),
+        )  # fmt: skip
+    return max(6, min(wanted, most))
+
+
 @torch.inference_mode()
-def _difference(lm: LM) -> float:
-    """The relative difference between logits over a tree, after two prefixes in one batch, and the
-    module's own logits for each path alone, where both are finite."""
-    ids = torch.arange(21, device=lm.device) * 7919 % lm.vocab
-    prefixes = [ids[:6].tolist(), ids[6:7].tolist()]
-    seqs = Sequences.of(prefixes, 0, slack=2 * len(TREE), device=lm.device)
-    draft = seqs.draft(TREE.nodes(lm.device), ids[7:].view(2, -1))
+def _difference(lm: LM, length: int) -> float:
+    """The relative difference between the logits of two rounds over trees, in a batch with prefixes
+    of `length` tokens and of one, and the module's own of each path alone, where both are finite.
+
+    The first round accepts the tree's deepest path, which is moved. In the longer row only that
+    path is compared: each costs a pass over its text.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(lm.vocab, (length + 1 + 4 * len(TREE),), generator=generator).to(lm.device)
+    prefixes = [ids[:length].tolist(), ids[length : length + 1].tolist()]
+    guesses = ids[length + 1 :].view(2, 2, -1)[:, :, 1:]
+    seqs = Sequences.of(prefixes, 2 * len(TREE), slack=2 * len(TREE), device=lm.device)
+    nodes = TREE.nodes(lm.device)
+    leaves = sorted(set(range(len(TREE))) - set(TREE.parents))
+    paths = [nodes.ancestors[0, leaf].nonzero()[:, 0] for leaf in leaves]
+    deepest = max(paths, key=len)
     lm.allocate(*seqs.tokens.shape)
-    lm.prefill(seqs, 0, len(prefixes[0]) - 1)
-    logits = lm.verify(seqs, draft).logits
-    texts, over_tree = [], []
-    for leaf in set(range(len(TREE))) - set(TREE.parents):
-        path = draft.nodes.ancestors[0, leaf].nonzero()[:, 0]
-        for row, prefix in enumerate(prefixes):
-            texts.append(torch.cat([seqs.tokens[row, : len(prefix) - 1], draft.tokens[row, path]]))
-            over_tree.append(logits[row, path])
-    alone = lm.module(input_ids=pad_sequence(texts, batch_first=True), use_cache=False).logits
-    triples = zip(alone, texts, over_tree, strict=True)
-    reference = torch.cat([x[len(t) - len(o) : len(t), : lm.vocab] for x, t, o in triples])
-    ours = torch.cat(over_tree)
-    finite = ours.isfinite() & reference.isfinite()
-    return float((ours - reference)[finite].float().norm() / reference[finite].float().norm())
+    lm.prefill(seqs, 0, length - 1)
+    ours, reference = [], []
+    for tokens in guesses:
+        draft = seqs.draft(nodes, tokens)
+        logits = lm.verify(seqs, draft).logits
+        for row, text in enumerate(seqs.tokens):
+            before = text[: int(seqs.length[row]) - 1]
+            for path in [deepest] if row == 0 else paths:
+                whole = torch.cat([before, draft.tokens[row, path]])[None]
+                alone = lm.module(input_ids=whole, use_cache=False, logits_to_keep=len(path))
+                reference.append(alone.logits[0, -len(path) :, : lm.vocab])
+                ours.append(logits[row, path])
+        last = torch.full((2,), len(deepest) - 1, device=lm.device)
+        verdict = draft.judged(deepest.expand(2, -1), last, last)
+        lm.keep(seqs, draft, verdict)
+        seqs.commit(verdict)
+    theirs, mine = torch.cat(reference), torch.cat(ours)
+    finite = mine.isfinite() & theirs.isfinite()
+    return float((mine - theirs)[finite].float().norm() / theirs[finite].float().norm())
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -198,7 +239,11 @@ def _config(source: str, state: Any) -> Any:
                 f"{source} has no *.safetensors; pickled weights are refused: convert them"
             )
     try:
+        described, _ = PreTrainedConfig.get_config_dict(str(source))
+        sound(described, str(source))
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as e:  # a config with wrong values may raise anything
         raise UserError(f"cannot read the model {source}: {first_line(e)}") from e
     if getattr(config, "auto_map", None):
@@ -208,6 +253,9 @@ def _config(source: str, state: Any) -> Any:
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method and not {method, f"{method}_4bit"} & QUANTISED.keys():
+        raise UserError(f"{source} is quantised by {method}, which transformers does not know")
     servable(config.get_text_config(), str(source))
     return config
 
@@ -243,7 +291,7 @@ def _check_memory(config: Any, bare: str, name: str, dtype: str, device: str) ->
 
 def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) -> Any:
     silent = are_progress_bars_disabled()
-    logging.disable_progress_bar()  # of loading weights; this also turns off those of downloads
+    transformers_logging.disable_progress_bar()  # of loading weights, and thereby of downloads
     if not silent:
         enable_progress_bars()
     try:
@@ -257,7 +305,9 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
             ignore_mismatched_sizes=True,  # reported, as missing ones are, and refused below
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as e:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as e:
+        if ran_out(str(e)):
+            raise
         raise UserError(f"cannot load {name}: {first_line(e)}") from e
     random = [*report["missing_keys"], *report["mismatched_keys"]]  # initialised by transformers
     if names := sorted(key if isinstance(key, str) else key[0] for key in random):
@@ -270,15 +320,12 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
 
 def _sizes(config: Any) -> tuple[int, int]:
     """The number of weights in the model's dtype, and the bytes of the quantised ones."""
-    quantised = getattr(config.get_text_config(), "quantised", "")
-    return _counted(config.to_json_string(use_diff=False), bool(quantised))
-
-
-@cache
-def _counted(description: str, quantised: bool) -> tuple[int, int]:
-    config = AutoConfig.for_model(**json.loads(description))
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
-    weights = [part.weight for part in int8.linears(module)] if quantised else []
-    numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
-    return numbers, int8.int8_bytes(weights)
+    quantised = bool(getattr(config.get_text_config(), "quantised", ""))
+    described = config.to_json_string(use_diff=False), quantised
+    if described not in _COUNTED:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        weights = [part.weight for part in int8.linears(module)] if quantised else []
+        numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
+        _COUNTED[described] = numbers, int8.int8_bytes(weights)
+    return _COUNTED[described]

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import torch
 
+from specexp.models.layers import configs, layers
+
 PREFILL = 512  # tokens per row in one prefill pass
 
 
@@ -52,17 +54,25 @@ def free_memory(device: torch.device) -> int:
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
-    """Bytes of keys and values, or of the latents they are made from, per token in all layers."""
+    """Bytes of keys and values, or of the latents they are made from, per token in all layers. A
+    window does not make them fewer; layers that share keys have none."""
+    return itemsize * sum(
+        _kv(own) for layer, own in zip(layers(config), configs(config), strict=True) if layer.owns
+    )
+
+
+def _kv(config: Any) -> int:
+    """Numbers that a layer keeps of each token."""
     _, K, d = _heads(config)
     latent = getattr(config, "kv_lora_rank", None)
-    numbers = latent + config.qk_rope_head_dim if latent else 2 * K * d
-    return int(config.num_hidden_layers) * numbers * itemsize
+    indexer = getattr(config, "index_head_dim", None) or 0
+    return indexer + (latent + config.qk_rope_head_dim if latent else 2 * K * d)
 
 
 def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
     """Peak bytes of a pass over n tokens of B rows that may read S slots, without logits: the mask
     and, in the MLP, the residual stream, its four wide tensors and what attention left behind."""
-    H, K, d = _heads(config)
+    H, K, d = (max(sizes) for sizes in zip(*map(_heads, configs(config)), strict=True))
     group = H // K
     mask = S * itemsize * group
     attention = (H + 2 * K) + (H + K) + H * (2 if group > 1 else 1) + 2

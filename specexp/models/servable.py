@@ -2,25 +2,83 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from specexp.errors import UserError
 from specexp.models.layers import layers
 
-READ = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}  # kinds served
+CONTEXTS = ("max_position_embeddings", "max_seq_len")
+ORIGINAL = "original_max_position_embeddings"
+READ = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+READ |= {"moe", "mlp"}  # the kinds of layers served; these two have no attention
 ALIBI = {"bloom", "mpt"}  # always use ALiBi; Falcon's configs say whether they do
+
+MOST_LAYERS = 4096
+NUMBERS = re.compile("(hidden|intermediate|vocab)_size|num_.*(layers|heads)|n_(layer|head|embd)s?")
+
+
+def sound(described: dict[str, Any], source: str) -> None:
+    """Refuse what a config.json says before anything is built from it: sizes that are none, numbers
+    that are not, and code from a hub."""
+    for name, value in _fields(described):
+        wrong = ""
+        if "implementation" in name and isinstance(value, str) and re.search("[/:|]", value):
+            wrong = "kernels from a hub are never fetched: remove the field"
+        elif isinstance(value, float) and math.isnan(value):
+            wrong = "it must be a number"
+        elif name == "eos_token_id" and not all(isinstance(i, int | None) for i in _list(value)):
+            wrong = "it must be a token id or a list of them"
+        elif NUMBERS.fullmatch(name) and isinstance(value, int | float) and value < 1:
+            wrong = "it must be 1 or more" if value or "shared" not in name else ""
+        elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+            wrong = f"no model has more than {MOST_LAYERS} layers"
+        if wrong:
+            raise UserError(f"{source}: config.json has {name} {value!r:.80}: {wrong}")
+
+
+def _fields(described: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every field, and those of the configs within."""
+    for name, value in described.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from _fields(value)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def limits(config: Any) -> dict[str, int]:
+    """The longest sequences of a model with this config, by the field that says so.
+
+    A pass longer than `longrope`'s short factors, or `dynamic`'s frequencies, reach would change
+    the rotation of every row; past `floor_scale`, Llama 4 scales queries by their slot; past
+    `keep_window_size`, Doge drops keys by the number of slots.
+    """
+    fields = {name: getattr(config, name, None) for name in (*CONTEXTS, "keep_window_size")}
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        if kind.get("rope_type") in ("longrope", "dynamic"):
+            fields |= {ORIGINAL: kind.get(ORIGINAL)}
+    if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
+        fields |= {"floor_scale": config.floor_scale - 1}
+    return {name: length for name, length in fields.items() if length}
 
 
 def reach(config: Any) -> int:
-    """The longest sequence of a model with this config. For `longrope` that is the length up to
-    which it uses its short factors: a longer pass would change the rotation of every row."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
-    long = (kind for kind in kinds if kind.get("rope_type") == "longrope")
-    ends = (kind["original_max_position_embeddings"] for kind in long)
-    names = "max_position_embeddings", "max_seq_len"
-    limits = (getattr(config, name, None) or 1 << 30 for name in names)
-    return min([*limits, *ends])
+    """The longest sequence of a model with this config."""
+    return min(limits(config).values(), default=1 << 30)
+
+
+def context(config: Any) -> str:
+    """The reach in words, with the field that says so where it is not the usual one."""
+    fields, length = limits(config), reach(config)
+    names = [name for name, limit in fields.items() if limit == length]
+    beside = "" if not names or names[0] in CONTEXTS else f" ({names[0]} in its config)"
+    return f"{length}-token context{beside}"
 
 
 def servable(config: Any, name: str) -> None:

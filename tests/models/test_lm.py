@@ -60,7 +60,8 @@ def test_longrope_text_is_limited_to_the_short_factors(alone):
     greedy = Engine(of_module(net), DraftModel(of_module(net), law), Fixed(Tree.chain(5)), law)
     new = 16 - max(map(len, prompts))
     assert greedy.generate(prompts, new).tokens == [slowly(net, p, new) for p in prompts]
-    with pytest.raises(UserError, match="the 16-token context of model by 1"):
+    said = r"the 16-token context \(original_max_position_embeddings in its config\) of model by 1"
+    with pytest.raises(UserError, match=said):
         greedy.generate(prompts, new + 1)
 
 

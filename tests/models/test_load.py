@@ -14,6 +14,8 @@ from support.tiny import PROMPTS, module
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     RoFormerConfig,
@@ -80,7 +82,16 @@ def test_broken_config_is_a_one_line_error(folder, text):
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("num_attention_heads", 0, "modulo by zero"),
+        ("num_attention_heads", 0, "num_attention_heads 0: it must be 1 or more"),
+        ("num_attention_heads", -4, "num_attention_heads -4: it must be 1 or more"),
+        ("num_key_value_heads", 0, "num_key_value_heads 0: it must be 1 or more"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps nan: it must be a number"),
+        ("eos_token_id", [{"id": 3}], "eos_token_id .*: it must be a token id or a list"),
+        ("num_hidden_layers", 2_000_000_000, "no model has more than 4096 layers"),
+        ("text_config", {"num_hidden_layers": 5000}, "no model has more than 4096 layers"),
+        ("attn_implementation", "kernels-community/x:Y", "kernels from a hub are never fetched"),
+        ("_attn_implementation", "a/b", "kernels from a hub are never fetched"),
+        ("quantization_config", {"quant_method": "mine"}, "quantised by mine, which transformers"),
         ("num_attention_heads", 3, "not a multiple of the number of attention heads"),
         ("rms_norm_eps", "small", "'rms_norm_eps' expected float"),
         ("rope_scaling", "odd", "'rope_parameters' with value 'odd'"),
@@ -88,10 +99,30 @@ def test_broken_config_is_a_one_line_error(folder, text):
 )
 def test_config_error_names_the_wrong_value(folder, field, value, said):
     edit(folder, **{field: value})
-    with pytest.raises(UserError, match="cannot read the model") as refused:
+    with pytest.raises(UserError, match=said) as refused:
         load.read_config(folder)
-    assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "hqq"])
+def test_weights_quantised_by_an_absent_library_are_a_one_line_error(folder, method):
+    bits = {"bits": 4, "group_size": 32, "load_in_4bit": True}
+    edit(folder, quantization_config={"quant_method": method} | bits)
+    with pytest.raises(UserError, match="cannot load mine") as refused:
+        load.load(folder, "mine", "float32", "cpu")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_config_with_an_infinity_is_counted():
+    shape = {"vocab_size": 32, "hidden_size": 32, "shared_intermediate_size": 32}
+    net = GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**shape, num_hidden_layers=1, num_attention_heads=2,
+                               num_key_value_heads=2, layer_types=["full_attention"],
+                               mamba_n_heads=4, num_local_experts=0)
+    )  # fmt: skip
+    assert net.config.time_step_limit[1] == float("inf")
+    counted = load.weight_bytes(net.config, torch.float32) // 4
+    assert counted == sum(p.numel() for p in net.parameters())
 
 
 def test_config_and_tokenizer_are_cached_until_files_change(folder):
