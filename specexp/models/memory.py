@@ -56,17 +56,19 @@ def free_memory(device: torch.device) -> int:
 def kv_bytes(config: Any, itemsize: int) -> int:
     """Bytes of keys and values, or of the latents they are made from, per token in all layers. A
     window does not make them fewer; layers that share keys have none."""
-    return itemsize * sum(
-        _kv(own) for layer, own in zip(layers(config), configs(config), strict=True) if layer.owns
-    )
+    each = list(zip(layers(config), configs(config), strict=True))
+    shared = (getattr(config, "indexer_types", None) or []).count("shared")
+    indexers = sum(layer.kind == "indexed_attention" for layer, _ in each) - shared
+    index = indexers * (getattr(config, "index_head_dim", None) or 0)
+    return itemsize * (index + sum(_kv(own) for layer, own in each if layer.owns))
 
 
 def _kv(config: Any) -> int:
-    """Numbers that a layer keeps of each token."""
+    """Numbers that a layer's attention keeps of each token."""
     _, K, d = _heads(config)
-    latent = getattr(config, "kv_lora_rank", None)
-    indexer = getattr(config, "index_head_dim", None) or 0
-    return indexer + (latent + config.qk_rope_head_dim if latent else 2 * K * d)
+    if latent := getattr(config, "kv_lora_rank", None):
+        return int(latent + config.qk_rope_head_dim)
+    return K * (d + (getattr(config, "v_head_dim", None) or d))
 
 
 def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:

@@ -17,7 +17,8 @@ READ |= {"moe", "mlp"}  # the kinds of layers served; these two have no attentio
 ALIBI = {"bloom", "mpt"}  # always use ALiBi; Falcon's configs say whether they do
 
 MOST_LAYERS = 4096
-NUMBERS = re.compile("(hidden|intermediate|vocab)_size|num_.*(layers|heads)|n_(layer|head|embd)s?")
+SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"}
+SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head"}
 
 
 def sound(described: dict[str, Any], source: str) -> None:
@@ -31,9 +32,9 @@ def sound(described: dict[str, Any], source: str) -> None:
             wrong = "it must be a number"
         elif name == "eos_token_id" and not all(isinstance(i, int | None) for i in _list(value)):
             wrong = "it must be a token id or a list of them"
-        elif NUMBERS.fullmatch(name) and isinstance(value, int | float) and value < 1:
-            wrong = "it must be 1 or more" if value or "shared" not in name else ""
-        elif "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+        elif name in SIZES and isinstance(value, int | float) and value < 1:
+            wrong = "it must be 1 or more"
+        elif re.fullmatch("n_layer|.*layers", name) and type(value) is int and value > MOST_LAYERS:
             wrong = f"no model has more than {MOST_LAYERS} layers"
         if wrong:
             raise UserError(f"{source}: config.json has {name} {value!r:.80}: {wrong}")
@@ -42,7 +43,7 @@ def sound(described: dict[str, Any], source: str) -> None:
 def _fields(described: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every field, and those of the configs within."""
     for name, value in described.items():
-        yield name, value
+        yield str(name), value
         if isinstance(value, dict):
             yield from _fields(value)
 

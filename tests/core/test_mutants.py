@@ -12,6 +12,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from support import architectures
 from support.oracle import explore, gap, surprise, warp
 from support.toys import texts, toy_engine
 
@@ -19,7 +20,7 @@ from specexp import growth, ops, report, rules
 from specexp import tree as trees
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
-from specexp.models.cache import SlotCache
+from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import LM
 from specexp.policy import Fixed
 from specexp.rules import Block, Match, Reject, Typical
@@ -227,12 +228,18 @@ def addresses() -> None:
     assert (first != second).all(), "drawn without replacement"
 
 
+def texts_in_windows() -> None:
+    """Of a model with windows, shared keys and an indexer, and of one with chunks."""
+    for name in ("gemma3n_text", "llama4_text", "deepseek_v32"):
+        assert architectures.outcome(name, (3, 40), ("self grown",)) == "right", name
+
+
 CHECKS = {
     f.__name__: f
     for f in (shape, precision, edges, addresses, law_on_chains, law_on_trees,
               law_of_chosen_guesses, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
               law_when_sampled, law_of_block, law_of_block_when_sampled, gain_of_block,
-              bias_of_lossy_rules, typical_by_hand, speed, overlap, counts)
+              bias_of_lossy_rules, typical_by_hand, speed, overlap, counts, texts_in_windows)
 }  # fmt: skip
 
 
@@ -280,6 +287,7 @@ ROOM = "(self.limit - self.length).clamp(min=0)"
 reject = (Reject, "__call__")
 match = (rules, "follow")
 block = (Block, "__call__")
+MOVE = "layer.keep(seqs.rows, source, target)"
 grow = (growth, "grow")
 commit = (Sequences, "commit")
 verify = (LM, "verify")
@@ -457,6 +465,21 @@ MUTANTS = [
            {"places(verdict.path)": "places((verdict.path - 1).clamp(min=0))"}, "law_on_trees"),
     Mutant("accepted path moved without its last node", SlotCache, "keep",
            {"<= verdict.n": "< verdict.n"}, "law_on_trees"),
+    Mutant("accepted path of shared keys moved twice", SlotCache, "keep",
+           {MOVE: f"{MOVE}\n        {MOVE}"}, "texts_in_windows"),
+    Mutant("indexer's accepted path left where it was", Slots, "keep",
+           {"whole in self.buffers)": "whole in [*self.buffers][:2])"}, "texts_in_windows"),
+    Mutant("window of one position more", SlotCache, "_near",
+           {"own - place < window": "own - place <= window"}, "texts_in_windows"),
+    Mutant("window of one position less", SlotCache, "_near",
+           {"own - place < window": "own - place < window - 1"}, "texts_in_windows"),
+    Mutant("chunks begin one position early", SlotCache, "_near",
+           {"own // chunk == place // chunk": "(own + 1) // chunk == (place + 1) // chunk"},
+           "texts_in_windows"),
+    Mutant("windows count the slots of a tree", SlotCache, "_near",
+           {"place = visible.cumsum(-1) - 1": "place = torch.arange(self.seen)[None, None]",
+            "own, near = place[:, :, -1:], visible": "own, near = self.slots[:, 0], visible"},
+           "texts_in_windows"),
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
            {"if not draft.nodes.is_chain:": "if False:"}, "speed"),
     Mutant("only the root is fed again", DraftModel, "propose",

@@ -20,6 +20,8 @@ from transformers import (
     RecurrentGemmaConfig,
     T5Config,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexp.errors import UserError
 from specexp.models import servable
@@ -88,3 +90,12 @@ def test_servable_takes_global_layers_of_gpt_neo():
 def test_layers_have_the_windows_and_chunks_of_their_config(config, kinds):
     servable.servable(config, "mine")
     assert layers(config, servable.reach(config)) == tuple(kinds)
+
+
+def test_the_config_of_every_architecture_is_sound():
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            described = CONFIG_MAPPING[kind]().to_dict()
+        except Exception:  # some have no defaults
+            continue
+        servable.sound(described, kind)

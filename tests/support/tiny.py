@@ -8,6 +8,8 @@ import torch
 from conftest import CONTEXT, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -70,6 +72,14 @@ def gemma():
     return GemmaForCausalLM(GemmaConfig(**SHAPE, num_key_value_heads=1, head_dim=8))
 
 
+def gemma3():
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**SHAPE, num_key_value_heads=1, head_dim=8, sliding_window=5,
+                         layer_types=kinds, tie_word_embeddings=False)
+    )  # fmt: skip
+
+
 def gpt2():
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT,
@@ -92,7 +102,7 @@ SHAPE = {
     "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": CONTEXT, "initializer_range": 0.4,
 }  # fmt: skip
-FAMILIES = {f.__name__: f for f in (llama, qwen3, gemma, gpt2, neox, opt)}
+FAMILIES = {f.__name__: f for f in (llama, qwen3, gemma, gemma3, gpt2, neox, opt)}
 
 
 @functools.cache
