@@ -86,6 +86,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     exact = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG", "": ""})
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
+    view["exact to"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 

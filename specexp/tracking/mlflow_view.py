@@ -12,7 +12,7 @@ OPTIONS = ("drafter", "policy", "gamma", "temperature")
 FIGURES = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
     "throughput/tok_s", "latency/ttft_p95_ms", "latency/tpot_p95_ms", "goodput/share",
-    "regret/worst", "fleet/replicas", "exact/pass",
+    "regret/worst", "fleet/replicas", "exact/pass", "exact/detectable_tv",
 )  # fmt: skip
 BARS = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s",

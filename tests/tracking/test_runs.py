@@ -204,9 +204,12 @@ def test_overview_shows_what_differs_and_was_logged(store):
     for drafter, gamma, speed in (("ngram", 3, 1.5), ("sibling-3m", 3, 2.0)):
         params = {"drafter": drafter, "gamma": gamma, "target": "t"}
         ci = {"speedup/ci_low": speed - 0.1, "speedup/ci_high": speed + 0.1, "exact/pass": 1.0}
-        track.log("mine", params, METRICS | {"speedup/measured": speed} | ci)
+        shown = {"speedup/measured": speed, "exact/detectable_tv": 0.123}
+        track.log("mine", params, METRICS | shown | ci)
     view = compare.overview(track.runs("mine"))
-    assert list(view) == ["experiment", "drafter", "accepted", "code", "speedup", "exact"]
+    columns = ["experiment", "drafter", "accepted", "code", "speedup", "exact", "exact to"]
+    assert list(view) == columns
+    assert set(view["exact to"]) == {"TV 0.12"}
     assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
     assert set(view["exact"]) == {"yes"}
 
