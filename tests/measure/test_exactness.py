@@ -8,12 +8,13 @@ import pytest
 import torch
 from conftest import tiny_llama
 from support import tiny
+from support.fake_cuda import ATTENTION, begun
 
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.measure.exactness import Reference, certify, compare, draws, near_winners, reference
-from specexp.measure.exactness.draws import Tally, sets_of
+from specexp.measure.exactness.draws import Tally, Witness, sets_of
 from specexp.models.int8 import quantise
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -275,6 +276,22 @@ def test_shipped_rules_on_shipped_drafters_follow_their_distributions(kind, rule
     drafts = tree != "empty" and kind != "null"
     drawn = drafts and checked.drafter.draws and tree != "grown"
     assert len(exact.checks) == 1 + drafts + drawn
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "rule"),
+    [("model", "branching", "reject"), ("model", "chain", "block"), ("ngram", "chain", "match")],
+)
+def test_counting_draws_leaves_them_on_a_gpu(monkeypatch, kind, tree, rule):
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    [attention, dtype] = next(iter(ATTENTION.items()))
+    counted = tiny.engine(kind, tree, rule, temperature=0.9, dtype=dtype)
+    witness = counted.clock = Witness(counted, range(0))
+    witness.generator = None  # there is none of a GPU here
+    with begun(counted, tiny.PROMPTS, tiny.TREES[tree], attention) as seqs:
+        counted.round(seqs, tiny.TREES[tree])
+        tallies = [witness.drafted, witness.judged, witness.emitted]
+        assert all(tally.sums.is_meta for tally in tallies)
 
 
 def tallies(shift: float, n: int, count: int) -> list:
