@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,19 +17,10 @@ from specexp.errors import UserError
 COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
 
 
-class Arrival(NamedTuple):
-    """A request that arrives `at_s` seconds from the start, with the tokens of its prompt and the
-    most tokens of its output."""
-
-    at_s: float
-    prompt: int
-    output: int
-
-
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """Many arrivals as columns [n], for simulations of millions: at_s float64, rising; `prompt` and
-    `output` in tokens."""
+    """Requests in order of arrival as columns [n]: at_s float64, seconds from the start; the tokens
+    of the `prompt` and the most tokens of the `output`."""
 
     at_s: np.ndarray
     prompt: np.ndarray
@@ -38,11 +28,6 @@ class Arrivals:
 
     def __len__(self) -> int:
         return len(self.at_s)
-
-    def each(self) -> list[Arrival]:
-        """The same as a list."""
-        columns = (column.tolist() for column in (self.at_s, self.prompt, self.output))
-        return [Arrival(*a) for a in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -71,17 +56,7 @@ class Lengths:
         return prompts, outputs
 
 
-def poisson(rate: float, count: int, lengths: Lengths, seed: int) -> list[Arrival]:
-    """Poisson arrivals, `rate` a second."""
-    return bursty(rate, count, lengths, seed, cv=1.0)
-
-
-def bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float) -> list[Arrival]:
-    """`many_bursty` as a list."""
-    return many_bursty(rate, count, lengths, seed, cv).each()
-
-
-def many_bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float) -> Arrivals:
+def bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float = 1.0) -> Arrivals:
     """`rate` arrivals a second with gamma-distributed gaps of coefficient of variation cv: 1 is
     Poisson, above 1 there are bursts and lulls. (As BurstGPT fits them: Wang et al. 2024, arXiv
     2401.17644.)"""
@@ -92,27 +67,19 @@ def many_bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float)
     return Arrivals(at_s, *lengths.draw(count, rng))
 
 
-def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8) -> list[Arrival]:
-    """`many_of_a_day` as a list."""
-    return many_of_a_day(rate, count, lengths, seed, swing).each()
-
-
 def check_swing(swing: float) -> None:
     """Raises UserError for a swing with which the rate would be negative."""
     if not 0 <= swing <= 1:
         raise UserError(f"swing is {swing}; it is a share of the mean rate, from 0 to 1")
 
 
-def many_of_a_day(
-    rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8
-) -> Arrivals:
+def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8) -> Arrivals:
     """A day of `count` requests, count / rate seconds long, whose arrival rate swings around its
     mean `rate` a second by the share `swing`, as a cosine that is lowest at the start and the end.
 
     Inhomogeneous Poisson, by thinning (Lewis and Shedler 1979).
     """
     _positive(rate=rate)
-    check_swing(swing)
     rng = np.random.default_rng(seed)
     length, peak = count / rate, rate * (1 + swing)
     arrived = np.zeros(0)
@@ -124,16 +91,17 @@ def many_of_a_day(
     return Arrivals(arrived[:count], *lengths.draw(count, rng))
 
 
-def read_csv(path: str | Path) -> list[Arrival]:
-    """A trace in the columns of BurstGPT. Failed requests (no response tokens) and empty prompts
-    are left out; times count from the first of the rest. Raises UserError with file and line."""
+def read_csv(path: str | Path, count: int | None = None) -> Arrivals:
+    """A trace in the columns of BurstGPT, or its first `count` requests. Failed ones (no response
+    tokens) and empty prompts are left out; times count from the first of the rest. Raises UserError
+    with file and line."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise UserError(f"cannot read the trace {path}: {e}") from e
-    trace: list[Arrival] = []
+    trace: list[tuple[float, int, int]] = []
     for line, row in rows:
         try:
             at, prompt, output = (float(row[COLUMNS[i]]) for i in (0, 2, 3))
@@ -143,28 +111,17 @@ def read_csv(path: str | Path) -> list[Arrival]:
             ) from e
         if not (np.isfinite([at, prompt, output]).all() and prompt >= 0 and output >= 0):
             raise UserError(f"{path}:{line}: times and tokens must be finite and not negative")
-        if trace and at < trace[-1].at_s:
+        if trace and at < trace[-1][0]:
             raise UserError(f"{path}:{line}: is earlier than the request above it; sort the trace")
         if int(output) and int(prompt):
-            trace.append(Arrival(at, int(prompt), int(output)))
+            trace.append((at, int(prompt), int(output)))
     if not trace:
         raise UserError(f"{path} has no request with tokens in it")
-    return [a._replace(at_s=a.at_s - trace[0].at_s) for a in trace]
+    at_s, prompts, outputs = map(np.array, zip(*trace[:count], strict=True))
+    return Arrivals(at_s - at_s[0], prompts, outputs)
 
 
-def write_csv(path: str | Path, arrivals: list[Arrival]) -> None:
-    """Write a trace that `read_csv` reads."""
-    with open(path, "w", newline="") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(COLUMNS)
-        for a in arrivals:
-            total = a.prompt + a.output
-            out.writerow((f"{a.at_s:.3f}", "synthetic", a.prompt, a.output, total, "synthetic"))
-
-
-def parse(
-    load: str, count: int, seed: int = 0, lengths: Lengths = Lengths()
-) -> list[Arrival] | Closed:
+def parse(load: str, count: int, seed: int = 0) -> Arrivals | Closed:
     """The load of that name, `count` requests of it; of a trace the first `count`. Raises
     UserError."""
     kind, _, argument = load.partition(":")
@@ -172,14 +129,14 @@ def parse(
         if kind == "closed":
             return Closed(_whole(argument, load), count)
         if kind == "poisson":
-            return poisson(float(argument), count, lengths, seed)
+            return bursty(float(argument), count, Lengths(), seed)
         if kind == "bursty":
             rate, _, cv = argument.partition(",")
-            return bursty(float(rate), count, lengths, seed, float(cv or 3))
+            return bursty(float(rate), count, Lengths(), seed, float(cv or 3))
         if kind == "day":
-            return day(float(argument), count, lengths, seed)
+            return day(float(argument), count, Lengths(), seed)
         if kind == "trace":
-            return read_csv(argument)[:count]
+            return read_csv(argument, count)
     except ValueError:
         raise UserError(f"load {load!r} is not well formed; {_HELP}") from None
     raise UserError(f"load {load!r} is unknown; {_HELP}")

@@ -10,12 +10,12 @@ import pytest
 from support.cost_tables import planted
 from support.questions import PROMPTS
 from support.served import ANSWERS, TICKS, answer, tick
+from support.traces import write_csv
 
 from specexp import figures
 from specexp.errors import UserError
 from specexp.measure import under_load
 from specexp.measure.under_load import races, served
-from specexp.serving.arrivals import Arrival, write_csv
 from specexp.serving.requests import Request
 from specexp.serving.sources import Closed, Timed, serve
 
@@ -235,7 +235,7 @@ def test_open_traffic_keeps_times_and_prompts():
 
 def test_trace_cuts_prompts_and_outputs(tmp_path):
     file = tmp_path / "trace.csv"
-    write_csv(file, [Arrival(0.0, 4, 7), Arrival(0.5, 400, 3), Arrival(2.0, 1, 90)])
+    write_csv(file, [(0.0, 4, 7), (0.5, 400, 3), (2.0, 1, 90)])
     offered = under_load.traffic(LETTERS, PROMPTS, f"trace:{file}", 9, 20)
     assert [r.at_s for r in offered.requests] == [0.0, 0.5, 2.0]
     assert ["".join(map(chr, r.prompt)) for r in offered.requests] == [

@@ -4,26 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.traces import triples, write_csv
 
 from specexp.errors import UserError
-from specexp.serving.arrivals import (
-    COLUMNS,
-    Arrival,
-    Closed,
-    Lengths,
-    bursty,
-    day,
-    parse,
-    poisson,
-    read_csv,
-    write_csv,
-)
+from specexp.serving.arrivals import COLUMNS, Closed, Lengths, bursty, day, parse, read_csv
 
 LENGTHS = Lengths()
 
 
 def gaps(arrivals):
-    return np.diff([0.0, *(a.at_s for a in arrivals)])
+    return np.diff(arrivals.at_s, prepend=0.0)
 
 
 @pytest.mark.parametrize("rate", [0.5, 20.0])
@@ -35,13 +25,14 @@ def test_gaps_have_the_requested_rate_and_burstiness(rate, cv):
 
 
 def test_arrivals_follow_from_the_seed():
-    for make in (lambda s: poisson(3, 50, LENGTHS, s), lambda s: day(3, 50, LENGTHS, s)):
-        assert make(4) == make(4)
-        assert make(4) != make(5)
+    for make in (bursty, day):
+        first, again, other = (triples(make(3, 50, LENGTHS, seed)) for seed in (4, 4, 5))
+        assert first == again
+        assert first != other
 
 
 def test_day_follows_its_curve():
-    found = np.array([a.at_s for a in day(10, 40_000, LENGTHS, seed=2, swing=0.8)])
+    found = day(10, 40_000, LENGTHS, seed=2, swing=0.8).at_s
     assert (np.diff(found) >= 0).all()
     counts, edges = np.histogram(found, 8, (0, 4000))
     middle = (edges[1:] + edges[:-1]) / 2
@@ -57,29 +48,29 @@ def test_lengths_have_their_medians_and_bounds():
     assert np.median(outputs) == pytest.approx(40, abs=2)
     assert prompts.min() >= 1
     assert prompts.max() <= 400
-    assert {a[1:] for a in poisson(1, 9, Lengths(7, 5, 0.0), 0)} == {(7, 5)}
+    assert {a[1:] for a in triples(bursty(1, 9, Lengths(7, 5, 0.0), 0))} == {(7, 5)}
 
 
 def test_trace_round_trip(tmp_path):
-    made = bursty(5, 40, LENGTHS, 0, 2.0)
+    made = triples(bursty(5, 40, LENGTHS, 0, 2.0))
     write_csv(tmp_path / "t.csv", made)
-    again = read_csv(tmp_path / "t.csv")
+    again = triples(read_csv(tmp_path / "t.csv"))
     assert [a[1:] for a in again] == [a[1:] for a in made]
-    start = made[0].at_s
-    assert [a.at_s for a in again] == pytest.approx([a.at_s - start for a in made], abs=2e-3)
-    assert parse(f"trace:{tmp_path / 't.csv'}", 7) == again[:7]
+    start = made[0][0]
+    assert [a[0] for a in again] == pytest.approx([a[0] - start for a in made], abs=2e-3)
+    assert triples(parse(f"trace:{tmp_path / 't.csv'}", 7)) == again[:7]
 
 
 def test_failed_requests_of_a_trace_are_left_out(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text(",".join(COLUMNS) + "\n5,GPT-4,10,0,10,API log\n7,ChatGPT,9,3,12,API log\n")
-    assert read_csv(file) == [Arrival(0.0, 9, 3)]
+    assert triples(read_csv(file)) == [(0.0, 9, 3)]
 
 
 def test_trace_with_a_byte_order_mark_is_read(tmp_path):
     file = tmp_path / "t.csv"
     file.write_bytes(("\ufeff" + ",".join(COLUMNS) + "\r\n\r\n5,m,9,3,12,l\r\n").encode())
-    assert read_csv(file) == [Arrival(0.0, 9, 3)]
+    assert triples(read_csv(file)) == [(0.0, 9, 3)]
     with open(file, "a") as out:
         out.write("x,m,9,3,12,l\r\n")
     with pytest.raises(UserError, match=":4: not a request"):
@@ -123,8 +114,11 @@ def test_bad_load_is_one_line(load):
 @given(st.integers(1, 99), st.integers(1, 60), st.floats(0.01, 100), st.floats(0.3, 4))
 def test_load_names(streams, count, rate, cv):
     assert parse(f"closed:{streams}", count) == Closed(streams, count)
-    assert parse(f"poisson:{rate}", count, 3) == poisson(rate, count, LENGTHS, 3)
-    assert parse(f"bursty:{rate},{cv}", count, 3) == bursty(rate, count, LENGTHS, 3, cv)
+    for load, same in {
+        f"poisson:{rate}": bursty(rate, count, LENGTHS, 3),
+        f"bursty:{rate},{cv}": bursty(rate, count, LENGTHS, 3, cv),
+    }.items():
+        assert triples(parse(load, count, 3)) == triples(same)
     assert len(parse(f"day:{rate}", count, 3)) == count
 
 
@@ -134,5 +128,5 @@ def test_shipped_traces_are_reproducible(tmp_path):
     folder = Path(__file__).resolve().parents[2] / "data" / "traces"
     made = {"burst": bursty(2, 300, LENGTHS, 0, 3.0), "day": day(2, 300, LENGTHS, 0)}
     for name, arrivals in made.items():
-        write_csv(tmp_path / name, arrivals)
+        write_csv(tmp_path / name, triples(arrivals))
         assert (folder / f"{name}.csv").read_text() == (tmp_path / name).read_text()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.cost_tables import planted, rough
+from support.traces import triples
 
 from specexp.errors import UserError
 from specexp.figures import fleet_day, under_load
@@ -18,7 +19,7 @@ from specexp.measure.under_load import answered
 from specexp.measure.under_load import fleet_day as fleets
 from specexp.measure.under_load.fleet_day import Day, Setting
 from specexp.serving import policies
-from specexp.serving.arrivals import Arrivals, Lengths, many_bursty, many_of_a_day
+from specexp.serving.arrivals import Arrivals, Lengths, bursty, day
 from specexp.serving.fleet import ROUTERS, Limits, Pace, pace, simulate, size
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows, requests
@@ -175,7 +176,7 @@ def test_prefill_stalls_all_streams():
 # --- what must hold for any traffic --------------------------------------------------------------
 
 traffic = st.builds(
-    lambda rate, count, seed, cv: many_bursty(rate, count, LENGTHS, seed, cv),
+    lambda rate, count, seed, cv: bursty(rate, count, LENGTHS, seed, cv),
     st.floats(0.5, 200), st.integers(1, 300), st.integers(0, 99), st.floats(0.5, 3),
 )  # fmt: skip
 
@@ -283,11 +284,11 @@ def test_rounds_match_renewal_theory(gamma):
 def test_one_replica_matches_the_simulated_server(name, rate, reads):
     costs, rows = planted(slot=0), 16
     costs = dataclasses.replace(costs, about=costs.about | {"reads": reads})
-    offered = many_bursty(rate, 700, LENGTHS, 1, 1.0)
+    offered = bursty(rate, 700, LENGTHS, 1)
     policy = policies.of("never" if name == "plain" else name, costs, 5)
     bank = SimulatedRows(costs, lambda _: KEPT, rows, 500, policy.widest)
     server = Server(bank, policy, queue=len(offered))
-    table = answered(serve(server, Timed(requests(offered.each()))))
+    table = answered(serve(server, Timed(requests(triples(offered)))))
     fluid = simulate(
         offered, pace(costs, name, KEPT, rows, 128, offered.prompt.mean(), offered.output.mean()),
         costs.prefill_s, 1,
@@ -335,7 +336,7 @@ def test_pace_of_threshold_and_table():
 
 
 def test_better_informed_routers_wait_less():
-    offered = many_of_a_day(20, 8000, Lengths(30, 60, 1.2, 2000), 3, swing=0.5)
+    offered = day(20, 8000, Lengths(30, 60, 1.2, 2000), 3, swing=0.5)
     table = even([60 / b**0.7 for b in range(1, 40)])
     served = {name: simulate(offered, table, free, 40, name, seed=2) for name in ROUTERS}
     turns = served["round_robin"].replica
@@ -351,11 +352,11 @@ def test_better_informed_routers_wait_less():
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
     ("limits", "name"),
-    [(Limits(0.2, 0.0075), "plain"), (Limits(0.05, 1.0), "goodput"), (Limits(9, 9, 0.5), "plain")],
+    [(Limits(0.2, 0.0075), "plain"), (Limits(0.05, 1.0), "goodput"), (Limits(9, 9), "plain")],
 )
 def test_size_is_the_fewest_that_keep_the_limits(limits, name, router):
     costs = planted()
-    offered = many_bursty(150, 1500, LENGTHS, 5, 1.0)
+    offered = bursty(150, 1500, LENGTHS, 5)
     table = pace(costs, name, KEPT, 16, 90, 30, 70)
 
     def kept(replicas):
@@ -369,7 +370,7 @@ def test_size_is_the_fewest_that_keep_the_limits(limits, name, router):
 
 def test_goodput_needs_no_more_replicas():
     costs, limits = planted(), Limits(0.3, 0.0072)
-    offered = many_bursty(150, 1500, LENGTHS, 5, 1.0)
+    offered = bursty(150, 1500, LENGTHS, 5)
     found = {
         name: size(offered, pace(costs, name, KEPT, 16, 90, 30, 70), costs.prefill_s, limits)
         for name in ("plain", "goodput", "always:5")
@@ -380,7 +381,7 @@ def test_goodput_needs_no_more_replicas():
 
 @pytest.mark.parametrize("limits", [Limits(0.2, 0.001), Limits(1e-4, 1.0)])
 def test_impossible_limits_are_one_line(limits):
-    offered = many_bursty(5, 50, LENGTHS, 0, 1.0)
+    offered = bursty(5, 50, LENGTHS, 0)
     table = pace(planted(), "plain", KEPT, 4, 64)
     with pytest.raises(UserError, match=r"misses the limits on an idle replica.*raise the limits"):
         size(offered, table, planted().prefill_s, limits)
@@ -449,10 +450,6 @@ def test_policy_that_misses_the_limits_is_shown_so():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: Day(0, 0.5, LENGTHS), "requests_per_day is 0"),
-        (lambda: Day(5, 1.5, LENGTHS), "swing is 1.5"),
-        (lambda: fleets.lengths(0, 5), "prompt_tokens is 0"),
-        (lambda: settled(0.0), "tpot_s is 0"),
         (lambda: settled(names=("goodput",)), "name plain, too"),
         (lambda: fleets.hourly(settled(0.5), 50), "plain misses the limits on an idle replica"),
     ],
@@ -469,21 +466,8 @@ ASKED = arrivals([0, 1], [3, 3], [2, 5])
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: simulate(ASKED, even([1]), free, 0), "a fleet has at least one"),
         (lambda: simulate(ASKED, even([1]), free, 1, "nearest"), "use one of least, round_robin"),
-        (lambda: simulate(arrivals([], [], []), even([1]), free, 1), "give at least one"),
-        (lambda: simulate(arrivals([1, 0], [1, 1], [1, 1]), even([1]), free, 1), "sort them"),
-        (lambda: simulate(arrivals([0], [1], [0]), even([1]), free, 1), "1 or more output tokens"),
-        (lambda: simulate(arrivals([0], [-1], [1]), even([1]), free, 1), "0 or more prompt tokens"),
-        (lambda: size(ASKED, even([1]), free, Limits(9, 9), near=0), "at least one"),
-        (lambda: even([]), "positive pace"),
-        (lambda: even([1.0, 0.0]), "positive pace"),
-        (lambda: Limits(0, 1), "ttft_s is 0; a limit is positive"),
-        (lambda: Limits(1, -1), "tpot_s is -1"),
-        (lambda: Limits(1, 1, 1), "between 0 and 1"),
-        (lambda: many_of_a_day(-1, 5, LENGTHS, 0), "rate is -1; it must be positive"),
-        (lambda: pace(planted(), "plain", KEPT, 0, 64), "at least one stream"),
-        (lambda: pace(planted(), "plain", KEPT, 1, 64, 1, 0), "at least one token"),
+        (lambda: day(-1, 5, LENGTHS, 0), "rate is -1; it must be positive"),
         (lambda: pace(planted(), "always:9", KEPT, 4, 64), "this drafter does 0 to 5"),
         (lambda: pace(planted(), "bandit", KEPT, 4, 64), "use goodput"),
         (lambda: pace(planted(), "sometimes", KEPT, 4, 64), "is unknown"),

@@ -30,17 +30,12 @@ HOURS = 24
 @dataclass(frozen=True)
 class Day:
     """The traffic of 24 hours: a number of requests, whose rate swings around its mean by the share
-    `swing` and is lowest at midnight, and the distribution of lengths. Raises UserError."""
+    `swing` and is lowest at midnight, and the distribution of lengths."""
 
     requests: int
     swing: float
     lengths: Lengths
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.requests < 1:
-            raise UserError(f"requests_per_day is {self.requests}; a day has at least one")
-        arrivals.check_swing(self.swing)
 
     @property
     def mean(self) -> float:
@@ -54,20 +49,16 @@ class Day:
 
     def whole(self) -> Arrivals:
         """All requests of the day."""
-        return arrivals.many_of_a_day(self.mean, self.requests, self.lengths, self.seed, self.swing)
+        return arrivals.day(self.mean, self.requests, self.lengths, self.seed, self.swing)
 
     def window(self, rate: float, count: int) -> Arrivals:
         """`count` requests at a constant rate, a sample of an hour."""
-        return arrivals.many_bursty(rate, count, self.lengths, self.seed, 1.0)
+        return arrivals.bursty(rate, count, self.lengths, self.seed)
 
 
-def lengths(prompt_tokens: int, output_tokens: int, spread: float = 0.6) -> Lengths:
-    """Lognormal lengths with these medians, clipped at four times the longer one. Raises
-    UserError."""
-    for name, tokens in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
-        if tokens < 1:
-            raise UserError(f"{name} is {tokens}; a request has at least one token of each")
-    return Lengths(prompt_tokens, output_tokens, spread, 4 * max(prompt_tokens, output_tokens))
+def lengths(prompt_tokens: int, output_tokens: int) -> Lengths:
+    """Lognormal lengths with these medians, clipped at four times the longer one."""
+    return Lengths(prompt_tokens, output_tokens, most=4 * max(prompt_tokens, output_tokens))
 
 
 @dataclass(frozen=True)
@@ -155,8 +146,8 @@ def saved(hours: pd.DataFrame, name: str) -> float:
 
 
 def over_size(setting: Setting, hours: pd.DataFrame, sample: int, points: int = 9) -> pd.DataFrame:
-    """The busiest hour on fleets of several sizes. One row a policy and size: the quantiles of TTFT
-    and TPOT that are limited, in ms, and the share of requests within both limits."""
+    """The busiest hour on fleets of several sizes. One row a policy and size: the 95th percentiles
+    of TTFT and TPOT in ms, and the share of requests within both limits."""
     busiest = hours[hours["rate"] == hours["rate"].max()]
     offered = setting.day.window(busiest["rate"].iloc[0], sample)
     low, high = 0.6 * busiest["replicas"].min(), 1.5 * busiest["replicas"].max()
@@ -164,7 +155,7 @@ def over_size(setting: Setting, hours: pd.DataFrame, sample: int, points: int = 
     rows = []
     for name, replicas in product(setting.paces, sizes.tolist()):
         served = setting.simulate(name, offered, replicas)
-        ttft_s, tpot_s = setting.limits.of(served)
+        ttft_s, tpot_s = fleet.p95(served)
         rows.append({"policy": name, "replicas": replicas, "ttft_ms": 1e3 * ttft_s,
                      "tpot_ms": 1e3 * tpot_s,
                      "good": within(served, setting.limits).mean()})  # fmt: skip

@@ -75,12 +75,11 @@ def traffic(
         return Traffic(tuple(repeated), arriving.concurrency)
     whole = requests(pairing, prompts, len(arriving), max_new_tokens)
     traced = load.startswith("trace:")
+    columns = (column.tolist() for column in (arriving.at_s, arriving.prompt, arriving.output))
     return Traffic(tuple(
-        replace(
-            r, at_s=a.at_s, prompt=r.prompt[: a.prompt] if traced else r.prompt,
-            new=min(a.output, r.new) if traced else r.new,
-        )
-        for r, a in zip(whole, arriving, strict=True)
+        replace(r, at_s=at, prompt=r.prompt[:prompt], new=min(output, r.new)) if traced
+        else replace(r, at_s=at)
+        for r, at, prompt, output in zip(whole, *columns, strict=True)
     ))  # fmt: skip
 
 

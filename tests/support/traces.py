@@ -1,0 +1,21 @@
+"""Traces of arrivals as files."""
+
+import csv
+
+from specexp.serving.arrivals import COLUMNS
+
+
+def triples(arrivals):
+    """(at_s, prompt tokens, output tokens) of each request."""
+    columns = (arrivals.at_s, arrivals.prompt, arrivals.output)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def write_csv(path, requests):
+    """Write triples (at_s, prompt tokens, output tokens) as a trace that `read_csv` reads."""
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(COLUMNS)
+        for at_s, prompt, output in requests:
+            row = (f"{at_s:.3f}", "synthetic", prompt, output, prompt + output, "synthetic")
+            out.writerow(row)
