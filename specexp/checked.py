@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,14 +20,12 @@ from specexp.drafters import Drafter
 from specexp.drafters.model import beside
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.models.lm import LM, Forward
+from specexp.models.lm import LM
 from specexp.objects import construct, is_shipped
 from specexp.policy import Load, Plan, Policy
 from specexp.recording import Recorder
-from specexp.rules import Rule
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences, Verdict
-from specexp.trace import Step
 from specexp.tree import Tree
 
 _NEW = 6  # tokens per row in the rounds of `try_out`
@@ -82,11 +80,10 @@ def try_out(engine: Engine) -> None:
     a, b, c = (number * 7919 % target.vocab for number in (1, 2, 3))
     rows = [[a, b, a, b, a, b], [c]]
     new = min(_NEW, target.context - len(rows[0]))
-    trial = Engine(
-        target, _Drafter(_spare(engine.drafter, target), target.vocab),
-        _Policy(_spare(engine.policy, target)), engine.sampling,
-        _Rule(engine.rule, target.vocab), engine.seed, recorder=Recorder(),
-    )  # fmt: skip
+    drafter: Any = _Drafter(_spare(engine.drafter, target), target.vocab)
+    policy: Any = _Policy(_spare(engine.policy, target))
+    rule: Any = _Rule(engine.rule, target.vocab)
+    trial = Engine(target, drafter, policy, engine.sampling, rule, engine.seed, recorder=Recorder())
     if new > 0:
         trial.generate(rows, new)
 
@@ -123,70 +120,37 @@ def _refuse(about: str, faults: Iterator[str]) -> None:
         raise UserError(f"{about} {fault}")
 
 
-class _Drafter(Drafter):
-    def __init__(self, own: Drafter, vocab: int) -> None:
+class _Checked:
+    """Stands for an object in the rounds of `try_out`, and checks what it returns there."""
+
+    def __init__(self, own: Any, vocab: int = 0) -> None:
         self.own, self.vocab = own, vocab
-        self.name, self.taps, self.models = own.name, own.taps, own.models
-        self.reads, self.context, self.grades = own.reads, own.context, own.grades
 
-    @property
-    def shaped_by(self) -> tuple[int, ...]:
-        return self.own.shaped_by
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
 
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return self.own.state
 
-    def allocate(self, B: int, S: int) -> None:
-        self.own.allocate(B, S)
-
-    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        self.own.prefill(seqs, hidden)
-
-    def catch_up(self, seqs: Sequences, missed: int) -> None:
-        self.own.catch_up(seqs, missed)
-
+class _Drafter(_Checked):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        draft = self.own.propose(seqs, tree, rng)
+        draft: Draft = self.own.propose(seqs, tree, rng)
         _refuse(f"drafter {self.name}", _faults_of_draft(draft, seqs, tree, self.vocab))
         if self.grades > 1:
             _refuse(f"drafter {self.name}", _faults_of_grade(draft, self.grades))
         return draft
 
-    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
-        self.own.observe(seqs, draft, verdict, seen)
 
-
-class _Rule:
-    def __init__(self, own: Rule, vocab: int) -> None:
-        self.own, self.vocab, self.name = own, vocab, own.name
-        self.lossy, self.wants_q, self.samples = own.lossy, own.wants_q, own.samples
-        self.chains_only, self.looks_ahead = own.chains_only, own.looks_ahead
-
+class _Rule(_Checked):
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-        verdict = self.own(draft, p, rng)
+        verdict: Verdict = self.own(draft, p, rng)
         _refuse(f"rule {self.name}", _faults_of_verdict(verdict, draft, self.vocab))
         return verdict
 
-    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        return self.own.emitted(p, q)
 
-
-class _Policy:
-    def __init__(self, own: Policy) -> None:
-        self.own, self.name = own, type(own).__name__
-
-    @property
-    def widest(self) -> int:
-        return self.own.widest
-
+class _Policy(_Checked):
     def choose(self, load: Load) -> Plan:
-        plan = self.own.choose(load)
-        _refuse(f"policy {self.name}", _faults_of_plan(plan, self.own.widest))
+        plan: Plan = self.own.choose(load)
+        _refuse(f"policy {type(self.own).__name__}", _faults_of_plan(plan, self.widest))
         return plan
-
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        self.own.learn(load, plan, steps, seconds)
 
 
 def _faults_of_draft(draft: Any, seqs: Sequences, tree: Tree, V: int) -> Iterator[str]:
