@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,12 @@ class Fit:
     def of(cls, tokens: ArrayLike, context: ArrayLike, seconds: ArrayLike) -> Fit:
         """Non-negative least squares on relative errors. Arrays of one shape: the tokens of all
         rows of a pass, its context and its seconds."""
+        from scipy.optimize import nnls  # slow to import, and servers need no fit
+
         n, c, t = (np.asarray(x, float).ravel() for x in (tokens, context, seconds))
         columns = np.stack([np.ones_like(t), n, n * c], 1) / t[:, None]
-        coefficients = _non_negative(columns, np.ones_like(t))
+        scale = columns.max(0)
+        coefficients = nnls(columns / scale, np.ones_like(t))[0] / scale
         squares = ((columns @ coefficients - 1) ** 2).sum()
         mean = (1 / t).sum() / (1 / t**2).sum()
         spread = ((mean / t - 1) ** 2).sum()
@@ -295,15 +298,3 @@ def _span(axis: tuple[int, ...], x: float) -> tuple[int, int, float]:
 def _between(a: float, b: float, w: float) -> float:
     """Linear from a to b; past b (w > 1) never falling."""
     return b if w >= 1 and b <= a else a * (1 - w) + b * w
-
-
-def _non_negative(A: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimises |A x - b|, by trying all subsets of the (few) columns."""
-    best, least = np.zeros(A.shape[1]), float(b @ b)
-    for chosen in product((False, True), repeat=A.shape[1]):
-        x = np.zeros(A.shape[1])
-        x[list(chosen)] = np.linalg.lstsq(A[:, chosen], b, rcond=None)[0]
-        squares = float(((A @ x - b) ** 2).sum())
-        if (x >= 0).all() and squares < least:
-            best, least = x, squares
-    return best
