@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -78,7 +78,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
-        self.rng, self.clock = sampling.rng(seed), clock
+        self.rng, self.clock = sampling.rng(seed, rule.looks_ahead), clock
         self.recorder = recorder_for(target) if recorder is None else recorder
         self.rows = Rows(target, drafter, self.recorder)
 
@@ -93,8 +93,6 @@ class Engine:
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
         """One round for every row. Returns its report (report.py), int64 [B, columns]."""
-        certain = isinstance(self.rng, Certain)
-        seqs = replace(seqs, by_round=self.rule.looks_ahead, certain=certain)  # in the same memory
         draft = self.stage("draft", self.draft, seqs, tree)
         seen = self.stage("verify", self.verify, seqs, draft)
         verdict = self.stage("accept", self.accept, draft, seen)
@@ -102,7 +100,7 @@ class Engine:
 
     def draft(self, seqs: Sequences, tree: Tree) -> Draft:
         """The drafter's tokens, cut to each row's budget."""
-        return self.drafter.propose(seqs, tree, self.rng).within()
+        return self.drafter.propose(replace(seqs, rng=self.rng), tree, self.rng).within()
 
     def verify(self, seqs: Sequences, draft: Draft) -> Forward:
         """One target pass over the whole draft."""
@@ -168,12 +166,21 @@ class Engine:
     def begin(self, batch: Sequences) -> Sequences:
         """Enter a batch and prefill it. Returns the rows to run rounds on."""
         seqs = self.rows.enter(batch)
-        read = int(seqs.length.max()) - 1
-        self.drafter.prefill(seqs, self.target.prefill(seqs, 0, read, self.drafter.taps))
-        self.drafter.catch_up(seqs, read)
+        for _ in self.prefill(seqs):
+            pass
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return seqs
+
+    def prefill(self, seqs: Sequences) -> Iterator[str]:
+        """Prefill these rows, the target and then the drafter; yields the name of each when it is
+        done."""
+        read = int(seqs.length.max()) - 1
+        hidden = self.target.prefill(seqs, 0, read, self.drafter.taps)
+        yield "target"
+        self.drafter.prefill(seqs, hidden)
+        self.drafter.catch_up(seqs, read)
+        yield "drafter"
 
     @torch.inference_mode()
     def generate(

@@ -34,7 +34,7 @@ class Rule(Protocol):
         samples: It only draws from p, so at temperature 0 it can be given logits in place of p.
         chains_only: It cannot judge trees.
         looks_ahead: Its verdict depends on draft tokens that it does not keep, so their noise must
-            not be used again (`Sequences.by_round`).
+            not be used again (`Noise.by_round`).
     """
 
     name: str

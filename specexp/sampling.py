@@ -58,6 +58,11 @@ class Rng(Protocol):
     A draw is a function of its address: equal keys and equal weights give equal draws.
     """
 
+    def keys(self, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
+        """[B, n]: addresses of the tokens that follow nodes at `depth` [b, n], in rows of these
+        noise streams [B] and lengths [B]."""
+        ...
+
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         """bool [...]: True with probability p [...]."""
         ...
@@ -73,9 +78,21 @@ class Rng(Protocol):
 
 @dataclass(frozen=True)
 class Noise:
-    """Uniforms addressed by (seed, key, purpose, lane)."""
+    """Uniforms addressed by (seed, key, purpose, lane).
+
+    A key is a hash of the row's stream and the token's position, so a row's noise depends on
+    neither its batch nor its drafts. A rule that looks ahead has already used the noise of
+    positions it then does not write, so under such a rule a position gets new noise every round:
+    `by_round`, a hash of the stream, the root's position and the distance from the root.
+    """
 
     seed: int
+    by_round: bool = False
+
+    @op
+    def keys(self, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
+        root = mix(stream)[:, None] + length[:, None]
+        return mix((mix(root) if self.by_round else root) + depth)
 
     def salt(self, purpose: int) -> int:
         """The offset that separates the addresses of one purpose from those of another."""
@@ -107,6 +124,9 @@ class Noise:
 
 class Certain:
     """The `Rng` of temperature 0: everything is already certain, so there is no noise."""
+
+    def keys(self, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
+        return depth.expand(len(length), -1)  # any numbers will do
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         return p > 0.5
@@ -148,8 +168,8 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must lie in (0, 1]")
 
-    def rng(self, seed: int) -> Rng:
-        return Noise(seed) if self.temperature > 0 else Certain()
+    def rng(self, seed: int, by_round: bool = False) -> Rng:
+        return Noise(seed, by_round) if self.temperature > 0 else Certain()
 
     @op
     def law(self, logits: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from specexp.errors import UserError
 from specexp.ops import op
-from specexp.sampling import mix
+from specexp.sampling import Noise, Rng
 from specexp.tree import Nodes
+
+NOISE = Noise(0)  # of sequences outside an engine's rounds
 
 
 @dataclass
@@ -45,9 +47,8 @@ class Draft:
 
     @cached_property
     def keys(self) -> Tensor:
-        """[B, N] noise addresses of the token that follows each node; valid until the commit. When
-        nothing is random (`Sequences.certain`) any numbers will do."""
-        return self.tokens if self.text.certain else self.text.keys(self.nodes.depth)
+        """[B, N] noise addresses of the token that follows each node; valid until the commit."""
+        return self.text.keys(self.nodes.depth)
 
     def within(self) -> Draft:
         """The same draft without the tokens deeper than their row's budget and reach allow."""
@@ -81,7 +82,7 @@ class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
     A row is done when `length >= limit`. Within a round only `commit` changes anything.
-    `by_round`: a position gets new noise every round. `certain`: no noise is used.
+    `rng`: gives noise addresses; the engine's, within its rounds.
     `first`: the number of row 0 in the caches and in the drafter's state (see `window`).
     budget [B] int64: how deep each row may draft this round, -1: the row sits the round out; None:
     as deep as the tree. reach [grades] int64: how deep a row may draft at each `Draft.grade`.
@@ -92,8 +93,7 @@ class Sequences:
     limit: Tensor
     stream: Tensor
     eos: Tensor
-    by_round: bool = False
-    certain: bool = False
+    rng: Rng = NOISE
     first: int = 0
     budget: Tensor | None = None
     reach: Tensor | None = None
@@ -215,25 +215,17 @@ class Sequences:
     def draft(
         self,
         nodes: Nodes,
-        guesses: Tensor | None = None,
+        drafted: Tensor | None = None,
         q: Tensor | None = None,
         grade: Tensor | None = None,
     ) -> Draft:
-        """A draft over `nodes` with draft tokens `guesses` [B, N-1]; None: the root alone."""
-        tokens = self.root if guesses is None else torch.cat([self.root, guesses], 1)
+        """A draft over `nodes` with draft tokens `drafted` [B, N-1]; None: the root alone."""
+        tokens = self.root if drafted is None else torch.cat([self.root, drafted], 1)
         return Draft(tokens, nodes, self, q, grade)
 
-    @op
     def keys(self, depth: Tensor) -> Tensor:
-        """[B, n] noise addresses of the tokens that follow nodes at `depth` [b, n].
-
-        An address is a hash of the row's stream and the token's position, so a row's noise depends
-        on neither its batch nor its drafts. A rule that looks ahead has already used the noise of
-        positions it then does not write, so under such a rule the address is `by_round`: a hash of
-        the stream, the root's position and the distance from the root.
-        """
-        root = mix(self.stream)[:, None] + self.length[:, None]
-        return mix((mix(root) if self.by_round else root) + depth)
+        """[B, n] noise addresses of the tokens that follow nodes at `depth` [b, n]."""
+        return self.rng.keys(self.stream, self.length, depth)
 
     @op
     def commit(self, verdict: Verdict) -> Tensor:

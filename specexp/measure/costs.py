@@ -169,14 +169,9 @@ class _Unpadded(Engine):
 @torch.inference_mode()
 def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
     """Prefill; seconds of the target and of the drafter."""
-    end = int(seqs.length.max()) - 1
-    now = [clock(engine.target.device)]
-    hidden = engine.target.prefill(seqs, 0, end, engine.drafter.taps)
-    now.append(clock(engine.target.device))
-    engine.drafter.prefill(seqs, hidden)
-    engine.drafter.catch_up(seqs, end)
-    now.append(clock(engine.target.device))
-    return now[1] - now[0], now[2] - now[1]
+    begin = clock(engine.target.device)
+    target_s, drafter_s = (clock(engine.target.device) for _ in engine.prefill(seqs))
+    return target_s - begin, drafter_s - target_s
 
 
 @torch.inference_mode()

@@ -102,7 +102,7 @@ class Dice(random.Random):
         bank = Sequences(
             self.whole(0, vocab, first + B, S), length, length + self.whole(-1, 5, first + B),
             self.whole(-9, 9, first + B), torch.arange(self.randint(0, 2), device=self.device),
-            by_round=self.often(),
+            rng=self.noise(),
         )  # fmt: skip
         seqs = bank.window(first, B, S - self.randint(0, 2))
         if self.often():
@@ -129,7 +129,7 @@ class Dice(random.Random):
         return w
 
     def noise(self) -> Noise:
-        return Noise(self.randint(0, 9))
+        return Noise(self.randint(0, 9), by_round=self.often())
 
 
 def unmixed(x: int) -> int:
@@ -189,6 +189,11 @@ def law(dice: Dice) -> Case:
 def places(dice: Dice) -> Case:
     seqs = dice.rows()
     return Case((seqs, dice.depth(seqs)))
+
+
+def keys(dice: Dice) -> Case:
+    seqs = dice.rows()
+    return Case((dice.noise(), seqs.stream, seqs.length, dice.depth(seqs)))
 
 
 def read(dice: Dice) -> Case:
@@ -261,7 +266,7 @@ def judged(dice: Dice, tree: Tree, nodes: Nodes, B: int) -> tuple[Draft, Tensor]
     behind = dice.choice([p, away, (p + away) / 2, (p + away) / 2])
     seqs = Sequences(
         dice.whole(0, V, B, 9), dice.whole(1, 9, B), torch.full((B,), 9, device=dice.device),
-        dice.whole(0, 9, B), dice.whole(0, 1, 0), by_round=dice.often(),
+        dice.whole(0, 9, B), dice.whole(0, 1, 0), rng=dice.noise(),
     )  # fmt: skip
     drawn = behind.gather(1, nodes.parents.expand(B, N)[..., None].expand(B, N, V))
     guesses = torch.multinomial(drawn.flatten(0, 1).cpu(), 1, generator=dice.torch)
@@ -364,7 +369,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Sampling.law: law,
     Sequences.places: places,
     Sequences.read: read,
-    Sequences.keys: places,
+    Noise.keys: keys,
     Sequences.commit: commit,
     sequences.columns: columns,
     sequences.until: until,

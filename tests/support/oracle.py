@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specexp.engine import Engine
 from specexp.models.lm import LM
-from specexp.sampling import Sampling
+from specexp.sampling import Noise, Sampling
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -49,6 +49,9 @@ class Oracle:
 
     def __init__(self, answers: Tensor, at_once: int) -> None:
         self.answers, self.at_once, self.used = answers, at_once, 0
+
+    def keys(self, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
+        return Noise(0).keys(stream, length, depth)
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         p = p.nan_to_num(0).clamp(0, 1)  # as u <= p does

@@ -85,6 +85,16 @@ def ranked(w: Tensor, k: int) -> Tensor:
     return best
 
 
+@compiled(Noise.keys)
+def keys(self: Noise, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
+    (b, n), B = depth.shape, len(length)
+    if not integers(stream, length, depth) or b not in (1, B):
+        return NotImplemented
+    addresses = torch.empty(B, n, dtype=torch.int64)
+    build.functions().addresses(B, n, b == 1, self.by_round, stream, length, depth, addresses)
+    return addresses
+
+
 @compiled(Noise.race)
 def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
     """The rows of keys [n] or [B, n] may lie apart."""
@@ -134,17 +144,6 @@ def read(self: Sequences, slots: Tensor) -> Tensor:
     if not build.functions().read(*slots.shape, S, self.tokens, slots, tokens):
         raise IndexError(f"a slot is outside the {S} slots of a row")
     return tokens
-
-
-@compiled(Sequences.keys)
-def keys(self: Sequences, depth: Tensor) -> Tensor:
-    (b, n), B = depth.shape, len(self.length)
-    if not integers(self.stream, self.length, depth) or b not in (1, B):
-        return NotImplemented
-    addresses = torch.empty(B, n, dtype=torch.int64)
-    shape = B, n, b == 1, self.by_round
-    build.functions().addresses(*shape, self.stream, self.length, depth, addresses)
-    return addresses
 
 
 @compiled(Sequences.commit)
