@@ -29,7 +29,7 @@ class Plan(NamedTuple):
         """How deep this row drafts."""
         return self.budget[row] if self.budget else self.tree.depth
 
-    def asked(self, step: Step) -> int:
+    def requested(self, step: Step) -> int:
         """How many tokens deep this row was allowed to draft."""
         depth = self.depth(step.row)
         return min(depth, self.reach[step.grade]) if self.reach else depth
@@ -37,15 +37,14 @@ class Plan(NamedTuple):
 
 class Stream(NamedTuple):
     """The state of a live row. behind: tokens its drafter has not read. Exponentially fading sums
-    over recent rounds: asked, draft tokens its budgets allowed; made, those it got; judged, those
-    up to and including the first rejected or missing one; kept, accepted ones. rounds: all rounds
-    so far."""
+    over recent rounds: requested, draft tokens its budgets allowed; drafted, those it got; judged,
+    those up to and including the first rejected or missing one; accepted. rounds: all so far."""
 
     behind: int = 0
     judged: float = 0.0
-    kept: float = 0.0
-    asked: float = 0.0
-    made: float = 0.0
+    accepted: float = 0.0
+    requested: float = 0.0
+    drafted: float = 0.0
     rounds: int = 0
 
 

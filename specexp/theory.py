@@ -147,7 +147,7 @@ def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:
     if not 0 <= alpha <= 1:
         raise UserError(f"alpha is a probability, between 0 and 1, not {alpha}")
     if not isinstance(gamma, int | np.integer) or not 0 <= gamma <= LONGEST:
-        raise UserError(f"gamma is a whole number of guesses from 0 to {LONGEST}, not {gamma}")
+        raise UserError(f"gamma is a whole number of draft tokens from 0 to {LONGEST}, not {gamma}")
     if not 0 <= cost < math.inf:
         raise UserError(f"cost is in plain target steps, finite and not negative, not {cost}")
 

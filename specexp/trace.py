@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One live row in one round. `guesses`: drafted tokens in node order, -1 for none; `done`: this
+    """One live row in one round. `draft`: its draft tokens in node order, -1 for
+    none; `done`: this
     was the row's last round; `broken`: the model whose logits were not finite, if any; `grade`: the
     drafter's confidence (`Draft.grade`)."""
 
@@ -23,7 +24,7 @@ class Step(NamedTuple):
     drafted: int
     accepted: int
     emitted: int
-    guesses: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
     done: bool = False
     broken: str | None = None
     grade: int = 0

@@ -72,22 +72,22 @@ class Tree:
         return cls(tuple(parents))
 
     @classmethod
-    def grown(cls, guesses: int, depth: int) -> Tree:
-        """`guesses` nodes, at most `depth` deep, placed by the drafter's confidence.
+    def grown(cls, size: int, depth: int) -> Tree:
+        """`size` draft tokens, at most `depth` deep, placed by the drafter's confidence.
 
         (Li et al. 2024, EAGLE-2.) Its `parents` describe chains side by side, for drafters that do
         not place nodes.
         """
-        if not 0 < depth <= guesses:
+        if not 0 < depth <= size:
             raise UserError(
-                f"a tree of {guesses} guesses cannot be {depth} deep: use gamma 1 to {guesses}"
+                f"a tree of {size} draft tokens cannot be {depth} deep: use gamma 1 to {size}"
             )
-        sizes = [guesses // depth + (d < guesses % depth) for d in range(depth)]
+        sizes = [size // depth + (d < size % depth) for d in range(depth)]
         starts = [1 + sum(sizes[:d]) for d in range(depth)]
         parents = [-1] + [0] * sizes[0]
-        for above, size in zip(starts, sizes[1:], strict=False):
-            parents += range(above, above + size)
-        return cls(tuple(parents), width=math.isqrt(guesses - 1) + 1)
+        for above, count in zip(starts, sizes[1:], strict=False):
+            parents += range(above, above + count)
+        return cls(tuple(parents), width=math.isqrt(size - 1) + 1)
 
     @classmethod
     def parse(cls, shape: str, gamma: int) -> Tree:
@@ -98,15 +98,15 @@ class Tree:
             return cls.chain(gamma)
         if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
             widths = [int(width) for width in shape.split("x")]
-            guesses = sum(math.prod(widths[: d + 1]) for d in range(len(widths)))
-            _refuse_more_than_most(shape, guesses)
+            size = sum(math.prod(widths[: d + 1]) for d in range(len(widths)))
+            _refuse_more_than_most(shape, size)
             return cls.branching(*widths)
-        if size := re.fullmatch(r"grown:([1-9]\d*)", shape):
-            _refuse_more_than_most(shape, int(size[1]))
-            return cls.grown(int(size[1]), gamma)
+        if grown := re.fullmatch(r"grown:([1-9]\d*)", shape):
+            _refuse_more_than_most(shape, int(grown[1]))
+            return cls.grown(int(grown[1]), gamma)
         raise UserError(
             f"tree {shape!r} is unknown; use chain, the children at each depth such as 3x2x1, or "
-            "grown:16 for 16 guesses placed by the drafter's confidence"
+            "grown:16 for 16 draft tokens placed by the drafter's confidence"
         )
 
     def cut(self, depth: int) -> Tree:
@@ -229,9 +229,9 @@ def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
     return (place < 0)[:, None] | (inside & ancestors.expand(len(root), -1, -1).gather(2, index))
 
 
-def _refuse_more_than_most(shape: str, guesses: int) -> None:
-    if guesses > MOST:
-        raise UserError(f"tree {shape} has {guesses} guesses; draft at most {MOST} a round")
+def _refuse_more_than_most(shape: str, size: int) -> None:
+    if size > MOST:
+        raise UserError(f"tree {shape} has {size} draft tokens; draft at most {MOST} a round")
 
 
 @cache  # never evicted: captured graphs read these tensors at their addresses

@@ -39,29 +39,28 @@ class Operation(NamedTuple):
     """A torch operation as it was called, and its result."""
 
     func: Any
-    given: tuple[Any, ...]
-    named: dict[str, Any]
-    made: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
 
     @property
     def reads(self) -> set[int]:
-        return _memory((self.given, self.named))
+        return _memory((self.args, self.kwargs))
 
     @property
     def writes(self) -> set[int]:
         """The memory it changes in place."""
         if not self.func._schema.is_mutable:
             return set()
-        given = dict(zip((a.name for a in self.func._schema.arguments), self.given, strict=False))
-        into = [
-            a.name for a in self.func._schema.arguments if a.alias_info and a.alias_info.is_write
-        ]
-        return _memory([(given | self.named).get(name) for name in into])
+        schema = self.func._schema.arguments
+        arguments = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
+        changed = [a.name for a in schema if a.alias_info and a.alias_info.is_write]
+        return _memory([arguments.get(name) for name in changed])
 
     @property
     def is_view(self) -> bool:
         """Whether its result is only a view of its inputs."""
-        return not self.writes and _memory(self.made) <= self.reads
+        return not self.writes and _memory(self.result) <= self.reads
 
     @property
     def uninitialised(self) -> bool:
@@ -70,17 +69,17 @@ class Operation(NamedTuple):
 
     def again(self) -> Callable[[], Any]:
         """A call that runs it again and writes into the same result."""
-        func, given, named, made = self.func, self.given, self.named, list(_tensors(self.made))
-        if self.writes and self.writes >= _memory(made):
-            return partial(func, *given, **named)
-        plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in _tensors((given, named)))
-        if plain and not self.writes and (known := _into(func)):
-            out, wanted, places = known
-            asked = {k: v for k, v in named.items() if k in wanted}
-            return partial(out, *given, **asked, **dict(zip(places, made, strict=True)))
+        func, args, kwargs, results = self.func, self.args, self.kwargs, [*_tensors(self.result)]
+        if self.writes and self.writes >= _memory(results):
+            return partial(func, *args, **kwargs)
+        plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in _tensors((args, kwargs)))
+        if plain and not self.writes and (overload := _into(func)):
+            out, inputs, outputs = overload
+            kwargs = {name: x for name, x in kwargs.items() if name in inputs}
+            return partial(out, *args, **kwargs, **dict(zip(outputs, results, strict=True)))
 
         def copied() -> None:
-            for place, x in zip(made, _tensors(func(*given, **named)), strict=True):
+            for place, x in zip(results, _tensors(func(*args, **kwargs)), strict=True):
                 place.copy_(x)
 
         return copied
@@ -105,14 +104,14 @@ def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
     """The `out=` overload of an operation: it, its other arguments, and the names of its outputs.
     None if there is none. (Options such as dtype may be missing: the outputs have them.)"""
     options = {"dtype", "layout", "device", "pin_memory"}
-    asked = {(a.name, str(a.type)) for a in func._schema.arguments}
+    arguments = {(a.name, str(a.type)) for a in func._schema.arguments}
     for name in func.overloadpacket.overloads():
         other = getattr(func.overloadpacket, name)
-        places = [a.name for a in other._schema.arguments if a.is_out]
-        wanted = {(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out}
-        spare = {a for a, _ in asked - wanted}
-        if wanted <= asked and spare <= options and len(places) == len(func._schema.returns):
-            return other, {a for a, _ in wanted}, places
+        outputs = [a.name for a in other._schema.arguments if a.is_out]
+        inputs = {(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out}
+        spare = {name for name, _ in arguments - inputs}
+        if inputs <= arguments and spare <= options and len(outputs) == len(func._schema.returns):
+            return other, {name for name, _ in inputs}, outputs
     return None
 
 
@@ -132,17 +131,17 @@ class Recording(TorchDispatchMode):
         if reaches_host(func, args) or torch.Tag.inplace_view in func.tags:
             self.not_replayable(func)
         with self:  # composite operations are recorded as their parts
-            made = func.decompose(*args, **kwargs)
-        if made is not NotImplemented:
-            return made
-        made = func(*args, **kwargs)
-        step = Operation(func, args, kwargs, made)
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = func(*args, **kwargs)
+        step = Operation(func, args, kwargs, result)
         if self.whole and not step.is_view:
             self.steps.append(step)
-            self.memory += sum(x.nbytes for x in _tensors(made))
+            self.memory += sum(x.nbytes for x in _tensors(result))
             if self.memory > MOST:
                 self.not_replayable(func)
-        return made
+        return result
 
     def not_replayable(self, func: Any) -> None:
         """Called for an operation that cannot be replayed."""
@@ -152,21 +151,21 @@ class Recording(TorchDispatchMode):
 @contextmanager
 def recording() -> Iterator[Recording]:
     """Records what runs meanwhile in this thread: torch's operations and compiled calls."""
-    noted = Recording()
-    before, build.here.calls = build.here.calls, noted.steps
+    recorded = Recording()
+    before, build.here.calls = build.here.calls, recorded.steps
     try:
-        with noted:
-            yield noted
+        with recorded:
+            yield recorded
     finally:
         build.here.calls = before
 
 
 class _Call(Structure):
-    _fields_ = [("function", c_void_p), ("places", c_void_p)]
+    _fields_ = [("function", c_void_p), ("numbers", c_void_p)]
 
 
 class _Compiled:
-    """Replays compiled calls. Keeps alive whatever they were given."""
+    """Replays compiled calls. Keeps alive their arguments."""
 
     def __init__(self, call: build.Call) -> None:
         self.calls: list[build.Call] = []
@@ -175,7 +174,7 @@ class _Compiled:
 
     def add(self, call: build.Call) -> None:
         self.calls.append(call)
-        each = (_Call(call.function, addressof(call.places)) for call in self.calls)
+        each = (_Call(call.function, addressof(call.numbers)) for call in self.calls)
         self.list = (_Call * len(self.calls))(*each)
         self.count, self.first = len(self.calls), addressof(self.list)
 
@@ -187,12 +186,12 @@ class _Compiled:
         (B, wide), begin = report.shape, time.perf_counter()
         reports = torch.empty(most, B, wide, dtype=report.dtype)
         seconds = torch.empty(most, dtype=torch.float64)
-        places = (x.data_ptr() for x in (report, reports, seconds))
-        made = self.code.replay_rounds(self.count, self.first, most, AWAY_S, B, wide, *places)
-        if made < 0:
+        addresses = (x.data_ptr() for x in (report, reports, seconds))
+        count = self.code.replay_rounds(self.count, self.first, most, AWAY_S, B, wide, *addresses)
+        if count < 0:
             raise IndexError(OUT_OF_RANGE)
-        ends = (begin + s for s in seconds[:made].tolist())
-        return list(zip(reports[:made].tolist(), ends, strict=True))
+        ends = (begin + s for s in seconds[:count].tolist())
+        return list(zip(reports[:count].tolist(), ends, strict=True))
 
 
 def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
@@ -221,14 +220,15 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
     dropped steps, and whose result nothing writes to. (Compiled code writes only into uninitialised
     results and into memory that outlasts a round.)"""
     written = set[int]().union(*(step.writes for step in steps if isinstance(step, Operation)))
-    there: set[int] = set()
+    constant: set[int] = set()
     for step in steps:
         if isinstance(step, build.Call):
             yield step
         elif not step.uninitialised:
-            made, chance = _memory(step.made), torch.Tag.nondeterministic_seeded in step.func.tags
-            if step.reads <= there and not made & written and not chance:
-                there |= made
+            result = _memory(step.result)
+            random = torch.Tag.nondeterministic_seeded in step.func.tags
+            if step.reads <= constant and not result & written and not random:
+                constant |= result
             else:
                 yield step
 
@@ -250,9 +250,9 @@ class Calls:
         return fn()
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        with recording() as noted:
-            made = fn()
-        return again(noted.steps) if noted.whole else None, made
+        with recording() as recorded:
+            result = fn()
+        return again(recorded.steps) if recorded.whole else None, result
 
     def repeat(self, again: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
         """Only a round that is one compiled call, and no longer than AWAY_S."""

@@ -103,7 +103,7 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
     with canvas(10, 4.4) as (figure, axes):
         axes.bar(x, table["p"], 0.7, color=PLAIN, alpha=0.5, label="p: the target alone")
         for dx, column, style, colour, label in (
-            (-0.15, "guess", "x", COLOURS["rejected"], "the draft tokens"),
+            (-0.15, "drafted", "x", COLOURS["rejected"], "the draft tokens"),
             (0.15, "emitted", "o", SPECULATIVE, "the tokens emitted"),
         ):
             counts = [int((draws[column] == token).sum()) for token in table["id"]]
@@ -116,7 +116,7 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
         _tokens(axes, table)
         axes.set(ylabel=f"share of {n:,} first tokens")
         axes.legend()
-        ours, theirs = fit(draws["emitted"], p), fit(draws["guess"], p)
+        ours, theirs = fit(draws["emitted"], p), fit(draws["drafted"], p)
         emitted = "follow" if ours > LEAST else "do NOT follow"
         drafted = "do too" if theirs > LEAST else "do not"
         axes.set_title(f"The tokens emitted {emitted} p; the draft tokens {drafted} "

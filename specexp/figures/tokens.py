@@ -54,7 +54,7 @@ def by_round(
     text = Text()
     for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
-        rejected = [t for t in step.guesses if t >= 0]
+        rejected = [t for t in step.draft if t >= 0]
         for token in part[: step.accepted]:
             rejected.remove(token)
         if step.emitted < step.accepted:  # the output ended among accepted tokens

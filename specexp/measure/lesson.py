@@ -151,7 +151,7 @@ def overlap(pairing: Pairing, position: Position, most: int = 8) -> pd.DataFrame
 @torch.inference_mode()
 def first_tokens(pairing: Pairing, context: Sequence[int], count: int) -> pd.DataFrame:
     """Run `count` rounds of one draft token from one position, each with noise of its own. One row
-    a round, with columns guess (the draft token), accepted (bool) and emitted (the first token
+    a round, with columns drafted (the draft token), accepted (bool) and emitted (the first token
     emitted)."""
     engine, B = pairing.with_(gamma=1).engine, min(count, ROWS)
     seqs = engine.begin(
@@ -164,9 +164,9 @@ def first_tokens(pairing: Pairing, context: Sequence[int], count: int) -> pd.Dat
             now.copy_(then)  # a roll back to the same position
         steps = engine.run(seqs, Tree.chain(1))
         emitted = seqs.tokens[:, len(context)].tolist()
-        parts += [(s.guesses[0], s.accepted == 1, t) for s, t in zip(steps, emitted, strict=True)]
+        parts += [(s.draft[0], s.accepted == 1, t) for s, t in zip(steps, emitted, strict=True)]
         seqs.stream.add_(B)
-    return pd.DataFrame(parts[:count], columns=["guess", "accepted", "emitted"])
+    return pd.DataFrame(parts[:count], columns=["drafted", "accepted", "emitted"])
 
 
 def fit(tokens: Sequence[int], p: np.ndarray) -> float:

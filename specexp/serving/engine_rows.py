@@ -108,7 +108,7 @@ class EngineRows:
 
     @property
     def drafter_context(self) -> int:
-        """The longest sequence that the drafter can continue, its guesses included."""
+        """The longest sequence that the drafter can continue, its draft tokens included."""
         return self.engine.drafter.context
 
     @property

@@ -54,6 +54,6 @@ class Greedy:
         for counts in (self.judged, self.accepted):
             counts[:] = [fade * count + hope for count in counts]
         for step in steps:
-            for i in range(min(step.accepted + 1, plan.asked(step))):
+            for i in range(min(step.accepted + 1, plan.requested(step))):
                 self.judged[i] += 1
                 self.accepted[i] += i < step.accepted

@@ -66,9 +66,9 @@ class Row:
     read: int = 0
     draft_read: int = 0
     judged: float = 0.0
-    kept: float = 0.0
-    asked: float = 0.0
-    made: float = 0.0
+    accepted: float = 0.0
+    requested: float = 0.0
+    drafted: float = 0.0
 
     @property
     def writing(self) -> bool:
@@ -82,8 +82,8 @@ class Row:
     @property
     def stream(self) -> Stream:
         """What a policy may know of the row."""
-        passes = self.response.passes
-        return Stream(self.behind, self.judged, self.kept, self.asked, self.made, passes)
+        counts = self.judged, self.accepted, self.requested, self.drafted
+        return Stream(self.behind, *counts, self.response.passes)
 
     def advance(self, step: Step, plan: Plan, now: float) -> None:
         """Account for one round of the row."""
@@ -91,11 +91,11 @@ class Row:
         self.length += step.emitted
         if drafts:
             self.draft_read = self.length - 1
-        if drafts and (depth := plan.asked(step)):
+        if drafts and (depth := plan.requested(step)):
             self.judged = FADE * self.judged + min(step.accepted + 1, depth)
-            self.kept = FADE * self.kept + step.accepted
-            self.asked = FADE * self.asked + depth
-            self.made = FADE * self.made + step.drafted
+            self.accepted = FADE * self.accepted + step.accepted
+            self.requested = FADE * self.requested + depth
+            self.drafted = FADE * self.drafted + step.drafted
         response = self.response
         response.drafted += step.drafted
         response.accepted += step.accepted

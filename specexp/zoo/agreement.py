@@ -29,10 +29,10 @@ def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[T
     for _ in range(new):
         output = model(tokens, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
         early = model.lm_head(model.model.norm(output.hidden_states[draft][:, -1:]))  # [rows, 1, V]
-        guess, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, output.logits))
+        drafted, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, output.logits))
         cache = output.past_key_values
         text.append(tokens)
-        agrees.append(guess == tokens)
+        agrees.append(drafted == tokens)
     return torch.cat(text, 1), torch.cat(agrees, 1)
 
 

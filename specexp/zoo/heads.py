@@ -160,8 +160,8 @@ class Passes:
 def unrolled(T: int, number: int, like: Tensor) -> Tensor:
     """Additive mask [1, 1, T, (number + 1) * T] of pass `number`, with the dtype of `like`.
 
-    The guess in slot t belongs to a chain that starts at slot t - number: it sees pass 0 up to that
-    slot and, of each later pass r, its own ancestor in slot t - number + r.
+    The draft token in slot t belongs to a chain that starts at slot t - number: it sees pass 0 up
+    to that slot and, of each later pass r, its own ancestor in slot t - number + r.
     """
     left = torch.arange(T, device=like.device)[:, None] - number
     slot = torch.arange(T, device=like.device)

@@ -6,9 +6,9 @@ are scaled by one factor (*damped*), which decides how often the two agree. Cost
 trained models of the shape, acceptance is chosen, and the output is noise without repetitions, so
 prompt lookup finds nothing in it.
 
-**alpha** is the probability at temperature 0 that a guess of a chain is accepted, given that the
-guesses before it were: the share of positions of the target's greedy output where the draft, given
-the tokens before, has the same most probable token. The factor is found by bisection on that
+**alpha** is the probability at temperature 0 that a draft token of a chain is accepted, given
+that those before it were: the share of positions of the target's greedy output where the draft,
+given the tokens before, has the same most probable token. The factor is found by bisection on that
 share, in the dtype that is written: for shapes wider than 512, on a model of the same depth and
 width 512; then, if the shape is small enough to run anywhere, on the model itself. Because the
 spread of the weights follows the width (`draw`), agreement depends on depth alone: at 12 layers

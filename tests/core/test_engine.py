@@ -126,14 +126,14 @@ def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
     told = [0] * len(PROMPTS)
     for round_ in found.trace.rounds:
         for step in round_.steps:
-            if step.guesses and round_.nodes > 1 and len(PROMPTS[step.row]) > 1:
+            if step.draft and round_.nodes > 1 and len(PROMPTS[step.row]) > 1:
                 fresh = engine(kind, "chain", "match", temperature=0.9)
                 seqs = Sequences.of([texts[step.row]], 8, slack=6, streams=[step.row])
                 if kind != "planted":
                     seqs = fresh.begin(seqs)
                     with torch.inference_mode():
                         draft = fresh.drafter.propose(seqs, Tree.chain(round_.depth), fresh.rng)
-                    assert draft.tokens[0, 1:].tolist() == list(step.guesses)
+                    assert draft.tokens[0, 1:].tolist() == list(step.draft)
             new = found.tokens[step.row][told[step.row] :][: step.emitted]
             texts[step.row] += new
             told[step.row] += step.emitted
@@ -372,7 +372,7 @@ def test_grade_of_a_draft_does_not_mark_a_row_broken(compiled, monkeypatch):
     made.drafter.__class__ = Graded
     made.policy = Alternating((0, 3))
     steps = made.generate(PROMPTS, NEW).trace.steps()
-    assert {(bool(step.guesses), step.grade) for step in steps} == {(False, 0), (True, 1)}
+    assert {(bool(step.draft), step.grade) for step in steps} == {(False, 0), (True, 1)}
     assert not any(step.broken for step in steps)
 
 

@@ -80,7 +80,7 @@ def test_engine_counts_match_a_recount_of_its_tokens():
         at = 0
         for step in made.trace.steps(row):
             ahead = plain[row][at : at + 3]
-            kept = next((i for i, (g, t) in enumerate(zip(step.guesses, ahead)) if g != t), 3)  # noqa: B905
+            kept = next((i for i, (g, t) in enumerate(zip(step.draft, ahead)) if g != t), 3)  # noqa: B905
             assert step.accepted == kept
             assert step.drafted == 3
             assert step.emitted == min(kept + 1, 21 - at)

@@ -115,7 +115,7 @@ def test_crossed_twin_with_shifted_vocabulary_is_accepted():
 def test_crossed_never_drafts_a_token_the_draft_lacks():
     made = engine("crossed", Tree.chain(3), "reject", temperature=1.5)
     trace = made.generate(PROMPTS * 4, 40).trace
-    guesses = [g for s in trace.steps() for g in s.guesses]
+    guesses = [g for s in trace.steps() for g in s.draft]
     assert max(guesses) < V - 6
     assert any(t >= V - 6 for row in made.generate(PROMPTS * 4, 40).tokens for t in row)
     text = made.drafter.texts

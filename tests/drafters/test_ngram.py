@@ -106,7 +106,7 @@ def test_a_target_is_not_asked_about_ids_that_it_cannot_say():
     made = engine("ngram", "branching", "match", temperature=0.9, dtype=torch.float32, vocab=9)
     made = Engine.of(made, drafter=prepared(made.target))
     trace = made.generate([[1, 20, 2, 1, 20, 2, 1], [30, 8, 30]], NEW).trace
-    assert max(guess for step in trace.steps() for guess in step.guesses) < 9
+    assert max(guess for step in trace.steps() for guess in step.draft) < 9
 
 
 def prepared(target: LM) -> Drafter:

@@ -62,7 +62,7 @@ def test_own_policy_is_exact_and_adapts(cell):
 
 def test_own_drafter_proposes_the_period(cell):
     [out] = cell["pair"].engine.generate([PROMPTS[0]], 1).trace.rounds
-    assert out.steps[0].guesses == (1, 2, 1, 2)
+    assert out.steps[0].draft == (1, 2, 1, 2)
 
 
 @pytest.fixture

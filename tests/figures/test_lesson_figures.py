@@ -55,7 +55,7 @@ def test_frequencies_say_whether_tokens_follow_p():
     p = np.zeros(10)
     p[[7, 3, 1]] = 0.6, 0.3, 0.1
     of_p, of_q = [7] * 600 + [3] * 300 + [1] * 100, [7] * 200 + [3] * 500 + [1] * 300
-    draws = pd.DataFrame({"guess": of_q, "emitted": of_p})
+    draws = pd.DataFrame({"drafted": of_q, "emitted": of_p})
     [axes] = figures.lesson.frequencies(draws, OVERLAP, p).axes
     assert title(axes).startswith("The tokens emitted follow p; the draft tokens do not")
     [axes] = figures.lesson.frequencies(draws.assign(emitted=of_q), OVERLAP, p).axes

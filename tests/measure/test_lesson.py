@@ -35,7 +35,7 @@ def test_rounds_by_hand_match_the_engine(pairing, snapshots):
     output = pairing.generate([TEXT], 24)
     steps = output.trace.steps()[:6]
     assert [snap.accepted for snap in snapshots] == [step.accepted for step in steps]
-    assert [tuple(snap.draft) for snap in snapshots] == [step.guesses for step in steps]
+    assert [tuple(snap.draft) for snap in snapshots] == [step.draft for step in steps]
     emitted = [token for snap in snapshots for token in snap.emitted]
     assert emitted == output.tokens[0][: len(emitted)]
     last = snapshots[-1].context
@@ -93,13 +93,13 @@ def test_first_tokens_follow_p_and_draft_tokens_follow_q(pairing, position):
     draws = lesson.first_tokens(pairing, position.context, 1500)
     assert len(draws) == 1500
     assert lesson.fit(draws["emitted"], position.p) > lesson.LEAST
-    assert lesson.fit(draws["guess"], position.q) > lesson.LEAST
-    assert lesson.fit(draws["guess"], position.p) < lesson.LEAST
+    assert lesson.fit(draws["drafted"], position.q) > lesson.LEAST
+    assert lesson.fit(draws["drafted"], position.p) < lesson.LEAST
     alpha = theory.alpha_of(position.p, position.q)
     assert draws["accepted"].mean() == pytest.approx(alpha, abs=0.06)
     accepted = draws[draws["accepted"]]
-    assert (accepted["guess"] == accepted["emitted"]).all()
-    assert (draws[~draws["accepted"]].eval("guess != emitted")).all()  # (p - q)+ is 0 there
+    assert (accepted["drafted"] == accepted["emitted"]).all()
+    assert (draws[~draws["accepted"]].eval("drafted != emitted")).all()  # (p - q)+ is 0 there
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "crossed", "early_exit"])
@@ -113,7 +113,7 @@ def test_first_tokens_reset_a_drafter_with_state(kind):
     position = lesson.telling(lesson.rounds(pairing, "", 3))
     assert tuple(tiny.PROMPTS[1]) == prompt, "the caller's prompt grew"
     draws = lesson.first_tokens(pairing, position.context, 1500)
-    assert lesson.fit(draws["guess"], position.q) > lesson.LEAST
+    assert lesson.fit(draws["drafted"], position.q) > lesson.LEAST
     assert lesson.fit(draws["emitted"], position.p) > lesson.LEAST
 
 

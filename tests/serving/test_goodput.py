@@ -97,7 +97,7 @@ def test_budgets_of_rows_are_optimal(law, kept, shares):
         return tokens / (took + law["guess"] * max(budget))
 
     def promised(row: int, depth: int) -> float:
-        own = odds((rows[row].kept + 4 * mean) / 12) / odds(mean)
+        own = odds((rows[row].accepted + 4 * mean) / 12) / odds(mean)
         return 1 + sum(np.cumprod([own * a / (1 - a + own * a) for a in overall[:depth]]))
 
     best = max(map(rate, product(range(6), repeat=len(written))))
@@ -231,10 +231,10 @@ def test_counts_are_unbiased_by_easy_or_hard_rows(times):
     own = [times * a / (1 - a + times * a) for a in shares]
     rng, plan = np.random.default_rng(5), Plan(Tree.chain(5), (5,))
     luck = np.cumprod(rng.random((20_000, 5)) < own, 1).sum(1)
-    policy.acceptance.judged, policy.acceptance.kept = [[0.0] * 5], [[0.0] * 5]
+    policy.acceptance.judged, policy.acceptance.accepted = [[0.0] * 5], [[0.0] * 5]
     policy.learn(load(1, row), plan, [Step(0, 5, int(k), int(k) + 1) for k in luck], None)
     policy.digest()
-    [found] = np.array(policy.acceptance.kept) / policy.acceptance.judged
+    [found] = np.array(policy.acceptance.accepted) / policy.acceptance.judged
     assert found == pytest.approx(shares, abs=0.05)
     assert times == 1 or abs(found - own).max() > 0.1
 
@@ -246,7 +246,7 @@ def test_row_with_few_draft_tokens_is_cheap():
     law, mixed = {"floor": 6e-3, "token": 1e-3, "guess": 0.0}, load(2, often, seldom)
     options = {"gammas": (1,), "row_weight": 1.0}
     assert depths(informed(HALF, table(packs=True, **law), **options).choose(mixed), 2) == [1, 1]
-    always = seldom._replace(made=1e3)
+    always = seldom._replace(drafted=1e3)
     plan = informed(HALF, table(packs=True, **law), **options).choose(load(2, often, always))
     assert depths(plan, 2) == [1, 0]
 

@@ -164,7 +164,7 @@ def test_plans_fit_the_rows_and_the_stated_width(name, packs, grades, rng, loads
         for row in range(rows):
             if not known or streams[row]:
                 step = Step(row, 0, 0, 1, grade=rng.randrange(grades))
-                made = rng.randint(0, plan.asked(step))
+                made = rng.randint(0, plan.requested(step))
                 kept = rng.randint(0, made)
                 steps.append(step._replace(drafted=made, accepted=kept, emitted=kept + 1))
         policy.learn(moment, plan, steps, rng.uniform(1e-3, 1e-1))

@@ -53,7 +53,7 @@ class Restless:
 
     def learn(self, load, plan, steps, seconds):
         assert len(steps) <= sum(stream is not None for stream in load.streams)
-        assert all(step.drafted <= plan.asked(step) for step in steps if plan.tree.is_chain)
+        assert all(step.drafted <= plan.requested(step) for step in steps if plan.tree.is_chain)
         self.learned += steps
 
 
@@ -140,7 +140,7 @@ def test_text_beyond_drafter_context_spares_other_rows():
     while not long.over:
         server.step()
         row = next(row for row in server.occupied if row and row.response is short)
-        assert row.kept == pytest.approx(row.made)
+        assert row.accepted == pytest.approx(row.drafted)
         passes += short.drafted == 0
     assert passes < short.passes < 40
     drafted, kept = short.drafted, short.accepted

@@ -52,8 +52,8 @@ class Call(NamedTuple):
     """A call of a compiled function: its address, and its arguments as numbers and as objects."""
 
     function: int
-    places: Array[c_int64]
-    given: tuple[Any, ...]
+    numbers: Array[c_int64]
+    arguments: tuple[Any, ...]
 
 
 class Function:

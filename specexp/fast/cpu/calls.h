@@ -6,23 +6,23 @@
 #include <type_traits>
 #include <utility>
 
-template <typename A> static A as(int64_t given) {
+template <typename A> static A as(int64_t arguments) {
     if constexpr (std::is_floating_point_v<A>) {
         double number;
-        memcpy(&number, &given, sizeof number);
+        memcpy(&number, &arguments, sizeof number);
         return number;
-    } else return (A)given;
+    } else return (A)arguments;
 }
 
 template <typename R, typename... A, size_t... i>
-static bool spread(R (*f)(A...), const int64_t *given, std::index_sequence<i...>) {
-    if constexpr (std::is_void_v<R>) return f(as<A>(given[i])...), true;
-    else return f(as<A>(given[i])...);
+static bool spread(R (*f)(A...), const int64_t *arguments, std::index_sequence<i...>) {
+    if constexpr (std::is_void_v<R>) return f(as<A>(arguments[i])...), true;
+    else return f(as<A>(arguments[i])...);
 }
 
-template <typename R, typename... A> static bool spread(R (*f)(A...), const int64_t *given) {
-    return spread(f, given, std::index_sequence_for<A...>());
+template <typename R, typename... A> static bool spread(R (*f)(A...), const int64_t *arguments) {
+    return spread(f, arguments, std::index_sequence_for<A...>());
 }
 
 #define CALLED(name, ...) \
-    extern "C" bool call_##name(const int64_t *given) { return spread(__VA_ARGS__, given); }
+    extern "C" bool call_##name(const int64_t *arguments) { return spread(__VA_ARGS__, arguments); }

@@ -34,14 +34,14 @@ static inline float uniform(uint64_t at, uint64_t lane) {
 // Loads up to a vector of numbers, padded with `none`; `put` stores them.
 static inline vec filled(const float *x, int64_t count, float none) {
     if (count >= LANES) return load(x);
-    vec made = vec{} + none;
-    memcpy(&made, x, count * sizeof *x);
-    return made;
+    vec out = vec{} + none;
+    memcpy(&out, x, count * sizeof *x);
+    return out;
 }
 
-static inline void put(vec made, float *y, int64_t count) {
-    if (count >= LANES) *(vec *)y = made;
-    else memcpy(y, &made, count * sizeof *y);
+static inline void put(vec out, float *y, int64_t count) {
+    if (count >= LANES) *(vec *)y = out;
+    else memcpy(y, &out, count * sizeof *y);
 }
 
 // Returns the sum of w [size], and scales w to sum 1 if that is positive.
@@ -87,33 +87,33 @@ static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, floa
         shape(size, top_k, temperature, top_p, logits + i, p + i);
 }
 
-// made = w / arrival times, for the lanes from..to-1.
-static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *made) {
+// out = w / arrival times, for the lanes from..to-1.
+static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *out) {
     for (int64_t i = from; i < to; i += LANES) {
         vec u;
         for (int t = 0; t < LANES; t++) u[t] = uniform(at, i + t);
         const vec latest = vec{} + (1 - 0x1p-24f);
-        put(filled(w + i, to - i, 0) / arrival(u < latest ? u : latest), made + i, to - i);
+        put(filled(w + i, to - i, 0) / arrival(u < latest ? u : latest), out + i, to - i);
     }
 }
 
 // keys [rows / n, n] with row stride `down`.
 static void race(int64_t rows, int64_t n, int64_t down, int64_t size, int64_t threads,
-                 uint64_t salt, const int64_t *keys, const float *w, float *made) {
+                 uint64_t salt, const int64_t *keys, const float *w, float *out) {
     const int64_t lumps = (size + LUMP - 1) / LUMP;
 #pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
     for (int64_t i = 0; i < rows * lumps; i++) {
         const int64_t row = i / lumps, from = i % lumps * LUMP, key = keys[row / n * down + row % n];
-        run_race(from, std::min(from + LUMP, size), mixed(key + salt), w + row * size, made + row * size);
+        run_race(from, std::min(from + LUMP, size), mixed(key + salt), w + row * size, out + row * size);
     }
 }
 
 static void addresses(int64_t rows, int64_t n, int64_t shared, int64_t by_round,
                       const int64_t *stream, const int64_t *length, const int64_t *depth,
-                      int64_t *made) {
+                      int64_t *out) {
     for (; rows--; depth += shared ? 0 : n) {
         const uint64_t root = mixed(*stream++) + *length++;
-        for (int64_t i = 0; i < n; i++) *made++ = mixed((by_round ? mixed(root) : root) + depth[i]);
+        for (int64_t i = 0; i < n; i++) *out++ = mixed((by_round ? mixed(root) : root) + depth[i]);
     }
 }
 
@@ -125,13 +125,13 @@ struct Judged {
     const int64_t *tokens, *children, *keys;
     const float *p, *q;
     float *room;
-    int64_t *path, *n, *made;
+    int64_t *path, *n, *out;
 
     const float *p_at(int64_t node) const { return p + node * size; }
     const float *q_at(int64_t node) const { return q ? q + node * size : nullptr; }
     float coin(int64_t node, int64_t lane) const { return uniform(mixed(keys[node] + accept), lane); }
 
-    // The distribution x was drawn from: q, or a one-hot; zeros if there is no guess.
+    // The distribution x was drawn from: q, or a one-hot; zeros if there is no draft token.
     const float *drawn(const float *q, int64_t x) const {
         if (q && x >= 0 && q[x] > 0) return q;
         std::fill_n(room, size, 0);
@@ -145,11 +145,11 @@ struct Judged {
             rest[i] = std::max(owed * law[i] - lenience * drawn[i], 0.0f);
     }
 
-    void keep(int64_t count, int64_t node) const { path[count] = node, made[count - 1] = tokens[node]; }
+    void keep(int64_t count, int64_t node) const { path[count] = node, out[count - 1] = tokens[node]; }
 
     void end(int64_t count, const float *law) const {
         run_race(0, size, mixed(keys[path[count]] + residual), law, room);
-        std::fill(made + count, made + places, largest(room, size));
+        std::fill(out + count, out + places, largest(room, size));
         std::fill(path + count, path + places, path[count]);
         *n = count;
     }
@@ -204,13 +204,13 @@ static void block(const Judged &row) {
     row.end(count, law);
 }
 
-// children [1 or rows, nodes, width]. Returns false if a guess is not a token.
+// children [1 or rows, nodes, width]. Returns false if a draft token is not in the vocabulary.
 template <void (*rule)(const Judged &)>
 static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int64_t width,
                   int64_t shared, int64_t threads, uint64_t accept, uint64_t residual,
                   float lenience, const int64_t *tokens, const int64_t *children,
                   const int64_t *keys, const float *p, const float *q, float *room, int64_t *path,
-                  int64_t *n, int64_t *made) {
+                  int64_t *n, int64_t *out) {
     for (int64_t i = 0; i < rows * nodes; i++)
         if (i % nodes && tokens[i] >= size) return false;
 #pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
@@ -219,7 +219,7 @@ static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int
         rule({nodes, size, places, width, accept, residual, lenience, tokens + first,
               children + (shared ? 0 : first * width), keys + first, p + first * size,
               q ? q + first * size : q, room + row * 4 * size, path + row * places, n + row,
-              made + row * places});
+              out + row * places});
     }
     return true;
 }

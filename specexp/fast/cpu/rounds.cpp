@@ -28,7 +28,7 @@ static void spoil(int64_t rows, int64_t size, const float *w, float *fault) {
 
 // parents: shared by all rows, or one array per row.
 static void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
-            const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *made) {
+            const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *out) {
     std::vector<int64_t> depth(nodes);
     for (; rows--; tokens += nodes, sample += nodes, n++) {
         int64_t last = 0;
@@ -39,34 +39,34 @@ static void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, 
         }
         *n = depth[last];
         for (int64_t d = places; d--; last = d > *n ? last : parents[last])
-            path[d] = last, made[d] = sample[last];
-        path += places, made += places, parents += shared ? 0 : nodes;
+            path[d] = last, out[d] = sample[last];
+        path += places, out += places, parents += shared ? 0 : nodes;
     }
 }
 
-static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const int64_t *made,
+static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, const int64_t *out,
             const int64_t *n, const int64_t *eos, int64_t *tokens, int64_t *length, int64_t *limit,
             int64_t *counts) {
-    for (; rows--; made += places, tokens += stride, n++, length++, limit++, counts += 3) {
-        const int64_t before_end = std::find_first_of(made, made + places, eos, eos + ends) - made;
+    for (; rows--; out += places, tokens += stride, n++, length++, limit++, counts += 3) {
+        const int64_t before_end = std::find_first_of(out, out + places, eos, eos + ends) - out;
         const int64_t room = std::max<int64_t>(*limit - *length, 0);
         const int64_t emitted = std::min(std::min(*n, before_end) + 1, room);
-        std::copy_n(made, emitted, tokens + *length);
+        std::copy_n(out, emitted, tokens + *length);
         *length += emitted;
         if (emitted > before_end) *limit = *length;
         counts[0] = *n, counts[1] = emitted, counts[2] = *length < *limit;
     }
 }
 
-// Columns: counts [rows, 3], one per model's `faults`, the guesses, then the columns `told`.
+// Columns: counts [rows, 3], one per model's `faults`, the draft tokens, then `others`.
 static void report(int64_t rows, int64_t nodes, int64_t models, int64_t more,
-            const int64_t *counts, const int64_t *tokens, int64_t *made, const float *const *faults,
-            const int64_t *const *told) {
+            const int64_t *counts, const int64_t *tokens, int64_t *out, const float *const *faults,
+            const int64_t *const *others) {
     for (int64_t row = 0; row < rows; row++) {
-        made = std::copy_n(counts + row * 3, 3, made);
-        for (int64_t i = 0; i < models; i++) *made++ = faults[i][row] != 0;
-        made = std::copy_n(tokens + row * nodes + 1, nodes - 1, made);
-        for (int64_t i = 0; i < more; i++) *made++ = told[i][row];
+        out = std::copy_n(counts + row * 3, 3, out);
+        for (int64_t i = 0; i < models; i++) *out++ = faults[i][row] != 0;
+        out = std::copy_n(tokens + row * nodes + 1, nodes - 1, out);
+        for (int64_t i = 0; i < more; i++) *out++ = others[i][row];
     }
 }
 
@@ -78,15 +78,15 @@ static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t 
 }
 
 // Copies what followed the `ends` best earlier matches of a sequence's last tokens
-// (drafters/ngram.py). branch: for each guess, which match it follows.
+// (drafters/ngram.py). branch: for each draft token, which match it follows.
 static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t vocab,
             int64_t stride, const int64_t *branch, const int64_t *depth, const int64_t *length,
-            const int64_t *tokens, int64_t *made, int64_t *grade) {
+            const int64_t *tokens, int64_t *out, int64_t *grade) {
     struct End { int64_t agrees, at; };
     const auto better = [](End a, End b) {
         return a.agrees > b.agrees || (a.agrees == b.agrees && a.at > b.at);
     };
-    for (; rows--; tokens += stride, made += nodes) {
+    for (; rows--; tokens += stride, out += nodes) {
         const int64_t last = *length++ - 1;
         std::vector<End> best(ends, {0, 0});
         for (End end{0, 0}; end.at < last; end.at++) {
@@ -95,26 +95,26 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
             best.back() = end;
             std::inplace_merge(best.begin(), best.end() - 1, best.end(), better);
         }
-        made[0] = tokens[last];
+        out[0] = tokens[last];
         *grade++ = best[0].agrees;
         for (int64_t i = 1; i < nodes; i++) {
             const End end = best[branch[i - 1]]; // past the sequence's end, the copy repeats itself
-            made[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
-            if (made[i] >= vocab) made[i] = -1;
+            out[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
+            if (out[i] >= vocab) out[i] = -1;
         }
     }
 }
 
-// Guesses what most often followed the longest earlier matches of a sequence's last tokens
-// (drafters/suffix.py). Every match votes for the token that followed it, as long as the guesses so
-// far agree with it: the voters of a node are adjacent, and are divided among its children.
+// Drafts what most often followed the longest earlier matches of a sequence's last tokens
+// (drafters/suffix.py). Every match votes for the token that followed it, as long as the draft
+// tokens so far agree with it: the voters of a node are adjacent, and are divided among its children.
 static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int64_t vocab,
                  int64_t stride, float least, float stretch, const int64_t *parents,
-                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *made,
+                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *out,
                  int64_t *grade) {
     struct Voter { int64_t says, end; };
     struct Party { int64_t from, to; float trust; };
-    for (; rows--; tokens += stride, made += nodes) {
+    for (; rows--; tokens += stride, out += nodes) {
         const int64_t last = *length++ - 1;
         int64_t most = 1;
         std::vector<Voter> voters;
@@ -130,14 +130,14 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int
         std::vector<Party> of(nodes);
         of[0] = {0, (int64_t)voters.size(), 1.0f};
         *grade++ = voters.empty() ? 0 : std::min(most, sure);
-        made[0] = tokens[last];
+        out[0] = tokens[last];
         for (int64_t parent = 0, i = 1; i < nodes; parent++) {
             const Party all = of[parent];
             for (int64_t v = all.from; v < all.to; v++) {
                 const int64_t at = voters[v].end + 1 + depth[parent];
-                int64_t node = parent; // past the sequence's end, the guesses go on
+                int64_t node = parent; // past the sequence's end, the draft goes on
                 while (at > last && depth[node] > at - last) node = parents[node];
-                voters[v].says = at > last ? made[node] : tokens[at];
+                voters[v].says = at > last ? out[node] : tokens[at];
             }
             std::sort(voters.begin() + all.from, voters.begin() + all.to, [](Voter a, Voter b) {
                 return a.says < b.says || (a.says == b.says && a.end < b.end);
@@ -151,10 +151,10 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int
             }
             std::sort(parties.begin(), parties.end(), bigger);
             for (auto next = parties.begin(); i < nodes && parents[i] == parent; i++) {
-                made[i] = -1;
+                out[i] = -1;
                 if (next == parties.end()) continue;
                 if (next->trust >= least && depth[i] <= stretch * most)
-                    of[i] = *next, made[i] = voters[next->from].says;
+                    of[i] = *next, out[i] = voters[next->from].says;
                 next++;
             }
         }
@@ -164,12 +164,12 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int
 // The notes on tokens (strides down and right); -1 where there are none. The last place of each row
 // is for torch's operations (drafters/recycle.py).
 static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_t down, int64_t right,
-                   const int64_t *tokens, const int64_t *owner, const int64_t *notes, int64_t *made) {
+                   const int64_t *tokens, const int64_t *owner, const int64_t *notes, int64_t *out) {
     for (; rows--; tokens += down, owner += places + 1, notes += (places + 1) * size)
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = tokens[i * right], place = token % places;
             const bool known = token >= 0 && owner[place] == token;
-            made = known ? std::copy_n(notes + place * size, size, made) : std::fill_n(made, size, -1);
+            out = known ? std::copy_n(notes + place * size, size, out) : std::fill_n(out, size, -1);
         }
 }
 
@@ -187,42 +187,42 @@ static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const in
 
 // Slots or positions at these depths past the root's, clamped at 0.
 static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *length,
-                   const int64_t *depth, int64_t *made) {
+                   const int64_t *depth, int64_t *out) {
     for (; rows--; length++, depth += shared ? 0 : n)
-        for (int64_t i = 0; i < n; i++) *made++ = std::max<int64_t>(*length - 1 + depth[i], 0);
+        for (int64_t i = 0; i < n; i++) *out++ = std::max<int64_t>(*length - 1 + depth[i], 0);
 }
 
 static bool read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
-                 const int64_t *slots, int64_t *made) {
+                 const int64_t *slots, int64_t *out) {
     for (; rows--; tokens += stride)
         for (int64_t i = 0; i < n; i++, slots++) {
             if (*slots < 0 || *slots >= stride) return false;
-            *made++ = tokens[*slots];
+            *out++ = tokens[*slots];
         }
     return true;
 }
 
 // down, right: strides of depth.
 static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const int64_t *tokens,
-                  const int64_t *depth, const int64_t *budget, int64_t *made) {
+                  const int64_t *depth, const int64_t *budget, int64_t *out) {
     for (; rows--; depth += down, budget++)
         for (int64_t i = 0; i < n; i++, tokens++)
-            *made++ = depth[i * right] <= *budget ? *tokens : -1;
+            *out++ = depth[i * right] <= *budget ? *tokens : -1;
 }
 
 static void reached(int64_t rows, const int64_t *budget, const int64_t *reach, const int64_t *grade,
-                    int64_t *made) {
-    for (; rows--; budget++) *made++ = std::min(*budget, reach[*grade++]);
+                    int64_t *out) {
+    for (; rows--; budget++) *out++ = std::min(*budget, reach[*grade++]);
 }
 
-static void columns(int64_t rows, int64_t n, int64_t *made, const int64_t *const *parts,
+static void columns(int64_t rows, int64_t n, int64_t *out, const int64_t *const *parts,
                     const int64_t *strides) {
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < n; i++) *made++ = parts[i][row * strides[i]];
+        for (int64_t i = 0; i < n; i++) *out++ = parts[i][row * strides[i]];
 }
 
-static void at_least(int64_t size, int64_t least, const int64_t *x, int64_t *made) {
-    for (; size--; x++) *made++ = std::max(*x, least);
+static void at_least(int64_t size, int64_t least, const int64_t *x, int64_t *out) {
+    for (; size--; x++) *out++ = std::max(*x, least);
 }
 
 CALLED(likeliest, likeliest)
@@ -243,13 +243,13 @@ CALLED(columns, columns)
 CALLED(at_least, at_least)
 
 struct Call {
-    bool (*function)(const int64_t *given);
-    const int64_t *given;
+    bool (*function)(const int64_t *arguments);
+    const int64_t *arguments;
 };
 
 // Runs the calls in order until one fails.
 extern "C" bool replay(int64_t count, const Call *calls) {
-    for (; count && calls->function(calls->given); count--) calls++;
+    for (; count && calls->function(calls->arguments); count--) calls++;
     return !count;
 }
 
@@ -268,12 +268,12 @@ extern "C" int64_t replay_rounds(int64_t count, const Call *calls, int64_t most,
     using namespace std::chrono;
     const auto begin = steady_clock::now();
     double now = 0;
-    int64_t made = 0;
-    for (; made < most && now < most_s && !ends(rows, wide, report); made++) {
+    int64_t out = 0;
+    for (; out < most && now < most_s && !ends(rows, wide, report); out++) {
         if (!replay(count, calls)) return -1;
         now = duration<double>(steady_clock::now() - begin).count();
         reports = std::copy_n(report, rows * wide, reports);
         *seconds++ = now;
     }
-    return made;
+    return out;
 }

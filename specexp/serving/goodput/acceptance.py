@@ -34,11 +34,11 @@ class Beliefs:
 
     def odds_ratio(self, row: Stream) -> float:
         """A row's odds over those of all rows; taken to be the same at every depth."""
-        judged, accepted = row.judged + self.weight, row.kept + self.weight * self.mean
+        judged, accepted = row.judged + self.weight, row.accepted + self.weight * self.mean
         return accepted / max(judged - accepted, 1e-9 * judged) / self.odds
 
     def evidence(self, odds_ratio: float) -> tuple[float, float]:
-        """(slope, offset): a row has that odds ratio if kept = slope * rejected + offset."""
+        """(slope, offset): a row has that odds ratio if accepted = slope * rejected + offset."""
         odds = odds_ratio * self.odds
         return odds, self.weight * (odds * (1 - self.mean) - self.mean)
 
@@ -65,7 +65,7 @@ class Acceptance:
     plain_fade: float = 0.999  # and while nobody does
 
     judged: list[list[float]] = field(init=False)  # [grade][depth], to the first rejected
-    kept: list[list[float]] = field(init=False)  # [grade][depth] accepted
+    accepted: list[list[float]] = field(init=False)  # [grade][depth] accepted
     rounds: list[float] = field(init=False)  # [grade] of a row that was at it,
     requested: list[float] = field(init=False)  # [grade] draft tokens it might have had in them,
     drafted: list[float] = field(init=False)  # [grade] and those that it had
@@ -73,7 +73,7 @@ class Acceptance:
 
     def __post_init__(self) -> None:
         self.judged = [[0.0] * self.deepest for _ in range(self.grades)]
-        self.kept = [[0.0] * self.deepest for _ in range(self.grades)]
+        self.accepted = [[0.0] * self.deepest for _ in range(self.grades)]
         self.rounds, self.requested, self.drafted = ([0.0] * self.grades for _ in range(3))
         self.believed = self.beliefs()
 
@@ -88,7 +88,7 @@ class Acceptance:
         prior = self.prior_tokens / (1 if grade is None else self.grades)
         these = slice(None) if grade is None else slice(grade, grade + 1)
         all_judged = [sum(depth) for depth in zip(*self.judged[these], strict=True)]
-        all_accepted = [sum(depth) for depth in zip(*self.kept[these], strict=True)]
+        all_accepted = [sum(depth) for depth in zip(*self.accepted[these], strict=True)]
         for judged, accepted in zip(all_judged, all_accepted, strict=True):
             share = min(1.0, (accepted + prior * share) / (judged + prior))
             error = math.sqrt(share * (1 - share) / (judged + prior)) if above else 0.0
@@ -113,10 +113,10 @@ class Acceptance:
         )
 
     def filled(self, rows: Iterable[Stream]) -> list[float]:
-        """[rows]: the share of the draft tokens asked for that the drafter makes."""
+        """[rows]: the share of the requested draft tokens that the drafter makes."""
         weight = self.row_weight
         drafted = weight * (sum(self.drafted) + weight) / (sum(self.requested) + weight)
-        return [(row.made + drafted) / (row.asked + weight) for row in rows]
+        return [(row.drafted + drafted) / (row.requested + weight) for row in rows]
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step]) -> None:
         """Count the draft tokens of a round, judged and accepted. Easy rows draft deeper, so each
@@ -124,10 +124,10 @@ class Acceptance:
         hold of all rows, at every depth."""
         shares = self.believed.conditional
         for step in steps:
-            row, requested = load.streams and load.streams[step.row], plan.asked(step)
+            row, requested = load.streams and load.streams[step.row], plan.requested(step)
             ratio = self.believed.odds_ratio(row) if row and not plan.reach else 1.0
             grade, accepted = min(step.grade, self.grades - 1), step.accepted
-            judged_counts, accepted_counts = self.judged[grade], self.kept[grade]
+            judged_counts, accepted_counts = self.judged[grade], self.accepted[grade]
             for i in range(min(accepted + 1, requested)):
                 weight = 1 - shares[i] + ratio * shares[i]
                 if i < accepted:
@@ -140,5 +140,5 @@ class Acceptance:
 
     def forget(self, share: float) -> None:
         """Let all counts fade to this share."""
-        for counts in (*self.judged, *self.kept, self.rounds, self.requested, self.drafted):
+        for counts in (*self.judged, *self.accepted, self.rounds, self.requested, self.drafted):
             counts[:] = [share * count for count in counts]

@@ -111,9 +111,9 @@ class Choice:
         depths, budget = [], self.settled.budget
         for row, depth in zip(load.streams, budget, strict=True):
             if depth and row:
-                rejected, depth = row.judged - row.kept, 0
+                rejected, depth = row.judged - row.accepted, 0
                 for slope, offset in self.thresholds:
-                    if row.kept < slope * rejected + offset:
+                    if row.accepted < slope * rejected + offset:
                         break
                     depth += 1
             depths.append(depth)
