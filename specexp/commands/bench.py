@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def bench(
     suites: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Argument(
             help="peers, roofline, round, scale, memory; default: all.", metavar="[SUITE]..."
         ),
@@ -59,14 +59,14 @@ def bench(
     dtype: Dtype = default("dtype"),
     device: Device = default("device"),
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             help="Write the results (JSON) here, and a figure (PNG) per suite beside it; in a "
             "folder the file is named by device, dtype and target."
         ),
     ] = None,
     against: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             help="A file written by --out before: compare the ratios; exit code 1 if any is worse."
         ),
@@ -132,7 +132,7 @@ def profile(
     target: Target = default("target"),
     drafter: Drafter = default("drafter"),
     gamma_max: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Longest draft length; default: 5, or the drafter's longest if shorter."),
     ] = None,
     temperature: Temperature = default("temperature"),
@@ -147,7 +147,7 @@ def profile(
         bool, typer.Option("--force", help="Measure again even if a table is stored.")
     ] = False,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="Also write the table (JSON) here, and the figure (PNG) beside it."),
     ] = None,
     as_json: AsJson = False,

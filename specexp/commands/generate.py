@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -36,7 +36,7 @@ def generate(
     target: Target = default("target"),
     drafter: Drafter = default("drafter"),
     draft: Annotated[
-        Optional[str],  # noqa: UP045 (typer reads this at run time)
+        str | None,
         typer.Option(
             help="The drafter's ARGUMENT as its own option: --drafter eagle --draft FOLDER is "
             "--drafter eagle:FOLDER."
@@ -59,18 +59,9 @@ def generate(
     dtype: Dtype = default("dtype"),
     device: Device = default("device"),
     seed: Seed = default("seed"),
-    prompt: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Text to continue."),
-    ] = None,
-    prompts: Annotated[
-        Optional[str],  # noqa: UP045
-        option("prompts", "Instead of --prompt."),
-    ] = None,
-    limit: Annotated[
-        Optional[int],  # noqa: UP045
-        option("limit", "With --prompts."),
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompts: Annotated[str | None, option("prompts", "Instead of --prompt.")] = None,
+    limit: Annotated[int | None, option("limit", "With --prompts.")] = None,
     chat: Chat = False,
     rounds: Annotated[
         bool,

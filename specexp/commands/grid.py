@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Run grids of experiment notebooks.", no_args_is_help=True)
 GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
 Only = Annotated[
-    Optional[list[str]],  # noqa: UP045 (typer reads this at run time)
+    list[str] | None,
     typer.Option(
         help="Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable."
     ),
@@ -60,7 +60,7 @@ def run(
     files: GridFiles,
     only: Only = None,
     jobs: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             help="Points to run at once; points that measure time still get a machine to "
             "themselves. Default: 1 here, what fits on Ray."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -26,10 +26,7 @@ def default(name: str) -> Any:
 
 Target = Annotated[str, option("target", "NAME+int8: with 8-bit weights.")]
 Drafter = Annotated[str, option("drafter", "`model` is the target's draft in the zoo.")]
-Gamma = Annotated[
-    Optional[int],  # noqa: UP045 (typer reads this at run time)
-    option("gamma", "Default: 5, or the drafter's longest if shorter."),
-]
+Gamma = Annotated[int | None, option("gamma", "Default: 5, or the drafter's longest if shorter.")]
 Temperature = Annotated[float, option("temperature")]
 Chat = Annotated[bool, typer.Option("--chat", help=help_of("chat"))]
 MaxNewTokens = Annotated[int, option("max_new_tokens")]

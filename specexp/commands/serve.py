@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -35,7 +35,7 @@ def serve(
         ),
     ] = "closed:8",
     policy: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(
             help="plain (no drafter), never, always:GAMMA, threshold:GAMMA,ROWS, "
             "table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat to compare. "
@@ -58,7 +58,7 @@ def serve(
     device: Device = default("device"),
     seed: Annotated[int, option("seed", "And of arrivals.")] = default("seed"),
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="Write every step (CSV) here, and the timelines (PNG) beside it."),
     ] = None,
     as_json: AsJson = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -53,25 +53,24 @@ def models(as_json: AsJson = False) -> None:
 @app.command("train")
 def train(
     only: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(help="Train only this model (repeatable); default: all, the target first."),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             help="Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
         ),
     ] = None,
     heads: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Train heads for --target instead: medusa, eagle or eagle3."),
+        str | None, typer.Option(help="Train heads for --target instead: medusa, eagle or eagle3.")
     ] = None,
     target: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="With --heads: zoo name, folder or hub id; default: target-10m."),
     ] = None,
     text: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="With --heads: a text file to train on; default: the zoo's own text."),
     ] = None,
     device: Device = default("device"),
@@ -145,21 +144,20 @@ def fetch(
 def twin(
     params: Annotated[str, typer.Option(help="Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.")],
     alpha: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Acceptance probability to reach, per token of a greedy chain."),
     ] = None,
     damp: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Instead of --alpha: the factor on the output of the deep layers."),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Folder to write both models to; default: mlruns/twins."),
+        Path | None, typer.Option(help="Folder to write both models to; default: mlruns/twins.")
     ] = None,
     dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     vocab: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Vocabulary size; default: the shape's (200M: 32768, else 128256)."),
     ] = None,
     force: Annotated[
