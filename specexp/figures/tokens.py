@@ -39,20 +39,19 @@ def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int,
 
 
 def stream(
-    pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0, prompt: str = ""
+    pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int], prompt: str = ""
 ) -> Text:
-    """The prompt, dim, and the output, each token in the colour of its kind (see `legend`)."""
-    parts = _parts(rounds, tokens, row)
+    """The prompt, dim, and its output (row 0 of the rounds), each token in the colour of its kind
+    (see `legend`)."""
+    parts = _parts(rounds, tokens)
     kinds = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
     return Text().append(prompt, "dim").append_text(_coloured(pairing, kinds))
 
 
-def by_round(
-    pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0
-) -> Text:
+def by_round(pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int]) -> Text:
     """One line a round: accepted/drafted, the tokens emitted, then the rejected draft tokens."""
     text = Text()
-    for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
+    for number, (step, part, depth) in enumerate(_parts(rounds, tokens), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
         rejected = [t for t in step.draft if t >= 0]
         for token in part[: step.accepted]:
@@ -96,12 +95,12 @@ def look(pairing: Pairing, prompt: str, max_new_tokens: int = 48) -> Text:
 
 
 def _parts(
-    rounds: Sequence[Round], tokens: Sequence[int], row: int
+    rounds: Sequence[Round], tokens: Sequence[int]
 ) -> Iterator[tuple[Step, Sequence[int], int]]:
-    """For each round of a row: its step, the tokens it emitted, and the draft's depth."""
+    """For each round of row 0: its step, the tokens it emitted, and the draft's depth."""
     at = 0
     for whole in rounds:
-        for step in (s for s in whole.steps if s.row == row):
+        for step in (s for s in whole.steps if s.row == 0):
             yield step, tokens[at : at + step.emitted], whole.depth
             at += step.emitted
 

@@ -80,7 +80,7 @@ class Backend:
     remedy: str = ""
 
     @classmethod
-    def at(cls, address: str, home: Path, remedy: str = "") -> Backend:
+    def at(cls, address: str, home: Path) -> Backend:
         """The store at an address. Raises UserError if it is invalid or needs a missing driver."""
         scheme, _, driver = address.partition(":")[0].partition("+")
         if scheme not in SCHEMES:
@@ -92,13 +92,13 @@ class Backend:
             path = Path(_database(address))
             if not path.name:
                 raise UserError(f"{address} names no file: give sqlite:///PATH")
-            return cls.of(path.resolve(), remedy)
+            return cls.of(path.resolve())
         if scheme == "postgresql":  # the default driver of SQLAlchemy 2.0 and 2.1 differs
             driver = driver or "psycopg2"
             if not importlib.util.find_spec(driver):
                 raise UserError('PostgreSQL needs its driver: pip install "specexp[postgres]"')
             address = f"postgresql+{driver}:{address.partition(':')[2]}"
-        return cls(address.rstrip("/"), home, remedy)
+        return cls(address.rstrip("/"), home)
 
     @classmethod
     def of(cls, file: Path, remedy: str = "") -> Backend:
@@ -205,22 +205,15 @@ class Backend:
 
     # --- what is in it ---------------------------------------------------------------------------
 
-    def experiments(self, deleted: bool = False) -> list[Any]:
-        """The experiments, with `deleted` also deleted ones."""
-        from mlflow.entities import ViewType
-
+    def experiments(self) -> list[Any]:
+        """The experiments that are not deleted."""
         with self.reaching():
-            view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
-            return list(_pages(self.client.search_experiments, view_type=view))
+            return list(_pages(self.client.search_experiments))
 
-    def runs(self, experiment: str, filter: str = "", deleted: bool = False) -> list[Any]:
-        """Runs of an experiment's id, newest first."""
-        from mlflow.entities import ViewType
-
+    def runs(self, experiment: str, filter: str = "") -> list[Any]:
+        """Runs of an experiment's id that are not deleted, newest first."""
         with self.reaching():
-            view = ViewType.ALL if deleted else ViewType.ACTIVE_ONLY
-            search = self.client.search_runs
-            return list(_pages(search, [experiment], filter, run_view_type=view, max_results=1000))
+            return list(_pages(self.client.search_runs, [experiment], filter, max_results=1000))
 
     def history(self, run: str, metric: str) -> list[Any]:
         """Every logged value of a run's metric, with step and timestamp."""
@@ -236,17 +229,17 @@ class Backend:
         return PROXIED + (re.sub(r"[^A-Za-z0-9_-]+", "-", experiment).strip("-") or "experiment")
 
     def put(self, run: Any, folder: Path, files: Iterable[Path]) -> None:
-        """Copy files of a folder to a run's artifacts. Raises as `reaching` does."""
+        """Copy files of a folder to a run's artifacts. Raises as `reaching` does, or OSError."""
         into = artifacts_of(self, run)
-        if into:
-            copy_files(files, folder, into)
-        else:
-            with self.reaching():  # one by one: MLflow's log_artifacts skips unreadable folders
-                for path in files:
-                    inside = path.parent.relative_to(folder).as_posix()
-                    self.client.log_artifact(
-                        run.info.run_id, str(path), None if inside == "." else inside
-                    )
+        for path in files:  # one by one: MLflow's log_artifacts skips unreadable folders
+            inside = path.relative_to(folder)
+            if into:
+                (into / inside).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, into / inside)
+                continue
+            with self.reaching():
+                below = inside.parent.as_posix().removeprefix(".") or None
+                self.client.log_artifact(run.info.run_id, str(path), below)
 
 
 def artifacts_of(backend: Backend, run: Any) -> Path | None:
@@ -332,14 +325,6 @@ def hidden(address: str) -> str:
     """An address without driver, user and password, for messages."""
     bare = re.sub(r"//.*@", "//", re.sub(r"^(postgresql)\+\w+", r"\1", address))
     return re.sub(r"([?&](?:\w*password|passfile|user)=)[^&]*", r"\1...", bare)
-
-
-def copy_files(files: Iterable[Path], folder: Path, into: Path) -> None:
-    """Copy files of a folder, replacing existing ones. Raises OSError if one cannot be copied."""
-    for path in files:
-        copy = into / path.relative_to(folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
 
 
 def _pages(search: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ from specexp.serving.policies import Bandit, InTurn, Table, Threshold
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
-from specexp.serving.sources import Timed, serve
+from specexp.serving.sources import Timed, advance
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -179,14 +179,10 @@ def history(name: str, requests: list[Request], until: float):
     chances = [[0.5 + 0.1 * i] * 5 for i in range(5)]
     bank = SimulatedRows(table(), lambda i: chances[i % 5], 8, 512, recorded.widest)
     server = Server(bank, recorded)
-    before = 0
-
-    def watch(server: Server) -> None:
-        nonlocal before
+    source, before = Timed(requests), 0
+    while advance(server, source, []):
         if server.steps[-1].end_s < until:
             before = len(recorded.choices)
-
-    serve(server, Timed(requests), watch)
     return recorded.choices[:before], recorded.choices[before + 1 :]
 
 
