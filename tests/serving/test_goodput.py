@@ -25,8 +25,7 @@ from specexp.policy import Plan, Stream
 from specexp.serving.cost_table import CALM
 from specexp.serving.goodput import GAMMAS, Goodput
 from specexp.serving.goodput.choice import Choice
-from specexp.serving.goodput.prices import LONG
-from specexp.serving.goodput.slowdown import Slowdown
+from specexp.serving.goodput.prices import LONG, Slowdown
 from specexp.trace import Step
 from specexp.tree import Tree
 

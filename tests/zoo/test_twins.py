@@ -21,8 +21,8 @@ from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
 from specexp.tracking import results
 from specexp.zoo import shelf, twins
-from specexp.zoo.agreement import agreement, bisect, variety
 from specexp.zoo.recipes import END, VOCABULARY
+from specexp.zoo.twins import agreement, bisect, variety
 
 TINY = twins.Shape(4, 64, 176, 4, 2, draft=1, rows=4224)
 REAL = twins.SHAPES

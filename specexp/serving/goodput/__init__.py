@@ -23,11 +23,9 @@ from collections.abc import Sequence
 
 from specexp.policy import Load, Plan
 from specexp.serving.goodput.acceptance import Acceptance
-from specexp.serving.goodput.by_grade import ByGrade
-from specexp.serving.goodput.by_row import ByRow
 from specexp.serving.goodput.choice import Choice
-from specexp.serving.goodput.forecast import PLAIN, Forecast, decoding
-from specexp.serving.goodput.prices import CostTable, PastRound, Prices
+from specexp.serving.goodput.forecast import PLAIN, ByGrade, ByRow, Forecast
+from specexp.serving.goodput.prices import CostTable, PastRound, Prices, decoding
 from specexp.serving.goodput.trials import Trials
 from specexp.trace import Step
 from specexp.tree import Tree

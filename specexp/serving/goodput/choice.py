@@ -18,9 +18,8 @@ from statistics import median_high
 
 from specexp.policy import Load, Plan
 from specexp.serving.goodput.acceptance import Beliefs
-from specexp.serving.goodput.by_row import ByRow
-from specexp.serving.goodput.forecast import PLAIN, Forecast, budgeted, decoding
-from specexp.serving.goodput.prices import size_class
+from specexp.serving.goodput.forecast import PLAIN, ByRow, Forecast, budgeted
+from specexp.serving.goodput.prices import decoding, size_class
 
 ODDS_RATIOS = [1e-6, *(2.0 ** (i / 8) for i in range(-32, 33))]  # at which thresholds are sought
 
