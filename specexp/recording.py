@@ -62,12 +62,12 @@ def recorder_for(target: LM) -> Recorder:
     return Recorder()
 
 
-def reaches_host(func: Any, given: Sequence[Any]) -> bool:
+def reaches_host(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operation brings a value, or a shape that depends on one, to the host, or host
     data to a device. (`resolve_neg` is called by `tolist` and `numpy`; `lift_fresh` by
     `torch.tensor` and by indexing with a list; a boolean index has a data-dependent shape; `isin`
     may sort.)"""
     name = func.overloadpacket.__name__
     if name in ("index", "index_put", "index_put_"):
-        return any(x is not None and x.dtype == torch.bool for x in given[1])
+        return any(x is not None and x.dtype == torch.bool for x in args[1])
     return bool(DATA_DEPENDENT & set(func.tags)) or name in TO_HOST

@@ -76,7 +76,7 @@ class Recordings(Recorder):
 
     def __init__(self, tape: Tape) -> None:
         self.tape, self.warm, self.ahead = tape, tape.warm, tape.ahead
-        self.kept: dict[tuple[Hashable, Hashable], Replay] = {}
+        self.replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self.latest: tuple[Any, Replay] = None, Replay()
         self.refused = False  # a recording failed, and none is tried again
 
@@ -161,15 +161,15 @@ class Recordings(Recorder):
         """The recording of this name, as the most recently used. The latest is remembered, because
         comparing a name is faster than hashing it."""
         if name != self.latest[0]:
-            replay = self.kept.pop(name, None) or Replay()
-            self.kept[name] = replay
+            replay = self.replays.pop(name, None) or Replay()
+            self.replays[name] = replay
             self.latest = name, replay
-            if len(self.kept) > MOST:
-                del self.kept[next(iter(self.kept))]
+            if len(self.replays) > MOST:
+                del self.replays[next(iter(self.replays))]
         return self.latest[1]
 
     def clear(self) -> None:
-        self.kept.clear()
+        self.replays.clear()
         self.latest = None, Replay()
 
 

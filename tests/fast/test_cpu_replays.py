@@ -359,7 +359,7 @@ def test_other_numbers_of_threads_are_other_replays(monkeypatch):
             torch.set_num_threads(count)
             for _ in range(3):
                 made.run(seqs, TREES["empty"])
-            assert len(made.recorder.kept) == count
+            assert len(made.recorder.replays) == count
     finally:
         torch.set_num_threads(threads)
 

@@ -308,7 +308,7 @@ def test_draft_recorded_apart_carries_its_memo_to_observe(kind):
 def test_unreferenced_engine_is_freed_with_its_graphs():
     made = taped(engine("model"))
     made.generate(PROMPTS, LONG)
-    assert made.recorder.kept
+    assert made.recorder.replays
     gone = weakref.ref(made), weakref.ref(made.recorder)
     gc.disable()
     try:
@@ -486,7 +486,7 @@ def test_first_calls_run_eagerly_and_least_recent_is_dropped():
         kept.run("add", key, add, torch.zeros(3))
     for _ in range(2):
         kept.run("add", 0, add, torch.zeros(3))
-    assert len(kept.kept) == MOST
+    assert len(kept.replays) == MOST
 
 
 def test_on_a_cpu_functions_stay_what_they_are():

@@ -101,10 +101,10 @@ def test_rehearsed_rounds_are_not_recorded_again(kind):
     made = engine(kind, "chain", "match", temperature=0.0, dtype=torch.float32)
     rows, todo = EngineRows(made, 3, SLOTS, SLACK), requests(9)
     rows.rehearse(3)
-    known = set(made.recorder.kept)
+    known = set(made.recorder.replays)
     assert len(known) == 3 * (1 + 4)  # sizes; plain rounds of all rows, and those of some
     responses = serve(Server(rows, Restless(1)), Closed(todo, 5))
-    assert set(made.recorder.kept) == known
+    assert set(made.recorder.replays) == known
     for response in responses:
         assert response.tokens == alone(made, response.request)
 

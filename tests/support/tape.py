@@ -100,5 +100,5 @@ def unrecorded(engine: Engine) -> Engine:
 
 def recorded(engine: Engine) -> set[Any]:
     """The kinds of which something is recorded."""
-    kept = getattr(engine.recorder, "kept", {})
-    return {kind for (kind, _), replay in kept.items() if replay.again}
+    replays = getattr(engine.recorder, "replays", {})
+    return {kind for (kind, _), replay in replays.items() if replay.again}

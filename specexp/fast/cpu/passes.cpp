@@ -94,8 +94,8 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
 template <int M, int N, typename num>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
                         int64_t size, float *y, int64_t y_stride, bool added) {
-    vec made[M][N];
-    each<M>([&](auto i) { each<N>([&](auto j) { made[i][j] = vec{}; }); });
+    vec acc[M][N];
+    each<M>([&](auto i) { each<N>([&](auto j) { acc[i][j] = vec{}; }); });
     int64_t k = 0;
     for (; k + STEP<num> <= size; k += STEP<num>) {
         decltype(some(x)) a[M];
@@ -106,14 +106,14 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
         each<N>([&](auto j) {
             const auto b = some(w + j * size + k);
             __builtin_prefetch((const char *)(w + j * size + k) + AHEAD, 0, 2);
-            each<M>([&](auto i) { add(made[i][j], a[i], b); });
+            each<M>([&](auto i) { add(acc[i][j], a[i], b); });
         });
     }
     each<M>([&](auto i) {
         float s[N];
         int u = 0;
-        for (; u + 4 <= N; u += 4) *(vec4 *)(s + u) = sums(made[i] + u);
-        for (; u < N; u++) s[u] = sum(made[i][u]);
+        for (; u + 4 <= N; u += 4) *(vec4 *)(s + u) = sums(acc[i] + u);
+        for (; u < N; u++) s[u] = sum(acc[i][u]);
         for (int j = 0; j < N; j++) {
             for (int64_t t = k; t < size; t++)
                 s[j] = std::fma(wide(x[i * x_stride + t]), wide(w[j * size + t]), s[j]);
@@ -187,8 +187,8 @@ static void gated(int64_t rows, const float *gate, const float *up, int64_t outp
     for (; rows; rows--, gate += outputs, up += outputs, y += outputs) {
         int64_t i = mine.from;
         for (; i + LANES <= mine.to; i += LANES) {
-            const vec g = load(gate + i), made = g / (1.0f + exponential(-g)) * load(up + i);
-            for (int t = 0; t < LANES; t++) narrow(made[t], y + i + t);
+            const vec g = load(gate + i), h = g / (1.0f + exponential(-g)) * load(up + i);
+            for (int t = 0; t < LANES; t++) narrow(h[t], y + i + t);
         }
         for (; i < mine.to; i++) narrow(gate[i] / (1.0f + std::exp(-gate[i])) * up[i], y + i);
     }
@@ -295,16 +295,16 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         for (j = 0; j < slots; j++) s[j] *= share;
     }
     auto mixed = [&](auto C, int64_t c) { // the output's coordinates from c on, C vectors of them
-        vec made[M][C];
-        each<M>([&](auto i) { each<C>([&](auto u) { made[i][u] = vec{}; }); });
+        vec acc[M][C];
+        each<M>([&](auto i) { each<C>([&](auto u) { acc[i][u] = vec{}; }); });
         for (int64_t j = 0; j < slots; j++)
             each<C>([&](auto u) {
                 const vec value = load(v + j * d + c + u * LANES);
-                each<M>([&](auto i) { made[i][u] += scores[i * stride + j] * value; });
+                each<M>([&](auto i) { acc[i][u] += scores[i * stride + j] * value; });
             });
         each<M>([&](auto i) {
             each<C>([&](auto u) {
-                for (int t = 0; t < LANES; t++) narrow(made[i][u][t], y[i] + c + u * LANES + t);
+                for (int t = 0; t < LANES; t++) narrow(acc[i][u][t], y[i] + c + u * LANES + t);
             });
         });
     };
@@ -313,10 +313,10 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
     for (; c + LANES <= d; c += LANES) mixed(std::integral_constant<int, 1>(), c);
     for (; c < d; c++)
         for (int i = 0; i < M; i++) {
-            float made = 0;
+            float acc = 0;
             for (j = 0; j < slots; j++)
-                made = std::fma(scores[i * stride + j], wide(v[j * d + c]), made);
-            narrow(made, y[i] + c);
+                acc = std::fma(scores[i * stride + j], wide(v[j * d + c]), acc);
+            narrow(acc, y[i] + c);
         }
 }
 
@@ -445,9 +445,9 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         std::fill(p.logits + places.from * net.all, p.logits + places.to * net.all, 0.0f);
         for (int64_t i = 0; i < wanted; i++) {
             if (kept.written[i] < places.from || kept.written[i] >= places.to) continue;
-            float *made = p.logits + kept.written[i] * net.all;
-            std::fill_n(made, net.all, -INFINITY);
-            for (int64_t o = 0; o < net.vocab; o++) made[net.ids[o]] = room.some[i * net.vocab + o];
+            float *columns = p.logits + kept.written[i] * net.all;
+            std::fill_n(columns, net.all, -INFINITY);
+            for (int64_t o = 0; o < net.vocab; o++) columns[net.ids[o]] = room.some[i * net.vocab + o];
         }
         return;
     }
