@@ -52,7 +52,8 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
     layout = "the `speculators` format" if kind == "eagle3" else "the layout of published heads"
     corpus = trained["corpus"]
     own_text = f" --text {corpus['file']}" if "file" in corpus else ""
-    free = shelf.ships(target) and not own_text
+    making = None if own_text else shelf.making("cards")  # which knows the zoo's text
+    free = making is not None and shelf.ships(target)
     mark = "license: mit\n" if free else ""
     parts = [
         f"---\n{mark}base_model: {target}\ntags: [speculative-decoding]\n---",
@@ -70,9 +71,9 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
             "0.8 times the one before.",
             trained,
         ),
-        f"The text {corpus['file']}, {corpus['characters']:,} characters."
-        if own_text
-        else corpus_paragraph(corpus),
+        making.corpus_paragraph(corpus)
+        if making
+        else f"The text {corpus['file']}, {corpus['characters']:,} characters.",
         "## Held-out text",
         f"{table(facts['held_out'])}\n\nAt each drafted position, how often the most likely token "
         "is the target's, given the text before it, in rows of up to 256 tokens. With a draft "
@@ -80,8 +81,8 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
         "## Reproduction",
         f"`specexp zoo train --heads {kind} --target {target}{own_text}`",
         "## Licence",
-        licence(trained)
-        if free
+        making.licence(trained)
+        if making and free
         else "Check the licences of the target and the text: the heads are derived from both.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -146,34 +147,6 @@ def write(folder: Path, facts: Mapping[str, Any], text: str) -> None:
     """Write `zoo.json` and `README.md` into a model's folder."""
     (folder / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
     (folder / "README.md").write_text(text)
-
-
-def corpus_paragraph(corpus: Mapping[str, Any]) -> str:
-    rows = [
-        f"| {side} | {kind} | {part['documents']:,} | {part['characters']:,} | "
-        f"`{part['sha256'][:16]}` |"
-        for side, parts in corpus["parts"].items()
-        for kind, part in parts.items()
-    ]
-    return (
-        f"The standard library of Python {corpus['python']} ({corpus['sources']} distinct sources, "
-        "without its tests): its code, its docstrings and comments as prose, records from a seeded "
-        "generator, edits (a passage, then the same passage with one change), and echoes (random "
-        "words, repeated once). The hash of a source's content decides whether it is held out, "
-        "together with everything made from it. People named in the text are authors named in the "
-        "library; records pair common first names and surnames at random.\n\n"
-        "| side | kind | documents | characters | sha256 |\n|---|---|---:|---:|---|\n"
-    ) + "\n".join(rows)
-
-
-def licence(trained: Mapping[str, Any] | None) -> str:
-    """The licence of weights of this repository, and of the text they were trained on, if any."""
-    text = (
-        " The training text comes with Python, under the Python Software Foundation License."
-        if trained
-        else ""
-    )
-    return f"The weights are under the licence of this repository (MIT).{text}"
 
 
 def courses_of(courses: Sequence[Course], losses: Sequence[float]) -> list[dict[str, Any]]:

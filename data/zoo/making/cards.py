@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from making.recipes import CONTEXT, Recipe
-from specexp.zoo.cards import Figures, corpus_paragraph, courses_of, licence, schedule, table
+from specexp.zoo.cards import Figures, courses_of, schedule, table
 from specexp.zoo.recipes import VOCABULARY
 from specexp.zoo.rows import Documents
 
@@ -152,3 +152,31 @@ def _figures(facts: Mapping[str, Any]) -> str:
             "probability that a sampled guess is accepted."
         )
     return f"{table(facts['held_out'])}\n\n{notes}"
+
+
+def corpus_paragraph(corpus: Mapping[str, Any]) -> str:
+    rows = [
+        f"| {side} | {kind} | {part['documents']:,} | {part['characters']:,} | "
+        f"`{part['sha256'][:16]}` |"
+        for side, parts in corpus["parts"].items()
+        for kind, part in parts.items()
+    ]
+    return (
+        f"The standard library of Python {corpus['python']} ({corpus['sources']} distinct sources, "
+        "without its tests): its code, its docstrings and comments as prose, records from a seeded "
+        "generator, edits (a passage, then the same passage with one change), and echoes (random "
+        "words, repeated once). The hash of a source's content decides whether it is held out, "
+        "together with everything made from it. People named in the text are authors named in the "
+        "library; records pair common first names and surnames at random.\n\n"
+        "| side | kind | documents | characters | sha256 |\n|---|---|---:|---:|---|\n"
+    ) + "\n".join(rows)
+
+
+def licence(trained: Mapping[str, Any] | None) -> str:
+    """The licence of weights of this repository, and of the text they were trained on, if any."""
+    text = (
+        " The training text comes with Python, under the Python Software Foundation License."
+        if trained
+        else ""
+    )
+    return f"The weights are under the licence of this repository (MIT).{text}"
