@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -166,21 +166,11 @@ class Engine:
     def begin(self, batch: Sequences) -> Sequences:
         """Enter a batch and prefill it. Returns the rows to run rounds on."""
         seqs = self.rows.enter(batch)
-        for _ in self.prefill(seqs):
+        for _ in self.rows.prefill(seqs):
             pass
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return seqs
-
-    def prefill(self, seqs: Sequences) -> Iterator[str]:
-        """Prefill these rows, the target and then the drafter; yields the name of each when it is
-        done."""
-        read = int(seqs.length.max()) - 1
-        hidden = self.target.prefill(seqs, 0, read, self.drafter.taps)
-        yield "target"
-        self.drafter.prefill(seqs, hidden)
-        self.drafter.catch_up(seqs, read)
-        yield "drafter"
 
     @torch.inference_mode()
     def generate(

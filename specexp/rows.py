@@ -6,7 +6,7 @@ replayed for all of them. `Engine.generate` enters a batch at a time, a server a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -72,6 +72,16 @@ class Rows:
         window.length[:], window.limit[:] = batch.length, batch.limit
         window.stream[:] = batch.stream
         return window
+
+    def prefill(self, seqs: Sequences) -> Iterator[str]:
+        """Prefill these rows, the target and then the drafter; yields the name of each when it is
+        done."""
+        read = int(seqs.length.max()) - 1
+        hidden = self.target.prefill(seqs, 0, read, self.drafter.taps)
+        yield "target"
+        self.drafter.prefill(seqs, hidden)
+        self.drafter.catch_up(seqs, read)
+        yield "drafter"
 
     def _grow(self, B: int, S: int) -> None:
         """Allocate for B rows of S slots, and for no less than before if that fits."""

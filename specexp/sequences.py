@@ -56,7 +56,7 @@ class Draft:
         if budget is None:
             return self
         if reach is not None and self.grade is not None:
-            budget = reached(budget, reach, self.grade)
+            budget = torch.minimum(budget, reach[self.grade])
         return replace(self, tokens=until(self.tokens, self.nodes.depth, budget))
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
@@ -256,15 +256,3 @@ def columns(*parts: Tensor) -> Tensor:
 def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
     """tokens [B, n], with -1 where depth [b, n] or [1, 1] exceeds the row's budget [B]."""
     return torch.where(depth <= budget[:, None], tokens, -1)
-
-
-@op
-def reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
-    """[B]: the smaller of each row's budget [B] and the reach of its grade [B]."""
-    return torch.minimum(budget, reach[grade])
-
-
-@op
-def at_least(tokens: Tensor, least: int) -> Tensor:
-    """tokens, with `least` in place of smaller ones: 0 makes every one a token to verify."""
-    return tokens.clamp(min=least)

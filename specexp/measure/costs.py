@@ -21,7 +21,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure.interleave import clock
 from specexp.models.int8 import held
-from specexp.sequences import Draft, Sequences, at_least
+from specexp.sequences import Draft, Sequences
 from specexp.serving.cost_table import CALM, Costs
 from specexp.tree import Tree
 
@@ -163,14 +163,14 @@ class _Unpadded(Engine):
 
     def draft(self, seqs: Sequences, tree: Tree) -> Draft:
         draft = super().draft(seqs, tree)
-        return replace(draft, tokens=at_least(draft.tokens, 0))
+        return replace(draft, tokens=draft.tokens.clamp(min=0))
 
 
 @torch.inference_mode()
 def _prefill(engine: Engine, seqs: Sequences) -> tuple[float, float]:
     """Prefill; seconds of the target and of the drafter."""
     begin = clock(engine.target.device)
-    target_s, drafter_s = (clock(engine.target.device) for _ in engine.prefill(seqs))
+    target_s, drafter_s = (clock(engine.target.device) for _ in engine.rows.prefill(seqs))
     return target_s - begin, drafter_s - target_s
 
 

@@ -230,15 +230,6 @@ def until(dice: Dice) -> Case:
     return Case((tokens, depth if dice.random() < 0.7 else dice.whole(0, 4, 1, 1), budget))
 
 
-def reached(dice: Dice) -> Case:
-    B = dice.randint(1, 5)
-    return Case((dice.whole(-1, 5, B), dice.whole(0, 5, 3), dice.whole(0, 3, B)))
-
-
-def at_least(dice: Dice) -> Case:
-    return Case((dice.odd(dice.whole(-3, 9, dice.randint(1, 4), 6)), dice.randint(-1, 2)))
-
-
 def round_report(dice: Dice) -> Case:
     B, N = dice.randint(1, 4), dice.randint(1, 5)
     fault = torch.where(dice.uniform_(3, B + 2) < 0.3, torch.nan, 0.0)
@@ -373,8 +364,6 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Sequences.commit: commit,
     sequences.columns: columns,
     sequences.until: until,
-    sequences.reached: reached,
-    sequences.at_least: at_least,
     report.round_report: round_report,
     rules.follow: follow,
     Reject.__call__: reject,

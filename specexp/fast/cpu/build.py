@@ -33,7 +33,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp",
 FUNCTIONS = {
     "rounds": (
         "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
-        "note", "places", "read", "until", "reached", "columns", "at_least",
+        "note", "places", "read", "until", "columns",
     ),
     "chance": ("law", "race", "addresses", "reject", "block"),
 }  # fmt: skip

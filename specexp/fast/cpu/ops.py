@@ -182,24 +182,6 @@ def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
     return cut
 
 
-@compiled(sequences.reached)
-def reached(budget: Tensor, reach: Tensor, grade: Tensor) -> Tensor:
-    if not integers(budget, reach, grade):
-        return NotImplemented
-    least = torch.empty_like(budget)
-    build.functions().reached(len(budget), budget, reach, grade, least)
-    return least
-
-
-@compiled(sequences.at_least)
-def at_least(tokens: Tensor, least: int) -> Tensor:
-    if not integers(tokens):
-        return NotImplemented
-    raised = torch.empty(tokens.shape, dtype=torch.int64)
-    build.functions().at_least(tokens.numel(), least, tokens, raised)
-    return raised
-
-
 @compiled(report.round_report)
 def round_report(
     counts: Tensor, tokens: Tensor, faults: Sequence[Tensor], grade: Tensor | None

@@ -210,19 +210,10 @@ static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const in
             *out++ = depth[i * right] <= *budget ? *tokens : -1;
 }
 
-static void reached(int64_t rows, const int64_t *budget, const int64_t *reach, const int64_t *grade,
-                    int64_t *out) {
-    for (; rows--; budget++) *out++ = std::min(*budget, reach[*grade++]);
-}
-
 static void columns(int64_t rows, int64_t n, int64_t *out, const int64_t *const *parts,
                     const int64_t *strides) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < n; i++) *out++ = parts[i][row * strides[i]];
-}
-
-static void at_least(int64_t size, int64_t least, const int64_t *x, int64_t *out) {
-    for (; size--; x++) *out++ = std::max(*x, least);
 }
 
 CALLED(likeliest, likeliest)
@@ -238,9 +229,7 @@ CALLED(note, note)
 CALLED(places, places)
 CALLED(read, read)
 CALLED(until, until)
-CALLED(reached, reached)
 CALLED(columns, columns)
-CALLED(at_least, at_least)
 
 struct Call {
     bool (*function)(const int64_t *arguments);
