@@ -164,7 +164,7 @@ class Witness:
         nodes, text = draft.nodes, draft.text
         first = nodes.depth.diff(dim=1, prepend=nodes.depth[:, :1] - 1) > 0
         position = text.length[:, None] + nodes.depth
-        if self.reach is None or text.by_round:
+        if self.reach is None or self.engine.rule.looks_ahead:
             self.reach = torch.zeros_like(text.length)
         fresh = first & (position > self.reach[:, None]) & text.live[:, None]
         self.reach = torch.maximum(self.reach, text.length + nodes.deepest - 1)
@@ -189,7 +189,7 @@ class Witness:
         streams = self.streams + torch.arange(B, device=p.device)
         text = Sequences(
             draft.tokens[:, :1], one, one + nodes.deepest + 1, streams, draft.text.eos[:0],
-            by_round=engine.rule.looks_ahead,
+            rng=engine.rng,
         )  # fmt: skip
         tokens = draft.tokens if draft.q is None else self._redrawn(draft, draft.q)
         fresh = replace(draft, tokens=tokens, text=text, memo=None)
