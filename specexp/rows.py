@@ -32,24 +32,27 @@ class Rows:
         return (self.target, *self.drafter.models)
 
     @torch.inference_mode()
-    def allocate(self, B: int, S: int) -> None:
-        """Replace every cache and the drafter's state by empty ones for B rows of S slots. Raises
-        UserError if memory is short."""
+    def allocate(self, B: int, S: int, room: int = 1) -> None:
+        """Replace every cache and the drafter's state by empty ones for B rows of S slots. `room`:
+        of the largest draft (`Tree.room`). Raises UserError if memory is short."""
         self.recorder.clear()
         for lm in self.models:
             lm.cache = None  # free the old caches before free memory is counted
+        self.target.room = max(self.target.room, room)
         self.target.allocate(B, S)
         self._join(B, S)
 
     def _join(self, B: int, S: int) -> None:
         """Allocate the drafter's memory, for as much as the target's cache holds."""
         assert self.target.cache is not None
+        for lm in self.drafter.models:
+            lm.room = max(lm.room, self.target.room)
         self.drafter.allocate(B, S)
         self.target.cache.drafters.add(self.drafter)
 
-    def reserve(self, B: int, S: int, eos: Sequence[int]) -> Sequences:
+    def reserve(self, B: int, S: int, eos: Sequence[int], room: int) -> Sequences:
         """Allocate B empty rows of S slots, for texts that end at one of these tokens."""
-        self.allocate(B, S)
+        self.allocate(B, S, room)
         return self._renew(eos)
 
     @torch.inference_mode()
@@ -59,8 +62,10 @@ class Rows:
         short."""
         B, slots = batch.tokens.shape
         S, (rows, size) = rounded(slots), self._size()
-        if rows < B or size < S or any(bool(lm.fault.any()) for lm in self.models):  # NaN in a slot
-            self._grow(B, S)
+        wider = any(lm.net.parts and lm.room < batch.slack for lm in self.models)
+        broken = any(bool(lm.fault.any()) for lm in self.models)  # NaN in a slot
+        if rows < B or size < S or wider or broken:
+            self._grow(B, S, batch.slack)
         elif self.target.cache and self.drafter not in self.target.cache.drafters:
             self._join(rows, size)  # another engine allocated the cache
         eos = batch.eos.tolist()
@@ -71,6 +76,8 @@ class Rows:
         window.tokens[:, :slots] = batch.tokens
         window.length[:], window.limit[:] = batch.length, batch.limit
         window.stream[:] = batch.stream
+        for lm in self.models:
+            lm.forget(window.rows)
         return window
 
     def prefill(self, seqs: Sequences) -> Iterator[str]:
@@ -83,15 +90,15 @@ class Rows:
         self.drafter.catch_up(seqs, read)
         yield "drafter"
 
-    def _grow(self, B: int, S: int) -> None:
+    def _grow(self, B: int, S: int, room: int) -> None:
         """Allocate for B rows of S slots, and for no less than before if that fits."""
         rows, size = self._size()
         try:
-            self.allocate(max(B, rows), max(S, size))
+            self.allocate(max(B, rows), max(S, size), room)
         except UserError:
             if rows <= B and size <= S:
                 raise
-            self.allocate(B, S)
+            self.allocate(B, S, room)
 
     def _renew(self, eos: Sequence[int]) -> Sequences:
         rows, size = self._size()

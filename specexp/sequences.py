@@ -86,6 +86,7 @@ class Sequences:
     `first`: the number of row 0 in the caches and in the drafter's state (see `window`).
     budget [B] int64: how deep each row may draft this round, -1: the row sits the round out; None:
     as deep as the tree. reach [grades] int64: how deep a row may draft at each `Draft.grade`.
+    slack: how many slots from the root on are kept free for drafts.
     """
 
     tokens: Tensor
@@ -97,6 +98,7 @@ class Sequences:
     first: int = 0
     budget: Tensor | None = None
     reach: Tensor | None = None
+    slack: int = 1
 
     @classmethod
     def empty(
@@ -144,6 +146,7 @@ class Sequences:
             (length + max_new_tokens).to(device),
             torch.tensor(list(rows), dtype=torch.int64, device=device),
             torch.tensor(list(eos), dtype=torch.int64, device=device),
+            slack=slack,
         )
 
     def window(self, first: int, count: int, S: int | None = None) -> Sequences:

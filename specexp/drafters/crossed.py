@@ -79,6 +79,7 @@ class Crossed(Drafter):
         self.context = lm.context
         self.pieces = token_map.pieces.to(lm.device)
         self.shared = token_map.shared.to(lm.device)
+        lm.again = self.pieces.shape[1]
 
     def allocate(self, B: int, S: int) -> None:
         """The draft's sequences are cut at 2 * S tokens; drafts are poor from there on."""
@@ -106,7 +107,8 @@ class Crossed(Drafter):
     def catch_up(self, seqs: Sequences, missed: int) -> None:
         text, covered = self._extend(seqs), self.covered[seqs.rows]
         # where a prompt is prefilled in parts, the same share of the draft's sequence
-        read = replace(text, length=(text.length * seqs.length // covered).clamp(min=1))
+        length = (text.length * seqs.length // covered).clamp(min=1)
+        read = replace(text, length=length, budget=seqs.budget)
         pieces = (missed + 1) * self.pieces.shape[1]
         self.lm.refill(read, min(pieces, int(read.length.max())))
 
@@ -128,7 +130,7 @@ class Crossed(Drafter):
         return text
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        text = self._extend(seqs)
+        text = replace(self._extend(seqs), budget=seqs.budget)
         self.most = max(self.most, tree.depth + 1)
 
         def step(level: Level) -> Tensor:
@@ -136,7 +138,8 @@ class Crossed(Drafter):
                 # the last draft's deepest token, and the pieces of the bonus token
                 logits = self.lm.follow(text, self.pieces.shape[1] + 1)
             else:
-                tokens = self.shared[level.tokens].clamp(min=0)
+                shared = self.shared[level.tokens].clamp(min=0)
+                tokens = torch.where(level.tokens < 0, -1, shared)
                 logits = self.lm.feed(text, tokens, *level.placed(text)).logits
             here = logits[..., self.shared.clamp(min=0)]
             return here.masked_fill(self.shared < 0, -torch.inf)

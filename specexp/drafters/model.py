@@ -37,6 +37,7 @@ class DraftModel(Drafter):
         self.draws = not self.chosen
         self.name = lm.name
         self.models: tuple[LM, ...] = (lm,)
+        lm.again = 1
         self.context = lm.context
 
     def allocate(self, B: int, S: int) -> None:

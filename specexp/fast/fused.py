@@ -150,6 +150,7 @@ class Fused:
     """
 
     sparing = 0
+    parts = ()
 
     def __init__(
         self, layers: Sequence[Any], rotary: Any, norm: Any, head: Tensor, embed: Any = None,

@@ -23,6 +23,8 @@ from specexp.ops import kernel
 class FusedEagle:
     """`net` runs the layer of `eagle`. The only tap is the features it makes."""
 
+    parts = ()
+
     def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
         self.eagle, self.net = eagle, net
         self.tap = 1 if "norm_output" in eagle.shape.norms else -1

@@ -103,7 +103,7 @@ def measure(
     for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
         for at, (batch, context) in enumerate(settings[::way], 1):
             seqs = rows(batch, longest + context - contexts[-1], context)
-            engine.rows.allocate(*seqs.tokens.shape)
+            engine.rows.allocate(batch, seqs.tokens.shape[1], slack)
             _prefill(engine, seqs)
             count = times * max(1, FULL // batch)
             for turn, done in enumerate(range(0, count, BLOCK)):

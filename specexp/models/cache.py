@@ -9,7 +9,7 @@ must the accepted path be moved to the front (`keep`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, proxy
 
 import torch
@@ -19,6 +19,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specexp.models.layers import Layer
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import line_mask
+
+if TYPE_CHECKING:
+    from specexp.models.recurrent import States
 
 
 class Slots(CacheLayerMixin):
@@ -92,8 +95,8 @@ class Slots(CacheLayerMixin):
 class SlotCache(Cache):
     """A static buffer of `batch` rows of `size` slots per layer; call `aim` before each pass.
 
-    `kinds`: what its layers are; a number stands for as many that read everything. `mark`:
-    identifies this buffer; no later cache has an equal one.
+    `kinds`: what its layers are; a number stands for as many that read everything. `states`: of
+    layers that keep some. `mark`: identifies this buffer; no later cache has an equal one.
     """
 
     def __init__(self, kinds: Sequence[Layer] | int, batch: int, size: int) -> None:
@@ -103,6 +106,7 @@ class SlotCache(Cache):
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
+        self.states: States | None = None
         super().__init__(layers=[Slots(self) for _ in self.kinds])
 
     def aim(self, rows: slice, slots: Tensor, seen: int) -> None:
@@ -149,16 +153,22 @@ class SlotCache(Cache):
         source = torch.where(depth <= verdict.n[:, None], seqs.places(verdict.path), target)
         for layer in self.layers:
             layer.keep(seqs.rows, source, target)
+        if self.states:
+            self.states.keep(seqs.rows, source, target, verdict.n)
 
     def copy(self, source: int, target: int, slots: int) -> None:
         """Copy the first `slots` slots of row `source` to row `target`."""
         for buffer in self._buffers():
             buffer[target, :, :slots] = buffer[source, :, :slots]
+        if self.states:
+            self.states.copy(source, target)
 
     def clear(self, row: int) -> None:
         """Zero a row: NaN in a slot would spoil attention even at weight 0."""
         for buffer in self._buffers():
             buffer[row] = 0
+        if self.states:
+            self.states.clear(row)
 
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:

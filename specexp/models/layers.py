@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # kinds that keep a state
+NO_KEYS = {"linear_attention", "conv", "moe", "mlp"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def layers(config: Any, reach: int = 1 << 30) -> tuple[Layer, ...]:
             window = window if getattr(config, "use_sliding_window", True) else 0
             kind = "sliding" if window else "chunked" if chunk else "full"
             kind += "_attention"
-        owns = kind not in ("moe", "mlp") and not (sharing and sharing[i] == "reuse")
+        owns = kind not in NO_KEYS and not (sharing and sharing[i] == "reuse")
         described.append(Layer(kind, window, chunk, owns))
     return tuple(described)
 

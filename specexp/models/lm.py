@@ -8,7 +8,9 @@ are not. A faster network may take the place of the module.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from specexp.models import memory
 from specexp.models.cache import SlotCache
 from specexp.models.layers import layers
 from specexp.models.memory import PREFILL
+from specexp.models.recurrent import States, Stepwise, examine, spans, stepwise
 from specexp.models.servable import reach
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict
@@ -44,6 +47,11 @@ class Network(Protocol):
     """
 
     @property
+    def parts(self) -> tuple[Stepwise, ...]:
+        """What stands for its modules that have states."""
+        ...
+
+    @property
     def sparing(self) -> int:
         """Passes of up to this many tokens take no longer in a larger window: they read only the
         slots they see."""
@@ -57,22 +65,39 @@ class Network(Protocol):
 
 @dataclass(frozen=True)
 class Unfused:
-    """A transformers module as it is. `inputs`: further inputs of the module."""
+    """A transformers module as it is; `parts` of it have states, and none `attends` if it takes
+    neither positions nor a mask. `inputs`: further inputs of the module."""
 
     module: Any
+    parts: tuple[Stepwise, ...] = ()
+    attends: bool = True
     sparing = 0
+
+    @classmethod
+    def of(cls, module: Any) -> Unfused:
+        whole, parts = stepwise(module)
+        if not parts:
+            return cls(module)
+        net = cls(whole, parts, "cache_params" not in signature(whole.forward).parameters)
+        if not parts[-1].states:
+            cache = SlotCache(module.config.get_text_config().num_hidden_layers, 1, 8)
+            examine(parts, cache, lambda slots: net(slots, slots, None, cache, (), 0))
+        return net
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        mask = cache.masks(visible, self.module.dtype)
         net = self.module.base_model if last == 0 else self.module
-        options = {} if last == 0 else {"logits_to_keep": last or 0}
+        options: dict[str, Any] = {} if last == 0 else {"logits_to_keep": last or 0}
+        if self.attends:
+            mask = cache.masks(visible, self.module.dtype)
+            options |= {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+        else:
+            options |= {"cache_params": cache}
         out = net(
-            input_ids=tokens.clamp(min=0), position_ids=positions, attention_mask=mask,
-            past_key_values=cache, use_cache=True, output_hidden_states=bool(taps),
-            **options, **inputs,
+            input_ids=tokens.clamp(min=0), use_cache=not self.parts,
+            output_hidden_states=bool(taps), **options, **inputs,
         )  # fmt: skip
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
@@ -85,7 +110,7 @@ def network(module: Any, name: str, vocab: int) -> Network:
     A kernel returns a network whose logits it has compared with the module's own; it may leave out
     those past the first `vocab`. `name`: what its log calls the module.
     """
-    return Unfused(module)
+    return Unfused.of(module)
 
 
 class LM:
@@ -93,7 +118,9 @@ class LM:
 
     `net`: what runs `module`. `vocab` V: the tokens it may emit; ids past it are padding rows.
     `context`: the longest sequence it can read. `fault` [B]: NaN for rows in which this model has
-    produced NaN or infinite logits, else 0.
+    produced NaN or infinite logits, else 0. `room` and `again`: the slots from the root on that a
+    round may write, and the tokens before the root that it feeds again; what has states keeps them
+    for as many slots.
     """
 
     def __init__(self, module: Any, name: str, vocab: int, net: Network) -> None:
@@ -104,6 +131,7 @@ class LM:
         self.device, self.dtype = module.device, module.dtype
         self.cache: SlotCache | None = None
         self.fault = torch.zeros(0)
+        self.room, self.again = 1, 0
 
     def apart(self, name: str = "") -> LM:
         """The same weights with a cache of their own, and perhaps another name."""
@@ -117,11 +145,19 @@ class LM:
     def kv_bytes_per_token(self) -> int:
         return memory.kv_bytes(self.config, self.dtype.itemsize)
 
+    @property
+    def state_bytes_per_row(self) -> int:
+        """Bytes of the states kept of each row, however long it is."""
+        states = (x for part in self.net.parts for x in part.states.values())
+        return (self.room + self.again + 1) * sum(x.nbytes for x in states)
+
     def allocate(self, B: int, S: int) -> None:
         """Replace the cache by an empty one of B rows of S slots. Raises UserError if it does not
         fit."""
         self.cache = None
-        need, free = B * S * self.kv_bytes_per_token, memory.free_memory(self.device)
+        parts = [part.states for part in self.net.parts]
+        need = B * (S * self.kv_bytes_per_token + self.state_bytes_per_row)
+        free = memory.free_memory(self.device)
         if need > free:
             most = free * B // need
             smaller_batch = f"a batch of at most {most}, or " if most else ""
@@ -130,6 +166,8 @@ class LM:
                 f"and {memory.gib(free)} GiB are free: use {smaller_batch}fewer tokens"
             )
         self.cache = SlotCache(self.layers, B, S)
+        if parts:
+            self.cache.states = States(parts, B, self.room, self.again, self.device)
         self.fault = torch.zeros(B, device=self.device)
 
     @torch.inference_mode()
@@ -148,7 +186,9 @@ class LM:
         [B, n], reading the visible slots [B, n, S]; None: each token's own and all before it.
         `taps`: hidden states to return, 0 = embeddings; `last`: return logits of that many last
         places, by default of all; `inputs`: further inputs of the network."""
-        logits, hidden = self._run(seqs, tokens, slots, positions, visible, taps, last, **inputs)
+        logits, hidden = self._run(
+            seqs, tokens, slots, positions, visible, taps, last, None, **inputs
+        )
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
         spoil(self.fault[seqs.rows], logits)
@@ -164,6 +204,8 @@ class LM:
         Shorter rows write padding past their length, which is never read and later overwritten.
         """
         B, S = seqs.tokens.shape
+        if self.net.parts:
+            return self._read([start] * B, seqs, stop, taps)
         slot = torch.arange(S, device=self.device)
         hidden = []
         for first in range(start, stop, PREFILL):
@@ -174,7 +216,12 @@ class LM:
 
     @torch.inference_mode()
     def refill(self, seqs: Sequences, count: int) -> None:
-        """Feed the `count` tokens before each row's root again, in rows that may draft."""
+        """Feed the `count` tokens before each row's root again, in rows that may draft; those that
+        the states of a row lack, where there are states."""
+        if self.net.parts:
+            covered = self._states.covered[seqs.rows]
+            self._read(covered.tolist(), seqs, seqs.tokens.shape[1])
+            return
         for first in range(-count, 0, PREFILL):
             back = torch.arange(first, min(first + PREFILL, 0), device=self.device)
             self._fill(seqs, seqs.places(back[None]))
@@ -184,10 +231,15 @@ class LM:
         [B, 1, V] after the root."""
         slots = seqs.places(torch.arange(1 - count, 1, device=self.device)[None])
         tokens = seqs.drafting(seqs.read(slots), 0)
-        return self.feed(seqs, tokens, slots, slots, None, last=1).logits
+        logits = self.feed(seqs, tokens, slots, slots, None, last=1).logits
+        if self.net.parts:
+            covered = self._states.covered[seqs.rows]
+            covered.copy_(torch.where(tokens[:, -1] < 0, covered, seqs.length))
+        return logits
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
         """One pass over a draft: node i in slot length-1+i at position length-1+depth[i]."""
+        assert draft.tokens.shape[1] <= self.room or not self.net.parts, "no room for the draft"
         nodes, visible = draft.nodes, None
         slots = positions = seqs.places(nodes.depth)
         if not nodes.is_chain:
@@ -203,6 +255,47 @@ class LM:
         if not draft.nodes.is_chain:
             self.cache.keep(seqs, verdict)
 
+    @property
+    def _states(self) -> States:
+        assert self.cache is not None
+        assert self.cache.states is not None
+        return self.cache.states
+
+    def forget(self, rows: slice | int) -> None:
+        """Begin new texts in these rows."""
+        self.fault[rows] = 0
+        if self.cache and self.cache.states:
+            self.cache.states.covered[rows] = 0
+
+    @torch.inference_mode()
+    def _read(
+        self, starts: Sequence[int], seqs: Sequences, stop: int, taps: tuple[int, ...] = ()
+    ) -> Tensor | None:
+        """Fill the slots below `stop` and the root's, from `starts` [B] on, in rows that may draft:
+        row by row, so that no padding enters a state. Returns the tapped hidden states
+        [B, stop - start, taps*E], or None."""
+        states = self._states
+        ends = [min(stop, length - 1) for length in seqs.length.tolist()]
+        if seqs.budget is not None:
+            ends = [e * (most > 0) for e, most in zip(ends, seqs.budget.tolist(), strict=True)]
+        hidden = []
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            one = replace(seqs.window(row, 1), budget=None)
+            tapped = []
+            for first, last, at_once in spans(start, end, self.again, self.net.parts):
+                slots = torch.arange(first, last, device=self.device)[None]
+                begin = first if at_once else None
+                _, outputs = self._run(one, one.read(slots), slots, slots, None, taps, 0, begin)
+                tapped += [] if outputs is None else [outputs]
+            if start < end:
+                states.covered[one.rows] = end
+            if taps:
+                E = len(taps) * self.config.hidden_size
+                rest = stop - max(start, end), E
+                none = torch.zeros(1, *rest, dtype=self.dtype, device=self.device)
+                hidden.append(torch.cat([*tapped, none], 1))
+        return torch.cat(hidden) if taps else None
+
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass without logits over the tokens at slots [B, n]; returns the tapped states."""
         tokens = seqs.drafting(seqs.read(slots), 0)
@@ -210,11 +303,14 @@ class LM:
 
     def _run(
         self, seqs: Sequences, tokens: Tensor, slots: Tensor, positions: Tensor,
-        visible: Tensor | None, taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        visible: Tensor | None, taps: tuple[int, ...], last: int | None, start: int | None = None,
+        **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
         self.cache.aim(seqs.rows, slots, S)
+        if self.cache.states:
+            self.cache.states.aim(seqs.rows, slots, tokens, visible, start)
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
             positions = positions.clamp(max=self.context - 1)
         return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)

@@ -9,6 +9,8 @@ import copy
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,13 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
     config = module.config.get_text_config()
     servable(config, name)
     vocab = vocab or config.vocab_size
-    lm = LM(module, name, vocab, network(module, name, vocab))
+    with _refusing(name, config, module.dtype):
+        lm = LM(module, name, vocab, network(module, name, vocab))
+    if any(layer.has_state for layer in lm.layers) and not lm.net.parts:
+        raise UserError(
+            f"{name} ({config.model_type}) keeps its layers' states where they cannot be taken "
+            "back: choose another model"
+        )
     if isinstance(lm.net, Unfused) and isinstance(module, PreTrainedModel):
         probe(lm.apart())
     return lm
@@ -131,19 +139,30 @@ def probe(lm: LM) -> None:
     """
     if lm.module in _PROBED:
         return
-    refusal = f"{lm.name} ({lm.config.model_type}) cannot be served; choose another model: "
-    try:
+    with _refusing(lm.name, lm.config, lm.dtype):
         difference = _difference(lm, _probe_length(lm))
-    except Exception as e:  # a module that was not meant to be run so may raise anything
-        if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
-            raise
-        raise UserError(f"{refusal}in {lm.dtype} it fails over a tree: {first_line(e)}") from e
     if difference > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
         raise UserError(
-            f"{refusal}its logits over a tree differ by {difference:.1e} of their size from those "
-            "of each path alone"
+            f"{_refusal(lm.name, lm.config)}its logits over a tree differ by {difference:.1e} of "
+            "their size from those of each path alone"
         )
     _PROBED.add(lm.module)
+
+
+@contextmanager
+def _refusing(name: str, config: Any, dtype: torch.dtype) -> Iterator[None]:
+    """Raise UserError for what a module raises that was not meant to be run so: anything."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
+            raise
+        why = f"in {dtype} it fails over a tree: {first_line(e)}"
+        raise UserError(f"{_refusal(name, config)}{why}") from e
+
+
+def _refusal(name: str, config: Any) -> str:
+    return f"{name} ({config.model_type}) cannot be served; choose another model: "
 
 
 def _probe_length(lm: LM) -> int:
@@ -179,6 +198,7 @@ def _difference(lm: LM, length: int) -> float:
     leaves = sorted(set(range(len(TREE))) - set(TREE.parents))
     paths = [nodes.ancestors[0, leaf].nonzero()[:, 0] for leaf in leaves]
     deepest = max(paths, key=len)
+    lm.room = len(TREE)
     lm.allocate(*seqs.tokens.shape)
     lm.prefill(seqs, 0, length - 1)
     ours, reference = [], []

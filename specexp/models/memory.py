@@ -107,7 +107,7 @@ def work_bytes(
 
 def _heads(config: Any) -> tuple[int, int, int]:
     """Query heads, key heads and head width. (Falcon's newer layers have a key for every head.)"""
-    H = int(config.num_attention_heads)
+    H = int(getattr(config, "num_attention_heads", 1))
     K = getattr(config, "num_key_value_heads", None) or H
     if getattr(config, "multi_query", False):
         K = H if getattr(config, "new_decoder_architecture", False) else 1

@@ -89,7 +89,8 @@ def servable(config: Any, name: str) -> None:
         raise UserError(f"{name} is an encoder-decoder; use a decoder-only causal LM")
     if not hasattr(config, "num_hidden_layers"):
         raise UserError(f"{name} ({config.model_type}) does not say how many layers it has")
-    kinds = {layer.kind for layer in layers(config, reach(config))} - READ
+    here = layers(config, reach(config))
+    kinds = {layer.kind for layer in here if not layer.has_state} - READ
     if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo's field
         kinds.add("local_attention")
     if kinds:
@@ -97,7 +98,7 @@ def servable(config: Any, name: str) -> None:
             f"{name} has {', '.join(sorted(kinds))} layers, which cannot be rolled back here: "
             "choose a model without them"
         )
-    if not hasattr(config, "num_attention_heads"):
+    if not hasattr(config, "num_attention_heads") and not any(x.has_state for x in here):
         raise UserError(f"{name} ({config.model_type}) has no attention cache to roll back")
     if config.model_type in ALIBI or getattr(config, "alibi", False):
         raise UserError(

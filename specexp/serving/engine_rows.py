@@ -90,7 +90,7 @@ class EngineRows:
         self.engine, self.slots, self.slack = engine, slots, slack
         self.timer = timer or Wall()
         self.clock, self.wait = self.timer.clock, self.timer.wait
-        self.count = _allocated(engine, count, slots)
+        self.count = _allocated(engine, count, slots, slack)
         self.seqs = engine.rows.seqs
         device = engine.target.device
         self._last_budget, self._last_reach = tuple[int, ...](), tuple[int, ...]()  # on the device
@@ -127,7 +127,7 @@ class EngineRows:
         self.seqs.write(row, text, len(text), stream)
         self._hidden[row] = []
         for lm in self.engine.models:
-            lm.fault[row] = 0
+            lm.forget(row)
 
     def read(self, row: int, start: int, stop: int) -> None:
         """The target's prefill of the tokens start..stop-1 of a row."""
@@ -207,7 +207,8 @@ class EngineRows:
         compute them, which does no harm, as nothing of it is kept."""
         rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
-        if not depth and (all_written or self.engine.recorder.ahead):
+        stateless = not any(lm.net.parts for lm in self.engine.models)
+        if not depth and (all_written or (self.engine.recorder.ahead and stateless)):
             return self._window(0, rows, longest)
         if self._last_budget != budget:
             self._last_budget = tuple(budget)
@@ -248,14 +249,14 @@ class EngineRows:
 
 
 @torch.inference_mode()
-def _allocated(engine: Engine, rows: int, slots: int) -> int:
+def _allocated(engine: Engine, rows: int, slots: int, slack: int) -> int:
     """Allocate for at most `rows` rows; returns how many fit. Caches are allocated in a model's
     first pass, so a pass of one token is run."""
     text = Sequences.of([[0, 0]], 0, slack=0, device=engine.target.device)
     while True:
         try:
             with _memory():
-                engine.rows.reserve(rows, slots, engine.eos)
+                engine.rows.reserve(rows, slots, engine.eos, slack)
                 engine.target.prefill(text, 0, 1)
                 engine.drafter.catch_up(text, 1)
             return rows

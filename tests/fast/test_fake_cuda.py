@@ -49,6 +49,12 @@ def test_round_of_another_family_leaves_the_device(attention, family):
     stays(attention, "ngram", "branching", "reject", 0.9, family)
 
 
+@pytest.mark.parametrize("family", ["granite4", "jamba", "lfm2", "qwen3_5"])
+@layouts
+def test_round_over_states_leaves_the_device(attention, family):
+    stays(attention, "self", "grown", "match", 0.9, family)
+
+
 @pytest.mark.parametrize("kind", ["model", "recycle"])
 def test_moving_rows_leaves_the_device(kind):
     [attention, _] = ATTENTION

@@ -11,13 +11,10 @@ from transformers import (
     GPTNeoConfig,
     Llama4TextConfig,
     LlamaConfig,
-    Mamba2Config,
     MistralConfig,
     MptConfig,
     Phi3Config,
     Qwen2MoeConfig,
-    Qwen3NextConfig,
-    RecurrentGemmaConfig,
     T5Config,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -51,9 +48,6 @@ def test_reach_reads_every_context_field():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (Qwen3NextConfig(), "linear_attention"),
-        (Mamba2Config(), "linear_attention"),
-        (RecurrentGemmaConfig(), "linear_attention"),
         (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "local_attention"),
         (T5Config(), "encoder-decoder"),
         (MptConfig(), "ALiBi"),

@@ -100,7 +100,8 @@ OWN: dict[str, dict[str, Any]] = {
                  "pronunciation_embed_dim": 32, "shape_embed_dim": 32},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 64,
+              "attention_head_dim": 16},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -112,6 +113,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert as a decoder of its own": ("bert", {"is_decoder": False}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "mixtral, no window": ("mixtral", {"sliding_window": None}),
+    "minimax, no window": ("minimax", {"sliding_window": None}),
     "phi3, no window": ("phi3", {"sliding_window": None}),
     "starcoder2, no window": ("starcoder2", {"sliding_window": None}),
     "gemma3_text, window of the context": ("gemma3_text", {"sliding_window": ALL}),

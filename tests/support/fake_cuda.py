@@ -105,8 +105,9 @@ def begun(
     seqs = engine.begin(Sequences.of(prompts, 9, slack=tree.room))
     read = max(map(len, prompts)) - 1
     with fake_cuda(attention, engine, seqs):
-        states = engine.target.prefill(seqs, 0, read, engine.drafter.taps)
-        if not isinstance(engine.drafter, (Crossed, Planted)):  # they read prompts on the host
-            engine.drafter.prefill(seqs, states)
-            engine.drafter.catch_up(seqs, read)
+        if not any(lm.net.parts for lm in engine.models):  # row by row, by lengths on the host
+            states = engine.target.prefill(seqs, 0, read, engine.drafter.taps)
+            if not isinstance(engine.drafter, (Crossed, Planted)):  # they read prompts on the host
+                engine.drafter.prefill(seqs, states)
+                engine.drafter.catch_up(seqs, read)
         yield seqs

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from conftest import CONTEXT, tiny_llama
+from support.hybrids import hybrid
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma3ForCausalLM,
@@ -108,7 +109,8 @@ FAMILIES = {f.__name__: f for f in (llama, qwen3, gemma, gemma3, gpt2, neox, opt
 @functools.cache
 def module(family: str = "llama", dtype: torch.dtype = torch.float64, device: str = "cpu"):
     torch.manual_seed(0)
-    return FAMILIES[family]().to(device, dtype).eval()
+    made = FAMILIES[family]() if family in FAMILIES else hybrid(family)
+    return made.to(device, dtype).eval()
 
 
 @functools.cache

@@ -60,6 +60,7 @@ class Native:
     left to `fused`, because torch's libraries are faster for many rows."""
 
     sparing = 512  # tokens
+    parts = ()
 
     def __init__(self, fused: Any, code: CDLL) -> None:
         self.fused, first = fused, fused.layers[0]
