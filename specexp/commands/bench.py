@@ -172,10 +172,10 @@ def profile(
     if out:
         picture_beside(out)
     pairing = api.load(**options)
-    for line in doubts(pairing.target.device):
-        complain("warning", line)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = break_even.profile(pairing, rows, gammas, slots, force=force)
+    for line in doubts(pairing.target.device):
+        complain("warning", line)
     files = [break_even.table_path(pairing)]
     if out:
         costs.save(out)

@@ -88,11 +88,11 @@ def serve(
     parameters.insist(experiment)
     picture = picture_beside(out) if out else None
     pairing = api.load(**options)
-    for line in doubts(pairing.target.device):
-        complain("warning", line)
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
     costs = serving.prices(pairing, names, offered.requests)
+    for line in doubts(pairing.target.device):
+        complain("warning", line)
     runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)
     figures = serving.by_policy(runs, ttft_ms, tpot_ms)
     if as_json:
