@@ -127,7 +127,8 @@ class Pairing:
 
         Returns:
             An object that prints as two lines. `speedup` (value, low, high: 95 % bootstrap
-            interval), `n` (prompts), `exact` (no difference beyond rounding), `acceptance`.
+            interval), `n` (prompts), `exact` (no difference beyond
+            rounding, and draws that follow q and p), `acceptance`.
         """
         # the one import of a room above this one: the door is where a reader looks for it
         from specexp.measure import comparison
