@@ -1,5 +1,7 @@
 """What would stop a round on a GPU, found without one."""
 
+from weakref import WeakKeyDictionary
+
 import pytest
 import torch
 from support.fake_cuda import ATTENTION, begun
@@ -7,6 +9,7 @@ from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine
 
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
+from specexp.fast import fused
 
 ROUNDS = [("chain", "reject", 0.9), ("grown", "match", 0.0), ("branching", "reject", 0.9)]
 EVERY = [(tree, rule, t) for rule, tree in SHAPES for t in (0.0, 0.9)]
@@ -16,6 +19,7 @@ layouts = pytest.mark.parametrize("attention", ATTENTION)
 @pytest.fixture(autouse=True)
 def _fused_as_on_a_gpu(monkeypatch):
     monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    monkeypatch.setattr(fused, "_FUSED", WeakKeyDictionary())  # compiled by other tests
 
 
 def stays(attention, kind, tree, rule, temperature, family="llama") -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from huggingface_hub.utils import are_progress_bars_disabled
+from support import architectures
 from support.tiny import PROMPTS, module
 from transformers import (
     BertConfig,
@@ -26,7 +27,10 @@ from transformers.utils import logging as transformers_logging
 from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
+from specexp.models import lm as lms
 from specexp.models import load
+from specexp.models.cache import SlotCache
+from specexp.models.layers import Layer
 from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.tree import Tree
@@ -262,3 +266,22 @@ def test_probe_passes_on_out_of_memory(monkeypatch):
     monkeypatch.setattr(net, "forward", out)
     with pytest.raises(torch.OutOfMemoryError):
         of_module(net)
+
+
+def test_probe_reads_past_the_window(monkeypatch):
+    monkeypatch.setattr(lms, "layers", lambda config, reach: (Layer(),) * 4)
+    with pytest.raises(UserError, match="its logits over a tree differ"):
+        of_module(architectures.build("mistral"))
+
+
+def test_probe_moves_an_accepted_path(monkeypatch):
+    monkeypatch.setattr(SlotCache, "keep", lambda *_: None)
+    with pytest.raises(UserError, match="its logits over a tree differ"):
+        of_module(architectures.build("gemma3_text"))
+
+
+def test_probe_names_the_limit_that_it_cannot_reach(monkeypatch, caplog):
+    net = architectures.build("mistral")
+    monkeypatch.setattr(load, "WORK", 20 * sum(p.numel() for p in net.parameters()))
+    of_module(net, "mine")
+    assert "mine was compared with its module on 20 tokens: sliding_window" in caplog.text
