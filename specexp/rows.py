@@ -76,13 +76,13 @@ class Rows:
         window.tokens[:, :slots] = batch.tokens
         window.length[:], window.limit[:] = batch.length, batch.limit
         window.stream[:] = batch.stream
-        for lm in self.models:
-            lm.forget(window.rows)
         return window
 
     def prefill(self, seqs: Sequences) -> Iterator[str]:
         """Prefill these rows, the target and then the drafter; yields the name of each when it is
         done."""
+        for lm in self.models:
+            lm.forget(seqs.rows)
         read = int(seqs.length.max()) - 1
         hidden = self.target.prefill(seqs, 0, read, self.drafter.taps)
         yield "target"

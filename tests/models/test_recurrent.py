@@ -147,6 +147,17 @@ def test_prompt_read_in_pieces_leaves_the_same_states(family, kind, monkeypatch)
     assert right(engine(kind, "chain", "match", family), family, LONG)
 
 
+@torch.inference_mode()
+def test_rows_prefilled_again_have_the_states_of_the_new_text():
+    one, other = itself("qwen3_5", "model"), itself("qwen3_5", "model")
+    seqs = one.begin(Sequences.of([LONG[0][::-1]], NEW, slack=4))
+    theirs = other.begin(Sequences.of([LONG[0]], NEW, slack=4))
+    seqs.tokens.copy_(theirs.tokens)
+    list(one.rows.prefill(seqs))
+    ours, wanted = (made.drafter.lm.cache.states.of_row(0) for made in (one, other))
+    assert all(map(torch.allclose, ours, wanted))
+
+
 @pytest.mark.parametrize("tree", ["chain", "irregular", "grown"])
 @pytest.mark.parametrize("family", FEW)
 def test_round_over_states_reads_nothing_on_the_host(family, tree):
