@@ -115,7 +115,9 @@ class Noise:
         u = self.uniform(keys, ACCEPT, torch.full((1,), lane, device=p.device))[..., 0]
         return u <= p
 
+    @op
     def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+        """A draw from w, where the race is won."""
         return likeliest(self.race(w, keys, purpose))
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:

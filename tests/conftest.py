@@ -15,6 +15,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network, nor does a proce
 
 import pytest
 import torch
+
+# read when Triton is imported, which transformers may do: a GPU's kernels run in numpy without one
+os.environ["TRITON_INTERPRET"] = str(int(not torch.cuda.is_available()))
+
 from support.questions import PROMPTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -109,8 +113,9 @@ def pytest_collection_modifyitems(config, items):
         "compiler": _compiler(),
     } | {
         name: importlib.util.find_spec(name) is not None
-        for name in ("speculators", "ray", "torchao")
+        for name in ("speculators", "ray", "torchao", "triton")
     }
+    there["interpreter"] = there["triton"] and not there["cuda"]
     gone = [
         item
         for item in items

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,10 +27,8 @@ from specexp.fast.cpu import passes
 from specexp.fast.cpu.passes import Native
 from specexp.models import heads, int8, lm
 from specexp.models.cache import SlotCache
-from specexp.models.layers import layers
 from specexp.models.lm import Network
-from specexp.models.servable import reach
-from specexp.ops import kernel
+from specexp.ops import kernel, op
 
 log = logging.getLogger("specexp")
 Net = TypeVar("Net")
@@ -97,13 +97,83 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return products if bias is None else products + bias
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What the tokens [B, n] of a pass see of a cache: the slots that are visible [B, n, S], or, if
+    that is None, their own and all before it; never one past their own. cos and sin [B, 1, n, d] of
+    their rotary positions, the first half of sin negated. `group`: query heads of a key head."""
+
+    cache: SlotCache
+    visible: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    group: int
+
+    @property
+    def slots(self) -> Tensor:
+        """[B, n], where each token's own key lies."""
+        return self.cache.slots[:, 0, :, 0]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[B, 1, group * n, S]."""
+        mask = self.cache.mask(self.visible, self.cos.dtype)
+        return mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
+
+
+@op
+def added(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """x + y of [rows, E], and its norm."""
+    x = x + y
+    return x, norm(x) if norm else x
+
+
+@op
+def gated(wide: Tensor) -> Tensor:
+    """SiLU of the first half of wide [rows, 2 * hidden], times the second half (Shazeer 2020)."""
+    gate, up = wide.split(wide.shape[-1] // 2, -1)
+    return F.silu(gate) * up
+
+
+@op
+def turned(qkv: Tensor, layer: Layer, sight: Sight, cache: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, n, d] of qkv [B * n, (H + 2K) d], rotated by their positions (Su et al. 2021),
+    and a layer's whole cache [B, K, S, d] of keys and values, into which theirs were written."""
+    B, _, n, d = sight.cos.shape
+    H, K = layer.heads, layer.keys
+    qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
+    if layer.norms:
+        q, k, v = qkv.split((H, K, K), 1)
+        qkv = torch.cat([layer.norms[0](q), layer.norms[1](k), v], 1)
+    x, v = qkv.split((H + K, K), 1)
+    x = torch.addcmul(x * sight.cos, x.roll(d // 2, -1), sight.sin)
+    q, k = x.split((H, K), 1)
+    return q, *cache.update(k, v)
+
+
+@op
+def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
+    """The mean [B * n, H * d] of values [B, K, S, d] by queries [B, H, n, d] and keys."""
+    B, H, n, d = q.shape
+    q = q.reshape(B, keys.shape[1], -1, d)  # the queries of a key head together: no key is copied
+    heads = F.scaled_dot_product_attention(q, keys, values, sight.mask, scale=scale)
+    heads = heads.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)  # kernels differ in strides
+    return heads.reshape(B * n, H * d)
+
+
+@op
+def spared(head: Tensor) -> int:
+    """`lm.Network.sparing` of passes with weights like these: under a mask all slots are read."""
+    return 0
+
+
 class Layer:
     """A decoder layer over x [B * n, E], or over two equal rows in place of a single one."""
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         first = getattr(layer, "input_layernorm", None)
-        self.before: Any = first and Norm(first)
+        self.before = first and Norm(first)
         self.after = Norm(layer.post_attention_layernorm)
         self.qkv, self.qkv_bias = joined([attn.q_proj, attn.k_proj, attn.v_proj])
         self.out, self.out_bias = attn.o_proj.weight, attn.o_proj.bias
@@ -116,29 +186,17 @@ class Layer:
         self.hidden = mlp.gate_proj.out_features
 
     def __call__(
-        self, x: Tensor, read: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor, cache: Any
-    ) -> Tensor:
-        """read: the input of attention, if not the norm of x; cos and sin [B, 1, n, d]; mask
-        [B, 1, heads / keys * n, S]. The first half of sin is negated."""
-        B, _, n, d = cos.shape
-        H, K = self.heads, self.keys
-        read = x if read is None and not self.before else read
-        qkv = product(self.before(x) if read is None else read, self.qkv, self.qkv_bias)[: B * n]
-        qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
-        if self.norms:
-            q, k, v = qkv.split((H, K, K), 1)
-            qkv = torch.cat([self.norms[0](q), self.norms[1](k), v], 1)
-        turned, v = qkv.split((H + K, K), 1)
-        turned = torch.addcmul(turned * cos, turned.roll(d // 2, -1), sin)
-        q, k = turned.split((H, K), 1)
-        k, v = cache.update(k, v)
-        q = q.reshape(B, K, H // K * n, d)
-        heads = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
-        heads = heads.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)  # kernels differ in strides
-        heads = heads.reshape(B * n, H * d)
-        x = x + product(heads, self.out, self.out_bias)
-        gate, up = product(self.after(x), self.up, self.up_bias).split(self.hidden, -1)
-        return x + product(F.silu(gate) * up, self.down, self.down_bias)
+        self, x: Tensor, read: Tensor, sight: Sight, cache: Any, then: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """read: the input of attention. Returns the new x, and `then` of it."""
+        B, _, n, _ = sight.cos.shape
+        qkv = product(read, self.qkv, self.qkv_bias)[: B * n]
+        q, keys, values = turned(qkv, self, sight, cache)
+        heads = attention(q, keys, values, sight, self.scale)
+        x, read = added(x, product(heads, self.out, self.out_bias), self.after)
+        read = product(read, self.up, self.up_bias)
+        read = gated(read)
+        return added(x, product(read, self.down, self.down_bias), then)
 
 
 class Fused:
@@ -149,7 +207,6 @@ class Fused:
     rows of `head` stand for, among `vocab` tokens; None: all of them in order.
     """
 
-    sparing = 0
     parts = ()
 
     def __init__(
@@ -164,6 +221,7 @@ class Fused:
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
         self.group = self.layers[0].heads // self.layers[0].keys
+        self.sparing = spared(head)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
@@ -174,17 +232,17 @@ class Fused:
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
         if len(x) == 1 and few_rows(x):
-            x, read = torch.cat([x, x]), None if read is None else torch.cat([read, read])
-        cos, sin = self._turn(x, positions)
-        mask = cache.mask(visible, x.dtype)
-        mask = mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
+            x, read = torch.cat([x, x]), torch.cat([read, read])
+        sight = Sight(cache, visible, *self._turn(x, positions), self.group)
         states = {0: x} if 0 in taps else {}
-        for t, (layer, slots) in enumerate(zip(self.layers, cache.layers, strict=False), 1):
+        norms = [*(layer.before for layer in self.layers[1:]), self.norm]
+        each = zip(self.layers, norms, cache.layers, strict=False)
+        for t, (layer, then, slots) in enumerate(each, 1):
             # an early exit has fewer layers than the cache
-            x = layer(x, read if t == 1 else None, cos, sin, mask, slots)
+            x, read = layer(x, read, sight, slots, then)
             states |= {t: x} if t in taps else {}
         states[-1] = x
-        states[len(self.layers)] = x = self.norm(x)[: B * n] if self.norm else x[: B * n]
+        states[len(self.layers)] = x = read[: B * n]
         tapped = [states[t][: B * n] for t in taps]
         hidden = torch.cat(tapped, -1).view(B, n, -1) if taps else None
         if last == 0:
@@ -196,18 +254,18 @@ class Fused:
         everywhere = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
         return everywhere.index_copy_(-1, self.ids, logits), hidden
 
-    def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The initial residual, and the input of the first attention; None: the residual's norm."""
-        if x is None:
-            return F.embedding(tokens.clamp(min=0), self.embed), None
-        if self.beside is None:
-            return x, None
+    def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The initial residual, and the input of the first attention."""
+        if x is None or self.beside is None:
+            x = F.embedding(tokens.clamp(min=0), self.embed) if x is None else x
+            first = self.layers[0].before
+            return x, first(x) if first else x
         embedded = F.embedding(tokens.clamp(min=0), self.embed).to(x.dtype)
         normed = self.beside[1](x)
         return normed if self.adds else x, torch.cat([self.beside[0](embedded), normed], -1)
 
     def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, 1, n, d] of rotary positions; see `Layer`."""
+        """Cosines and sines [B, 1, n, d] of rotary positions; see `Sight`."""
         angles = positions[..., None] * self.frequencies
         scale = self.rotary.attention_scaling
         cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
@@ -244,8 +302,6 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     family = type(module).__name__
     if family not in FAMILIES:
         return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
-    if not all(layer.reads_all for layer in layers(module.config, reach(module.config))):
-        return None, "its layers have a window"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
 

@@ -73,13 +73,13 @@ def _kv(config: Any) -> int:
 
 def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
     """Peak bytes of a pass over n tokens of B rows that may read S slots, without logits: the mask
-    and, in the MLP, the residual stream, its four wide tensors and what attention left behind."""
+    and, in the MLP, the residual stream and its norm, four wide tensors and what attention left."""
     H, K, d = (max(sizes) for sizes in zip(*map(_heads, configs(config)), strict=True))
     group = H // K
     mask = S * itemsize * group
-    attention = (H + 2 * K) + (H + K) + H * (2 if group > 1 else 1) + 2
+    attention = (H + 2 * K) + (H + K) + H + 2
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return B * n * (mask + itemsize * (2 * config.hidden_size + 4 * wide + attention * d))
+    return B * n * (mask + itemsize * (3 * config.hidden_size + 4 * wide + attention * d))
 
 
 def law_bytes(rule: str, temperature: float) -> int:

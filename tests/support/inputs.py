@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from specexp import ops, report, rules, sampling, sequences
 from specexp.drafters.ngram import NGram
 from specexp.drafters.recycle import Table
 from specexp.drafters.suffix import Suffix
+from specexp.fast import fused
 from specexp.models import heads, lm
+from specexp.models.cache import SlotCache
 from specexp.rules import Block, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, _signed
 from specexp.sequences import Draft, Sequences, Verdict
@@ -179,7 +182,8 @@ def race(dice: Dice) -> Case:
 
 def law(dice: Dice) -> Case:
     shape = dice.randint(1, 4), dice.randint(1, 4), dice.choice([1, 2, 5, 17, 40])
-    sampling = Sampling(dice.choice([0.0, 0.3, 1.7]), **dice.choice(SHAPES))
+    cuts = {} if dice.often() else dice.choice(SHAPES)
+    sampling = Sampling(dice.choice([0.0, 0.3, 1.7]), **cuts)
     return Case((sampling, dice.odd(dice.logits(*shape))), near=ROUNDED)
 
 
@@ -353,10 +357,71 @@ def product(dice: Dice) -> Case:
     return Case((x.to(dtype), weight.to(dtype), bias), near=(1e-5, 1e-5))
 
 
+COARSE = {torch.float32: (1e-5, 1e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (0.03, 0.03)}
+KINDS = list(COARSE)
+
+
+def sight(dice: Dice) -> tuple[fused.Sight, SimpleNamespace, torch.dtype]:
+    """Tokens of some rows of a cache with one layer in use, a line or a tree; and that layer."""
+    kinds = KINDS if dice.device.type == "cuda" else KINDS[:2]  # Triton's interpreter multiplies
+    dtype, d = dice.choice(kinds), dice.choice([4, 16, 24])  # no matrices of bfloat16
+    K, group = dice.choice([(1, 4), (2, 2), (2, 1)])
+    first, B, n = dice.randint(0, 1), dice.randint(1, 2), dice.choice([1, 2, 5])
+    S = dice.choice([12, 40, 150])
+    cache = SlotCache(1, first + B, S + 3)
+    slots = dice.whole(0, S - 2 * n, B, 1) + torch.arange(n, device=dice.device)
+    cache.aim(slice(first, first + B), slots, S)
+    visible = None
+    if dice.often():
+        slot = torch.arange(S, device=dice.device)
+        some = (dice.uniform_(B, n, S) < 0.5) & (slot < slots[..., None])
+        visible = some | (slot == slots[..., None])
+    angles = dice.normal(B, n, d // 2)
+    cos, sin = (torch.cat([f(-angles), f(angles)], -1)[:, None] for f in (torch.cos, torch.sin))
+    norms = None
+    if dice.often():
+        norms = [SimpleNamespace(weight=dice.normal(d).to(dtype), variance_epsilon=1e-5)] * 2
+        norms = [fused.Norm(norm) for norm in norms]
+    layer = SimpleNamespace(heads=K * group, keys=K, norms=norms)
+    return fused.Sight(cache, visible, cos.to(dtype), sin.to(dtype), group), layer, dtype
+
+
+def attention(dice: Dice) -> Case:
+    seen, layer, dtype = sight(dice)
+    (B, n), d, S = seen.slots.shape, seen.cos.shape[-1], seen.cache.seen
+    q = dice.normal(B, n, layer.heads, d).transpose(1, 2).to(dtype)
+    keys, values = (dice.normal(B, layer.keys, S + 3, d)[:, :, :S].to(dtype) for _ in range(2))
+    return Case((dice.odd(q), keys, values, seen, d**-0.5), near=COARSE[dtype])
+
+
+def turned(dice: Dice) -> Case:
+    seen, layer, dtype = sight(dice)
+    (B, n), d = seen.slots.shape, seen.cos.shape[-1]
+    [slots] = seen.cache.layers
+    if dice.random() < 0.9:  # else this is the first pass of all
+        slots.lazy_initialization(*[torch.empty(B, layer.keys, n, d, dtype=dtype)] * 2)
+    qkv = dice.normal(B * n, (layer.heads + 2 * layer.keys) * d).to(dtype)
+    return Case((dice.odd(qkv), layer, seen, slots), near=COARSE[dtype])
+
+
+def added(dice: Dice) -> Case:
+    dtype, shape = dice.choice(KINDS), (dice.randint(1, 5), dice.choice([4, 33, 600]))
+    norm = SimpleNamespace(weight=dice.normal(shape[1]).to(dtype), variance_epsilon=1e-5)
+    x, y = dice.normal(*shape).to(dtype), dice.normal(*shape).to(dtype)
+    return Case((x, dice.odd(y), fused.Norm(norm)), near=COARSE[dtype])
+
+
+def gated(dice: Dice) -> Case:
+    dtype = dice.choice(KINDS)
+    wide = 4 * dice.normal(dice.randint(1, 4), 2 * dice.choice([1, 7, 40, 1500])).to(dtype)
+    return Case((dice.odd(wide),), near=COARSE[dtype])
+
+
 INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     sampling.likeliest: likeliest,
     sampling.ranked: ranked,
     Noise.race: race,
+    Noise.categorical: race,
     Sampling.law: law,
     Sequences.places: places,
     Sequences.read: read,
@@ -374,16 +439,20 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Table.write: note,
     lm.spoil: spoil,
     heads.product: product,
+    fused.attention: attention,
+    fused.turned: turned,
+    fused.added: added,
+    fused.gated: gated,
 }
 
 
 def differing(
-    operation: Callable[..., Any], device: str, seeds: Iterable[int]
+    operation: Callable[..., Any], kernel: str, device: str, seeds: Iterable[int]
 ) -> tuple[list[int], int]:
-    """The seeds of inputs on which an operation's kernel and its reference differ, and on how many
-    the kernel ran. What it refuses it must leave as it was."""
+    """The seeds of inputs on which an operation's kernel for one device and its reference differ,
+    and on how many it ran. What it refuses it must leave as it was."""
     op, differ, taken = ops.OPS[operation], [], 0
-    run, _ = op.kernels[device]
+    run, _ = op.kernels[kernel]
     for seed in seeds:
         ours, theirs = (INPUTS[operation](Dice(seed, device)) for _ in range(2))
         result = run(*ours.args)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from specexp import ops
 
@@ -16,4 +17,17 @@ def references(off: bool = True) -> Iterator[None]:
             patch.setattr(ops, "fast", lambda: False)
             ops.forget()
         yield
+    ops.forget()
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Meanwhile a GPU's kernels run on a CPU, in Triton's interpreter."""
+    home = ops.home(torch.device("cuda"))
+    ops.forget()
+    for op in ops.OPS.values():
+        run, ready = op.kernels.get("cuda", (None, None))
+        if ready is home.triton_runs:
+            op.chosen[torch.device("cpu")] = run
+    yield
     ops.forget()

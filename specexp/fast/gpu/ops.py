@@ -1,13 +1,67 @@
-"""The kernels of a GPU: so far none of its own, but captured rounds and joined matrices."""
+"""The kernels of a GPU: captured rounds, joined matrices, and Triton's kernels where it is."""
 
+from __future__ import annotations
+
+import importlib.util
+import logging
 import os
+from functools import cache
+from typing import Any
 
+import torch
+
+from specexp import rules
+from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
+from specexp.ops import kernel
+from specexp.sampling import Noise, Sampling
 
 __all__ = ["cuda_graphs", "fused", "fused_eagle"]  # importing them registers theirs
+
+log = logging.getLogger("specexp")
+
+
+def triton_runs() -> bool:
+    """Whether Triton's kernels run here, unless SPECEXP_NATIVE is off."""
+    return os.environ.get("SPECEXP_NATIVE") != "off" and _tried()
+
+
+@cache
+def _tried() -> bool:
+    """Whether one of the kernels runs; if a GPU cannot run it, a warning says why."""
+    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+        return False
+    try:
+        from specexp.fast.gpu import layers
+
+        layers.gated(torch.zeros(1, 2, device="cuda"))
+    except Exception as e:  # a driver, a compiler or a card that it does not know
+        log.warning("Triton's kernels are not used: %s", first_line(e))
+        return False
+    return True
+
+
+if importlib.util.find_spec("triton") is not None:
+    from specexp.fast.gpu import attention, layers, sampling
+
+    kernels: dict[Any, Any] = {
+        fused.attention: attention.attention,
+        fused.spared: attention.spared,
+        fused.turned: layers.turned,
+        fused.added: layers.added,
+        fused.gated: layers.gated,
+        Noise.race: sampling.race,
+        Noise.categorical: sampling.categorical,
+        Sampling.law: sampling.law,
+        rules.Reject.__call__: sampling.reject,
+    }
+    for operation, run in kernels.items():
+        kernel(operation, "cuda", ready=triton_runs)(run)
 
 
 def state() -> str:
     """In words, which kernels run here."""
     off = os.environ.get("SPECEXP_GRAPHS") == "off"
-    return f"joined matrices, {'no CUDA graphs (SPECEXP_GRAPHS=off)' if off else 'CUDA graphs'}"
+    kernels = "Triton's kernels" if triton_runs() else "no Triton"
+    graphs = "no CUDA graphs (SPECEXP_GRAPHS=off)" if off else "CUDA graphs"
+    return f"joined matrices, {kernels}, {graphs}"

@@ -1,0 +1,132 @@
+"""Attention over a static cache: a row's keys are read up to its length and no further.
+
+A pass has few queries and many keys, so each program takes all query heads of one key head, and the
+keys of a row are split among programs (Dao et al. 2023, Flash-Decoding). They share the length that
+there is: the launch does not depend on it, so one graph serves every length. No mask is made: a
+line of tokens is masked by its own slots, and of a tree the booleans of its tokens are read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specexp.fast.fused import Sight
+
+FILLED = 256  # programs that keep a large GPU busy
+SPLITS = 32  # at most
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def attend(
+    q, keys, values, slots, visible, out, parts, stats, scale, n, slots_b, slots_n, q_b, q_h, q_n,
+    k_b, k_h, k_s, v_b, v_h, v_s, visible_b, visible_n, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """A block of queries (tokens times GROUP heads) of one row and key head, over one split of its
+    slots. WIDE: D, rounded up to a power of two. scale: that of the scores in base 2."""
+    row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0).to(tl.int64) % HEADS
+    split = tl.program_id(1)
+    query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+    token, real = query // GROUP, query < n * GROUP
+    at, d = head * GROUP + query % GROUP, tl.arange(0, WIDE)
+    own = tl.load(slots + row * slots_b + token * slots_n, mask=real, other=-1)
+    here = real[:, None] & (d < D)[None, :]
+    x = tl.load(q + row * q_b + (at * q_h + token * q_n)[:, None] + d[None, :], here, other=0.0)
+
+    length = tl.max(own, 0) + 1  # no query sees a later slot
+    share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    most = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mean = tl.zeros([QUERIES, WIDE], tl.float32)
+    for first in range(begin, end, KEYS):
+        slot = first + tl.arange(0, KEYS)
+        inside = slot < end
+        there = inside[:, None] & (d < D)[None, :]
+        k = tl.load(keys + row * k_b + head * k_h + (slot * k_s)[:, None] + d[None, :], there, 0.0)
+        v = tl.load(
+            values + row * v_b + head * v_h + (slot * v_s)[:, None] + d[None, :], there, 0.0
+        )
+        score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
+        sees = real[:, None] & inside[None, :]
+        if TREE:
+            bits = visible + row * visible_b + (token * visible_n)[:, None] + slot[None, :]
+            sees = sees & (tl.load(bits, sees, other=0) != 0)
+        else:
+            sees = sees & (slot[None, :] <= own[:, None])
+        score = tl.where(sees, score, -float("inf"))
+        more = tl.maximum(most, tl.max(score, 1))
+        level = tl.where(more == -float("inf"), 0.0, more)
+        weight, fading = tl.exp2(score - level[:, None]), tl.exp2(most - level)
+        total = total * fading + tl.sum(weight, 1)
+        mean = mean * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="tf32x3")
+        most = more
+
+    to = (row * n + token) * HEADS * GROUP + at
+    if SPLITS == 1:
+        mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here)
+    else:
+        to = to * SPLITS + split
+        tl.store(parts + (to * D)[:, None] + d[None, :], mean, here)
+        tl.store(stats + to * 2, most, real)
+        tl.store(stats + to * 2 + 1, total, real)
+
+
+@triton.jit
+def merge(parts, stats, out, D: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr):
+    """The mean of one query over all splits of its slots."""
+    query, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, WIDE)
+    most = tl.load(stats + (query * SPLITS + split) * 2)
+    total = tl.load(stats + (query * SPLITS + split) * 2 + 1)
+    weight = tl.exp2(most - tl.max(most, 0))  # of an empty split: 0
+    at = ((query * SPLITS + split) * D)[:, None] + d[None, :]
+    mean = tl.sum(tl.load(parts + at, (d < D)[None, :], other=0.0) * weight[:, None], 0)
+    mean = mean / tl.sum(total * weight, 0)
+    tl.store(out + query * D + d, mean.to(out.dtype.element_ty), d < D)
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
+    (B, H, n, d), K, S = q.shape, keys.shape[1], keys.shape[2]
+    slots, visible = sight.slots, sight.visible
+    tensors = [q, keys, values, *([] if visible is None else [visible])]
+    if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
+        return NotImplemented
+    tile = shape(H // K * n, d, S, B * K, q.dtype)
+    out = q.new_empty(B * n, H * d)
+    splits = tile["SPLITS"]
+    parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
+    stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
+    at = (0, 0) if visible is None else visible.stride()[:2]
+    blocks = triton.cdiv(H // K * n, tile["QUERIES"])
+    attend[B * K, splits, blocks](
+        q, keys, values, slots, slots if visible is None else visible, out, parts, stats,
+        scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3], *keys.stride()[:3],
+        *values.stride()[:3], *at, HEADS=K, GROUP=H // K, TREE=visible is not None, **tile,
+    )  # fmt: skip
+    if splits > 1:
+        merge[B * n * H,](parts, stats, out, D=d, WIDE=tile["WIDE"], SPLITS=splits)
+    return out
+
+
+def shape(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
+    """The tile of a program, and the number of splits, for `heads` key heads of all rows."""
+    size, keys = (64, 64) if dtype.itemsize == 2 else (32, 32)
+    size = max(16, min(size, triton.next_power_of_2(queries)))  # 16: the least product
+    programs = heads * triton.cdiv(queries, size)
+    most = min(SPLITS, FILLED // programs, triton.cdiv(S, keys))
+    splits = 1 << max(most, 1).bit_length() - 1
+    wide = max(16, triton.next_power_of_2(d))
+    small = size < 64 and dtype.itemsize == 2
+    more = {"num_warps": 4 if small else 8, "num_stages": 3 if dtype.itemsize == 2 else 2}
+    return {"D": d, "WIDE": wide, "QUERIES": size, "KEYS": keys, "SPLITS": splits} | more
+
+
+def spared(head: Tensor) -> int:
+    return 1 << 30 if head.dtype in KINDS else NotImplemented

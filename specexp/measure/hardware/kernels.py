@@ -1,0 +1,103 @@
+"""The kernels of a GPU at the sizes of a model of 8 billion parameters (Llama 3): their arguments,
+and how long they take beside their references, and beside a copy of as many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from specexp import ops
+from specexp.fast import cuda_graphs, fused
+from specexp.fast.fused import Norm, Sight
+from specexp.measure import interleave
+from specexp.measure.hardware.roofline import copying
+from specexp.models.cache import SlotCache
+from specexp.rules import Reject
+from specexp.sampling import Noise, Sampling
+from specexp.sequences import Sequences
+from specexp.tree import Tree, tree_mask
+
+H, K, D, E, HIDDEN, V = 32, 8, 128, 4096, 14336, 128256
+TURNS = 20
+
+
+class Call(NamedTuple):
+    """An operation with arguments, and the bytes that it must read and write."""
+
+    name: str
+    operation: Callable[..., Any]
+    args: tuple[Any, ...]
+    bytes: int
+
+
+def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[Call]:
+    """Every operation with a kernel, over n tokens of B rows, which fill half of S slots."""
+
+    def some(*shape: int, of: torch.dtype = dtype) -> Any:
+        return torch.ones(shape, dtype=of, device=device)
+
+    def norm(width: int) -> Any:
+        return Norm(SimpleNamespace(weight=some(width), variance_epsilon=1e-5))
+
+    size = dtype.itemsize
+    slots = S // 2 + torch.arange(n, device=device).repeat(B, 1)
+    cache = SlotCache(1, B, S)
+    cache.aim(slice(0, B), slots, S)
+    [layer] = cache.layers
+    layer.lazy_initialization(*[some(B, K, n, D)] * 2)
+    turns = some(B, 1, n, D), some(B, 1, n, D)
+    line = Sight(cache, None, *turns, H // K)
+    qkv, q = some(B * n, (H + 2 * K) * D), some(B, H, n, D)
+    for name, norms in (("", None), (" with norms", (norm(D), norm(D)))):
+        net = SimpleNamespace(heads=H, keys=K, norms=norms)
+        yield Call(f"turned{name}", fused.turned, (qkv, net, line, layer), 2 * qkv.numel() * size)
+    read = (B * (S // 2 + n) * 2 * K + 2 * B * n * H) * D * size
+    arguments = q, layer.keys, layer.values
+    yield Call("attention", fused.attention, (*arguments, line, D**-0.5), read)
+    if n < 64:  # a prompt is no tree
+        ancestors = Tree.chain(n - 1).nodes(device).ancestors
+        tree = Sight(cache, tree_mask(slots[:, :1], S, ancestors), *turns, H // K)
+        yield Call("attention of a tree", fused.attention, (*arguments, tree, D**-0.5), read)
+    x = some(B * n, E)
+    yield Call("added", fused.added, (x, x, norm(E)), 4 * x.numel() * size)
+    wide = some(B * n, 2 * HIDDEN)
+    yield Call("gated", fused.gated, (wide,), wide.numel() * size * 3 // 2)
+
+    p, noise = some(B, n, V, of=torch.float32), Noise(0)
+    keys = torch.arange(B * n, device=device).view(B, n)
+    yield Call("law", Sampling.law, (Sampling(0.8), p.to(dtype)), p.numel() * (size + 4))
+    yield Call("race", Noise.race, (noise, p, keys, 1), 8 * p.numel())
+    yield Call("categorical", Noise.categorical, (noise, p, keys, 1), 4 * p.numel())
+    seqs, nodes = Sequences.empty(B, S, device=device), Tree.chain(n - 1).nodes(device)
+    for name, law in (("of chosen tokens", None), ("of drawn tokens", p)):
+        draft = seqs.draft(nodes, keys[:, 1:], law)
+        read = 4 * B * V * (1 if law is None else 2)
+        yield Call(f"reject {name}", Reject.__call__, (Reject(), draft, p, noise), read)
+
+
+@torch.inference_mode()
+def timed(call: Call, device: torch.device) -> dict[str, Any]:
+    """Medians of a kernel and its reference, each replayed as a graph, and the share of a copy's
+    bandwidth that the kernel reaches."""
+    op = ops.OPS[call.operation]
+    copy, copied = copying(device)
+    arms: dict[str, Callable[[Any], Any]] = {"copy": copy}
+    for name, run in {"kernel": call.operation, "reference": op.reference}.items():
+        arms[name] = _replay(partial(run, *call.args), device)
+    turns = interleave.take(arms, range(TURNS), device, call.name, lead=1)
+    median = {name: interleave.median_s(took) for name, took in turns.items()}
+    copy_s = median["copy"] * call.bytes / copied
+    return {
+        "bytes": call.bytes, "kernel_us": 1e6 * median["kernel"],
+        "reference_us": 1e6 * median["reference"], "of_copy": copy_s / median["kernel"],
+        "runs": op.chosen.get(device, op.reference) is not op.reference,
+    }  # fmt: skip
+
+
+def _replay(run: Callable[[], Any], device: torch.device) -> Callable[[Any], Any]:
+    again = cuda_graphs.capture(run, device)
+    return lambda _: again()

@@ -1,0 +1,84 @@
+"""A GPU's kernels without one: whole passes and rounds in Triton's interpreter, and what kernels
+need of two cards for which they are compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.references import interpreted
+from support.tiny import PROMPTS, engine
+from test_fused import made, passed, unfused
+
+from specexp.fast import fused
+from specexp.fast.fused import Fused
+from specexp.models.load import of_module
+
+TESTS = Path(__file__).parents[1]
+SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes of a block; the first also of smaller cards
+REGISTERS = 65536  # of a block
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "name",
+    ["verify", *(pytest.param(x, marks=pytest.mark.slow) for x in ("batch", "prefill", "float32"))],
+)
+def test_kernel_spills_or_outgrows_a_card(name, tmp_path):
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-m", "support.compiled", name], capture_output=True, text=True,
+        env=os.environ | environment, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    table = json.loads(run.stdout)
+    assert {need["sm"] for need in table} == {80, 90}
+    large = [
+        need
+        for need in table
+        if need["stack"]
+        or need["shared"] > SHARED[need["sm"]]
+        or need["registers"] * 32 * need["warps"] > REGISTERS
+    ]
+    assert large == []
+
+
+def also(*slow: object) -> list[object]:
+    return [
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in slow
+    ]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["qwen3", *also("llama", "biased", "one key", "a head each")])
+def test_pass_through_kernels_matches_transformers(name, monkeypatch):
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    net = made(name, torch.float32)
+    taps = (0, 1, net.config.num_hidden_layers)
+    with interpreted():
+        lm = of_module(net)
+        assert isinstance(lm.net, Fused)
+        states, seen = passed(lm, taps)
+    wanted_states, wanted = passed(unfused(net), taps)
+    for ours, theirs in ((states, wanted_states), (seen.logits, wanted.logits)):
+        off = (ours - theirs).norm() / theirs.norm()
+        assert off <= fused.ROUNDING[torch.float32]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("kind", "tree", "rule"),
+    [("model", "chain", "reject"),
+     *also(("eagle3", "branching", "match"), ("medusa", "grown", "match"))],
+)  # fmt: skip
+def test_text_through_kernels_matches_references(kind, tree, rule, monkeypatch):
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    few = PROMPTS[1:3]
+    options = {"temperature": 0.9, "dtype": torch.float32}
+    wanted = engine(kind, tree, rule, **options).generate(few, 6).tokens
+    with interpreted():
+        assert engine(kind, tree, rule, **options).generate(few, 6).tokens == wanted
