@@ -6,9 +6,12 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
 
-# For make gpu: the machine's own Python on this checkout, the output folder, the options of bench.
+# For make gpu: the machine's own Python on this checkout, the stages, how long one may take, the
+# output folder, and the options of bench on a twin.
 HERE  = PYTHONPATH=$(CURDIR) $(PY)
 OUT  ?= data/measurements
+STAGE   ?= smoke,exactness,kernels,passes,bench
+MINUTES ?= 9
 BENCH ?= --device cuda --dtype bfloat16 --batches 1,2,4,8,16,32,64,128,256 --out $(OUT)
 PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
 
@@ -32,11 +35,8 @@ test: $(STAMP)   ## install, lint, type-check, run the tests
 test-all: $(STAMP)  ## run all tests, slow ones included (no lint)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
-gpu:             ## GPU tests, then the bench, with PY's packages (TWIN=8B: on that pair too)
-	@$(HERE) -c 'import torch, sys; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here")'
-	@$(HERE) -m specexp doctor || true
-	$(HERE) -m pytest -m cuda
-	$(HERE) -m specexp bench $(BENCH)
+gpu:             ## a GPU's tests, kernels, passes and bench, in stages (STAGE=smoke, MINUTES=9), with PY's packages
+	$(HERE) -m specexp.measure.hardware.stages --stage $(STAGE) --minutes $(MINUTES) --out $(OUT)
 ifdef TWIN
 	test -d $(PAIR)-target || $(HERE) -m specexp zoo twin --params $(TWIN) --alpha 0.8
 	$(HERE) -m specexp bench $(BENCH) --target $(notdir $(PAIR))

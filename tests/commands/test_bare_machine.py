@@ -68,6 +68,13 @@ def test_collection_names_the_tests_left_out(bare):
         assert "test_gpu.py" not in line
 
 
+def test_stages_need_no_command_line(bare):
+    without = "import sys; sys.modules['typer'] = None; from specexp.measure.hardware import stages"
+    code, said = bare("-c", f"{without}; stages.main(['--help'])")
+    assert code == 0, said
+    assert "smoke,exactness,kernels" in said
+
+
 def test_bench_runs_on_a_bare_machine(bare, tmp_path):
     few = ("--gamma", "2", "--repeats", "1", "--max-new-tokens", "4", "--device", "cpu")
     code, said = bare("-m", "specexp", "bench", "round", *few, "--out", str(tmp_path))

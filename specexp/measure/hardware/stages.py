@@ -1,0 +1,266 @@
+"""`make gpu`: what a GPU makes of this toolkit, in stages that each stand alone.
+
+    python -m specexp.measure.hardware.stages --stage smoke,kernels --minutes 9 --out FOLDER
+
+A stage runs in a process of its own, for so many minutes at most, and writes `gpu_STAGE.json` row
+by row: what fails keeps its error, and the next row runs. It needs torch, transformers, pandas,
+matplotlib and, for `exactness`, pytest; no typer, papermill or MLflow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specexp import api, ops
+from specexp.errors import first_line
+from specexp.measure import interleave, prompts
+from specexp.measure.exactness import compare
+from specexp.measure.hardware import kernels, roofline, suites
+from specexp.models.load import of_module
+from specexp.serving.cost_table import write_whole
+from specexp.zoo import twins
+
+ROOT = Path(__file__).parents[3]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "opt")
+DRAFTERS = (
+    "model", "sibling-1m", "eagle", "medusa", "early_exit:4", "ngram", "suffix", "recycle",
+    "lookahead", "planted:0.8",
+)  # fmt: skip
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "ffn_dim": 128,
+    "word_embed_proj_dim": 64, "max_position_embeddings": 128, "initializer_range": 0.4,
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+NEW = 48  # tokens of a text
+PASSES = [(B, n, S) for B in (1, 8, 32) for n in (1, 6) for S in (256, 4096)]
+
+
+class Rows:
+    """What a stage has learned so far, in a file that is whole at any time."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.rows = file, list[dict[str, Any]]()
+
+    def add(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        """A row of what `run` returns, or of why it did not."""
+        begin = time.perf_counter()
+        row: dict[str, Any] = {"name": name, "ok": True}
+        try:
+            row |= run()
+        except Exception as e:  # whatever it is, the next row may be right
+            row |= {"ok": False} | failed(e)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.keep(row | {"seconds": round(time.perf_counter() - begin, 2)})
+
+    def keep(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        write_whole(self.file, json.dumps({"rows": self.rows}, indent=1))
+
+
+def failed(e: Exception) -> dict[str, Any]:
+    return {"error": f"{type(e).__name__}: {first_line(e)}", "traceback": traceback.format_exc()}
+
+
+# --- the stages -----------------------------------------------------------------------------------
+
+
+def smoke(rows: Rows, device: torch.device) -> None:
+    """Does each family load, and does each drafter's round run and give the target's text?"""
+    rows.add("machine", partial(machine, device))
+    for family in FAMILIES:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows.add(f"{family} in {str(dtype)[6:]}", partial(loads, family, dtype, device))
+    for drafter in DRAFTERS:
+        for temperature in (0.0, 0.9):
+            rows.add(f"{drafter} at {temperature}", partial(speaks, drafter, temperature, device))
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    copy, copied = roofline.copying(device)
+    turns = interleave.take({"copy": copy}, range(10), device, "copy", lead=1)
+    about = suites.about(device, torch.bfloat16)
+    gb_s = 1e-9 * copied / interleave.median_s(turns["copy"])
+    return about | {"kernels": ops.state(device), "copy_gb_s": gb_s}
+
+
+def loads(family: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY))
+    return {"net": type(of_module(module.to(device, dtype), family).net).__name__}
+
+
+def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, Any]:
+    options: dict[str, Any] = {"temperature": temperature, "rule": "match"}
+    pair = api.load("target-10m", drafter, device=str(device), dtype="float32", **options)
+    texts = pair.encode(["def mean(values):", "import os\n"])
+    made = pair.engine.generate(texts, NEW)
+    plain, streams = pair.engine.plain(), range(len(texts))
+    if bugs := compare(plain, texts, made.tokens, NEW, streams).bugs:
+        raise AssertionError(f"{bugs} texts differ from the target's by more than rounding")
+    recorder = pair.engine.recorder
+    return {
+        "acceptance": made.trace.acceptance.rate,
+        "recorded": len(getattr(recorder, "kept", ())),
+        "refused": str(getattr(recorder, "refused", "")),
+    }
+
+
+def exactness(rows: Rows, device: torch.device) -> None:
+    """The tests that need a GPU, each file in a process of its own: a fault of the device spoils
+    all that follows in its process."""
+    marks = "mark.cuda", "on_every_device"
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    for file in files:
+        if any(mark in file.read_text() for mark in marks):
+            rows.add(file.name, partial(tested, file, rows.file.with_suffix(".xml")))
+
+
+def tested(file: Path, xml: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", str(file), "-m", "cuda", f"--junitxml={xml}"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        cases = list(ElementTree.parse(xml).iter("testcase"))
+    finally:
+        xml.unlink(missing_ok=True)
+    wrong = {c.get("name"): c[0].get("message", "")[:300] for c in cases
+              if len(c) and c[0].tag in ("failure", "error")}  # fmt: skip
+    if wrong:
+        raise AssertionError(f"{len(wrong)} of {len(cases)} fail: {json.dumps(wrong)}")
+    return {"tests": len(cases), "code": run.returncode}
+
+
+def kernel_times(rows: Rows, device: torch.device) -> None:
+    """Kernels beside their references and beside a copy of as many bytes."""
+    for B, n, S in ((1, 6, 4096), (32, 6, 1024), (1, 512, 1024)):
+        for call in kernels.calls(B, n, S, torch.bfloat16, str(device)):
+            name = f"{call.name}, {B} x {n} tokens, {S} slots"
+            rows.add(name, partial(kernels.timed, call, device))
+
+
+def passes(rows: Rows, device: torch.device) -> None:
+    """Passes of random models of 8 and 1 billion parameters, made on the device."""
+    for params in ("8B", "1B"):
+        copy, copied = roofline.copying(device)
+        with torch.device(device):
+            torch.set_default_dtype(torch.bfloat16)
+            module = AutoModelForCausalLM.from_config(twins.SHAPES[params].config())
+            torch.set_default_dtype(torch.float32)
+        lm = of_module(module, f"random-{params}")
+        for B, n, S in PASSES:
+            name = f"{params}: {B} x {n} tokens, {S} slots"
+            rows.add(name, partial(one_pass, lm, B, n, S, (copy, copied)))
+
+
+def one_pass(lm: Any, B: int, n: int, S: int, copy: Any) -> dict[str, Any]:
+    arms = {"copy": copy[0], "pass": roofline.a_pass(lm, [1, 2, 3], B, n, S)}
+    turns = interleave.take(arms, range(roofline.PASSES), lm.device, "pass", lead=1)
+    read, pass_s = roofline.pass_bytes(lm, B, n, S), interleave.median_s(turns["pass"])
+    share = interleave.ratio(turns["copy"], turns["pass"], read / copy[1])._asdict()
+    return {"ms": 1e3 * pass_s, "bytes": read, "gb_s": 1e-9 * read / pass_s, "of_copy": share}
+
+
+def bench(rows: Rows, device: torch.device) -> None:
+    """The suites of `specexp bench` on the zoo's pair."""
+    pair = api.load("target-10m", "model", device=str(device), dtype="bfloat16")
+    texts = prompts.load("all", limit=suites.PROMPTS)
+    for name in suites.NAMES:
+        rows.add(name, partial(suites.run, name, pair, texts, (1, 8, 32, 128, 256), NEW, 3))
+
+
+STAGES: dict[str, Callable[[Rows, torch.device], None]] = {
+    "smoke": smoke, "exactness": exactness, "kernels": kernel_times, "passes": passes,
+    "bench": bench,
+}  # fmt: skip
+
+
+# --- running them ---------------------------------------------------------------------------------
+
+
+def supervise(name: str, device: str, minutes: float, out: Path) -> dict[str, Any]:
+    """Run a stage in a process of its own; its report, which is also in its file."""
+    file = out / f"gpu_{name}.json"
+    file.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        MODULE,
+        "--inside",
+        "--stage",
+        name,
+        "--device",
+        device,
+        "--out",
+        str(out),
+    ]
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(60 * minutes)
+        error = f"it ended with exit code {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        error = f"it was not finished after {minutes:g} minutes"
+    report = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    good = sum(row["ok"] for row in report["rows"])
+    report |= {"stage": name, "ok": not error and good == len(report["rows"]), "good": good}
+    report |= {"error": error, "seconds": round(time.perf_counter() - begin, 1)}
+    write_whole(file, json.dumps(report, indent=1))
+    return report
+
+
+MODULE = "specexp.measure.hardware.stages"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__.split("\n")[0])
+    every = ",".join(STAGES)
+    parser.add_argument("--stage", default=every, help=f"by default {every}")
+    parser.add_argument("--minutes", type=float, default=9, help="at most, of one stage")
+    parser.add_argument("--out", type=Path, default=Path("data/measurements"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    names = options.stage.split(",")
+    if unknown := [name for name in names if name not in STAGES]:
+        parser.error(f"stage {unknown[0]!r} is unknown; there are {every}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("torch finds no GPU here")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.inside:
+        file = options.out / f"gpu_{names[0]}.json"
+        rows, device = Rows(file), torch.empty(0, device=options.device).device  # with its number
+        try:
+            STAGES[names[0]](rows, device)
+        except Exception as e:
+            rows.keep({"name": names[0], "ok": False} | failed(e))
+        return 0
+    reports = [supervise(name, options.device, options.minutes, options.out) for name in names]
+    for report in reports:
+        print(f"{report['stage']}: {report['good']} of {len(report['rows'])} rows are right, "
+              f"{report['seconds']:.0f} s {report['error']}")  # fmt: skip
+        for row in report["rows"]:
+            if not row["ok"]:
+                print(f"  {row['name']}: {row['error']}")
+    return int(not all(report["ok"] for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
