@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,33 @@ from test_fused import made, passed, unfused
 from specexp.fast import fused
 from specexp.fast.fused import Fused
 from specexp.models.load import of_module
+from specexp.rules import Reject
+from specexp.sampling import TOKEN, Noise
+from specexp.sequences import Sequences
+from specexp.tree import Tree
 
 TESTS = Path(__file__).parents[1]
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes of a block; the first also of smaller cards
 REGISTERS = 65536  # of a block
+
+
+def compiled(what: str, folder: Path) -> Any:
+    """What support/compiled.py says in a process of its own: here kernels are interpreted."""
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    run = subprocess.run(
+        [sys.executable, "-m", "support.compiled", what], capture_output=True, text=True,
+        env=os.environ | environment, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.triton
+def test_layer_launches_more_than_its_kernels(tmp_path):
+    assert compiled("layer", tmp_path) == [
+        "turn", "attend", "merge", "linear", "add", "linear", "gate", "linear", "add", "linear",
+    ]  # fmt: skip
 
 
 @pytest.mark.triton
@@ -28,14 +52,7 @@ REGISTERS = 65536  # of a block
     ["verify", *(pytest.param(x, marks=pytest.mark.slow) for x in ("batch", "prefill", "float32"))],
 )
 def test_kernel_spills_or_outgrows_a_card(name, tmp_path):
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    environment = {"PYTHONPATH": path, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-m", "support.compiled", name], capture_output=True, text=True,
-        env=os.environ | environment, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    table = json.loads(run.stdout)
+    table = compiled(name, tmp_path)
     assert {need["sm"] for need in table} == {80, 90}
     large = [
         need
@@ -45,6 +62,19 @@ def test_kernel_spills_or_outgrows_a_card(name, tmp_path):
         or need["registers"] * 32 * need["warps"] > REGISTERS
     ]
     assert large == []
+
+
+@pytest.mark.interpreter
+def test_weights_that_are_nan_draw_a_token_outside_the_vocabulary():
+    """Its embedding would be outside the matrix, and the device lost for good."""
+    V, noise = 40, Noise(0)
+    p = torch.full((2, 2, V), torch.nan)
+    seqs = Sequences.of([[1], [2]], 3, slack=1)
+    draft = seqs.draft(Tree.chain(1).nodes("cpu"), torch.tensor([[0], [3]]), p)
+    with interpreted():
+        drawn = [noise.categorical(p, draft.keys, TOKEN), Reject()(draft, p, noise).new]
+    for tokens in drawn:
+        assert ((tokens >= 0) & (tokens < V)).all()
 
 
 def also(*slow: object) -> list[object]:

@@ -1,11 +1,12 @@
-"""Triton's kernels compiled for cards that are not here: `python -m support.compiled` prints what
-each needs of a card, at the sizes of a model of 8 billion parameters, with TRITON_INTERPRET=0."""
+"""Triton's kernels compiled for cards that are not here. `python -m support.compiled verify` prints
+what each needs of a card at the sizes of a model of 8 billion parameters, `layer` what one layer
+launches; with TRITON_INTERPRET=0."""
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +14,16 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from specexp import ops
-from specexp.measure.hardware.kernels import calls
+from specexp.fast import fused
+from specexp.fast.fused import Fused
+from specexp.measure.hardware.kernels import HIDDEN, E, H, K, calls
+from specexp.models.cache import SlotCache
 
 CARDS = (80, 90)  # compute capabilities: A100, H100
 PASSES = {  # rows, tokens of each, slots, dtype
@@ -83,17 +89,51 @@ def launch(B: int, n: int, S: int, dtype: torch.dtype) -> None:
         assert run(*call.args) is not NotImplemented, call.name
 
 
-def table(passes: Sequence[str]) -> list[dict[str, Any]]:
-    """What every kernel needs in these passes on every card."""
+class Launched(TorchDispatchMode):
+    """Notes the operations that launch something: not those that make a view or room."""
+
+    def __init__(self, needs: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.needs = needs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in ("empty", "empty_like", "new_empty", "new_zeros"):
+            self.needs.append({"kernel": name})
+        return func(*args, **(kwargs or {}))
+
+
+def layer(B: int, n: int, S: int, dtype: torch.dtype) -> list[str]:
+    """What one layer of a pass launches, in order."""
+    shape = {"num_attention_heads": H, "num_key_value_heads": K, "vocab_size": 1000}
+    config = LlamaConfig(hidden_size=E, intermediate_size=HIDDEN, num_hidden_layers=3, **shape)
+    with torch.device("meta"), torch.inference_mode():
+        module = LlamaForCausalLM(config).to(dtype)
+        base, head = module.model, module.lm_head.weight
+        net = Fused(base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight)
+        tokens, cache = torch.empty(B, n, dtype=torch.int64), SlotCache(3, B, S)
+        cache.aim(slice(0, B), tokens, S)
+        for operation in (fused.turned, fused.attention, fused.added, fused.gated):
+            op = ops.OPS[operation]
+            op.chosen[torch.device("meta")] = op.kernels["cuda"][0]
+        with compiling(CARDS[-1]) as needs, Launched(needs):
+            net(tokens, tokens, None, cache, (), 1)
+    names = [need["kernel"] for need in needs]
+    first, second, _ = (at for at, name in enumerate(names) if name == "turn")
+    return names[first:second]
+
+
+def table(name: str) -> list[dict[str, Any]]:
+    """What every kernel needs in such a pass on every card."""
     rows = []
     for capability in CARDS:
-        for name in passes:
-            with compiling(capability) as needs:
-                launch(*PASSES[name])
-            rows += [{"pass": name} | need for need in needs]
+        with compiling(capability) as needs:
+            launch(*PASSES[name])
+        rows += needs
     return rows
 
 
 if __name__ == "__main__":
     ops.home(torch.device("cuda"))
-    json.dump(table(sys.argv[1:] or list(PASSES)), sys.stdout)
+    [what] = sys.argv[1:]
+    json.dump(layer(*PASSES["verify"]) if what == "layer" else table(what), sys.stdout)

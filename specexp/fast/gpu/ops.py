@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specexp import rules
 from specexp.errors import first_line
@@ -19,6 +21,17 @@ from specexp.sampling import Noise, Sampling
 __all__ = ["cuda_graphs", "fused", "fused_eagle"]  # importing them registers theirs
 
 log = logging.getLogger("specexp")
+
+
+def beside(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the device of its tensors current, for there Triton launches."""
+
+    @wraps(run)
+    def guarded(*args: Any) -> Any:
+        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
+            return run(*args)
+
+    return guarded
 
 
 def triton_runs() -> bool:
@@ -56,7 +69,7 @@ if importlib.util.find_spec("triton") is not None:
         rules.Reject.__call__: sampling.reject,
     }
     for operation, run in kernels.items():
-        kernel(operation, "cuda", ready=triton_runs)(run)
+        kernel(operation, "cuda", ready=triton_runs)(beside(run))
 
 
 def state() -> str:

@@ -93,13 +93,13 @@ def pick(
 
 
 @triton.jit
-def settle(bests, out, PARTS: tl.constexpr, WIDE: tl.constexpr):
-    """The best token of a row's parts."""
+def settle(bests, out, V: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """The best token of a row's parts; any of the vocabulary if its weights are NaN."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     at = bests + (row * PARTS + part) * 2
     value = tl.load(at, part < PARTS, other=-2.0)
     token = tl.load(at + 1, part < PARTS, other=0.0).to(tl.int32, bitcast=True)
-    tl.store(out + row, best_of(value, token)[1].to(tl.int64))
+    tl.store(out + row, tl.minimum(best_of(value, token)[1], V - 1).to(tl.int64))
 
 
 @triton.jit
@@ -180,9 +180,11 @@ def judge(
 
 
 @triton.jit
-def end(bests, count, new, N: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-        ROOM: tl.constexpr):  # fmt: skip
-    """The bonus token, from what is left of p if anything is."""
+def end(
+    bests, count, new, V: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    ROOM: tl.constexpr,
+):  # fmt: skip
+    """The bonus token, from what is left of p if anything is; any if p is NaN."""
     row, part, node = tl.program_id(0).to(tl.int64), tl.arange(0, ROOM), tl.arange(0, WIDE)
     at, real = bests + (row * PARTS + part) * 4, part < PARTS
     left = tl.load(at, real, other=-2.0)
@@ -190,7 +192,7 @@ def end(bests, count, new, N: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.conste
     whole = tl.load(at + 2, real, other=-2.0)
     plain = tl.load(at + 3, real, other=0.0).to(tl.int32, bitcast=True)
     most, token = best_of(left, kept)
-    bonus = tl.where(most > 0, token, best_of(whole, plain)[1]).to(tl.int64)
+    bonus = tl.minimum(tl.where(most > 0, token, best_of(whole, plain)[1]), V - 1).to(tl.int64)
     tl.store(new + row * N + node, bonus, (node >= tl.load(count + row)) & (node < N))
 
 
@@ -235,7 +237,7 @@ def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
     salt = self.salt(purpose)
     pick[rows, parts](w, keys, bests, salt, *places(keys), V=V, PART=size, BLOCK=BLOCK)
-    settle[rows,](bests, tokens, PARTS=parts, WIDE=triton.next_power_of_2(parts))
+    settle[rows,](bests, tokens, V=V, PARTS=parts, WIDE=triton.next_power_of_2(parts))
     return tokens
 
 
@@ -272,5 +274,6 @@ def reject(self: rules.Reject, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         n, new, rng.salt(ACCEPT), rng.salt(RESIDUAL), self.lenience, N=N, WIDE=wide, V=V,
         PART=size, BLOCK=BLOCK, DRAWN=q is not None,
     )  # fmt: skip
-    end[B,](bests, n, new, N=N, WIDE=wide, PARTS=parts, ROOM=triton.next_power_of_2(parts))
+    room = triton.next_power_of_2(parts)
+    end[B,](bests, n, new, V=V, N=N, WIDE=wide, PARTS=parts, ROOM=room)
     return Verdict(path, n, new)
