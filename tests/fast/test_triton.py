@@ -2,6 +2,7 @@
 need of two cards for which they are compiled."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 import torch
 from support.references import interpreted
 from support.tiny import PROMPTS, engine
-from test_fused import made, passed, unfused
+from test_fused import fails, made, passed, unfused
 
+from specexp import ops
 from specexp.fast import fused
 from specexp.fast.fused import Fused
 from specexp.models.load import of_module
@@ -62,6 +64,24 @@ def test_kernel_spills_or_outgrows_a_card(name, tmp_path):
         or need["registers"] * 32 * need["warps"] > REGISTERS
     ]
     assert large == []
+
+
+@pytest.mark.triton
+def test_gpu_that_runs_no_kernel_fails_rounds(monkeypatch, caplog):
+    """Here there is none at all."""
+    home = ops.home(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", fails)
+    home._tried.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "specexp"):
+            assert not home.triton_runs()
+            assert not home.triton_runs()
+        [line] = [record.getMessage() for record in caplog.records]
+        assert line == "Triton's kernels are not used: no such stride"
+        assert "no Triton" in home.state()
+    finally:
+        home._tried.cache_clear()
 
 
 @pytest.mark.interpreter

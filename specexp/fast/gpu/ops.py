@@ -17,6 +17,8 @@ from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
 from specexp.ops import kernel
 from specexp.sampling import Noise, Sampling
+from specexp.sequences import Draft, Sequences
+from specexp.tree import Tree
 
 __all__ = ["cuda_graphs", "fused", "fused_eagle"]  # importing them registers theirs
 
@@ -41,13 +43,20 @@ def triton_runs() -> bool:
 
 @cache
 def _tried() -> bool:
-    """Whether one of the kernels runs; if a GPU cannot run it, a warning says why."""
+    """Whether the kernels of sampling run; if a GPU cannot run them, a warning says why. Those of
+    passes are tried when a model is loaded (fused.py)."""
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
         return False
     try:
-        from specexp.fast.gpu import layers
-
-        layers.gated(torch.zeros(1, 2, device="cuda"))
+        tokens, noise = torch.zeros(1, 2, dtype=torch.int64, device="cuda"), Noise(0)
+        p = sampling.law(Sampling(1.0), torch.zeros(1, 2, 2, device="cuda"))
+        sampling.race(noise, p, tokens, 1)
+        sampling.categorical(noise, p, tokens, 1)
+        text = Sequences.empty(1, 4, device="cuda")
+        draft = Draft(tokens, Tree.chain(1).nodes("cuda"), text, p)
+        draft.keys = tokens
+        sampling.reject(rules.Reject(), draft, p, noise)
+        torch.cuda.synchronize()
     except Exception as e:  # a driver, a compiler or a card that it does not know
         log.warning("Triton's kernels are not used: %s", first_line(e))
         return False
