@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from torch import nn
 from specexp import checked, drafters, rules
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, first_line
+from specexp.models import generation
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
 from specexp.models.load import of_module
@@ -30,6 +31,7 @@ from specexp.names import (
     default_draft,
     drafter_of,
     encode,
+    generation_of,
     in_memory,
     locate,
     name_of,
@@ -86,6 +88,11 @@ class Pairing:
     @property
     def target(self) -> LM:
         return self.engine.target
+
+    @property
+    def followed(self) -> dict[str, Any]:
+        """What shapes the target's logits: these settings of its generation config."""
+        return generation.followed(generation_of(self.options["target"]))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [encode(self.tokenizer, text) for text in texts]
@@ -163,11 +170,16 @@ def load(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    sampling: str = "given",
     dtype: str | None = None,
     device: str = "auto",
     seed: int = 0,
 ) -> Pairing:
     """Load a target and a drafter and make them a pairing.
+
+    The logits are those that the target's generation config asks for (repetition_penalty,
+    no_repeat_ngram_size, bad_words_ids, suppress_tokens, sequence_bias), as in transformers.
 
     What is wrong with a pairing is found before any weight is loaded. A drafter, rule or policy
     that is not shipped here first runs a few rounds in which everything it returns is checked.
@@ -192,6 +204,9 @@ def load(
         temperature: Of target and drafter; 0 is greedy.
         top_k: Sample from the k likeliest tokens; 0: from all.
         top_p: Sample from the likeliest tokens of this total probability.
+        min_p: Sample from the tokens that are at least so likely, relative to the likeliest.
+        sampling: `model`: temperature, top_k, top_p and min_p are those of the target's generation
+            config, as in transformers; `given`: those above.
         dtype: `float32`, `bfloat16` or `float64`. None: float32, or that of a model in memory.
         device: `cpu`, `cuda` or `cuda:N`. `auto`: that of a model in memory, else the GPU if there
             is one.
@@ -212,9 +227,10 @@ def load(
     _settle()
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
-        "top_k": top_k, "top_p": top_p, "rule": rule, "policy": policy, "tree": tree,
-        "dtype": dtype, "seed": seed,
+        "top_k": top_k, "top_p": top_p, "min_p": min_p, "sampling": sampling, "rule": rule,
+        "policy": policy, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
+    options |= asdict(_sampling(options)) | {"sampling": "given"}
     facts = target_of(target, tokenizer)
     if gamma is None:
         options["gamma"] = usual_gamma(options, facts)
@@ -224,6 +240,7 @@ def load(
         model = load_model(locate(target), name, dtype, where(device), vocab)
     else:
         model = of_module(target, name_of(target), facts[1])
+    model = model.processed(_processors(options, facts, model.device))
     return _assemble(model, tokenizer, **options)
 
 
@@ -257,10 +274,7 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
     drafter = prepared.make(model)
     if request.own is not None:
         checked.drafter(drafter, model)
-    eos = getattr(getattr(model.module, "generation_config", None), "eos_token_id", None)
-    if eos is None:
-        eos = model.config.eos_token_id
-    stops = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    stops = generation.stops(generation_of(o["target"]), name_of(o["target"]))
     engine = Engine(
         model, drafter, _policy(o["policy"], request.tree, prepared.deepest), request.sampling,
         _rule(o["rule"], request, prepared), o["seed"], stops,
@@ -318,10 +332,32 @@ def request_of(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> dr
 
     return drafters.Request(
         method=method, argument=argument, target=name_of(target), config=config, vocab=vocab,
-        tokenizer=tokenizer, sampling=Sampling(o["temperature"], o["top_k"], o["top_p"]),
+        tokenizer=tokenizer, sampling=_sampling(o),
         tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"] or "float32", seed=o["seed"],
         source=source, folder=locate(target) if isinstance(target, str) else "", own=own,
     )  # fmt: skip
+
+
+def _sampling(o: dict[str, Any]) -> Sampling:
+    """The sampling that is given, or the target's own. Raises UserError for both together."""
+    given = Sampling(o["temperature"], o["top_k"], o["top_p"], o["min_p"])
+    if o["sampling"] == "given":
+        return given
+    if o["sampling"] != "model":
+        raise UserError(f"sampling {o['sampling']!r} is unknown; use given or model")
+    if given != Sampling():
+        raise UserError(
+            "sampling model takes temperature, top_k, top_p and min_p from the target's generation "
+            "config: leave them out, or use sampling given"
+        )
+    return generation.sampling(generation_of(o["target"]), name_of(o["target"]))
+
+
+def _processors(o: dict[str, Any], facts: Facts, device: torch.device) -> Any:
+    """What the target's generation config makes of its logits. Raises UserError for what cannot be
+    followed."""
+    target = o["target"]
+    return generation.processors(generation_of(target), name_of(target), facts[1], device)
 
 
 class Once:
@@ -356,6 +392,7 @@ def _prepared(o: dict[str, Any], facts: Facts) -> tuple[drafters.Request, drafte
     if max(widest, request.tree.width) > request.vocab:
         raise UserError(f"tree {o['tree']} is wider than the vocabulary of {request.vocab} tokens")
     _rule(o["rule"], request, prepared)
+    _processors(o, facts, torch.device("cpu"))
     return request, prepared
 
 

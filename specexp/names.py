@@ -20,7 +20,7 @@ from specexp.drafters import Drafter
 from specexp.drafters.model import all_rows, causal_config
 from specexp.errors import UserError, first_line
 from specexp.models import int8
-from specexp.models.load import DTYPES, read_config, read_tokenizer
+from specexp.models.load import DTYPES, read_config, read_generation, read_tokenizer
 from specexp.zoo import packaged, shelf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -158,6 +158,13 @@ def target_of(target: Any, tokenizer: Any) -> Facts:
             "give the tokenizer that it was trained with"
         )
     return config, V, tokenizer
+
+
+def generation_of(target: Any) -> Any:
+    """The generation config of a target, a name or a model in memory; its config if it has none."""
+    if isinstance(target, str):
+        return read_generation(locate(target))
+    return getattr(target, "generation_config", None) or target.config
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -142,13 +142,14 @@ class Certain:
 
 @dataclass(frozen=True)
 class Sampling:
-    """From logits to a distribution: temperature, then top-k, then top-p, for p and q alike.
+    """From logits to a distribution: temperature, top-k, top-p, min-p in turn, for p and q alike.
 
     Attributes:
         temperature: 0 is greedy: a one-hot distribution.
         top_k: Keep the k likeliest tokens; 0 keeps all.
         top_p: Keep the likeliest tokens up to this total probability (nucleus sampling, Holtzman et
             al. 2020).
+        min_p: Keep the tokens at least so likely as this times the likeliest (Nguyen et al. 2024).
 
     Raises:
         UserError: A value is out of range.
@@ -157,6 +158,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -169,6 +171,8 @@ class Sampling:
             raise UserError(f"top_k is {self.top_k}; use 0 (keep all) or more")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p is {self.min_p}; it must lie in [0, 1], and 0 keeps all")
 
     def rng(self, seed: int, by_round: bool = False) -> Rng:
         return Noise(seed, by_round) if self.temperature > 0 else Certain()
@@ -189,5 +193,8 @@ class Sampling:
             ranked, order = p.sort(dim=-1, descending=True, stable=True)
             nucleus = ranked.masked_fill(ranked.cumsum(-1) - ranked >= self.top_p, 0)
             p = torch.zeros_like(p).scatter(-1, order, nucleus)
+            p = p / p.sum(-1, keepdim=True)
+        if self.min_p > 0:
+            p = p.masked_fill(p < self.min_p * p.amax(-1, keepdim=True), 0)
             p = p / p.sum(-1, keepdim=True)
         return p

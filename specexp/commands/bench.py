@@ -16,6 +16,7 @@ from specexp.commands.options import (
     Dtype,
     Gamma,
     MaxNewTokens,
+    OwnSampling,
     Target,
     Temperature,
     check_writable,
@@ -44,6 +45,7 @@ def bench(
     drafter: Drafter = default("drafter"),
     gamma: Gamma = None,
     temperature: Temperature = default("temperature"),
+    sampling: OwnSampling = default("sampling"),
     batches: Annotated[
         str,
         option("batches", "Such as 1,8: of scale and memory; peers uses the largest up to 8."),
@@ -89,8 +91,9 @@ def bench(
 
     names = list(dict.fromkeys(suites or every.NAMES))
     options = pairing_options(
-        gamma, target=target, drafter=drafter, temperature=temperature, dtype=dtype, device=device
-    )
+        gamma, target=target, drafter=drafter, temperature=temperature, sampling=sampling,
+        dtype=dtype, device=device,
+    )  # fmt: skip
     rows, texts = numbers("batches", batches), questions.load(prompts, limit=every.PROMPTS)
     work = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
     every.check(names, options | work, texts)

@@ -16,6 +16,7 @@ from specexp.commands.options import (
     Dtype,
     Gamma,
     MaxNewTokens,
+    OwnSampling,
     Seed,
     Target,
     Temperature,
@@ -54,6 +55,8 @@ def generate(
     temperature: Temperature = default("temperature"),
     top_k: Annotated[int, option("top_k")] = default("top_k"),
     top_p: Annotated[float, option("top_p")] = default("top_p"),
+    min_p: Annotated[float, option("min_p")] = default("min_p"),
+    sampling: OwnSampling = default("sampling"),
     rule: Annotated[str, option("rule", "Lossy ones: typical, lenient:0.8.")] = default("rule"),
     max_new_tokens: MaxNewTokens = default("max_new_tokens"),
     dtype: Dtype = default("dtype"),
@@ -83,7 +86,7 @@ def generate(
     named = drafter if draft is None else f"{drafter}:{draft}"
     options = pairing_options(
         gamma, target=target, drafter=named, temperature=temperature, top_k=top_k, top_p=top_p,
-        rule=rule, tree=tree, dtype=dtype, device=device, seed=seed,
+        min_p=min_p, sampling=sampling, rule=rule, tree=tree, dtype=dtype, device=device, seed=seed,
     )  # fmt: skip
     if prompt is None:
         texts = load(str(prompts), None, limit)
@@ -175,6 +178,8 @@ def _show(pairing: Pairing, text: str, output: Output, rounds: bool) -> None:
         f"{record.emitted} tokens in {record.passes} target passes: {tokens_a_pass}{rate}",
         soft_wrap=True,
     )
+    if pairing.followed:
+        console.print(f"as its generation config says: {', '.join(pairing.followed)}")
 
 
 def theory(

@@ -29,6 +29,7 @@ Drafter = Annotated[str, option("drafter", "`model` is the target's draft in the
 Gamma = Annotated[int | None, option("gamma", "Default: 5, or the drafter's longest if shorter.")]
 Temperature = Annotated[float, option("temperature")]
 Chat = Annotated[bool, typer.Option("--chat", help=help_of("chat"))]
+OwnSampling = Annotated[str, option("sampling", "`do_sample` false is greedy.")]
 MaxNewTokens = Annotated[int, option("max_new_tokens")]
 Dtype = Annotated[str, option("dtype")]
 Device = Annotated[str, option("device")]
@@ -38,7 +39,8 @@ Host = Annotated[
     str, typer.Option(help="Address to listen on; 127.0.0.1 admits only this machine.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-PAIRING = ("target", "drafter", "temperature", "top_k", "top_p", "dtype", "device", "seed")
+PAIRING = ("target", "drafter", "temperature", "top_k", "top_p", "min_p", "sampling", "dtype",
+           "device", "seed")  # fmt: skip
 
 
 def pairing_options(gamma: int | None, **options: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from specexp.commands.options import (
     Drafter,
     Dtype,
     MaxNewTokens,
+    OwnSampling,
     Target,
     Temperature,
     complain,
@@ -54,6 +55,7 @@ def serve(
     ttft_ms: Annotated[float, option("ttft_ms", "For goodput.")] = default("ttft_ms"),
     tpot_ms: Annotated[float, option("tpot_ms", "For goodput.")] = default("tpot_ms"),
     temperature: Temperature = default("temperature"),
+    sampling: OwnSampling = default("sampling"),
     dtype: Dtype = default("dtype"),
     device: Device = default("device"),
     seed: Annotated[int, option("seed", "And of arrivals.")] = default("seed"),
@@ -75,8 +77,8 @@ def serve(
     from specexp.measure.hardware.machine import doubts
 
     options = pairing_options(
-        None, target=target, drafter=drafter, temperature=temperature, dtype=dtype, device=device,
-        seed=seed,
+        None, target=target, drafter=drafter, temperature=temperature, sampling=sampling,
+        dtype=dtype, device=device, seed=seed,
     )  # fmt: skip
     usual = ["plain", f"always:{min(3, options['gamma'])}", "goodput"]
     names = list(dict.fromkeys(policy or usual))

@@ -84,6 +84,12 @@ def _top_p(name: str, value: Any) -> None:
     Sampling(0.0, 0, value)
 
 
+def _min_p(name: str, value: Any) -> None:
+    from specexp.sampling import Sampling
+
+    Sampling(0.0, 0, 1.0, value)
+
+
 def _rule(name: str, value: Any) -> None:
     from specexp import rules
 
@@ -165,6 +171,13 @@ PARAMETERS: dict[str, Parameter] = {
     "top_k": Parameter("int", "sample from the k likeliest tokens; 0: from all", _top_k, 0),
     "top_p": Parameter(
         "float", "sample from the likeliest tokens of this total probability", _top_p, 1.0
+    ),
+    "min_p": Parameter(
+        "float", "sample from tokens at least so likely, relative to the likeliest", _min_p, 0.0
+    ),
+    "sampling": Parameter(
+        "str", "given (temperature and cuts), or model: that of generation_config.json",
+        default="given",
     ),
     "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
     "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),

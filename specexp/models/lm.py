@@ -8,7 +8,7 @@ are not. A faster network may take the place of the module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Protocol
@@ -21,11 +21,12 @@ from specexp.models import memory
 from specexp.models.cache import SlotCache
 from specexp.models.layers import layers
 from specexp.models.memory import PREFILL
+from specexp.models.processors import unprocessed
 from specexp.models.recurrent import States, Stepwise, examine, spans, stepwise
 from specexp.models.servable import reach
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict
-from specexp.tree import tree_mask
+from specexp.tree import Tree, tree_mask
 
 
 @dataclass
@@ -117,14 +118,19 @@ class LM:
     """A causal LM with a cache of its own. `models.load` makes one from a folder or a module.
 
     `net`: what runs `module`. `vocab` V: the tokens it may emit; ids past it are padding rows.
+    `process`: what a target's generation config makes of the logits [B, N, V] after a draft.
     `context`: the longest sequence it can read. `fault` [B]: NaN for rows in which this model has
     produced NaN or infinite logits, else 0. `room` and `again`: the slots from the root on that a
     round may write, and the tokens before the root that it feeds again; what has states keeps them
     for as many slots.
     """
 
-    def __init__(self, module: Any, name: str, vocab: int, net: Network) -> None:
+    def __init__(
+        self, module: Any, name: str, vocab: int, net: Network,
+        process: Callable[[Draft, Tensor], Tensor] = unprocessed,
+    ) -> None:  # fmt: skip
         self.module, self.name, self.vocab, self.net = module, name, vocab, net
+        self.process = process
         self.config = module.config.get_text_config()
         self.context = reach(self.config)
         self.layers = layers(self.config, self.context)
@@ -135,7 +141,18 @@ class LM:
 
     def apart(self, name: str = "") -> LM:
         """The same weights with a cache of their own, and perhaps another name."""
-        return LM(self.module, name or self.name, self.vocab, self.net)
+        return LM(self.module, name or self.name, self.vocab, self.net, self.process)
+
+    def processed(self, process: Callable[[Draft, Tensor], Tensor]) -> LM:
+        """The same weights with a cache of their own, and logits that `process` makes."""
+        return LM(self.module, self.name, self.vocab, self.net, process)
+
+    def after(self, text: Sequence[int], logits: Tensor) -> Tensor:
+        """What `process` makes of the module's logits [n, V] after the last n tokens of a text."""
+        n, device = len(logits), logits.device
+        seqs = Sequences.of([text[: len(text) - n + 1]], 0, slack=n, device=device)
+        drafted = torch.tensor([[*text[len(text) - n + 1 :]]], dtype=torch.int64, device=device)
+        return self.process(seqs.draft(Tree.chain(n - 1).nodes(device), drafted), logits[None])[0]
 
     @property
     def parameters(self) -> int:
@@ -238,14 +255,17 @@ class LM:
         return logits
 
     def verify(self, seqs: Sequences, draft: Draft, taps: tuple[int, ...] = ()) -> Forward:
-        """One pass over a draft: node i in slot length-1+i at position length-1+depth[i]."""
+        """One pass over a draft: node i in slot length-1+i at position length-1+depth[i]; logits
+        as `process` leaves them."""
         assert draft.tokens.shape[1] <= self.room or not self.net.parts, "no room for the draft"
         nodes, visible = draft.nodes, None
         slots = positions = seqs.places(nodes.depth)
         if not nodes.is_chain:
             slots = seqs.places(torch.arange(draft.tokens.shape[1], device=self.device)[None])
             visible = tree_mask(slots[:, :1], seqs.tokens.shape[1], nodes.ancestors)
-        return self.feed(seqs, draft.tokens, slots, positions, visible, taps)
+        seen = self.feed(seqs, draft.tokens, slots, positions, visible, taps)
+        seen.logits = self.process(draft, seen.logits)
+        return seen
 
     @torch.inference_mode()
     def keep(self, seqs: Sequences, draft: Draft, verdict: Verdict) -> None:

@@ -23,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -69,6 +70,13 @@ def read_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a folder or hub id: the same object while its files do not change."""
     bare, _ = int8.split(str(source))
     return _tokenizer(bare, _state(bare))
+
+
+def read_generation(source: str | Path) -> Any:
+    """The generation config of a folder or hub id: generation_config.json, and config.json only
+    where there is none, as in transformers."""
+    bare, _ = int8.split(str(source))
+    return _generation(bare, _state(bare))
 
 
 def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
@@ -286,6 +294,26 @@ def _tokenizer(source: str, state: Any) -> Any:
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except Exception as e:  # broken files may raise anything
         raise UserError(f"cannot read the tokenizer of {source}: {first_line(e)}") from e
+
+
+@lru_cache(maxsize=64)
+def _generation(source: str, state: Any) -> Any:
+    try:
+        config = GenerationConfig.from_pretrained(source)
+    except OSError as e:
+        if (Path(source) / "generation_config.json").exists():
+            raise UserError(f"cannot read {source}/generation_config.json: {first_line(e)}") from e
+        named = {"config_file_name": "config.json", "_from_model_config": True}
+        return GenerationConfig.from_pretrained(source, **named)
+    except Exception as e:  # one with wrong values may raise anything
+        raise UserError(f"cannot read generation_config.json of {source}: {first_line(e)}") from e
+    elsewhere = _config(source, state).get_text_config().eos_token_id
+    if config.eos_token_id is None and elsewhere is not None:
+        log.warning(
+            "generation_config.json of %s names no EOS, so texts run to their limit, as in "
+            "transformers; the eos_token_id %s of config.json does not count", source, elsewhere,
+        )  # fmt: skip
+    return config
 
 
 def _check_device(dtype: str, device: str) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -44,11 +45,14 @@ def test_help_has_examples_and_imports_nothing_heavy():
     [
         (
             "generate",
-            "target drafter gamma tree temperature top_k top_p rule max_new_tokens dtype device "
-            "seed prompts limit",
+            "target drafter gamma tree temperature top_k top_p min_p sampling rule max_new_tokens "
+            "dtype device seed prompts limit",
         ),
-        ("serve", "target drafter prompts count rows queue chunk ttft_ms tpot_ms seed dtype"),
-        ("bench", "target drafter gamma temperature batches prompts max_new_tokens device"),
+        ("serve", "target drafter prompts count rows queue chunk ttft_ms tpot_ms sampling dtype"),
+        (
+            "bench",
+            "target drafter gamma temperature sampling batches prompts max_new_tokens device",
+        ),
         ("profile", "target drafter temperature batches contexts dtype device"),
     ],
 )
@@ -130,6 +134,18 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
     assert "accepted/drafted" in out
     assert "identical" in out
     assert "[accepted]  <corrected>  +bonus+  plain  ~rejected~" in out, "no colours, no marks"
+
+
+def test_generate_follows_the_generation_config_of_the_target(run, tiny_folders, tmp_path):
+    folder = shutil.copytree(tiny_folders[0], tmp_path / "target")
+    config = {"repetition_penalty": 1.3, "do_sample": True, "temperature": 0.7}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    own = "--target", str(folder), "--drafter", "ngram", "--prompt", "def", "--sampling", "model"
+    code, out, _ = run("generate", *own, "--max-new-tokens", "8")
+    assert (code, "as its generation config says: repetition_penalty" in out) == (0, True)
+    code, _, err = run("generate", *own, "--top-k", "3")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "leave them out" in err
 
 
 def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):

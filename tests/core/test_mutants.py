@@ -14,12 +14,13 @@ import pytest
 import torch
 from support import architectures
 from support.oracle import explore, gap, surprise, warp
-from support.toys import texts, toy_engine
+from support.toys import PROCESSED, processed_toy, texts, toy_engine
 
 from specexp import growth, ops, report, rules
 from specexp import tree as trees
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
+from specexp.models import processors
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import LM
 from specexp.policy import Fixed
@@ -72,6 +73,10 @@ def law_when_shaped() -> None:
     for shape in (Sampling(0.5), Sampling(1.0, top_k=2), Sampling(0.5, top_k=3, top_p=0.6)):
         engine = toy_engine(Reject(), "drawn", V=4, p="tied", sampling=shape)
         assert gap(engine, texts(4, 6), 2, [CHAIN]) <= ROUNDING
+
+
+def law_when_processed() -> None:
+    assert gap(processed_toy(Reject(), "scripted"), PROCESSED, 2, [BRANCHING]) <= ROUNDING
 
 
 def law_when_sampled() -> None:
@@ -238,8 +243,9 @@ CHECKS = {
     f.__name__: f
     for f in (shape, precision, edges, addresses, law_on_chains, law_on_trees,
               law_of_chosen_guesses, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
-              law_when_sampled, law_of_block, law_of_block_when_sampled, gain_of_block,
-              bias_of_lossy_rules, typical_by_hand, speed, overlap, counts, texts_in_windows)
+              law_when_processed, law_when_sampled, law_of_block, law_of_block_when_sampled,
+              gain_of_block, bias_of_lossy_rules, typical_by_hand, speed, overlap, counts,
+              texts_in_windows)
 }  # fmt: skip
 
 
@@ -332,6 +338,12 @@ MUTANTS = [
     Mutant("nodes see their siblings", trees, "tree_mask",
            {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"},
            "law_on_trees"),
+    Mutant("logits shaped by committed tokens alone", processors, "texts",
+           {"draft.tokens.clamp(min=0)": "seqs.root"},
+           "law_when_processed"),
+    Mutant("logits shaped by siblings too", processors, "texts",
+           {"torch.where(nodes.ancestors, slots[:, None], S)":
+            "(slots[:, :1] + torch.arange(N))[:, None].expand(B, N, N)"}, "law_when_processed"),
     # What is kept
     Mutant("threshold for a coin", *reject, {COIN: "(ratio[..., 0] > 0.5)"}, "law_on_chains"),
     Mutant("accept if a sample agrees, then the residual", *reject,

@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from support.fake_cuda import ATTENTION, begun
-from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine
+from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine, processed
 
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
@@ -57,6 +57,18 @@ def test_round_of_another_family_leaves_the_device(attention, family):
 @layouts
 def test_round_over_states_leaves_the_device(attention, family):
     stays(attention, "self", "grown", "match", 0.9, family)
+
+
+@pytest.mark.parametrize("tree", ["chain", "grown"])
+@layouts
+def test_round_with_processed_logits_leaves_the_device(attention, tree):
+    config = {
+        "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [3],
+        "sequence_bias": [[[5, 6], 1.5]],
+    }  # fmt: skip
+    made = processed(engine("model", tree, "match", dtype=ATTENTION[attention]), **config)
+    with begun(made, PROMPTS, TREES[tree], attention) as seqs:
+        assert made.round(seqs, TREES[tree]).is_meta
 
 
 @pytest.mark.parametrize("kind", ["model", "recycle"])

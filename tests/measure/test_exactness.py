@@ -18,6 +18,7 @@ from specexp.measure.exactness.draws import Tally, Witness, sets_of
 from specexp.models.int8 import quantise
 from specexp.models.lm import LM
 from specexp.models.load import of_module
+from specexp.models.processors import NoRepeatNgram, Processors, RepetitionPenalty
 from specexp.policy import Fixed
 from specexp.rules import Match, Reject, Typical, normalised
 from specexp.sampling import RESIDUAL, Sampling
@@ -54,6 +55,24 @@ def test_certify_says_when_match_replaces_the_rule(temperature):
 
 def test_top_k_and_top_p_are_exact():
     assert certify(engine(0.9, top_k=7, top_p=0.8), PROMPTS, 24).bugs == 0
+
+
+def test_cuts_at_min_p_are_exact():
+    assert certify(engine(0.9, min_p=0.2), PROMPTS, 24).bugs == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_near_winners_of_processed_logits_are_processed(temperature):
+    checked = engine(temperature, torch.bfloat16)
+    steps = [RepetitionPenalty(1.4), NoRepeatNgram(2)]
+    checked = Engine.of(checked, target=checked.target.processed(Processors(steps)))
+    assert certify(checked, PROMPTS, 24).bugs == 0
+    reference = Reference(checked.target)
+    row = checked.plain().generate(PROMPTS[:1], 9).tokens[0]
+    text = [*PROMPTS[0], *row, PROMPTS[0][0]]
+    logits = reference.logits(text)
+    assert logits[PROMPTS[0][1]] == -torch.inf, "its bigram is in the text"
+    assert 0 < len(near_winners(checked, text, 0, reference)) < 16
 
 
 class AcceptAll(Match):

@@ -2,12 +2,15 @@
 
 import importlib.machinery
 import importlib.util
+import json
+import shutil
 import sys
 import types
 
 import pytest
 import torch
 
+import specexp
 from specexp.measure import interleave
 from specexp.measure.hardware import peers
 from specexp.measure.prompts import Prompt
@@ -32,6 +35,16 @@ def test_peers_write_equal_texts(pairing):
         if row["missing"] is None:
             assert row["equal"] == {"share": 1, "ties": 0, "others": 0}
             assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
+
+
+def test_peers_follow_the_generation_config_of_the_target(tiny_folders, tmp_path):
+    folder = shutil.copytree(tiny_folders[0], tmp_path / "target")
+    said = {"repetition_penalty": 1.4, "bad_words_ids": [[3, 4]]}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    report = peers.peers(specexp.load(str(folder), tiny_folders[1], gamma=3), PROMPTS, [2], 10, 1)
+    assert {row["work"] for row in report["rows"] if row["missing"]} == {"vLLM plain"}
+    for row in report["rows"]:
+        assert row["missing"] or row["equal"] == {"share": 1, "ties": 0, "others": 0}
 
 
 def test_peer_ratios_are_of_delivered_tokens(pairing, monkeypatch, now):
@@ -64,7 +77,7 @@ def test_assisted_generation_drafts_gamma_tokens_every_round(pairing):
         lambda module, args, more: widths.append(more["input_ids"].shape[1]), with_kwargs=True
     )
     write = peers.transformers(target, 30, assistant_model=draft)
-    with peers.same_settings([target, draft], 3, Sampling()):
+    with peers.same_settings([target, draft], 3, Sampling(), {}):
         [row] = write([[5, 6, 7]])
     hook.remove()
     assert len(row) == 30
@@ -73,7 +86,7 @@ def test_assisted_generation_drafts_gamma_tokens_every_round(pairing):
 
 
 def test_sampled_peers_share_settings_not_texts(pairing):
-    with peers.same_settings([pairing.target.module], 3, Sampling(0.7, 5, 0.9)):
+    with peers.same_settings([pairing.target.module], 3, Sampling(0.7, 5, 0.9), {}):
         config = pairing.target.module.generation_config
         assert (config.do_sample, config.temperature, config.top_k) == (True, 0.7, 5)
         assert (config.top_p, config.eos_token_id) == (0.9, None)

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -35,6 +36,7 @@ from specexp.drafters.planted import Planted
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
+from specexp.models import generation
 from specexp.models.heads import Eagle, EagleShape, Medusa
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -197,6 +199,13 @@ def engine(kind="model", tree="chain", rule="reject", family="llama", temperatur
     shape = TREES[tree] if isinstance(tree, str) else tree
     guess = drafter(kind, target, law, seed)
     return Engine(target, guess, Fixed(shape), law, RULES[rule], seed, eos)
+
+
+def processed(made: Engine, **config: object) -> Engine:
+    """An engine whose target's generation config says this."""
+    target, said = made.target, GenerationConfig(eos_token_id=0, **config)
+    process = generation.processors(said, "tiny", target.vocab, target.device)
+    return Engine.of(made, target=target.processed(process))
 
 
 @torch.no_grad()

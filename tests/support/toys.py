@@ -19,6 +19,7 @@ from specexp.drafters.ngram import NGram
 from specexp.drafters.null import Null
 from specexp.engine import Engine
 from specexp.models.load import of_module
+from specexp.models.processors import NoRepeatNgram, Processors, RepetitionPenalty, SequenceBias
 from specexp.policy import Fixed
 from specexp.rules import Rule
 from specexp.sampling import Rng, Sampling, mix
@@ -148,6 +149,29 @@ def toy_engine(
     }
     target = of_module(Toy(V, p, 1, blind, dtype), "target")
     return Engine(target, made[drafter], Fixed(Tree.chain(0)), sampling, rule, seed, eos)
+
+
+def by_hand(text: Text, weights: list[int]) -> list[int]:
+    """What the processors of `processed_toy` make of integer weights, by the definitions: a penalty
+    of 1/2 squares those of tokens in the text; no three tokens come twice in a row; 0 never follows
+    1, 2."""
+    squared = [w * w if x in text else w for x, w in enumerate(weights)]
+    triples = {*zip(text, text[1:], text[2:], strict=False), (1, 2, 0)}
+    return [0 if (*text[-2:], x) in triples else w for x, w in enumerate(squared)]
+
+
+PROCESSED: list[Texts] = [((5,),), ((0, 2, 1, 0, 2),), ((1, 1, 1),), ((0, 1, 2),)]
+
+
+def processed_toy(rule: Rule, drafter: str) -> Engine:
+    """An engine whose target's logits are processed, with three tokens; `after` says by_hand."""
+    made = toy_engine(rule, drafter)
+    bias = SequenceBias({(1, 2, 0): -torch.inf}, 3, torch.device("cpu"))
+    steps = [RepetitionPenalty(0.5), NoRepeatNgram(3), bias]
+    target = made.target.processed(Processors(steps))
+    after = target.module.after
+    target.module.after = lambda text: by_hand(tuple(text), after(text))
+    return Engine.of(made, target=target)
 
 
 def texts(V: int, cases: int, rows: int = 1) -> list[Texts]:

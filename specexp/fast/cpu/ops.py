@@ -111,7 +111,12 @@ def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
 @compiled(Sampling.law)
 def law(self: Sampling, logits: Tensor) -> Tensor:
     """Logits of any strides, and of 16 bits, are copied first."""
-    if self.temperature == 0 or logits.dtype == torch.float64 or logits.requires_grad:
+    if (
+        self.temperature == 0
+        or self.min_p > 0
+        or logits.dtype == torch.float64
+        or logits.requires_grad
+    ):
         return NotImplemented
     logits = logits.float().contiguous()
     if not floats(logits) or not logits.numel():

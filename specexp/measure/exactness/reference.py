@@ -5,6 +5,7 @@ text at once. Its weights are those of the run, 8-bit ones included.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -31,14 +32,17 @@ def near_winners(
     target, sampling = engine.target, engine.sampling
     logits = reference.logits(text)
     eps = TOLERANCE[target.dtype]
-    slack = eps * float(logits.abs().max())
+    slack = eps * float(logits[logits.isfinite()].abs().max())
     if sampling.temperature == 0:
         return set(torch.nonzero(logits >= logits.max() - 2 * slack).flatten().tolist())
     device = logits.device
     key = mix(mix(torch.tensor([stream], device=device)) + len(text))
     winners: set[int] = set()
-    for top_p in {sampling.top_p, min(1.0, sampling.top_p + eps), sampling.top_p * (1 - eps)}:
-        p = replace(sampling, top_p=top_p).law(logits[None])
+    near_ratio = math.exp(min(50.0, 2 * slack / sampling.temperature))  # of probabilities
+    for sign in (0, 1, -1):  # a cut may fall to either side of a token
+        top_p = min(1.0, sampling.top_p * (1 + sign * eps))
+        min_p = min(1.0, sampling.min_p * near_ratio**sign)
+        p = replace(sampling, top_p=top_p, min_p=min_p).law(logits[None])
         race = Noise(engine.seed).race(p, key, TOKEN).log()[0]
         near = race >= race.max() - 2 * slack / sampling.temperature
         winners |= set(torch.nonzero(near).flatten().tolist())
@@ -70,12 +74,14 @@ class Reference:
         return int(strays.sum())
 
     def _after(self, module: Any, device: torch.device, text: Sequence[int], n: int) -> Tensor:
-        """Logits [n, V] after each of the last n tokens, in at least float32."""
+        """Logits [n, V] after each of the last n tokens, in at least float32, as the target's are
+        processed."""
         ids = torch.tensor([list(text)], device=device)
         with torch.inference_mode():
             logits = module(input_ids=ids, use_cache=False, logits_to_keep=n).logits[0, -n:]
         logits = logits[:, : self.target.vocab].to(self.target.device)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.target.after(text, logits)
 
     @cached_property
     def _device(self) -> torch.device:

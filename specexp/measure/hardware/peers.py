@@ -3,7 +3,8 @@
 Each side takes prompts as token lists and returns token lists. The whole call is timed, prefill
 included, and delivered tokens are counted. EOS is ignored on both sides, so that all generate the
 same number: specexp's engines have no `eos`, and while the suite runs the modules have a generation
-config without `eos_token_id`. transformers reads the draft length from the *draft model's*
+config without `eos_token_id`, with the same sampling, and with what specexp follows of the target's
+own. transformers reads the draft length from the *draft model's*
 generation config: gamma, constant, with a confidence threshold of 0, so no draft ends early.
 
 Prompt lookup differs: among earlier occurrences of up to three tokens, transformers copies what
@@ -16,6 +17,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -68,9 +70,8 @@ def peers(
     arms = {("ours", name): ours(engine, new) for name, engine in engines.items()}
     arms |= {("theirs", name): write for name, write in theirs.items()}
     few = [arm for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")]
-    with same_settings(
-        [pairing.target.module, *_draft_module(pairing)], gamma, pairing.engine.sampling
-    ):
+    modules = [pairing.target.module, *_draft_module(pairing)]
+    with same_settings(modules, gamma, pairing.engine.sampling, pairing.followed):
         each = [[row] for row in ids]
         longest_first = sorted(each, key=lambda rows: -len(rows[0]))
         alone = interleave.take(arms, each * repeats, device, "peers", warm=longest_first)
@@ -154,6 +155,8 @@ def others(pairing: Pairing, max_new_tokens: int) -> tuple[dict[str, Writer], di
         missing["vllm"] = "vLLM is not installed"
     elif split(pairing.options["target"])[1]:
         missing["vllm"] = f"vLLM cannot load {pairing.target.name}"
+    elif unknown := pairing.followed.keys() - {"repetition_penalty"}:
+        missing["vllm"] = f"vLLM does not follow {', '.join(sorted(unknown))}"
     else:
         writers["vllm"] = vllm(pairing, new)
     return writers, missing
@@ -196,13 +199,14 @@ def transformers(module: Any, max_new_tokens: int, **how: Any) -> Writer:
 
 
 @contextmanager
-def same_settings(modules: Sequence[Any], gamma: int, sampling: Sampling) -> Iterator[None]:
-    """While active, the modules `generate` as specexp does: without EOS, greedily or from the same
-    distribution, and with a constant draft length of gamma."""
-    how: dict[str, Any] = {"do_sample": False}
+def same_settings(
+    modules: Sequence[Any], gamma: int, sampling: Sampling, processors: dict[str, Any]
+) -> Iterator[None]:
+    """While active, the modules `generate` as specexp does: without EOS, with the same processors,
+    greedily or from the same distribution, and with a constant draft length of gamma."""
+    how: dict[str, Any] = processors | {"do_sample": sampling.temperature > 0}
     if sampling.temperature > 0:
-        how = {"do_sample": True, "temperature": sampling.temperature,
-               "top_k": sampling.top_k, "top_p": sampling.top_p}  # fmt: skip
+        how |= asdict(sampling) | {"min_p": sampling.min_p or None}
     configs = [(module, module.generation_config) for module in modules]
     try:
         for module, config in configs:
@@ -225,8 +229,9 @@ def vllm(pairing: Pairing, max_new_tokens: int) -> Writer:
         max_model_len=min(pairing.target.context, 4096), gpu_memory_utilization=0.4,
     )  # fmt: skip
     sampling = package.SamplingParams(
-        temperature=pairing.engine.sampling.temperature, max_tokens=max_new_tokens, ignore_eos=True
-    )
+        **asdict(pairing.engine.sampling), **pairing.followed, max_tokens=max_new_tokens,
+        ignore_eos=True,
+    )  # fmt: skip
 
     def write(texts: Texts) -> Texts:
         prompts = [{"prompt_token_ids": row} for row in texts]

@@ -20,7 +20,9 @@ from specexp.measure.hardware.suites import WORK
 from specexp.measure.statistics import Interval
 
 MARGIN = 0.05
-ALIKE = ("target", "drafter", "gamma", "temperature", "dtype", "max_new_tokens", "prompts")
+ALIKE = ("target", "drafter", "gamma", "temperature", "sampling", "dtype", "max_new_tokens",
+         "prompts")  # fmt: skip
+LATER = {"sampling": "given"}  # what reports before there was this parameter were measured with
 SUITES = ("peers", "roofline", "round")  # the others have no ratio that should rise or fall
 
 
@@ -48,7 +50,7 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
     other parameters or suites than those given."""
     try:
         report = dict(json.loads(path.read_text()))
-        earlier, measured = dict(report["parameters"]), set(report["suites"])
+        earlier, measured = LATER | report["parameters"], set(report["suites"])
         _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
     except OSError as e:
         raise UserError(
@@ -58,6 +60,7 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
         raise UserError(
             f"{path} is not a report that this version reads; write one with specexp bench --out"
         ) from e
+    parameters = LATER | parameters
     differing = [
         f"{name} {earlier.get(name)!r}, now {parameters[name]!r}"
         for name in ALIKE

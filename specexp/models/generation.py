@@ -1,0 +1,123 @@
+"""What a model's generation config means: where texts end, processors of logits, its own sampling.
+
+load.py reads it. What can be followed exactly whatever is drafted is followed: what depends on the
+tokens of a row alone. All else that would change the text is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexp.errors import UserError, first_line
+from specexp.models.processors import (
+    NoRepeatNgram,
+    Processor,
+    Processors,
+    RepetitionPenalty,
+    SequenceBias,
+    unprocessed,
+)
+from specexp.sampling import Sampling
+from specexp.sequences import Draft
+
+# What is followed, and values with which it changes nothing.
+FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "sequence_bias": (), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
+    "bad_words_ids": (), "suppress_tokens": ([],),
+}  # fmt: skip
+# What is not: searches, further passes, other inputs, and what counts from the end of the prompt or
+# of the text.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (),
+    "force_words_ids": (), "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,),
+    "encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,),
+    "watermarking_config": (), "token_healing": (False,), "stop_strings": ([],),
+    "min_length": (0, 1), "min_new_tokens": (0,), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "exponential_decay_length_penalty": (),
+    "begin_suppress_tokens": ([],),
+}  # fmt: skip
+NO_CUTS: dict[str, tuple[Any, ...]] = {
+    "top_h": (), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,)
+}  # fmt: skip
+USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # where a config says nothing
+
+
+def settings(config: Any, names: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Those of these settings that a generation config has and that change something."""
+    values = {name: getattr(config, name, None) for name in names}
+    return {n: value for n, value in values.items() if value is not None and value not in names[n]}
+
+
+def followed(config: Any) -> dict[str, Any]:
+    """The settings of a generation config that shape logits here."""
+    return settings(config, FOLLOWED)
+
+
+def processors(
+    config: Any, name: str, vocab: int, device: torch.device
+) -> Callable[[Draft, Tensor], Tensor]:
+    """What the config of the model called `name` makes of the logits [B, N, V] after a draft's
+    nodes; V: `vocab`. Raises UserError if it has a setting that cannot be followed."""
+    _refuse(settings(config, REFUSED), name)
+    steps = []
+    for setting, value in followed(config).items():
+        try:
+            steps.append(_step(setting, value, stops(config, name), vocab, device))
+        except (TypeError, ValueError) as e:
+            raise UserError(f"{_sets(name, setting, value)}: {first_line(e)}") from e
+    return Processors(steps) if steps else unprocessed
+
+
+def _step(setting: str, value: Any, eos: list[int], vocab: int, device: torch.device) -> Processor:
+    if setting == "repetition_penalty":
+        return RepetitionPenalty(value)
+    if setting == "no_repeat_ngram_size":
+        return NoRepeatNgram(int(value))
+    if setting == "sequence_bias":
+        pairs = value.items() if isinstance(value, dict) else value
+        biases = {tuple(row): float(bias) for row, bias in pairs}
+    elif setting == "suppress_tokens":
+        biases = {(token,): -math.inf for token in value}
+    else:
+        biases = {tuple(row): -math.inf for row in value if list(row) not in [[t] for t in eos]}
+    within = {row: bias for row, bias in biases.items() if min(row) >= 0 and max(row) < vocab}
+    return SequenceBias(within, vocab, device)
+
+
+def sampling(config: Any, name: str) -> Sampling:
+    """The model's own sampling, greedy unless `do_sample`; what the config does not say is as
+    usual in transformers. Raises UserError for a cut that `Sampling` does not know."""
+    if not getattr(config, "do_sample", False):
+        return Sampling()
+    _refuse(settings(config, NO_CUTS), name)
+    values = USUAL | settings(config, dict.fromkeys(USUAL, ()))
+    try:
+        return Sampling(**values)
+    except TypeError as e:
+        raise UserError(f"generation_config.json of {name} has {values}: {first_line(e)}") from e
+
+
+def stops(config: Any, name: str) -> list[int]:
+    """The tokens that end a text."""
+    eos = getattr(config, "eos_token_id", None)
+    listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(token, int) for token in listed):
+        raise UserError(f"{_sets(name, 'eos_token_id', eos)}: use a token or a list of tokens")
+    return listed
+
+
+def _refuse(found: dict[str, Any], name: str) -> None:
+    for setting, value in found.items():
+        raise UserError(
+            f"{_sets(name, setting, value)}, which changes the text and is not followed here: "
+            "remove it there to generate without it"
+        )
+
+
+def _sets(name: str, setting: str, value: Any) -> str:
+    return f"generation_config.json of {name} sets {setting} to {' '.join(repr(value).split()):.60}"

@@ -1,0 +1,133 @@
+"""What a model's generation config does to its logits: one more step before `Sampling`.
+
+A processor is a function of a text and of the logits after it, so speculation keeps it exactly, on
+any tree: every node of a draft has a text of its own, which is the row's committed tokens and then
+those on the path from the root to the node. Names and meaning are those of transformers'
+generation configs; models/generation.py reads them. Shapes depend on the round's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specexp.sequences import Draft
+
+Processor: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From texts [B, N, S] of `length` [B, N] tokens (anything behind them) and the logits [B, N, V] of
+the token after each to the logits that are used in their place."""
+
+ANY, NONE = -1, -2  # in a sequence to match: any token; in a text: no token
+
+
+def unprocessed(draft: Draft, logits: Tensor) -> Tensor:
+    return logits
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Processors, one after the other, over a draft; in float32 or float64."""
+
+    steps: Sequence[Processor]
+
+    def __call__(self, draft: Draft, logits: Tensor) -> Tensor:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        text, length = texts(draft)
+        for step in self.steps:
+            logits = step(text, length, logits)
+        return logits
+
+
+def texts(draft: Draft) -> tuple[Tensor, Tensor]:
+    """The text of each node, itself included: tokens [B, N, S + 1], of which `length` [B, N] count.
+    S: slots of a row; the last place takes what is in no text."""
+    seqs, nodes = draft.text, draft.nodes
+    (B, N), S = draft.tokens.shape, seqs.tokens.shape[1]
+    slots = seqs.places(nodes.depth)
+    path = torch.where(nodes.ancestors, slots[:, None], S)  # [B, N, N]
+    committed = pad(seqs.tokens, (0, 1))[:, None].expand(B, N, S + 1)
+    tokens = draft.tokens.clamp(min=0)[:, None].expand(B, N, N)
+    return committed.scatter(2, path, tokens), slots + 1
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """Divide positive logits of tokens in the text by `penalty`, multiply negative ones by it.
+
+    (Keskar et al. 2019, CTRL, section 4.1; prompt included.)"""
+
+    penalty: float
+
+    def __post_init__(self) -> None:
+        if not self.penalty > 0:
+            raise ValueError("a penalty is above 0")
+
+    def __call__(self, text: Tensor, length: Tensor, logits: Tensor) -> Tensor:
+        within = torch.arange(text.shape[-1], device=text.device) < length[..., None]
+        penalised = torch.where(logits < 0, logits * self.penalty, logits / self.penalty)
+        return torch.where(_present(text, within, logits.shape[-1]), penalised, logits)
+
+
+@dataclass(frozen=True)
+class NoRepeatNgram:
+    """Rule out each token that would complete n tokens which the text already has in a row."""
+
+    n: int
+
+    def __call__(self, text: Tensor, length: Tensor, logits: Tensor) -> Tensor:
+        if self.n > text.shape[-1]:
+            return logits
+        grams = text.unfold(-1, self.n, 1)  # [B, N, S - n + 1, n]
+        begun = _tail(text, length, self.n - 1)
+        end = torch.arange(self.n, text.shape[-1] + 1, device=text.device)
+        again = (grams[..., :-1] == begun[:, :, None]).all(-1) & (end <= length[..., None])
+        repeats = _present(grams[..., -1], again, logits.shape[-1])
+        return logits.masked_fill(repeats, -torch.inf)
+
+
+class SequenceBias:
+    """Add a bias to the last token of each sequence whose other tokens end the text.
+
+    biases: by sequence, of one token or more; -inf rules its last token out."""
+
+    def __init__(
+        self, biases: Mapping[tuple[int, ...], float], vocab: int, device: torch.device
+    ) -> None:
+        longer = sorted((row for row in biases if len(row) > 1), key=len)
+        self.alone = torch.zeros(vocab)
+        for row, bias in biases.items():
+            if len(row) == 1:
+                self.alone[row[0]] = bias
+        self.alone = self.alone.to(device)
+        self.most = len(longer[-1]) - 1 if longer else 0
+        starts = [[ANY] * (self.most + 1 - len(row)) + [*row[:-1]] for row in longer]
+        self.starts = torch.tensor(starts, dtype=torch.int64, device=device)  # [K, most]
+        self.last = torch.tensor([row[-1] for row in longer], dtype=torch.int64, device=device)
+        self.bias = torch.tensor([biases[row] for row in longer], device=device)
+
+    def __call__(self, text: Tensor, length: Tensor, logits: Tensor) -> Tensor:
+        bias = self.alone.to(logits.dtype).expand_as(logits)
+        if self.most:
+            end = _tail(text, length, self.most)[:, :, None]
+            ends = ((end == self.starts) | (self.starts == ANY)).all(-1)  # [B, N, K]
+            owed = torch.where(ends, self.bias.to(logits.dtype), 0.0)
+            bias = bias.index_add(-1, self.last, owed)
+        return logits + bias
+
+
+def _tail(text: Tensor, length: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of each text, [B, N, count]; NONE before its first."""
+    at = length[..., None] + torch.arange(-count, 0, device=text.device)
+    return torch.where(at >= 0, text.gather(-1, at.clamp(min=0)), NONE)
+
+
+def _present(tokens: Tensor, where: Tensor, V: int) -> Tensor:
+    """[B, N, V] bool: the tokens that tokens [B, N, n] has where `where` [B, N, n]."""
+    index = torch.where(where, tokens, V).clamp(max=V)
+    none = torch.zeros(*tokens.shape[:2], V + 1, dtype=torch.bool, device=tokens.device)
+    return none.scatter(-1, index, True)[..., :V]

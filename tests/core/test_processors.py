@@ -1,0 +1,74 @@
+"""A target's generation config shapes its logits as in transformers, whatever is drafted."""
+
+import pytest
+import torch
+from support.oracle import gap, target_law
+from support.tiny import NEW, PROMPTS, TREES, NoHostReads, engine, expected, module, processed
+from support.toys import PROCESSED, processed_toy, toy_engine
+
+from specexp.rules import Block, Match, Reject
+from specexp.sequences import Sequences
+from specexp.tree import Tree
+
+CASES = {
+    "penalty": {"repetition_penalty": 1.3},
+    "reward": {"repetition_penalty": 0.8},
+    "unigrams": {"no_repeat_ngram_size": 1},
+    "bigrams": {"no_repeat_ngram_size": 2},
+    "words": {"bad_words_ids": [[5], [7, 7], [9, 8, 1], [3, 4, 5, 6, 1, 2, 29]]},
+    "biases": {"sequence_bias": [[[12], 4.0], [[12, 14], -9.0], [[7, 7, 14], 9.0], [[1, 14], 9.0]]},
+    "suppressed": {"suppress_tokens": [1, 5, 9, 12, 30, 999]},
+    "all": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[13], [0]],
+            "sequence_bias": [[[11], 1.5]], "suppress_tokens": [3]},
+}  # fmt: skip
+PAIRS = [
+    ("null", "empty"), ("ngram", "chain"), ("model", "chain"), ("model", "irregular"),
+    ("eagle", "grown"), ("recycle", "branching"),
+]  # fmt: skip
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@cases
+def test_greedy_text_is_that_of_transformers(case):
+    net, theirs = module(), []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = net.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False,
+            eos_token_id=0, pad_token_id=0, **case,
+        )  # fmt: skip
+        theirs.append(output[0, len(prompt) :].tolist())
+    assert theirs != expected("llama"), "the case changes nothing"
+    for kind, tree in PAIRS:
+        made = processed(engine(kind, tree, "match", eos=(0,)), **case)
+        assert made.generate(PROMPTS, NEW).tokens == theirs, (kind, tree)
+
+
+@cases
+def test_sampled_text_under_match_is_that_of_plain_decoding(case):
+    for kind, tree in (("ngram", "chain"), ("model", "branching"), ("self", "grown")):
+        made = processed(engine(kind, tree, "match", temperature=0.9), **case)
+        assert made.generate(PROMPTS, NEW).tokens == made.plain().generate(PROMPTS, NEW).tokens
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter", "shape"),
+    [(Reject(), "drawn", (-1, 0, 0, 2)), (Reject(), "scripted", (-1, 0, 0, 1)),
+     (Match(), "scripted", (-1, 0, 0, 2)), (Block(), "drawn", (-1, 0, 1))],
+    ids=["reject", "reject chosen", "match", "block"],
+)  # fmt: skip
+def test_processors_keep_the_distribution_of_the_target(rule, drafter, shape):
+    """Every branch of chance of rounds on a tree, against the law of processed plain decoding."""
+    made = processed_toy(rule, drafter)
+    unprocessed, prompt = toy_engine(rule).target, (0, 2, 1, 0, 2)
+    assert target_law(made.target, prompt, 1) != target_law(unprocessed, prompt, 1)
+    assert gap(made, PROCESSED, 2, [Tree(shape)]) <= 1e-12
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_processors_read_nothing_on_the_host(tree):
+    made = processed(engine("model", tree, temperature=0.9), **CASES["all"])
+    seqs = made.begin(Sequences.of(PROMPTS, NEW, slack=TREES[tree].room))
+    made.round(seqs, TREES[tree])
+    with NoHostReads():
+        made.round(seqs, TREES[tree])
