@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter
+from specexp.drafters import Drafter, too_short
 from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models.lm import LM, Forward
@@ -250,6 +250,7 @@ class Engine:
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the "
                 f"{context(self.target.config)} of {self.target.name} by {over}"
             )
+        too_short(self.drafter, longest)
 
     def _ended(self, rows: list[list[int]], tree: Tree, end_s: float) -> Round:
         live = self.steps(rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import logging
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
 PLAIN = ("none", "plain", "off", "never", "baseline")  # what people call the null drafter
+log = logging.getLogger("specexp")
 
 
 @cache
@@ -206,6 +208,20 @@ class Prepared:
     deepest: int = 1 << 30
     config: Any = None
     slots: int = 1
+
+
+def too_short(drafter: Drafter, length: int) -> None:
+    """Say, once a drafter, that it cannot draft for a text of so many tokens, if that is so."""
+    if 0 < drafter.context <= length:
+        _never_drafts(drafter.name, drafter.context)
+
+
+@cache
+def _never_drafts(drafter: str, context: int) -> None:
+    log.warning(
+        "%s reads at most %d tokens, and a prompt has no fewer: nothing is drafted in its batch; "
+        "use shorter prompts or another drafter", drafter, context,
+    )  # fmt: skip
 
 
 def prepare(request: Request) -> Prepared:

@@ -39,6 +39,7 @@ Params = Mapping[str, Any]
 Candidate = tuple[drafters.Request, drafters.Prepared]
 PAIRING = ("drafter", "gamma", "temperature", "rule", "tree")
 """What a pairing is varied over: singly, or in a list."""
+SAMPLING = ("top_k", "top_p", "min_p", "sampling")
 
 
 @dataclass
@@ -139,7 +140,7 @@ def _naming(options: Mapping[str, Any], params: Params) -> Iterator[str]:
     for name, value in params.items():
         option = PARAMETERS[name].each or name if name in PARAMETERS else ""
         listed = value if isinstance(value, list) else [value]
-        if option in (*PAIRING, "top_k", "top_p") and options[option] in listed:
+        if option in (*PAIRING, *SAMPLING) and options[option] in listed:
             yield name
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from specexp.drafters import too_short
 from specexp.engine import Engine
 from specexp.errors import UserError, first_line, ran_out
 from specexp.sequences import Sequences
@@ -124,6 +125,7 @@ class EngineRows:
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
         """Give a row to a text of which no cache holds anything yet."""
+        too_short(self.engine.drafter, len(text))
         self.seqs.write(row, text, len(text), stream)
         self._hidden[row] = []
         for lm in self.engine.models:

@@ -319,6 +319,19 @@ def test_shorter_draft_context_does_not_change_the_text():
     assert drafted == sorted(drafted, reverse=True)
 
 
+def test_drafter_that_can_never_run_says_so_once(caplog):
+    made = engine("model")
+    made.drafter.context, made.drafter.name = 8, "a draft model of few tokens"
+    for _ in range(2):
+        found = made.generate(PROMPTS, NEW)
+    assert found.tokens == expected("llama")
+    assert found.trace.acceptance.drafted == 0
+    assert [line for line in caplog.messages if "few tokens" in line] == [
+        "a draft model of few tokens reads at most 8 tokens, and a prompt has no fewer: nothing is "
+        "drafted in its batch; use shorter prompts or another drafter"
+    ]
+
+
 def test_batch_drafts_while_its_longest_row_has_room():
     made = engine("model")
     made.drafter.context = 24
