@@ -266,7 +266,7 @@ def test_logits_that_only_a_cache_gives_are_a_bug():
     whole = broken.target.net
 
     class Warmer:
-        sparing = 0
+        sparing, parts = 0, whole.parts
 
         def __call__(self, *args, **inputs):
             logits, hidden = whole(*args, **inputs)
