@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specexp.errors import first_line, ran_out
-from specexp.fast.cpu import passes
+from specexp.fast.cpu import build, passes
 from specexp.fast.cpu.passes import Native
 from specexp.models import heads, int8, lm
 from specexp.models.cache import SlotCache
@@ -279,13 +279,14 @@ def network(module: Any, name: str, vocab: int) -> Network:
     if not isinstance(module, PreTrainedModel):
         return NotImplemented
     networks = _FUSED.setdefault(module, {})
-    if vocab not in networks:
-        networks[vocab], why = _fuse(module, vocab)
-        warn(name, networks[vocab], why)
-    return networks[vocab] or NotImplemented
+    key = vocab, build.off()
+    if key not in networks:
+        networks[key], why = _fuse(module, vocab)
+        warn(name, networks[key], why)
+    return networks[key] or NotImplemented
 
 
-_FUSED: WeakKeyDictionary[Any, dict[int, Fused | Native | None]] = WeakKeyDictionary()
+_FUSED: WeakKeyDictionary[Any, dict[tuple[int, bool], Fused | Native | None]] = WeakKeyDictionary()
 # Relative difference of logits that rounding alone explains, through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 

@@ -57,6 +57,13 @@ def test_compiled_passes_match_transformers(name, dtype):
     assert off(name, dtype) < NEAR[dtype]
 
 
+def test_switch_of_compiled_code_counts_for_a_module_seen_before(monkeypatch):
+    module = made("llama", torch.float32)
+    for off in ("off", "", "off"):
+        monkeypatch.setenv("SPECEXP_NATIVE", off)
+        assert isinstance(of_module(module).net, Fused if off else Native)
+
+
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafting_leaves_text_of_plain_decoding(kind, tree):

@@ -98,13 +98,13 @@ class Library(NamedTuple):
 def library() -> Library | None:
     """The compiled code, which is compiled if need be. None if it is turned off or cannot be
     compiled; one warning says why."""
-    return None if _off() else _loaded()
+    return None if off() else _loaded()
 
 
 def state() -> str:
     """Whether there is compiled code, its compiler and the first digits of its digest, or why there
     is none, in words."""
-    if _off():
+    if off():
         return "off by SPECEXP_NATIVE: torch's operations"
     if compiler() is None:
         return "no C++ compiler: torch's operations"
@@ -114,7 +114,7 @@ def state() -> str:
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 
 
-def _off() -> bool:
+def off() -> bool:
     return os.environ.get("SPECEXP_NATIVE") == "off"
 
 
