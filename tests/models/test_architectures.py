@@ -13,6 +13,12 @@ PAGE = Path(__file__).parents[2] / "specexp" / "models" / "README.md"
 ROWS = dict(re.findall(r"^\| (\S.*?) \| (r\S.*?) \|$", PAGE.read_text(), re.MULTILINE))
 
 
+def test_readme_counts_the_table():
+    served = sum(outcome.startswith("right") for outcome in ROWS.values())
+    text = (PAGE.parents[2] / "README.md").read_text()
+    assert f"Of {len(ROWS)} architectures of transformers {served} are served" in text
+
+
 def test_the_table_names_every_variant_of_every_architecture():
     assert list(ROWS) == list(architectures.variants())
 
