@@ -31,7 +31,7 @@ from specexp.grids.machines import local
 from specexp.grids.points import Point
 from specexp.grids.progress import RETRIED, Board, changed, failures_of
 from specexp.terminal import Terminal
-from specexp.tracking import compare, redact, results, runs
+from specexp.tracking import compare, mlflow_view, redact, results, runs
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 RESUME = "run the same command again to resume"
@@ -354,7 +354,7 @@ def tags_of(point: Point) -> dict[str, str]:
     return {
         "run_key": point.run_key,
         "grid": point.grid,
-        "name": point.label,
+        "name": mlflow_view.run_name(point.params, point.varying) or point.notebook.stem,
         "notebook": point.notebook.name,
         "together": "yes" if point.together else "no",
         "mlflow.source.name": source,

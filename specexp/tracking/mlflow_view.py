@@ -1,14 +1,16 @@
-"""The shared view in which the MLflow UI opens an experiment: columns, order, charts, link."""
+"""What the MLflow UI shows of an experiment and its runs: a view with columns, order and charts;
+name, answer and description of a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 KEY = "specexp"
 TAG = f"mlflow.sharedViewState.{KEY}"
-OPTIONS = ("drafter", "policy", "gamma", "temperature")
+NOTE = "mlflow.note.content"
+SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
 FIGURES = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
     "throughput/tok_s", "latency/ttft_p95_ms", "latency/tpot_p95_ms", "goodput/share",
@@ -24,13 +26,70 @@ LINES = (
 )  # fmt: skip
 
 
-def shared(logged: Collection[str]) -> str:
-    """The view's state as JSON: columns, order and charts of the logged parameters and metrics.
+class Answer(NamedTuple):
+    """A metric that answers a question; the name of its interval's ends without `_low`, `_high`;
+    how the number is written, its unit and what follows; and whether the smallest is best."""
+
+    metric: str
+    ends: str
+    digits: str
+    unit: str
+    words: str = ""
+    least: bool = False
+
+
+ANSWERS = (
+    Answer("fleet/replicas", "", ".0f", " replicas", least=True),
+    Answer("regret/worst", "", ".1%", " regret", least=True),
+    Answer("speedup/measured", "speedup/ci", ".2f", "x", " of plain decoding's speed"),
+    Answer("acceptance/rate", "acceptance/rate_ci", ".0%", " accepted"),
+)
+
+
+def about(record: Mapping[str, Any]) -> dict[str, str]:
+    """The tags of a run that answer: `answer`, a column of the view, and its description. A tag
+    that the notebook logged stays as it is."""
+    metrics, own = record.get("metrics", {}), record.get("tags", {})
+    texts = {a: _figure(a, metrics, own) for a in ANSWERS if a.metric in metrics}
+    if not texts:
+        return {}
+    first, *rest = (f"{text}{a.words}" for a, text in texts.items())
+    tags = {"answer": next(iter(texts.values())), NOTE: "; ".join([f"**{first}**", *rest])}
+    return {n: text for n, text in tags.items() if n not in own}
+
+
+def _figure(answer: Answer, metrics: Mapping[str, float], tags: Mapping[str, str]) -> str:
+    """A figure with its interval where one was logged: `1.42x [1.21, 1.66]`."""
+    text = f"{metrics[answer.metric]:{answer.digits}}{answer.unit}"
+    low, high = (metrics.get(f"{answer.ends}_{side}", 0.0) for side in ("low", "high"))
+    if low < high:
+        text += f" [{low:{answer.digits}}, {high:{answer.digits}}]"
+    simulated = answer.metric.partition("/")[0] in tags.get("simulated", "").split(", ")
+    return text + " simulated" * simulated
+
+
+def run_name(params: Mapping[str, Any], varying: Collection[str]) -> str:
+    """A run's name: its drafter, then the other parameters that vary, as in `sibling-3m γ=3`. Of a
+    path or a hub id the last part."""
+    names = [*SIGNS, *(n for n in varying if n not in SIGNS)]
+    named = [n for n in names if n in params and (n in varying or n == "drafter")]
+    return " ".join(SIGNS.get(n, f"{n}=") + _brief(params[n]) for n in named)[:200]
+
+
+def _brief(value: Any) -> str:
+    text = str(value).rstrip("/").rpartition("/")[2] if isinstance(value, str) else str(value)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def shared(logged: Collection[str], at_ms: int) -> str:
+    """A saved view as JSON: columns, order and charts of the logged metrics; made at that time.
 
     The format is internal to MLflow's UI (3.17.2). Should it change, `url` leads to the plain list.
+    The UI puts all metrics and parameters before any tag, so the answer is the only column.
     """
-    columns = [f"params.`{p}`" for p in OPTIONS if p in logged]
-    columns += [f"metrics.`{m}`" for m in FIGURES if m in logged]
+    best = next((a for a in ANSWERS if a.metric in logged), None)
+    columns = ["tags.`answer`"] if best else [f"metrics.`{m}`" for m in FIGURES if m in logged]
     section = {"uuid": "overview", "name": "Does it pay?", "display": True, "isReordered": True}
     charts: list[dict[str, Any]] = [
         {"type": "BAR", "metricKey": m, "runsCountToCompare": 20, "displayName": _short(m)}
@@ -59,14 +118,15 @@ def shared(logged: Collection[str]) -> str:
     charts = [{"uuid": f"chart{i}", **common, **c} for i, c in enumerate(charts)]
     state = {
         "selectedColumns": columns,
-        "orderByKey": next((c for c in columns if "speedup" in c), "attributes.start_time"),
-        "orderByAsc": False,
+        "orderByKey": f"metrics.`{best.metric}`" if best else "attributes.start_time",
+        "orderByAsc": bool(best and best.least),
         "runsHiddenMode": "SHOW_ALL",
         "compareRunCharts": charts,
         "compareRunSections": [section],
         "isAccordionReordered": True,
     }
-    return json.dumps(state)
+    view = {"name": "Does it pay?", "createdAt": at_ms, "updatedAt": at_ms}
+    return json.dumps(view | {"state": json.dumps(state)})
 
 
 def _short(metric: str) -> str:

@@ -119,7 +119,7 @@ def log(
     with results.claim(key):
         attempt = results.new_attempt(key)
         _write(attempt, record, tables or {}, figures or {})
-        name = f"{params.get('drafter', experiment)} by hand"
+        name = f"{mlflow_view.run_name(params, mlflow_view.SIGNS) or experiment} by hand"
         result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
         try:
             with results.alone("setup"):
@@ -340,11 +340,12 @@ def _create_run(
     ended = results.ended_ms(folder)
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
+    tags |= mlflow_view.about(record)
     run = mlflow.create_run(experiment, started, record.get("tags", {}) | tags, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in as_points(record)]
     params = [Param(n, v) for n, v in as_params(record).items()]
     if metrics:
-        view = mlflow_view.shared({*record["params"], *(m.key for m in metrics)})
+        view = mlflow_view.shared({m.key for m in metrics}, ended)
         mlflow.set_experiment_tag(experiment, mlflow_view.TAG, view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])

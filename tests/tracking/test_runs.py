@@ -258,20 +258,79 @@ def test_comparison_ignores_runs_of_others(store):
     assert "specexp ui" in console.export_text()
 
 
-def test_shared_view_names_only_logged_metrics(store):
+def saved_view(experiment: str) -> dict:
+    tags = track.client().get_experiment_by_name(experiment).tags
+    return json.loads(tags["mlflow.sharedViewState.specexp"])
+
+
+def test_shared_view_draws_only_logged_metrics_beside_the_answer(store):
     track.log("mine", {"drafter": "ngram"}, METRICS)
-    mlflow = track.client()
-    state = json.loads(mlflow.get_experiment_by_name("mine").tags["mlflow.sharedViewState.specexp"])
+    state = json.loads(saved_view("mine")["state"])
     assert len(json.dumps(state)) < 20_000
     sections = {s["uuid"] for s in state["compareRunSections"]}
     assert all(c["metricSectionId"] in sections for c in state["compareRunCharts"])
-    logged = {*(f"metrics.`{m}`" for m in METRICS), "params.`drafter`"}
-    assert state["selectedColumns"]
-    assert set(state["selectedColumns"]) <= logged
-    drawn = {f"metrics.`{c['metricKey']}`" for c in state["compareRunCharts"] if "metricKey" in c}
+    assert state["selectedColumns"] == ["tags.`answer`"]
+    drawn = {c["metricKey"] for c in state["compareRunCharts"] if "metricKey" in c}
     assert drawn
-    assert drawn <= logged
+    assert drawn <= set(METRICS)
+    assert state["orderByKey"] == "metrics.`speedup/measured`"
     assert "viewStateShareKey=specexp" in view.url("1", 5000)
+
+
+def test_shared_view_without_an_answer_shows_what_was_logged(store):
+    track.log("mine", {}, {"throughput/tok_s": 9.0, "own/figure": 1.0})
+    assert json.loads(saved_view("mine")["state"])["selectedColumns"] == [
+        "metrics.`throughput/tok_s`"
+    ]
+    [run] = track.runs("mine").to_dict("records")
+    assert "tags.answer" not in run
+
+
+def test_shared_view_is_listed_among_the_saved_views(store):
+    track.log("mine", {}, METRICS)
+    saved = saved_view("mine")
+    kinds = {"name": str, "createdAt": int, "updatedAt": int, "state": str}
+    assert {name: type(value) for name, value in saved.items()} == kinds
+
+
+INTERVALS = {"speedup/ci_low": 1.204, "speedup/ci_high": 1.3, "acceptance/rate_ci_low": 0.4,
+             "acceptance/rate_ci_high": 0.61}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tags", "answer", "description"),
+    [
+        (
+            METRICS | INTERVALS, {}, "1.25x [1.20, 1.30]",
+            "**1.25x [1.20, 1.30] of plain decoding's speed**; 50% accepted [40%, 61%]",
+        ),
+        (METRICS | {"speedup/ci_low": 1.25, "speedup/ci_high": 1.25}, {}, "1.25x",
+         "**1.25x of plain decoding's speed**; 50% accepted"),
+        ({"fleet/replicas": 12.0}, {"simulated": "fleet, load"}, "12 replicas simulated",
+         "**12 replicas simulated**"),
+        (METRICS, {"answer": "no", "mlflow.note.content": "mine"}, "no", "mine"),
+    ],
+)  # fmt: skip
+def test_run_says_its_answer_with_its_interval(store, metrics, tags, answer, description):
+    track.log("mine", {"drafter": "ngram"}, metrics, tags=tags)
+    [run] = track.backend().runs(track.experiment_id("mine"))
+    assert run.data.tags["answer"] == answer
+    assert run.data.tags["mlflow.note.content"] == description
+
+
+@pytest.mark.parametrize(
+    ("params", "varying", "name"),
+    [
+        ({"drafter": "sibling-3m", "gamma": 3, "limit": 9}, ["gamma"], "sibling-3m γ=3"),
+        ({"gamma": 3, "policy": "goodput", "drafter": "ngram"}, ["policy"], "ngram goodput"),
+        ({"drafter": "/models/mine/", "limit": 9}, ["limit"], "mine limit=9"),
+        ({"drafter": "some/Model-0.6B", "chat": True}, ["chat"], "Model-0.6B chat=True"),
+        ({"drafter": "a\n" + "b" * 50}, [], "'a\\n" + "b" * 33 + "..."),
+        ({"limit": 9}, [], ""),
+    ],
+)
+def test_run_name_says_what_varies(params, varying, name):
+    assert view.run_name(params, varying) == name
 
 
 def test_ui_imports_nothing_from_the_current_folder(store, tmp_path, monkeypatch):
