@@ -48,8 +48,8 @@ overhead: $(STAMP)  ## measure a grid's overhead per point, against plain paperm
 soak: $(STAMP)   ## kill runners a thousand times and check that nothing is lost
 	PYTHONPATH=tests $(BIN)/python -m support.soak
 
-lab: $(STAMP)    ## open JupyterLab on the notebooks
-	$(BIN)/jupyter lab notebooks
+lab: $(STAMP)    ## open JupyterLab on copies of the notebooks
+	$(BIN)/specexp lab
 
 ui: $(STAMP)     ## open the MLflow UI on this machine
 	$(BIN)/specexp ui

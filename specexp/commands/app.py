@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from specexp.commands import bench, generate, grid, serve, store, zoo
+from specexp.commands import bench, generate, grid, lab, serve, store, zoo
 from specexp.commands.options import complain, console
 from specexp.errors import NonFiniteLogits, UserError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -76,7 +77,7 @@ def doctor() -> None:
 
 for command in (
     generate.generate, generate.theory, bench.profile, serve.serve, bench.bench, zoo.models, doctor,
-    store.ui,
+    store.ui, lab.lab,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(grid.app, name="grid")

@@ -28,6 +28,13 @@ def run(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.parametrize("words", [(), ("generate",), ("grid",), ("grid", "run"), ("lab",)])
+def test_h_is_help(run, words):
+    code, out, _ = run(*words, "-h")
+    assert code == 0
+    assert out == run(*words, "--help")[1]
+
+
 def test_help_has_examples_and_imports_nothing_heavy():
     code = (
         "import sys; from specexp.commands.app import app; app(['--help'], standalone_mode=False); "
