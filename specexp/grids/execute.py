@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -33,6 +34,7 @@ from specexp.tracking import redact, results, runs
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 REMOVED = "the notebook removed its attempt folder, where its result belongs"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
+WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
 _HTML = threading.Lock()
 
@@ -120,7 +122,10 @@ def _run(
         raise
     except Exception as e:
         if expired.is_set():
-            raise Failure("timeout", f"took longer than {point.timeout_s:g} s") from e
+            raise Failure(
+                "timeout",
+                f"took longer than {point.timeout_s:g} s: raise timeout_s in grid {point.grid}",
+            ) from e
         if isinstance(e, NoForkServer):
             raise Failure("lost", str(e)) from e
         if isinstance(e, DeadKernelError):
@@ -253,6 +258,16 @@ def _hide_secrets(folder: Path) -> None:
                 (folder / name).write_text(safe)
 
 
+def _readable(ran: Any) -> Any:
+    """The notebook with its first heading as its title, without widgets: no kernel moves them."""
+    text = "\n".join(cell.source for cell in ran.cells if cell.cell_type == "markdown")
+    if heading := re.search(r"^# +(.+)", text, re.MULTILINE):
+        ran.metadata.setdefault("title", heading[1])
+    for cell in (cell for cell in ran.cells if cell.cell_type == "code"):
+        cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
+    return ran
+
+
 @cache
 def _exporter() -> HTMLExporter:
     return HTMLExporter()
@@ -261,5 +276,6 @@ def _exporter() -> HTMLExporter:
 def _to_html(folder: Path) -> None:
     page = f"This notebook could not be converted to HTML; see {NOTEBOOK}."
     with _HTML, contextlib.suppress(Exception):  # the result may be right all the same
-        page, _ = _exporter().from_filename(str(folder / NOTEBOOK))
+        ran = nbformat.read(folder / NOTEBOOK, as_version=4)
+        page, _ = _exporter().from_notebook_node(_readable(ran))
     (folder / PAGE).write_text(page)

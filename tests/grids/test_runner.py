@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import psutil
 import pytest
 import yaml
@@ -25,7 +26,7 @@ from support.processes import alive, until
 from specexp.grids import points as grid
 from specexp.grids import progress
 from specexp.grids import runner as run
-from specexp.grids.execute import Failure, _tidy
+from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, Failure, _tidy
 from specexp.grids.machines import local
 from specexp.tracking import audit, rebuild, runs
 from specexp.tracking.results import claim, holder, intact
@@ -298,7 +299,8 @@ def test_hanging_point_ends_at_its_timeout_with_its_processes(store, points):
     assert code == 1
     assert list(runs.runs().columns) == []
     [kept] = (store / "failed").iterdir()
-    assert "took longer than 4 s" in (kept / "error.txt").read_text()
+    error = (kept / "error.txt").read_text()
+    assert "took longer than 4 s: raise timeout_s in grid trivial" in error
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
@@ -788,3 +790,21 @@ def test_early_exit_is_a_failure_unlike_in_papermill(store, points, tmp_path):
     )
     assert json.loads(out.read_text())["cells"][-1]["execution_count"] is None
     assert go(points(how=["exits"]))[0] == 1
+
+
+def test_a_page_has_its_notebooks_title_and_no_widgets(tmp_path):
+    bar = nbformat.v4.new_output(
+        "display_data", {WIDGET: {"model_id": "1"}, "text/plain": "run:   0%|    | 0/9"}
+    )
+    whole = nbformat.v4.new_output("stream", text="nine runs")
+    cells = [
+        nbformat.v4.new_markdown_cell("# How often is <it> right?\n\nOften."),
+        nbformat.v4.new_code_cell("run()", outputs=[bar, whole]),
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / NOTEBOOK)
+    _tidy(tmp_path)
+    page = (tmp_path / PAGE).read_text()
+    assert "<title>How often is &lt;it&gt; right?</title>" in page
+    assert "0/9" not in page
+    assert "nine runs" in page
+    assert "0/9" in (tmp_path / NOTEBOOK).read_text()
