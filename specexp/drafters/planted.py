@@ -105,6 +105,15 @@ def prepare(request: Request) -> Prepared:
             f"drafter planted:{request.argument}: give an acceptance probability from 0 to 1, such "
             "as planted:0.8, or planted:0.8,NAME to name the draft model"
         )
+    try:
+        request.source("model", name)
+    except UserError as e:
+        if name:
+            raise
+        raise UserError(
+            f"drafter planted runs a draft model in every round, and the zoo has none for "
+            f"{request.target}: name one as planted:{alpha:g},NAME"
+        ) from e
     ready = draft_model.prepare(replace(request, method="model", argument=name))
 
     def make(target: LM) -> Planted:

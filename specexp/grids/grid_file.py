@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -233,9 +234,10 @@ def _find(grid_file: Path, named: str) -> Path:
             f"notebook {named!r:.80} is outside {above} and {ROOT}: a notebook is code, so only "
             "those in these folders are run"
         )
-    beside = [p.name for f in (folder, folder.parent, ROOT / "notebooks") for p in _notebooks(f)]
-    near = difflib.get_close_matches(named.rpartition("/")[2], beside, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    beside = [p for f in (folder, folder.parent, ROOT / "notebooks") for p in _notebooks(f)]
+    written = {p.name: os.path.relpath(p, folder) for p in reversed(beside)}
+    near = difflib.get_close_matches(named.rpartition("/")[2], written, 1)
+    hint = f"; did you mean {written[near[0]]!r}?" if near else ""
     raise UserError(f"notebook {named!r:.80} does not exist or is not an .ipynb file{hint}")
 
 

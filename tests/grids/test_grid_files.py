@@ -338,8 +338,9 @@ BAD = {
     "notebook null": ("notebook: null", 1, "notebook must name"),
     "notebook blank": ("notebook: ' '", 1, "notebook must name"),
     "notebook missing": ("experiment: a\nnotebook: nothing.ipynb", 2, "does not exist"),
-    "notebook near": ("notebook: ../10_aceptance.ipynb", 1, "did you mean '10_acceptance.ipynb'"),
-    "notebook near the grid": ("notebook: ../raeder.ipynb", 1, "did you mean 'reader.ipynb'"),
+    "notebook near": ("notebook: ../10_aceptance.ipynb", 1, "/notebooks/10_acceptance.ipynb'?"),
+    "notebook near the grid": ("notebook: ../raeder.ipynb", 1, "did you mean '../reader.ipynb'"),
+    "notebook elsewhere": ("notebook: reader.ipynb", 1, "did you mean '../reader.ipynb'"),
     "notebook no notebook": ("notebook: README.md", 1, "is not an .ipynb file"),
     "notebook a folder": ("notebook: notebooks", 1, "does not exist"),
     "notebook with nul": ('notebook: "a\\0.ipynb"', 1, "does not exist"),
@@ -822,6 +823,14 @@ def test_check_suggests_crossed_for_another_tokenizer(tiny_folders):
     [said] = parameters.check({"target": "target-10m", "drafter": tiny_folders[1]})
     assert said.endswith(f"translate with drafter crossed:{tiny_folders[1]}")
     assert parameters.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
+
+
+def test_planted_without_a_draft_model_says_that_it_runs_one(tiny_folders):
+    [said] = parameters.check({"target": tiny_folders[0], "drafter": "planted:0.5"}, [])
+    assert said.startswith(
+        "drafter planted runs a draft model in every round, and the zoo has none"
+    )
+    assert said.endswith("name one as planted:0.5,NAME")
 
 
 def test_load_refuses_a_pairing_before_loading_its_target(monkeypatch):
