@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +51,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Output(Generation):
-    """A `Generation` in words. text: the new text of each row, without special tokens."""
+    """A `Generation` in words. text: the new text of each row, without special tokens. A notebook
+    shows it in colour, with its acceptance record."""
 
     text: list[str]
+    tokenizer: Any = field(repr=False, compare=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
 
     @property
     def acceptance(self) -> Acceptance:
@@ -65,6 +70,11 @@ class Output(Generation):
         """Mean tokens gained per target forward pass and row, prefill aside; 1 without drafting."""
         counts = self.acceptance
         return counts.emitted / counts.passes if counts.passes else float("nan")
+
+    def _repr_html_(self) -> str:
+        from specexp.figures import cards
+
+        return cards.of_output(self)
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,11 @@ class Pairing:
         """What shapes the target's logits: these settings of its generation config."""
         return generation.followed(generation_of(self.options["target"]))
 
+    def _repr_html_(self) -> str:
+        from specexp.figures import cards
+
+        return cards.of_pairing(self)
+
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [encode(self.tokenizer, text) for text in texts]
 
@@ -118,7 +133,7 @@ class Pairing:
         texts = [texts] if isinstance(texts, str) else texts
         batch = self.engine.generate(self.encode(texts), max_new_tokens)
         text = [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in batch.tokens]
-        return Output(batch.tokens, batch.trace, text)
+        return Output(batch.tokens, batch.trace, text, self.tokenizer)
 
     def compare_with_plain(
         self, prompts: str | Sequence[str], max_new_tokens: int = 64, repeats: int = 1

@@ -147,6 +147,14 @@ class Acceptance:
         reached = self._reached()
         return tuple(b / a for a, b in itertools.pairwise(reached))
 
+    def __str__(self) -> str:
+        a_pass = f"{self.emitted / self.passes:.2f} a pass" if self.passes else "none"
+        if self.cut:
+            a_pass += f", {self.length:.2f} with the {self.cut} cut off at the end"
+        rate = f"; acceptance rate {self.rate:.0%}, {self.accepted} of {self.drafted} draft tokens"
+        whole = f"{self.emitted} tokens in {self.passes} target passes: {a_pass}"
+        return whole + rate * (self.drafted > 0)
+
     def _reached(self) -> list[int]:
         return [sum(self.histogram[i:]) for i in range(len(self.histogram))]
 

@@ -61,6 +61,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 SPEEDS = {"fast", "measure.hardware", "measure.costs", "commands"}
 UPWARDS = {  # inside a function, when it is called
     ("api", "measure"): "Pairing.compare_with_plain measures",
+    ("api", "figures"): "Output and Pairing show themselves in a notebook",
     ("api", "serving"): "load takes a policy by its name",
 }
 ONLY = {  # who may import these packages

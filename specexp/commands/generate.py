@@ -159,7 +159,7 @@ def _show(pairing: Pairing, text: str, output: Output, rounds: bool) -> None:
     """The output by kind of token, in colours or, where there are none, in marks."""
     from specexp.figures import tokens
 
-    record, trace = output.trace.acceptance, output.trace
+    trace = output.trace
     coloured = console.color_system is not None and not console.no_color
     parts = [tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text)]
     if rounds:
@@ -167,17 +167,7 @@ def _show(pairing: Pairing, text: str, output: Output, rounds: bool) -> None:
                   tokens.by_round(pairing, trace.rounds, output.tokens[0])]  # fmt: skip
     for part in [*parts, Text("\n").append_text(tokens.legend())]:
         console.print(part if coloured else tokens.marked(part), soft_wrap=True)
-    tokens_a_pass = f"{record.emitted / record.passes:.2f} a pass" if record.passes else "none"
-    if record.cut:
-        tokens_a_pass += f", {record.length:.2f} with the {record.cut} cut off at the end"
-    rate = (
-        f"; acceptance rate {record.rate:.0%}, {record.accepted} of {record.drafted} draft tokens"
-    )
-    rate *= record.drafted > 0
-    console.print(
-        f"{record.emitted} tokens in {record.passes} target passes: {tokens_a_pass}{rate}",
-        soft_wrap=True,
-    )
+    console.print(str(trace.acceptance), soft_wrap=True)
     if pairing.followed:
         console.print(f"as its generation config says: {', '.join(pairing.followed)}")
 

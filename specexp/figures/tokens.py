@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from rich.text import Text
 from specexp.trace import Round, Step
 
 if TYPE_CHECKING:
-    from specexp.api import Pairing
+    from specexp.api import Output, Pairing
 
 STYLES = {
     "accepted": "green",
@@ -30,6 +31,15 @@ MARKS = {
 }
 
 
+SHADES = {  # in HTML, behind text of the page's own colour, light or dark
+    "accepted": "background: rgba(0, 160, 80, .3)",
+    "corrected": "background: rgba(230, 160, 0, .4); font-weight: bold",
+    "bonus": "background: rgba(0, 140, 230, .3); font-weight: bold",
+    "plain": "",
+    "rejected": "background: rgba(220, 60, 60, .2); text-decoration: line-through",
+}
+
+
 def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int, str]]:
     """(token, kind) of each token that one round emitted. depth: the round's draft length."""
     whole = step.accepted == min(depth, step.drafted)
@@ -39,19 +49,22 @@ def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int,
 
 
 def stream(
-    pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int], prompt: str = ""
-) -> Text:
-    """The prompt, dim, and its output (row 0 of the rounds), each token in the colour of its kind
+    decoder: Pairing | Output, rounds: Sequence[Round], tokens: Sequence[int],
+    prompt: str = "", row: int = 0,
+) -> Text:  # fmt: skip
+    """The prompt, dim, and its output (one row of the rounds), each token in the colour of its kind
     (see `legend`)."""
-    parts = _parts(rounds, tokens)
+    parts = _parts(rounds, tokens, row)
     kinds = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
-    return Text().append(prompt, "dim").append_text(_coloured(pairing, kinds))
+    return Text().append(prompt, "dim").append_text(_coloured(decoder, kinds))
 
 
-def by_round(pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int]) -> Text:
+def by_round(
+    decoder: Pairing | Output, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0
+) -> Text:
     """One line a round: accepted/drafted, the tokens emitted, then the rejected draft tokens."""
     text = Text()
-    for number, (step, part, depth) in enumerate(_parts(rounds, tokens), 1):
+    for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
         rejected = [t for t in step.draft if t >= 0]
         for token in part[: step.accepted]:
@@ -59,7 +72,7 @@ def by_round(pairing: Pairing, rounds: Sequence[Round], tokens: Sequence[int]) -
         if step.emitted < step.accepted:  # the output ended among accepted tokens
             rejected = []
         kinds = [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
-        text.append(_coloured(pairing, kinds, visible=True))
+        text.append(_coloured(decoder, kinds, visible=True))
         text.append("\n")
     return text
 
@@ -70,14 +83,28 @@ def legend() -> Text:
 
 def marked(text: Text) -> Text:
     """The same text with marks for its colours, for where there are none."""
+    return Text(_by_kind(text, lambda kind, part: MARKS[kind].format(part)))
+
+
+def shaded(text: Text) -> str:
+    """The same text as HTML, readable on a light and on a dark page."""
+
+    def span(kind: str, part: str) -> str:
+        return f'<span style="{SHADES[kind]}">{escape(part)}</span>'
+
+    return f'<pre style="white-space: pre-wrap">{_by_kind(text, span, escape)}</pre>'
+
+
+def _by_kind(text: Text, show: Callable[[str, str], str], other: Callable[[str], str] = str) -> str:
+    """The parts of a text that have a kind as `show` has them, those between as `other` does."""
     kinds = {style: kind for kind, style in STYLES.items()}
     pieces, at = [], 0
     for span in text.spans:
         if (kind := kinds.get(str(span.style))) is not None:
-            piece = MARKS[kind].format(text.plain[span.start : span.end])
-            pieces += [text.plain[at : span.start], piece]
+            part = show(kind, text.plain[span.start : span.end])
+            pieces += [other(text.plain[at : span.start]), part]
             at = span.end
-    return Text("".join([*pieces, text.plain[at:]]))
+    return "".join([*pieces, other(text.plain[at:])])
 
 
 def symbols(text: str) -> str:
@@ -95,21 +122,23 @@ def look(pairing: Pairing, prompt: str, max_new_tokens: int = 48) -> Text:
 
 
 def _parts(
-    rounds: Sequence[Round], tokens: Sequence[int]
+    rounds: Sequence[Round], tokens: Sequence[int], row: int
 ) -> Iterator[tuple[Step, Sequence[int], int]]:
-    """For each round of row 0: its step, the tokens it emitted, and the draft's depth."""
+    """For each round of a row: its step, the tokens it emitted, and the draft's depth."""
     at = 0
     for whole in rounds:
-        for step in (s for s in whole.steps if s.row == 0):
+        for step in (s for s in whole.steps if s.row == row):
             yield step, tokens[at : at + step.emitted], whole.depth
             at += step.emitted
 
 
-def _coloured(pairing: Pairing, kinds: Sequence[tuple[int, str]], visible: bool = False) -> Text:
+def _coloured(
+    decoder: Pairing | Output, kinds: Sequence[tuple[int, str]], visible: bool = False
+) -> Text:
     """The tokens of `pieces`, decoded. Neighbours of one kind are decoded together, since a
     character may span several tokens. visible: show line ends and tabs as symbols."""
     text = Text()
     for kind, group in groupby(kinds, key=lambda piece: piece[1]):
-        part = pairing.decode([token for token, _ in group])
+        part = decoder.decode([token for token, _ in group])
         text.append(symbols(part) if visible else part, STYLES[kind])
     return text

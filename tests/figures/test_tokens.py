@@ -1,5 +1,7 @@
 """Rounds in colour: each emitted token has its kind, and only rejected draft tokens are struck."""
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 from specexp.figures import tokens
@@ -52,3 +54,44 @@ def test_look_is_coloured_in_a_notebook():
     assert all(f">{words}<" in shown for words in ("prompt ", "accepted", "1 ", "9 ", "2 3 ", "8 "))
     assert shown.count("color: #008000; text-decoration-color: #008000") == 5  # none of them dim
     assert "line-through" in shown
+
+
+def test_a_row_of_a_batch_has_its_own_rounds():
+    both = [Round(1.0, 4, 3, (Step(0, 3, 1, 2, (1, 2, 3)), Step(1, 3, 3, 4, (5, 6, 7))))]
+    text = tokens.stream(PAIRING, both, [5, 6, 7, 8], row=1)
+    assert [part for part, _ in styled(text)] == ["5 6 7", "8"]
+
+
+def test_text_of_a_model_is_no_html():
+    decoder = SimpleNamespace(decode=lambda ids: "<img src=x>&" * len(ids))
+    page = tokens.shaded(tokens.stream(decoder, rounds(Step(0, 1, 0, 1, (2,))), [1], "<b>"))
+    assert page.count("<span") == 1
+    assert "&lt;b&gt;<span" in page
+    assert "&lt;img src=x&gt;&amp;</span></pre>" in page
+
+
+def test_an_output_shows_its_rows_and_what_was_accepted(pairing):
+    output = pairing.generate(["def mean(values):"] * 10, 6)
+    page = output._repr_html_()
+    assert page.count("<details>") == 8
+    assert "<p>and 2 more rows</p>" in page
+    assert f"all 10 rows: {output.acceptance}" in page
+
+
+def test_the_card_of_a_pairing_says_how_it_was_loaded(pairing):
+    warm = pairing.with_(temperature=0.8, top_p=0.95, policy="threshold:2,8")
+    rows = re.findall(r"<th>(.*?)</th>\s*<td>(.*?)</td>", warm._repr_html_())
+    target, draft = warm.target, warm.engine.drafter.models[0]
+    assert rows == [
+        ("target", "target"), ("drafter", warm.drafter), ("draft", "chain, gamma 3"),
+        ("policy", "threshold:2,8"), ("rule", "reject"),
+        ("sampling", "temperature 0.8, top_p 0.95"),
+        ("parameters", f"target {target.parameters:,}; draft {draft.parameters:,}"),
+        ("device", "cpu"), ("dtype", "float32"),
+    ]  # fmt: skip
+
+
+def test_names_are_no_html(pairing):
+    page = replace(pairing, drafter="<img src=x>")._repr_html_()
+    assert "&lt;img src=x&gt;" in page
+    assert "<img" not in page

@@ -1,0 +1,67 @@
+"""What a notebook shows of an Output and of a Pairing: HTML in the page's own colours."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from specexp.figures import tokens
+
+if TYPE_CHECKING:
+    from specexp.api import Output, Pairing
+    from specexp.sampling import Sampling
+
+ROWS = 8  # that are shown of a batch
+
+
+def of_output(output: Output) -> str:
+    """The text of each row by kind of token, its rounds folded away, and the acceptance record."""
+    rounds, records = output.trace.rounds, output.trace.by_row
+    parts = [tokens.shaded(tokens.legend())]
+    for row, new in enumerate(output.tokens[:ROWS]):
+        parts += [
+            tokens.shaded(tokens.stream(output, rounds, new, row=row)),
+            f"<details><summary>{escape(str(records[row]))}</summary>",
+            tokens.shaded(tokens.by_round(output, rounds, new, row)),
+            "</details>",
+        ]
+    if len(records) > ROWS:
+        parts.append(f"<p>and {len(records) - ROWS} more rows</p>")
+    if len(records) > 1:
+        parts.append(f"<p>all {len(records)} rows: {escape(str(output.acceptance))}</p>")
+    return "\n".join(parts)
+
+
+def of_pairing(pairing: Pairing) -> str:
+    """What was paired, and how it drafts, samples and decides."""
+    engine, target, options = pairing.engine, pairing.target, pairing.options
+    models = [target, *engine.drafter.models]
+    card = {
+        "target": target.name,
+        "drafter": pairing.drafter,
+        "draft": f"{options['tree']}, gamma {options['gamma']}",
+        "policy": _name(options["policy"]) if options["policy"] is not None else "",
+        "rule": engine.rule.name,
+        "sampling": _sampling(engine.sampling),
+        "generation config": ", ".join(pairing.followed),
+        "parameters": "; ".join(f"{model.name} {model.parameters:,}" for model in models),
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }
+    rows = pd.Series({name: value for name, value in card.items() if value})
+    return str(rows.to_frame().to_html(header=False, border=0))
+
+
+def _name(part: Any) -> str:
+    return part if isinstance(part, str) else type(part).__name__
+
+
+def _sampling(sampling: Sampling) -> str:
+    if sampling.temperature == 0:
+        return "greedy"
+    usual = asdict(type(sampling)())
+    own = {name: value for name, value in asdict(sampling).items() if value != usual[name]}
+    return ", ".join(f"{name} {value:g}" for name, value in own.items())
