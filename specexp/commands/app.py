@@ -77,7 +77,7 @@ def doctor() -> None:
 
 for command in (
     generate.generate, generate.theory, bench.profile, serve.serve, bench.bench, zoo.models, doctor,
-    store.ui, lab.lab,
+    store.report, store.ui, lab.lab,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(grid.app, name="grid")

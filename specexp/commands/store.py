@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from specexp.commands.options import Host, Port, console
+from specexp.commands.options import Host, Port, check_writable, console, relative
 
 app = typer.Typer(
     help="Check results, and publish them to MLflow's own database or to any server.",
@@ -17,6 +21,30 @@ def ui(port: Port = 5000, host: Host = "127.0.0.1") -> None:
     from specexp.tracking import mlflow_server
 
     mlflow_server.show(port, host)
+
+
+def report(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="An experiment's name, a grid file or a result folder.", metavar="RESULTS"
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write. Default: in the store's reports/.")
+    ] = None,
+) -> None:
+    """Write one HTML page to send: question, answer, figures, table, exactness and environment.
+
+    It needs no network, no server and no MLflow, and runs nothing.
+    """
+    from specexp.tracking import report as reporting
+
+    everything = reporting.of(what)
+    if out is not None:
+        check_writable(out)
+    path = reporting.write(everything, out, [re.sub(r"\.ya?ml$", "", Path(what).name)])
+    console.print(str(relative(path)), soft_wrap=True)
 
 
 @app.command("check")

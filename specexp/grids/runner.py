@@ -31,7 +31,7 @@ from specexp.grids.machines import local
 from specexp.grids.points import Point
 from specexp.grids.progress import RETRIED, Board, changed, failures_of
 from specexp.terminal import Terminal
-from specexp.tracking import compare, mlflow_view, redact, results, runs
+from specexp.tracking import compare, mlflow_view, redact, report, results, runs
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 RESUME = "run the same command again to resume"
@@ -49,7 +49,8 @@ def run(
     retry_failed: bool = False,
     force: bool = False,
 ) -> int:
-    """Run the points that have no result yet, print the comparison and return the exit code.
+    """Run the points that have no result yet, print the comparison, write the report
+    and return the exit code.
 
     jobs: points at once, by default what the machines have room for; `alone` ones have a machine to
     themselves. retry_failed: also run points that failed before; force: run every point, even those
@@ -92,6 +93,7 @@ def run(
         why = results.root() / "failed" / "*" / ERROR
         message = f"{'errors':10s} {why}; --retry-failed runs failed points again"
         console.print(Text(message), soft_wrap=True)
+    _report(points, console)
     return FAILED if board.failed or work.unpublished or work.refused else DONE
 
 
@@ -386,6 +388,16 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
 def _free() -> str:
     there = next(p for p in (results.root(), *results.root().parents) if p.exists())
     return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
+
+
+def _report(points: Sequence[Point], console: Terminal) -> None:
+    """Write a page of the points' results, and print its path."""
+    try:
+        done = report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
+        page = report.write(done, names={p.grid for p in points}) if done else "no result yet"
+    except OSError as e:
+        page = f"none, {e.strerror}: {e.filename or results.root()}"
+    console.print(Text(f"{'report':10s} {page}"), soft_wrap=True)
 
 
 def _error(console: Terminal, what: str, why: str, code: int) -> int:

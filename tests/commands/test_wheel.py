@@ -57,11 +57,12 @@ def installed(wheel, tmp_path_factory):
     return run
 
 
-def test_wheel_contains_kernel_sources_and_py_typed(wheel):
+def test_wheel_contains_kernel_sources_templates_and_py_typed(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     sources = [*(ROOT / "specexp").rglob("*.cpp"), *(ROOT / "specexp").rglob("*.h")]
+    pages = (ROOT / "specexp").rglob("*.html")
     modules = (ROOT / "specexp").rglob("*.py")
-    expected = {file.relative_to(ROOT).as_posix() for file in [*sources, *modules]}
+    expected = {file.relative_to(ROOT).as_posix() for file in [*sources, *modules, *pages]}
     assert expected | {"specexp/py.typed"} <= set(names)
     assert sources
     assert not [name for name in names if name.startswith(("tests/", "data/", "notebooks/"))]

@@ -1,0 +1,356 @@
+"""One page to send: an experiment's question, answer, figures, table, exactness and environment.
+
+Made from committed results alone, so without MLflow and with no server. The page is one file that
+fetches nothing and runs nothing: figures are embedded, and all text of notebooks, models and
+results is escaped, with symbols for control characters.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pandas as pd
+
+from specexp.errors import UserError
+from specexp.terminal import harmless
+from specexp.tracking import compare, provenance, results, runs
+
+TEMPLATE = "report.html"
+PNG = b"\x89PNG\r\n\x1a\n"
+MOST_FIGURES = 40  # of one experiment: some megabytes
+DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
+MISSED = 3.0  # how far a predicted speedup may be off before a timing is doubted
+TIMED = ("speedup/", "latency/", "throughput/")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A committed result, read once."""
+
+    folder: Path
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        return results.load(self.folder / results.RESULT)
+
+    @cached_property
+    def tags(self) -> dict[str, str]:
+        committed = results.load(self.folder / results.TAGS)
+        return {n: str(v) for n, v in {**self.record.get("tags", {}), **committed}.items()}
+
+    @property
+    def experiment(self) -> str:
+        return str(self.record["experiment"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return dict(self.record["metrics"])
+
+    @property
+    def point(self) -> tuple[str, ...]:
+        """What two results of the same point share, whatever code made them."""
+        return self.experiment, self.tags.get("notebook", ""), repr(self.record["params"])
+
+    @property
+    def label(self) -> str:
+        """What the grid varies, as in `ngram gamma=3`; the drafter if it varies nothing."""
+        name = self.tags.get("name", self.folder.name)
+        stem = Path(self.tags.get("notebook", "")).stem
+        drafter = self.record["params"].get("drafter", name)
+        return name.removeprefix(stem).strip().removeprefix("drafter=") or str(drafter)
+
+    @cached_property
+    def rounds(self) -> pd.DataFrame:
+        """The logged table of rounds; empty if there is none that can be read."""
+        try:
+            return pd.read_parquet(self.folder / "rounds.parquet")
+        except (OSError, ValueError):
+            return pd.DataFrame()
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts the figures rest on; 0 if the rounds do not say."""
+        ids = self.rounds.get("question_id", pd.Series(dtype=str))
+        return int(ids.astype(str).nunique())
+
+    def doubts(self) -> list[str]:
+        """Why this run's timings should not be trusted."""
+        metrics, tags = self.metrics, self.tags
+        simulated = tags.get("simulated", "").split(", ")
+        timed = [n for n in metrics if n.startswith(TIMED) and n.partition("/")[0] not in simulated]
+        if not timed:
+            return []
+        reasons = []
+        speedup, length = metrics.get("speedup/measured"), metrics.get("acceptance/length")
+        predicted = metrics.get("speedup/predicted")
+        if speedup and length and speedup > length:
+            reasons.append(
+                f"a speedup of {speedup:.2f}x with {length:.2f} tokens per target pass is not "
+                "credible: was the machine busy?"
+            )
+        if speedup and predicted and not 1 / MISSED < speedup / predicted < MISSED:
+            reasons.append(f"{speedup:.2f}x was measured where {predicted:.2f}x was predicted")
+        if (drift := _drift(self.rounds)) > DRIFT:
+            reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
+        load, threads = (_number(tags.get(name, "")) for name in ("load", "threads"))
+        if tags.get("device") == "cpu" and load > threads + 1 > 1:
+            reasons.append(f"the load average was {load:g} with {threads:g} threads of its own")
+        if tags.get("together") == "yes":
+            reasons.append("other points ran beside it")
+        return reasons
+
+    def figures(self) -> Iterator[tuple[str, str]]:
+        """Name and base64 text of each figure that the run kept."""
+        for file in sorted((self.folder / "figures").glob("*.png")):
+            image = file.read_bytes()
+            if image.startswith(PNG):
+                yield file.stem, base64.b64encode(image).decode()
+
+    def question(self) -> tuple[str, list[str]]:
+        """Title and paragraphs of the notebook's first markdown cell."""
+        cells = results.read(self.folder / "notebook.ipynb").get("cells", [])
+        texts = ("".join(c.get("source", "")) for c in cells if c.get("cell_type") == "markdown")
+        blocks = re.split(r"\n\s*\n", next(texts, "").strip())
+        title = re.fullmatch(r"#\s+(.+)", blocks[0])
+        prose = [_plain(block) for block in blocks[bool(title) :] if re.match(r"[\w*`]", block)]
+        return (_plain(title[1]) if title else self.experiment), prose
+
+
+def _plain(markdown: str) -> str:
+    """A paragraph without marks of emphasis, on one line."""
+    return re.sub(r"\*\*|`|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)", "", " ".join(markdown.split()))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _drift(rounds: pd.DataFrame) -> float:
+    """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
+    batch size where they differ most; 1 without repeats."""
+    table = rounds.select_dtypes("number")
+    if not {"repeat", "plain_s", "plain_tokens"} <= set(table):
+        return 1.0
+    batch = table["batch"] if "batch" in table else pd.Series(1, table.index)
+    once = table.assign(batch=batch).drop_duplicates(["batch", "repeat", "plain_s"])
+    sums = once.groupby(["batch", "repeat"])[["plain_s", "plain_tokens"]].sum()
+    pace = (sums["plain_s"] / sums["plain_tokens"]).groupby("batch")
+    return float((pace.max() / pace.min()).max())
+
+
+# --- which results -------------------------------------------------------------------------------
+
+
+def of(what: str) -> list[Run]:
+    """The runs of an experiment, of a grid file or of a result folder: of each point the newest.
+    Raises UserError if there are none."""
+    path = Path(what)
+    if (path / results.RESULT).is_file():
+        return newest([path])
+    if path.suffix in (".yaml", ".yml"):
+        keys = results.keys_of(path.stem)
+        wanted = newest(f for f in results.listed("results") if f.name in keys)
+        hint = f"make them with `specexp grid run {what}`"
+    else:
+        every = newest(results.listed("results"))
+        wanted = [run for run in every if run.experiment == what]
+        names = ", ".join(sorted({run.experiment for run in every}))
+        hint = f"there are some of {names}" if names else "run a grid or a notebook first"
+    if not wanted:
+        raise UserError(f"no results of {what} in {results.root()}: {hint}")
+    return wanted
+
+
+def newest(folders: Iterable[Path]) -> list[Run]:
+    """The newest intact result of each point, sorted by experiment and name."""
+    whole = sorted((f for f in folders if results.intact(f)), key=results.ended_ms)
+    latest = {run.point: run for run in map(Run, whole)}
+    return sorted(latest.values(), key=lambda run: (run.experiment, run.label))
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A metric that answers a question, with the names of its interval's ends and a sentence for a
+    value with its interval. `even`: the value that a clear result differs from."""
+
+    metric: str
+    low: str
+    high: str
+    show: Callable[[float], str]
+    sentence: str
+    even: float | None = None
+
+
+HEADLINES = (
+    Headline("speedup/measured", "speedup/ci_low", "speedup/ci_high", "{:.2f}x".format,
+             "{} of plain decoding's speed", 1.0),
+    Headline("acceptance/rate", "acceptance/rate_ci_low", "acceptance/rate_ci_high",
+             "{:.0%}".format, "{} of draft tokens accepted"),
+)  # fmt: skip
+
+
+def answer(part: Sequence[Run]) -> str:
+    """What came out, in words: the best run with its interval and number of prompts, and which
+    others are not certainly worse. Intervals are widened (Bonferroni) for the best of several."""
+    for headline in HEADLINES:
+        if having := [run for run in part if headline.metric in run.metrics]:
+            return _best(headline, having)
+    return "No speedup or acceptance rate was logged; the table below has what was."
+
+
+def _best(headline: Headline, having: Sequence[Run]) -> str:
+    best = max(having, key=lambda run: run.metrics[headline.metric])
+    value = best.metrics[headline.metric]
+    low, high = _interval(headline, best, len(having))
+    known = low < high
+    text, *ends = map(headline.show, (value, low, high))
+    text += f" [{', '.join(end.removesuffix('x') for end in ends)}]" if known else ""
+    text = f"{best.label}: {headline.sentence.format(text)}"
+    if best.prompts:
+        text += f" over {best.prompts} prompt{'s' * (best.prompts != 1)}"
+    group = headline.metric.partition("/")[0]
+    text += ", simulated" * (group in best.tags.get("simulated", "").split(", "))
+    if not known:
+        text += ", without an interval, so nothing is certain"
+    elif headline.even is not None:
+        clear = "certainly faster" if low > headline.even else "certainly slower"
+        text += f": {clear if not low <= headline.even <= high else 'no clear difference'}"
+    if "speedup/at_largest_batch" in best.metrics:
+        text += f"; {best.metrics['speedup/at_largest_batch']:.2f}x at the largest batch"
+    if len(having) == 1:
+        return f"{text}."
+    close = [
+        run.label
+        for run in having
+        if run is not best and not _interval(headline, run, len(having))[1] < low
+    ]
+    rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
+    return (
+        f"{text}. It is the best of {len(having)} runs, and its interval is widened for that; "
+        + (f"not certainly better than {rest}." if close else "certainly better than the others.")
+    )
+
+
+def _interval(headline: Headline, run: Run, many: int) -> tuple[float, float]:
+    """A run's 95 % interval, widened so that those of `many` runs hold together; the value twice if
+    none was logged."""
+    value = run.metrics[headline.metric]
+    wider = NormalDist().inv_cdf(1 - 0.025 / many) / NormalDist().inv_cdf(0.975)
+    low, high = (run.metrics.get(name, value) for name in (headline.low, headline.high))
+    return max(0.0, value - wider * (value - low)), value + wider * (high - value)
+
+
+def exactness(part: Sequence[Run]) -> str:
+    """Whether the output was the target's, in how many runs and tokens."""
+    checked = [run for run in part if "exact/pass" in run.metrics]
+    if not checked:
+        return "No run checked whether its output is the target's."
+    passed = sum(run.metrics["exact/pass"] == 1 for run in checked)
+    tokens = sum(run.metrics.get("exact/tokens", 0) for run in checked)
+    bugs = sum(run.metrics.get("exact/bugs", 0) for run in checked)
+    text = f"The output was the target's in {passed} of {len(checked)} checked runs"
+    text += f" ({tokens:,.0f} tokens compared)"
+    if passed < len(checked):
+        text += f"; the others use a lossy rule or have a bug ({bugs:.0f} differences)"
+    unchecked = len(part) - len(checked)
+    return f"{text}; {unchecked} unchecked." if unchecked else f"{text}."
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def page(everything: Sequence[Run]) -> str:
+    """The page of these runs, a section for each experiment."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        finalize=lambda value: harmless(value) if isinstance(value, str) else value,
+    )  # fmt: skip
+    names = dict.fromkeys(run.experiment for run in everything)
+    parts = [_section([r for r in everything if r.experiment == name]) for name in names]
+    return environment.get_template(TEMPLATE).render(sections=parts)
+
+
+def _section(part: Sequence[Run]) -> dict[str, Any]:
+    title, prose = part[0].question()
+    drawn = ((run.label, name, image) for run in part for name, image in run.figures())
+    figures = list(islice(drawn, MOST_FIGURES))
+    doubts = {run.label: reasons for run in part if (reasons := run.doubts())}
+    table = compare.overview(_frame(part).drop(columns="experiment"))
+    labels = [run.label for run in part]
+    table = table[[name for name in table if list(table[name]) != labels]]
+    table.insert(0, "run", labels)
+    if doubts:
+        table["timing"] = ["doubtful" if label in doubts else "" for label in labels]
+    return {
+        "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
+        "figures": figures, "more": next(drawn, None) is not None,
+        "columns": list(table), "rows": table.to_numpy().tolist(),
+        "exactness": exactness(part), "doubts": doubts,
+        "environment": _environment(part), "again": _again(part),
+        "runs": [(run.tags.get("name", run.label), run.folder.name) for run in part],
+    }  # fmt: skip
+
+
+def _frame(part: Sequence[Run]) -> pd.DataFrame:
+    """The runs as `runs.runs` returns them."""
+    return pd.DataFrame(
+        {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
+        | {f"params.{k}": v for k, v in runs.as_params(run.record).items()}
+        | {f"metrics.{k}": v for k, v in run.metrics.items()}
+        | {f"tags.{k}": v for k, v in run.tags.items()}
+        for run in part
+    )
+
+
+def _environment(part: Sequence[Run]) -> list[tuple[str, str]]:
+    """Each fact about machine, versions and settings, with all values that the runs have."""
+    logged = {name for run in part for name in run.record.get("tags", {})}
+    versions = sorted(name for name in logged if name.startswith("version."))
+    names = [*provenance.FACTS, *versions, "load", "where", "git.commit", "git.dirty"]
+    values = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in names}
+    return [(name, " / ".join(texts)) for name, texts in values.items() if texts]
+
+
+def _again(part: Sequence[Run]) -> list[str]:
+    """The commands that run these points again, for a shell."""
+    commits = {run.tags.get("git.commit", "") for run in part}
+    commit = next(iter(commits)) if len(commits) == 1 else ""
+    commands = [f"git checkout {commit}"] if re.fullmatch("[0-9a-f]{40}", commit) else []
+    grids = sorted({run.tags["grid"] for run in part if "grid" in run.tags})
+    for grid in grids:
+        shipped = Path("notebooks", "grids", f"{grid}.yaml")
+        file = shipped if (results.ROOT / shipped).is_file() else Path(shipped.name)
+        commands.append(f"specexp grid run {shlex.quote(str(file))}")
+    return commands if grids else []
+
+
+def write(everything: Sequence[Run], out: Path | None = None, names: Collection[str] = ()) -> Path:
+    """Write the page of these runs to `out`, or to the store's `reports/` under these names.
+    Returns its path. Raises OSError."""
+    if out is None:
+        title = "+".join(sorted(names))
+        name = re.sub(r"[^\w+-]+", "-", title).strip("-")[:100] or "report"
+        out = results.folder("reports") / f"{name}.html"
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
+    unfinished.write_bytes(page(everything).encode(errors="replace"))
+    os.replace(unfinished, out)
+    return out

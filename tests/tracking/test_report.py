@@ -1,0 +1,183 @@
+"""`specexp report`: a page that says what came out, fetches nothing and runs nothing."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+from support.stores import go
+
+from specexp.commands import app
+from specexp.errors import UserError
+from specexp.tracking import report, results
+
+HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+SLOW, FAST = (
+    {"speedup/measured": value, "speedup/ci_low": value - 0.1, "speedup/ci_high": value + 0.1,
+     "acceptance/length": 2.5, "exact/pass": 1.0, "exact/tokens": 100.0}
+    for value in (1.2, 1.9)
+)  # fmt: skip
+
+
+class Reader(HTMLParser):
+    """Tags that are open, names and attributes of all, and the text outside the style sheet."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data * (self.open[-1:] != ["style"])
+
+
+def committed(name, metrics, drafter="ngram", tags=None, rounds=None, markdown="# Faster?\n\nWhy."):
+    """A result with a figure, a notebook and a table of rounds."""
+    attempt = results.new_attempt(name)
+    record = {"experiment": "mine", "params": {"drafter": drafter, "gamma": 3},
+              "metrics": metrics, "series": {}, "tags": tags or {"device": "cpu"}}  # fmt: skip
+    (attempt / results.RESULT).write_text(json.dumps(record))
+    cells = [{"cell_type": "markdown", "source": markdown}]
+    (attempt / "notebook.ipynb").write_text(json.dumps({"cells": cells}))
+    table = pd.DataFrame({"question_id": [1, 2, 3, 3]}) if rounds is None else rounds
+    table.to_parquet(attempt / "rounds.parquet")
+    (attempt / "figures").mkdir()
+    figure = plt.figure(figsize=(1, 1))
+    figure.savefig(attempt / "figures" / "speedup.png", dpi=20)
+    plt.close(figure)
+    facts = {"name": f"20_latency drafter={drafter}", "notebook": "20_latency.ipynb",
+             "grid": "of mine", "status": "FINISHED"}  # fmt: skip
+    return results.commit(attempt, name, facts)
+
+
+def test_page_holds_question_answer_figures_and_command(store):
+    committed("a", FAST)
+    committed("b", SLOW, drafter="suffix")
+    html = report.page(report.of("mine"))
+    page = Reader(html)
+    assert page.open == []
+    text = " ".join(page.text.split())
+    assert "Faster? mine, 2 runs" in text
+    assert "ngram: 1.90x [1.79, 2.01] of plain decoding's speed over 3 prompts" in text
+    assert "certainly faster. It is the best of 2 runs" in text
+    assert "certainly better than the others" in text
+    assert "in 2 of 2 checked runs (200 tokens compared)" in text
+    assert "specexp grid run 'of mine.yaml'" in text
+    assert "results/a" in text
+    assert "results/b" in text
+    assert html.count("data:image/png;base64,") == 2
+
+
+def test_page_fetches_and_runs_nothing_whatever_texts_say(store):
+    committed("a", FAST, drafter=HOSTILE, tags={"processor": HOSTILE}, markdown=f"# {HOSTILE}")
+    html = report.page(report.of("mine"))
+    page = Reader(html)
+    assert page.open == []
+    assert not page.tags & {"script", "link", "iframe", "object", "a", "form", "base"}
+    assert not [name for name, _ in page.attributes if name == "href" or name.startswith("on")]
+    sources = [value for name, value in page.attributes if name == "src"]
+    assert sources
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"url\(|@import", html)
+    assert "alert(1)" in page.text
+    assert not {"\x1b", "\u202e"} & set(html)
+
+
+def test_overlapping_intervals_name_no_certain_winner(store):
+    committed("a", FAST | {"speedup/ci_low": 1.1})
+    committed("b", SLOW, drafter="suffix")
+    assert "not certainly better than suffix" in report.answer(report.of("mine"))
+
+
+def test_interval_of_the_best_is_widened_before_it_excludes_one(store):
+    barely = FAST | {"speedup/measured": 1.1, "speedup/ci_low": 1.01, "speedup/ci_high": 1.19}
+    committed("a", barely)
+    assert "certainly faster" in report.answer(report.of("mine"))
+    committed("b", SLOW | {"speedup/measured": 0.5}, drafter="suffix")
+    assert "no clear difference" in report.answer(report.of("mine"))
+
+
+def test_value_without_interval_is_not_certain(store):
+    committed("a", {"speedup/measured": 1.5})
+    assert "nothing is certain" in report.answer(report.of("mine"))
+
+
+def _repeats(slower: float) -> pd.DataFrame:
+    """Plain decoding in two repeats at two batch sizes, of which the larger has a third one."""
+    paces = {(1, 0): 1.0, (1, 1): slower, (8, 0): 0.2, (8, 1): 0.2, (8, 2): 0.2}
+    rows = [(*key, pace * 10, 10) for key, pace in paces.items()]
+    return pd.DataFrame(rows, columns=["batch", "repeat", "plain_s", "plain_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "tags", "slower", "reason"),
+    [
+        ({"acceptance/length": 1.5}, {}, 1, "not credible"),
+        ({"speedup/predicted": 0.5}, {}, 1, "was predicted"),
+        ({}, {"load": "7.5", "threads": "2"}, 1, "load average was 7.5"),
+        ({}, {"together": "yes"}, 1, "ran beside it"),
+        ({}, {}, 1.6, "drifted 1.6-fold"),
+        ({}, {"load": "2.2", "threads": "2"}, 1.1, ""),
+        ({"acceptance/length": 1.5}, {"simulated": "speedup"}, 1, ""),
+    ],
+)
+def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
+    committed("a", FAST | metrics, tags={"device": "cpu", **tags}, rounds=_repeats(slower))
+    [run] = report.of("mine")
+    assert bool(run.doubts()) == bool(reason)
+    assert reason in " ".join(run.doubts())
+    assert ("doubtful" in Reader(report.page([run])).text) == bool(reason)
+
+
+def test_a_point_is_shown_once_by_its_newest_intact_result(store):
+    old, new = committed("a", SLOW), committed("b", FAST)
+    damaged = committed("c", FAST)
+    (damaged / "result.json").write_text("{}")
+    assert [run.folder for run in report.of("mine")] == [new]
+    assert [run.folder for run in report.of(str(old))] == [old]
+
+
+def test_results_that_do_not_exist_are_one_line_with_what_there_is(store):
+    committed("a", FAST)
+    with pytest.raises(UserError, match=r"no results of other .* there are some of mine"):
+        report.of("other")
+    with pytest.raises(UserError, match=r"specexp grid run far/grid\.yaml"):
+        report.of("far/grid.yaml")
+
+
+def test_command_writes_the_page_where_it_says(store, tmp_path, monkeypatch, capsys):
+    committed("a", FAST)
+    for arguments in (["mine"], ["mine", "--out", str(tmp_path / "mine.html")]):
+        monkeypatch.setattr("sys.argv", ["specexp", "report", *arguments])
+        with pytest.raises(SystemExit):
+            app.main()
+        [path] = capsys.readouterr().out.splitlines()
+        assert "certainly faster" in (tmp_path / path).read_text()
+
+
+def test_grid_run_ends_with_the_path_of_its_report(store, written, monkeypatch):
+    code, text = go(written(1, 2, 13))
+    assert code == 1
+    what, path = text.splitlines()[-1].split()
+    assert (what, path) == ("report", str(store / "reports" / "trivial.html"))
+    page = Reader((store / "reports" / "trivial.html").read_text())
+    assert "2 runs" in page.text
+    monkeypatch.setattr(report, "page", lambda runs: (_ for _ in ()).throw(OSError(28, "full")))
+    code, text = go(written(1, 2))
+    assert (code, "none, full" in text.splitlines()[-1]) == (0, True)
