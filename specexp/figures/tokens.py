@@ -92,7 +92,8 @@ def shaded(text: Text) -> str:
     def span(kind: str, part: str) -> str:
         return f'<span style="{SHADES[kind]}">{escape(part)}</span>'
 
-    return f'<pre style="white-space: pre-wrap">{_by_kind(text, span, escape)}</pre>'
+    style = "white-space: pre-wrap; font-family: monospace"
+    return f'<pre style="{style}">{_by_kind(text, span, escape)}</pre>'
 
 
 def _by_kind(text: Text, show: Callable[[str, str], str], other: Callable[[str], str] = str) -> str:
