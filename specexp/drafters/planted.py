@@ -84,7 +84,8 @@ class Planted(Drafter):
         rank = torch.arange(1, len(tree), device=place.device) - nodes.children[0, parent, 0]
         odds = torch.full(place.shape, self.alpha, device=place.device)
         salt, future = self.salt[seqs.rows], self.future[seqs.rows]
-        right = _COINS.bernoulli(odds, mix(seqs.keys(depth) + salt), 0) & (rank == 0)
+        keys = _COINS.keys(seqs.stream, seqs.length, depth)
+        right = _COINS.bernoulli(odds, mix(keys + salt), 0) & (rank == 0)
         miss = (1 + rank) * ~right
         tokens = (future.gather(1, place) + miss) % self.target.vocab
         return replace(seqs.draft(nodes, tokens), memo=work.memo)

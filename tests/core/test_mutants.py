@@ -24,6 +24,7 @@ from specexp.models import processors
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import LM
 from specexp.policy import Fixed
+from specexp.rows import Rows
 from specexp.rules import Block, Match, Reject, Typical
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Noise, Sampling, mix
 from specexp.sequences import Draft, Sequences
@@ -468,7 +469,7 @@ MUTANTS = [
            {"slots = positions = seqs.places(nodes.depth)":
             "positions = seqs.places(nodes.depth)\n    slots = 1 + positions"},
            "law_on_chains"),
-    Mutant("prefill of one token too few", Engine, "begin",
+    Mutant("prefill of one token too few", Rows, "prefill",
            {"read = int(seqs.length.max()) - 1": "read = max(0, int(seqs.length.max()) - 2)"},
            "law_on_chains"),
     Mutant("accepted path left where it was", Engine, "commit",
