@@ -96,7 +96,7 @@ class Run:
         if speedup and length and speedup > length:
             reasons.append(
                 f"a speedup of {speedup:.2f}x with {length:.2f} tokens per target pass is not "
-                "credible: was the machine busy?"
+                "credible"
             )
         if speedup and predicted and not 1 / MISSED < speedup / predicted < MISSED:
             reasons.append(f"{speedup:.2f}x was measured where {predicted:.2f}x was predicted")
@@ -104,7 +104,7 @@ class Run:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
         load, threads = (_number(tags.get(name, "")) for name in ("load", "threads"))
         if tags.get("device") == "cpu" and load > threads + 1 > 1:
-            reasons.append(f"the load average was {load:g} with {threads:g} threads of its own")
+            reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
         if tags.get("together") == "yes":
             reasons.append("other points ran beside it")
         return reasons
@@ -248,12 +248,15 @@ def _best(headline: Headline, having: Sequence[Run]) -> str:
 
 
 def _interval(headline: Headline, run: Run, many: int) -> tuple[float, float]:
-    """A run's 95 % interval, widened so that those of `many` runs hold together; the value twice if
-    none was logged."""
+    """A run's 95 % interval, widened so that those of `many` runs hold together, on a logarithmic
+    scale if it is of a ratio; the value twice if none was logged."""
     value = run.metrics[headline.metric]
     wider = NormalDist().inv_cdf(1 - 0.025 / many) / NormalDist().inv_cdf(0.975)
     low, high = (run.metrics.get(name, value) for name in (headline.low, headline.high))
-    return max(0.0, value - wider * (value - low)), value + wider * (high - value)
+    if headline.even is not None and min(low, value, high) > 0:
+        return value * (low / value) ** wider, value * (high / value) ** wider
+    most = 1.0 if headline.even is None else high  # of a share
+    return max(0.0, value - wider * (value - low)), min(most, value + wider * (high - value))
 
 
 def exactness(part: Sequence[Run]) -> str:
@@ -299,7 +302,8 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     table = table[[name for name in table if list(table[name]) != labels]]
     table.insert(0, "run", labels)
     if doubts:
-        table["timing"] = ["doubtful" if label in doubts else "" for label in labels]
+        marks = ["doubtful" if label in doubts else "" for label in labels]
+        table.insert(1, "timing", marks)
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
         "figures": figures, "more": next(drawn, None) is not None,
@@ -351,6 +355,9 @@ def write(everything: Sequence[Run], out: Path | None = None, names: Collection[
         name = re.sub(r"[^\w+-]+", "-", title).strip("-")[:100] or "report"
         out = results.folder("reports") / f"{name}.html"
     unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    unfinished.write_bytes(page(everything).encode(errors="replace"))
-    os.replace(unfinished, out)
+    try:
+        unfinished.write_bytes(page(everything).encode(errors="replace"))
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return out

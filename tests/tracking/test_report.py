@@ -113,6 +113,13 @@ def test_interval_of_the_best_is_widened_before_it_excludes_one(store):
     assert "no clear difference" in report.answer(report.of("mine"))
 
 
+def test_widened_interval_of_a_share_stays_a_share(store):
+    high = {"acceptance/rate": 0.97, "acceptance/rate_ci_low": 0.9, "acceptance/rate_ci_high": 1.0}
+    committed("a", high)
+    committed("b", {"acceptance/rate": 0.1}, drafter="suffix")
+    assert "97% [89%, 100%] of draft tokens" in report.answer(report.of("mine"))
+
+
 def test_value_without_interval_is_not_certain(store):
     committed("a", {"speedup/measured": 1.5})
     assert "nothing is certain" in report.answer(report.of("mine"))
