@@ -31,7 +31,7 @@ from specexp.grids.machines import local
 from specexp.grids.points import Point
 from specexp.grids.progress import RETRIED, Board, changed, failures_of
 from specexp.terminal import Terminal
-from specexp.tracking import compare, mlflow_view, redact, report, results, runs
+from specexp.tracking import compare, mlflow_view, rebuild, redact, report, results, runs
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 RESUME = "run the same command again to resume"
@@ -77,6 +77,7 @@ def run(
                 work.run_queue(where, jobs)
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
+        rebuild.describe({p.experiment for p in points})
         compare.show(console, {p.run_key for p in points})
     except results.StoreBusy as e:
         return _error(console, "busy", str(e), BUSY)

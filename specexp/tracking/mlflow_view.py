@@ -1,15 +1,17 @@
 """What the MLflow UI shows of an experiment and its runs: a view with columns, order and charts;
-name, answer and description of a run."""
+an experiment's note; name, answer and description of a run."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 KEY = "specexp"
 TAG = f"mlflow.sharedViewState.{KEY}"
 NOTE = "mlflow.note.content"
+OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
 FIGURES = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
@@ -80,6 +82,21 @@ def _brief(value: Any) -> str:
     text = str(value).rstrip("/").rpartition("/")[2] if isinstance(value, str) else str(value)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def note(
+    experiment: str, question: str, answer: str, commands: Collection[str], report: str
+) -> str:
+    """The Markdown on the pages of the experiment with this id: the question, today's answer, a
+    link to the view, the commands that run it again and the one that writes a report."""
+    question, answer = (re.sub(r"([\\`*_<])", r"\\\1", text) for text in (question, answer))
+    parts = [
+        f"### {question}",
+        answer,
+        f"[The runs, with charts and intervals]({url(experiment, '.')})",
+    ]
+    parts += ["Run it again:", "```\n" + "\n".join(commands) + "\n```"] if commands else []
+    return "\n\n".join([*parts, f"A report to send: `{report}`", OWN])
 
 
 def shared(logged: Collection[str], at_ms: int) -> str:

@@ -1,18 +1,21 @@
-"""Rebuilds MLflow's database from the store: committed results are the record, MLflow a view."""
+"""Rebuilds MLflow's database, and the notes in it, from the store: committed results are the
+record, MLflow a view."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
+from specexp.tracking import mlflow_view, report, runs
 from specexp.tracking import results as store
-from specexp.tracking import runs
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,34 @@ def rebuild(console: Console) -> Rebuilt:
                         except runs.StoreRejected as e:
                             refused[folder] = str(e)
     published = [f for f in whole if f not in refused]
+    describe({str(store.read(f / store.RESULT).get("experiment")) for f in published})
     results = sum(f.parent.name == "results" for f in published)
     return Rebuilt(results, len(published) - results, aside, tuple(torn), refused)
+
+
+def describe(names: Collection[str]) -> None:
+    """Write question, today's answer, a link and commands to the pages of these experiments, unless
+    somebody wrote a text there. Raises StoreUnreachable, StoreCorrupt, or OSError."""
+    folders = store.listed("results")
+    every = [f for f in folders if store.read(f / store.RESULT).get("experiment") in names]
+    newest, backend = report.newest(every), runs.backend()
+    for experiment in backend.experiments() if newest else ():
+        part = [run for run in newest if run.experiment == experiment.name]
+        before = experiment.tags.get(mlflow_view.NOTE, "")
+        if part and (not before or before.endswith(mlflow_view.OWN)):
+            with backend.reaching():
+                backend.client.set_experiment_tag(
+                    experiment.experiment_id, mlflow_view.NOTE, _note(experiment, part)
+                )
+
+
+def _note(experiment: Any, part: Sequence[report.Run]) -> str:
+    asking = min(part, key=lambda run: "notebook" not in run.tags)  # not one by hand
+    answer, command = report.answer(part), f"specexp report {shlex.quote(experiment.name)}"
+    if doubtful := sum(bool(run.doubts()) for run in part):
+        answer += f" Timings of {doubtful} of {len(part)} runs are doubtful: the report says why."
+    commands, title = report.again(part), asking.question()[0]
+    return mlflow_view.note(experiment.experiment_id, title, answer, commands, command)
 
 
 def show(rebuilt: Rebuilt, console: Console) -> None:

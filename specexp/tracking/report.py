@@ -309,7 +309,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
         "exactness": exactness(part), "doubts": doubts,
-        "environment": _environment(part), "again": _again(part),
+        "environment": _environment(part), "again": again(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name) for run in part],
     }  # fmt: skip
 
@@ -334,7 +334,7 @@ def _environment(part: Sequence[Run]) -> list[tuple[str, str]]:
     return [(name, " / ".join(texts)) for name, texts in values.items() if texts]
 
 
-def _again(part: Sequence[Run]) -> list[str]:
+def again(part: Sequence[Run]) -> list[str]:
     """The commands that run these points again, for a shell."""
     commits = {run.tags.get("git.commit", "") for run in part}
     commit = next(iter(commits)) if len(commits) == 1 else ""

@@ -1,0 +1,70 @@
+"""The note of an experiment in MLflow: question, today's answer, link, commands."""
+
+import json
+
+import pytest
+from support.stores import go, quiet
+
+from specexp.grids.machines import local
+from specexp.tracking import mlflow_view, rebuild
+from specexp.tracking import runs as track
+
+pytestmark = pytest.mark.usefixtures("copied_tables")
+TITLE = {"cell_type": "markdown", "source": "# Does `it` pay?\n\nWho knows."}
+
+
+def note(experiment: str = "grid of trifles") -> str:
+    return track.client().get_experiment_by_name(experiment).tags[mlflow_view.NOTE]
+
+
+@pytest.fixture
+def asking(written, monkeypatch):
+    """Points whose notebooks have a question."""
+    execute = local.execute
+
+    def with_title(point, attempt, *rest):
+        execute(point, attempt, *rest)
+        (attempt / "notebook.ipynb").write_text(json.dumps({"cells": [TITLE]}))
+
+    monkeypatch.setattr(local, "execute", with_title)
+    return written
+
+
+def test_grid_run_and_rebuild_write_question_answer_link_and_commands(store, asking):
+    assert go(asking(1, 2))[0] == 0
+    text = note()
+    experiment = track.experiment_id("grid of trifles")
+    assert text.startswith("### Does it pay?\n\n")
+    assert "1.25x" in text
+    assert "best of 2 runs" in text
+    assert f"(./#/experiments/{experiment}/runs?viewStateShareKey=specexp" in text
+    assert "specexp grid run trivial.yaml\n```" in text
+    assert "`specexp report 'grid of trifles'`" in text
+    names = {run.info.run_name for run in track.backend().runs(experiment)}
+    assert names == {"x=1", "x=2"}
+
+    assert go(asking(1, 2, 3))[0] == 0
+    assert "best of 3 runs" in note()
+    rebuild.rebuild(quiet())
+    assert "best of 3 runs" in note()
+
+
+def test_note_of_ones_own_is_kept(store, asking):
+    experiment = track.experiment_id("grid of trifles")
+    track.client().set_experiment_tag(experiment, mlflow_view.NOTE, "my own words")
+    assert go(asking(1))[0] == 0
+    assert note() == "my own words"
+
+
+def test_note_of_runs_by_hand_has_no_grid_to_run(filled):
+    rebuild.rebuild(quiet())
+    text = note("mine")
+    assert text.startswith("### mine\n\n")
+    assert "Run it again" not in text
+    assert "1.25x" in text
+
+
+def test_names_in_a_note_are_no_markup():
+    text = mlflow_view.note("1", "a_b_c?", "<b>*bold* `x`: 1.25x [1.20, 1.30]", [], "specexp")
+    assert r"### a\_b\_c?" in text
+    assert r"\<b>\*bold\* \`x\`: 1.25x [1.20, 1.30]" in text
