@@ -66,7 +66,7 @@ def describe(names: Collection[str]) -> None:
     folders = store.listed("results")
     every = [f for f in folders if store.read(f / store.RESULT).get("experiment") in names]
     newest, backend = report.newest(every), runs.backend()
-    for experiment in backend.experiments() if newest else ():
+    for experiment in backend.experiments() if newest and runs.has_database() else ():
         part = [run for run in newest if run.experiment == experiment.name]
         before = experiment.tags.get(mlflow_view.NOTE, "")
         if part and (not before or before.endswith(mlflow_view.OWN)):
