@@ -117,8 +117,14 @@ def status(
 ) -> None:
     """Show which points are done, running, failed or to run, and an estimate of the time left."""
     from specexp.grids import progress
+    from specexp.tracking import runs
 
     points = _points(files, only, yes, together)
     console.print(progress.status(points))
     for line in progress.changed(points):
         console.print(line, soft_wrap=True)
+    try:
+        for line in progress.missing(points).lines("`specexp grid run`"):
+            console.print(line, soft_wrap=True, markup=False)
+    except (runs.StoreUnreachable, runs.StoreCorrupt) as e:
+        console.print(f"MLflow cannot be read now: {e}", soft_wrap=True, markup=False)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from specexp.grids import identity
 from specexp.grids.points import Point
-from specexp.tracking import results, runs
+from specexp.tracking import presence, results, runs
 
 RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
 STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
@@ -167,6 +167,13 @@ def changed(points: Iterable[Point]) -> list[str]:
         f"{count} {'point runs' if count == 1 else 'points run'} again, old results are kept: {why}"
         for why, count in counts.items()
     ]
+
+
+def missing(points: Sequence[Point]) -> presence.Missing:
+    """The folders of these points that were published and that MLflow lacks now."""
+    keys = {p.run_key for p in points}
+    kept = [path for path in results.listed("failed") if results.key_of(path) in keys]
+    return presence.missing([*(results.result_of(p.run_key) for p in points), *kept])
 
 
 def duration(seconds: float) -> str:

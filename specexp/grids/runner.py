@@ -19,7 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tenacity
@@ -29,9 +29,9 @@ from specexp.grids import identity
 from specexp.grids.execute import ERROR, REMOVED, Failure, of_error
 from specexp.grids.machines import local
 from specexp.grids.points import Point
-from specexp.grids.progress import RETRIED, Board, changed, failures_of
+from specexp.grids.progress import RETRIED, Board, changed, failures_of, missing
 from specexp.terminal import Terminal
-from specexp.tracking import compare, mlflow_view, rebuild, redact, report, results, runs
+from specexp.tracking import compare, mlflow_view, presence, rebuild, redact, report, results, runs
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 RESUME = "run the same command again to resume"
@@ -69,6 +69,7 @@ def run(
                     results.remember(name, {p.run_key for p in points if name in p.grids})
             work = Work(points, board, retry_failed, force)
             with _signals(work), machines or local.Here(points) as where:
+                work.compare_with_mlflow()
                 work.recover()
                 work.plan()
                 for line in changed(work.queue):
@@ -294,6 +295,34 @@ class Work:
             self.unpublished.remove(folder)
         return True
 
+    def compare_with_mlflow(self) -> None:
+        """Give results the names that their points have now, and take the marks from folders that
+        MLflow lacks or shows under another name: `recover` publishes them."""
+        renamed = set()
+        for point in self.points:
+            result, tags = results.result_of(point.run_key), tags_of(point)
+            now = point.experiment, tags["notebook"]
+            if not result.exists() or presence.names(result) in (now, (None, None)):
+                continue
+            with results.claim(point.run_key) as ours:
+                if ours and result.exists():
+                    presence.rename(result, point.experiment, tags)
+                    renamed.add(result)
+        if renamed:
+            self.board.say(
+                f"{len(renamed)} results get the new name of their notebook or experiment"
+            )
+        try:
+            found = missing(self.points)
+            for folder in found.lost:
+                with results.claim(results.key_of(folder)) as ours:
+                    if ours:
+                        presence.forget(folder)
+        except runs.StoreUnreachable:  # said before
+            return
+        for line in replace(found, lost=[f for f in found.lost if f not in renamed]).lines():
+            self.board.say(line)
+
     def recover(self) -> None:
         """Clean up after runners that died: for these points, for abandoned attempts of any, and,
         with the store's own database, for unpublished failures of any."""
@@ -313,10 +342,14 @@ class Work:
         result = results.result_of(key)
         if result.exists() and not runs.publishable(result):
             results.set_aside(result, "replaced")
-        for kept in results.attempts_of(key, "failed"):
+        for kept in sorted(results.attempts_of(key, "failed"), key=_ended):
             self._publish_failure(kept)
         if result.exists() and not runs.published(result):
             self._publish(result)
+
+
+def _ended(kept: Path) -> int:
+    return int(results.read(kept / results.TAGS).get("ended") or 0)
 
 
 @contextlib.contextmanager

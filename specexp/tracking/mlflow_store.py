@@ -17,7 +17,7 @@ import re
 import shutil
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -68,6 +68,16 @@ class StoreCorrupt(UserError):
     """The database cannot be read."""
 
     code = 4
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run is in MLflow, whether it was deleted there, how it ended, and some tags."""
+
+    experiment: str
+    deleted: bool
+    status: str
+    tags: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -210,6 +220,12 @@ class Backend:
         with self.reaching():
             return list(_pages(self.client.search_experiments))
 
+    def states(self, experiments: Collection[str], tags: Sequence[str]) -> dict[str, State]:
+        """The state of every run, deleted or not, in experiments of these names, with those of its
+        tags. From a database in one query: MLflow takes seconds for a thousand runs."""
+        with self.reaching():
+            return (_served_states if self.served else _states)(self, experiments, tags)
+
     def runs(self, experiment: str, filter: str = "") -> list[Any]:
         """Runs of an experiment's id that are not deleted, newest first."""
         with self.reaching():
@@ -240,6 +256,48 @@ class Backend:
             with self.reaching():
                 below = inside.parent.as_posix().removeprefix(".") or None
                 self.client.log_artifact(run.info.run_id, str(path), below)
+
+
+def _states(
+    backend: Backend, experiments: Collection[str], tags: Sequence[str]
+) -> dict[str, State]:
+    import sqlalchemy
+
+    query = sqlalchemy.text(
+        "SELECT r.run_uuid, e.name, r.lifecycle_stage, r.status, t.key, t.value "
+        "FROM runs r JOIN experiments e ON e.experiment_id = r.experiment_id "
+        "LEFT JOIN tags t ON t.run_uuid = r.run_uuid AND t.key IN :tags WHERE e.name IN :names"
+    ).bindparams(
+        sqlalchemy.bindparam("tags", list(tags), expanding=True),
+        sqlalchemy.bindparam("names", list(experiments), expanding=True),
+    )
+    states: dict[str, State] = {}
+    engine = sqlalchemy.create_engine(backend.uri, poolclass=sqlalchemy.pool.NullPool)
+    with engine.connect() as connection:
+        for run, name, stage, status, key, value in connection.execute(query):
+            state = states.setdefault(run, State(name, stage == "deleted", status, {}))
+            if key:
+                state.tags[key] = value
+    return states
+
+
+def _served_states(
+    backend: Backend, experiments: Collection[str], tags: Sequence[str]
+) -> dict[str, State]:
+    from mlflow.entities import ViewType
+
+    client, everything = backend.client, ViewType.ALL
+    return {
+        run.info.run_id: State(
+            experiment.name, run.info.lifecycle_stage == "deleted", run.info.status,
+            {n: run.data.tags[n] for n in tags if n in run.data.tags},
+        )
+        for experiment in _pages(client.search_experiments, view_type=everything)
+        if experiment.name in experiments
+        for run in _pages(
+            client.search_runs, [experiment.experiment_id], "", everything, max_results=1000
+        )
+    }  # fmt: skip
 
 
 def artifacts_of(backend: Backend, run: Any) -> Path | None:

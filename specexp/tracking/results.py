@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -30,6 +31,7 @@ from specexp.zoo import shelf
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
 MANIFEST = "manifest.json"
+MARKER, LABEL = ".published", ".label.json"  # beside what was committed; no notebook's
 PATIENCE_S = 120.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MACHINE_ERRORS = (*FULL, errno.EIO, errno.EMFILE, errno.ENFILE)  # as opposed to permissions
@@ -64,6 +66,8 @@ def listed(name: str) -> list[Path]:
 def identity() -> str:
     """A random id that tells this store from others on the same server; created at first use."""
     path = folder("") / "id"
+    if path.exists() and not path.read_text().strip():  # a disk was full, or somebody emptied it
+        path.unlink(missing_ok=True)
     if not path.exists():
         new = path.with_name(f"id-{uuid.uuid4().hex[:12]}")
         new.write_text(new.name.removeprefix("id-"))
@@ -279,7 +283,10 @@ def is_folder(path: Path) -> bool:
 
 
 def only_files(attempt: Path) -> None:
-    """Remove everything but files and folders: a link could make copies read other files."""
+    """Remove everything but files and folders, as a link could make copies read other files, and
+    what has the name of a marker or label."""
+    for path in [*attempt.glob(f"{MARKER}*"), *attempt.glob(LABEL)]:
+        shutil.rmtree(path) if is_folder(path) else path.unlink()
     for path in attempt.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             path.unlink()
@@ -317,6 +324,13 @@ def sound(check: Callable[[], bool]) -> bool:
 def load(path: Path) -> dict[str, Any]:
     """Read a JSON file of the store. Raises OSError, and ValueError or TypeError if it is torn."""
     return dict(json.loads(path.read_text()))
+
+
+def label(folder: Path) -> dict[str, Any]:
+    """The experiment and tags under which a result is shown since it was renamed (`presence`), or
+    an empty dictionary. Raises as `load`."""
+    path = folder / LABEL
+    return load(path) if path.exists() else {}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -38,6 +38,10 @@ _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
 _TAG = re.compile(r"\w[\w. -]{0,249}")
 _STEP = re.compile(r"-?\d{1,18}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
+_RUNNERS = {
+    "attempt", "ended", "error", "error.kind", "grid", "name", "notebook", "published", "run_key",
+    "seconds", "status", "store", "together", "where",
+}  # fmt: skip
 _LONGEST_NAME = 250  # MLflow rejects longer ones
 _LONGEST_PARAM = 6000  # MLflow truncates longer ones
 _LONGEST_TAG = 5000  # some of MLflow's stores reject longer ones
@@ -110,6 +114,9 @@ def log(
         "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
     problems = problems_of(record)
+    problems += [
+        f"the tag {n!r} is the runner's own: rename it" for n in tags or () if _reserved(n)
+    ]
     if problems:
         raise UserError("; ".join(problems))
     if attempt_folder := os.environ.get("SPECEXP_ATTEMPT"):
@@ -159,6 +166,12 @@ def _file_name(name: str) -> str:
     if not _FILE.fullmatch(name):
         raise UserError(f"names of tables and figures have letters, digits, - and _, not {name!r}")
     return name
+
+
+def _reserved(tag: object) -> bool:
+    """Whether only the runner may set this tag."""
+    theirs = str(tag).startswith("mlflow.") and tag != "mlflow.note.content"
+    return theirs or tag in _RUNNERS
 
 
 def problems_of(record: Mapping[str, Any]) -> list[str]:
@@ -228,7 +241,7 @@ def initialise() -> None:
 
 def had_runs() -> bool:
     """Whether anything was ever published to the store's own database."""
-    return any(results.root().glob("results/*/published"))
+    return any(results.root().glob(f"results/*/{results.MARKER}"))
 
 
 def experiment_id(name: str) -> str:
@@ -257,13 +270,14 @@ def published(folder: Path) -> bool:
 def marker(folder: Path) -> Path:
     """The file that marks a folder as published and holds the run's id."""
     if own():
-        return folder / "published"
-    return folder / f"published-{results.digest(backend().uri.encode())[:8]}"
+        return folder / results.MARKER
+    return folder / f"{results.MARKER}-{results.digest(backend().uri.encode())[:8]}"
 
 
-def _is_marker(path: Path, folder: Path) -> bool:
-    """Whether this is a file that `marker` names, for any store."""
-    return path.parent == folder and path.name.partition("-")[0] == "published"
+def _is_added(path: Path, folder: Path) -> bool:
+    """Whether this is the label, or a file that `marker` names, for any store."""
+    names = (results.MARKER, results.LABEL)
+    return path.parent == folder and path.name.partition("-")[0] in names
 
 
 def publishable(folder: Path) -> bool:
@@ -303,13 +317,15 @@ def publish(folder: Path) -> str:
 def _publish(folder: Path) -> str:
     """Create and fill the run, mark it as whole, then delete the runs that it replaces."""
     store = backend()
-    tags = results.load(folder / results.TAGS) | {"store": results.identity()}
+    label = results.label(folder)
+    tags = results.load(folder / results.TAGS) | label.get("tags", {})
+    tags["store"] = results.identity()
     status, _ = tags.pop("status"), tags.pop("ended", None)
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
-    experiment = experiment_id(record["experiment"])
+    experiment = experiment_id(label.get("experiment", record["experiment"]))
     same_key = f"tags.run_key = '{tags['run_key']}'"
     same = [
-        r.info.run_id
+        r
         for r in store.runs(experiment, same_key)
         if is_whole(r)
         and (
@@ -317,11 +333,25 @@ def _publish(folder: Path) -> str:
             or (status != "FINISHED" and _succeeded_since(r, folder))
         )
     ]
-    run_id = same[0] if same else _create_run(folder, experiment, status, tags, record)
+    new = (folder, experiment, status, tags, record)
+    run_id = _renew(same[0], tags) if same else _create_run(*new)
     for old in store.runs(experiment, same_key):
         stays = is_whole(old) and old.info.status == "FINISHED" != status
         if old.info.run_id != run_id and is_ours(old) and not stays:
             store.client.delete_run(old.info.run_id)
+    return run_id
+
+
+def _renew(run: Any, tags: dict[str, str]) -> str:
+    """Give a run the store and names of a folder that was published as it before."""
+    from mlflow.entities import RunTag
+
+    mlflow, run_id, before = client(), str(run.info.run_id), run.data.tags
+    if before.get("attempt") == tags["attempt"]:
+        if tags.get("name", run.info.run_name) != run.info.run_name:
+            mlflow.update_run(run_id, name=tags["name"])
+        new = {n: t for n, t in tags.items() if n != "name" and before.get(n) != t}
+        mlflow.log_batch(run_id, tags=[RunTag(n, t) for n, t in new.items()])
     return run_id
 
 
@@ -340,8 +370,9 @@ def _create_run(
     ended = results.ended_ms(folder)
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
+    theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     tags |= mlflow_view.about(record)
-    run = mlflow.create_run(experiment, started, record.get("tags", {}) | tags, name)
+    run = mlflow.create_run(experiment, started, theirs | tags, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in as_points(record)]
     params = [Param(n, v) for n, v in as_params(record).items()]
     if metrics:
@@ -349,7 +380,7 @@ def _create_run(
         mlflow.set_experiment_tag(experiment, mlflow_view.TAG, view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    store.put(run, folder, [p for p in results.files_in(folder) if not _is_marker(p, folder)])
+    store.put(run, folder, [p for p in results.files_in(folder) if not _is_added(p, folder)])
     mlflow.set_terminated(run.info.run_id, status, ended)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
@@ -357,7 +388,7 @@ def _create_run(
 
 def is_whole(run: Any) -> bool:
     """Whether everything of this run was published."""
-    return bool(run.data.tags.get("published") == "1")
+    return run.data.tags.get("published") == "1" and run.info.status != "RUNNING"
 
 
 def is_ours(run: Any) -> bool:

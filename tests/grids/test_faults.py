@@ -427,7 +427,7 @@ def test_any_changed_byte_is_found(bench):
     b = bench(points=160, done=range(1, 161))
     rng = random.Random(9)
     for result in (b.store / "results").iterdir():
-        files = [p for p in sorted(result.rglob("*")) if p.is_file() and p.name != "published"]
+        files = [p for p in sorted(result.rglob("*")) if p.is_file() and p.name != ".published"]
         file = rng.choice(files)
         data = bytearray(file.read_bytes())
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -444,7 +444,7 @@ def test_torn_failures_are_skipped(bench):
     for kept in (b.store / "failed").iterdir():
         for name in ("point.json", "tags.json", "error.txt"):
             (kept / name).write_text("")
-        (kept / "published").unlink(missing_ok=True)
+        (kept / ".published").unlink(missing_ok=True)
     (b.store / "attempts" / "a stray file").write_text("")
     end = b.go()
     assert end.code == 0, end.said
@@ -508,7 +508,7 @@ def test_waiting_runner_settles_what_a_killed_one_left(bench, tmp_path, phase):
     )  # fmt: skip
     until(lambda: list((b.store / "attempts").glob("*/log.txt")))
     waiting = b.warm.start("grid", b.store, grids=[str(b.grid)])
-    until(lambda: list((b.store / "results").glob("*/published")))
+    until(lambda: list((b.store / "results").glob("*/.published")))
     gate.touch()
     assert b.warm.wait(dying).code == -9
     other = b.warm.wait(waiting)

@@ -330,13 +330,13 @@ def test_unpublished_result_is_published_once(store, points):
     todo = points(x=[1])
     assert go(todo)[0] == 0
     result = store / "results" / todo[0].run_key
-    (result / "published").unlink()
+    (result / ".published").unlink()
     assert go(todo)[0] == 0
     assert len(statuses()) == 1
     mlflow = runs.client()
     [old] = mlflow.search_runs([runs.experiment_id("grid of trifles")])
     mlflow.set_tag(old.info.run_id, "published", "0")
-    (result / "published").unlink()
+    (result / ".published").unlink()
     assert go(todo)[0] == 0
     [new] = mlflow.search_runs([runs.experiment_id("grid of trifles")])
     assert new.info.run_id != old.info.run_id
@@ -537,9 +537,9 @@ def test_failed_points_rerun_only_with_retry_failed(store, points, tmp_path):
 def test_force_reruns_and_keeps_one_run_a_point(store, points):
     todo = points(x=[1])
     assert go(todo)[0] == 0
-    first = (store / "results" / todo[0].run_key / "published").read_text()
+    first = (store / "results" / todo[0].run_key / ".published").read_text()
     assert go(todo, force=True)[0] == 0
-    second = (store / "results" / todo[0].run_key / "published").read_text()
+    second = (store / "results" / todo[0].run_key / ".published").read_text()
     assert second != first
     assert statuses() == {todo[0].run_key: "FINISHED"}
     [replaced] = (store / "replaced").iterdir()

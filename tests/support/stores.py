@@ -63,7 +63,7 @@ def first(mlruns):
 
 
 def run_of(result):
-    return (result / "published").read_text()
+    return (result / ".published").read_text()
 
 
 def half(result):

@@ -35,7 +35,7 @@ def test_store_check_of_missing_store_creates_nothing(monkeypatch, tmp_path):
 
 
 def twice(result):
-    (result / "published").unlink()
+    (result / ".published").unlink()
     record = json.loads((result / "tags.json").read_text())
     old = run_of_key(result.name)
     track.client().set_tag(old, "run_key", "hidden")

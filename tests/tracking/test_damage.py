@@ -204,7 +204,7 @@ def test_torn_failure_is_skipped_and_run_again(store, written, how, name, told):
     TORN[how](torn / name)
     if not told:
         track.client().delete_run(run_of(torn))
-        (torn / "published").unlink()
+        (torn / ".published").unlink()
     assert audit.problems() == []
     made = rebuild.rebuild(quiet())
     assert (made.results, made.failures) == (1, 0)
@@ -246,6 +246,6 @@ def test_deleted_experiment_is_restored_by_next_point(store, written):
 def test_run_duplicated_by_a_lost_answer_is_replaced(filled):
     """The server did as asked, but its answer was lost and the client asked again."""
     half(first(filled))
-    (first(filled) / "published").unlink()
+    (first(filled) / ".published").unlink()
     track.publish(first(filled))
     assert audit.problems() == []

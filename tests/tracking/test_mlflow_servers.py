@@ -222,7 +222,7 @@ def restarts_in_mid_grid(store, slow, served, place):
         served(mlflow)
 
         def disturb():
-            while len(list((store / "results").glob("*/published*"))) < 3:
+            while len(list((store / "results").glob("*/.published*"))) < 3:
                 time.sleep(0.05)
             mlflow.stop()
             time.sleep(8)

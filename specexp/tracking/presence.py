@@ -1,0 +1,108 @@
+"""Compares published folders with what MLflow shows: what it lost, what was deleted in it on
+purpose, and what has another name now. One query per experiment, however many folders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specexp.tracking import results, runs
+
+FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the notebook's file
+
+
+@dataclass(frozen=True)
+class Missing:
+    """`lost`: folders marked as published of which MLflow has no whole run under their name;
+    `deleted`: results whose run was deleted in MLflow."""
+
+    lost: Sequence[Path] = ()
+    deleted: Sequence[Path] = ()
+
+    def lines(self, remedy: str = "this run") -> list[str]:
+        """What is missing and what to do, a line each. `remedy`: what publishes the lost again."""
+        lines = []
+        if self.lost:
+            lines += [
+                f"MLflow lacks {len(self.lost)} published runs: {remedy} publishes them again"
+            ]
+        if self.deleted:
+            tags = [results.read(f / results.TAGS) for f in self.deleted[:3]]
+            named = ", ".join(t.get("name", "") for t in tags) + ", ..." * (len(self.deleted) > 3)
+            lines += [
+                f"{len(self.deleted)} runs were deleted in MLflow and stay so ({named}): "
+                "`specexp store rebuild` brings them back"
+            ]
+        return lines
+
+
+def missing(folders: Iterable[Path]) -> Missing:
+    """What MLflow lacks of those of these folders that are marked as published. Raises
+    StoreUnreachable, StoreCorrupt."""
+    marked = {f: runs.marker(f).read_text() for f in folders if runs.published(f)}
+    if not marked or not runs.has_database():
+        return Missing()
+    named = {folder: names(folder) for folder in marked}
+    experiments = {experiment for experiment, _ in named.values() if experiment}
+    shown = runs.backend().states(experiments, ("store", "published", "notebook"))
+    lost, deleted = [], []
+    for folder, run_id in marked.items():
+        state = shown.get(run_id)
+        if state and state.deleted:
+            if folder.parent.name == "results":  # the run of a failure gives way to a later one
+                deleted.append(folder)
+        elif (
+            not state
+            or state.tags.get("store") != results.identity()
+            or state.tags.get("published") != "1"
+            or state.status == "RUNNING"
+            or (state.experiment, state.tags.get("notebook")) != named[folder]
+        ):
+            lost.append(folder)
+    return Missing(lost, deleted)
+
+
+def names(folder: Path) -> tuple[str | None, str | None]:
+    """The experiment and the notebook's file under which MLflow shall show a folder; None for what
+    it does not tell. Raises OSError if it cannot be read now."""
+    found: list[dict[str, Any]] = []
+
+    def read() -> bool:
+        label = results.label(folder)
+        record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
+        tags = label["tags"] if label else results.load(folder / results.TAGS)
+        found.extend([label or results.load(record), tags])
+        return True
+
+    if not results.sound(read):
+        return None, None
+    record, tags = found
+    return record.get("experiment"), tags.get("notebook")
+
+
+def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:
+    """Note another experiment and the names in these tags for a result; they count when it is
+    published."""
+    label = {"experiment": experiment, "tags": {name: tags[name] for name in FOLLOWING}}
+    half = result / f"{results.LABEL}-new"
+    half.write_text(json.dumps(label))
+    os.replace(half, result / results.LABEL)
+
+
+def forget(folder: Path) -> None:
+    """Take the mark from a folder, and delete its run where that is of another experiment now."""
+    from mlflow.exceptions import MlflowException
+
+    client, label = runs.client(), results.label(folder)
+    with runs.backend().reaching(), contextlib.suppress(MlflowException):  # there is none
+        run = client.get_run(runs.marker(folder).read_text())
+        name = client.get_experiment(run.info.experiment_id).name
+        ours = run.data.tags.get("run_key") == results.key_of(folder)
+        if ours and label.get("experiment", name) != name:
+            client.delete_run(run.info.run_id)
+    runs.marker(folder).unlink(missing_ok=True)

@@ -1,0 +1,138 @@
+"""MLflow is a view: what it lost comes back, what was deleted in it on purpose is named, what was
+renamed appears under its new name, and nothing of a notebook stands for the runner's own."""
+
+import json
+import sqlite3
+from dataclasses import replace
+
+import pytest
+from support.stores import METRICS, active, go, run_of
+
+from specexp.errors import UserError
+from specexp.grids import progress, runner
+from specexp.grids.machines import local
+from specexp.tracking import audit, runs
+from specexp.tracking.mlflow_store import StoreUnreachable
+
+pytestmark = pytest.mark.usefixtures("copied_tables")
+
+
+def older_database(store):
+    with sqlite3.connect(store / "mlflow.db") as db:
+        for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+            db.execute(f"DELETE FROM {table}")
+
+
+def emptied_id(store):
+    (store / "id").write_text("")
+
+
+def half_a_run(store):
+    [result, _] = sorted((store / "results").iterdir())
+    runs.client().update_run(run_of(result), status="RUNNING")
+
+
+LOSSES = {
+    "older database": (older_database, 3),
+    "id emptied": (emptied_id, 3),
+    "run that never ended": (half_a_run, 1),
+}
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_runs_that_mlflow_lost_are_published_again(store, written, how):
+    todo = written(1, 2, 13)
+    assert go(todo)[0] == 1
+    lose, count = LOSSES[how]
+    lose(store)
+    [line] = progress.missing(todo).lines("`specexp grid run`")
+    assert line == f"MLflow lacks {count} published runs: `specexp grid run` publishes them again"
+    code, text = go(todo)
+    assert code == 1
+    assert f"MLflow lacks {count} published runs: this run publishes them again" in text
+    assert "0 of 3 points to run" in text
+    assert len(runs.runs()) == 2
+    assert audit.problems() == []
+    assert progress.missing(todo).lines() == []
+
+
+@pytest.mark.parametrize("what", ["run", "experiment"])
+def test_runs_deleted_on_purpose_are_named_and_stay_deleted(store, written, what):
+    todo = written(1, 2)
+    assert go(todo)[0] == 0
+    result = store / "results" / todo[0].run_key
+    if what == "run":
+        runs.client().delete_run(run_of(result))
+    else:
+        runs.client().delete_experiment(runs.experiment_id("grid of trifles"))
+    for _ in range(2):
+        code, text = go(todo)
+        assert code == 0
+        count = 1 if what == "run" else 2
+        assert f"{count} runs were deleted in MLflow and stay so" in text
+        assert "stay so (x=1" in text
+        assert "`specexp store rebuild` brings them back" in text
+        assert len(active()) == 2 - count
+
+
+def test_what_was_renamed_appears_under_its_new_name(store, written, tmp_path):
+    todo = written(1, 2, 13)
+    assert go(todo)[0] == 1
+    moved = tmp_path / "renamed.ipynb"
+    moved.write_bytes(todo[0].notebook.read_bytes())
+    for experiment, notebook in (("new", todo[0].notebook), ("new", moved)):
+        now = [replace(p, experiment=experiment, notebook=notebook) for p in todo]
+        code, text = go(now)
+        assert code == 1
+        assert "2 results get the new name of their notebook or experiment" in text
+        assert "0 of 3 points to run" in text
+        frame = runs.runs()
+        assert set(frame["experiment"]) == {"new"}
+        assert sorted(frame["name"]) == sorted(runner.tags_of(p)["name"] for p in now[:2])
+        assert set(frame["tags.notebook"]) == {notebook.name}
+        assert audit.problems() == []
+        assert "new name" not in go(now)[1]
+
+
+@pytest.mark.parametrize("tag", ["published", "run_key", "store", "status", "mlflow.runName"])
+def test_tag_of_the_runner_is_refused_at_once(store, tag):
+    with pytest.raises(UserError, match=rf"the tag '{tag}' is the runner's own: rename it"):
+        runs.log("mine", {}, METRICS, tags={tag: "1"})
+    assert not (store / "results").exists()
+
+
+@pytest.mark.parametrize("x", [1, 13])
+def test_marks_of_a_notebook_are_not_the_runners(store, written, monkeypatch, x):
+    """Whatever it wrote into its folder or record itself; the first try to publish is cut short."""
+    todo = written(x)
+    real, cut = local.execute, runs.client().__class__
+
+    def vandal(point, attempt, *rest):
+        for name in ("published", ".published", ".label.json"):
+            (attempt / name).write_text(json.dumps({"experiment": "false", "tags": {}}))
+        try:
+            real(point, attempt, *rest)
+        finally:
+            file = attempt / "result.json"
+            if file.exists():
+                record = json.loads(file.read_text())
+                record["tags"] |= {"published": "1", "store": "theirs", "status": "FAILED"}
+                file.write_text(json.dumps(record))
+            from specexp.tracking import results
+
+            results.only_files(attempt)
+
+    def dies(self, *args, **options):
+        raise StoreUnreachable("cut short")
+
+    monkeypatch.setattr(local, "execute", vandal)
+    monkeypatch.setattr("specexp.grids.runner.PATIENCE_S", 0)
+    with monkeypatch.context() as once:
+        once.setattr(cut, "log_batch", dies)
+        assert go(todo)[0] == 1
+    code, _ = go(todo)
+    assert code == (x == 13)
+    [run] = active()
+    assert run.info.status == ("FINISHED" if x == 1 else "FAILED")
+    assert runs.is_whole(run)
+    assert audit.problems() == []
