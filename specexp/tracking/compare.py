@@ -119,9 +119,8 @@ def _differing(texts: pd.Series) -> pd.Series:
 def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:
     values = runs.get(f"metrics.{name}", pd.Series(float("nan"), index=runs.index))
     simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
-    group = name.partition("/")[0]
     cells = [
-        "" if pd.isna(v) else form.format(v) + " simulated" * (group in groups.split(", "))
+        "" if pd.isna(v) else form.format(v) + " simulated" * results.is_simulated(name, groups)
         for v, groups in zip(values, simulated, strict=True)
     ]
     return pd.Series(cells, runs.index, dtype=object)

@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from specexp.tracking.results import is_simulated
+
 KEY = "specexp"
 TAG = f"mlflow.sharedViewState.{KEY}"
 NOTE = "mlflow.note.content"
@@ -66,8 +68,7 @@ def _figure(answer: Answer, metrics: Mapping[str, float], tags: Mapping[str, str
     low, high = (metrics.get(f"{answer.ends}_{side}", 0.0) for side in ("low", "high"))
     if low < high:
         text += f" [{low:{answer.digits}}, {high:{answer.digits}}]"
-    simulated = answer.metric.partition("/")[0] in tags.get("simulated", "").split(", ")
-    return text + " simulated" * simulated
+    return text + " simulated" * is_simulated(answer.metric, tags.get("simulated", ""))
 
 
 def run_name(params: Mapping[str, Any], varying: Collection[str]) -> str:

@@ -86,9 +86,8 @@ class Run:
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
         metrics, tags = self.metrics, self.tags
-        simulated = tags.get("simulated", "").split(", ")
-        timed = [n for n in metrics if n.startswith(TIMED) and n.partition("/")[0] not in simulated]
-        if not timed:
+        simulated = tags.get("simulated", "")
+        if all(results.is_simulated(n, simulated) for n in metrics if n.startswith(TIMED)):
             return []
         reasons = []
         speedup, length = metrics.get("speedup/measured"), metrics.get("acceptance/length")
@@ -224,8 +223,7 @@ def _best(headline: Headline, having: Sequence[Run]) -> str:
     text = f"{best.label}: {headline.sentence.format(text)}"
     if best.prompts:
         text += f" over {best.prompts} prompt{'s' * (best.prompts != 1)}"
-    group = headline.metric.partition("/")[0]
-    text += ", simulated" * (group in best.tags.get("simulated", "").split(", "))
+    text += ", simulated" * results.is_simulated(headline.metric, best.tags.get("simulated", ""))
     if not known:
         text += ", without an interval, so nothing is certain"
     elif headline.even is not None:

@@ -292,6 +292,11 @@ def only_files(attempt: Path) -> None:
             path.unlink()
 
 
+def is_simulated(metric: str, groups: str) -> bool:
+    """Whether a metric `group/name` is of one of these groups: those of the tag `simulated`."""
+    return metric.partition("/")[0] in groups.split(", ")
+
+
 def intact(result: Path) -> bool:
     """Whether this result is complete and unchanged since it was committed.
 
