@@ -99,46 +99,6 @@ def _saving(hours: pd.DataFrame) -> str:
     return f"{name} saves {share:.0%} of plain decoding's replica-hours"
 
 
-def over_size(setting: Setting, table: pd.DataFrame) -> Figure:
-    """TTFT, TPOT and the share of requests within both limits, over the number of replicas at the
-    busiest hour; from `fleets.over_size`."""
-    limits = setting.limits
-    kinds = {
-        "ttft_ms": ("p95 TTFT (ms)", 1e3 * limits.ttft_s),
-        "tpot_ms": ("p95 TPOT (ms)", 1e3 * limits.tpot_s),
-        "good": ("requests within both limits", None),
-    }
-    names = list(dict.fromkeys(table["policy"]))
-    colours = palette(names)
-    with panels(3, 15, 4.4) as (figure, every):
-        for axes, (column, (label, limit)) in zip(every, kinds.items(), strict=True):
-            for name in names:
-                part = table[table["policy"] == name]
-                axes.plot(part["replicas"], part[column], marker="o", markersize=5,
-                          color=colours[name], label=name, **_line(name))  # fmt: skip
-            axes.set(xlabel="replicas", ylabel=label)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            if limit:
-                axes.axhline(limit, color="k", lw=1, ls=":")
-                axes.text(table["replicas"].max(), limit, "limit ", va="bottom", ha="right")
-        every[0].set_yscale("log")
-        every[0].yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
-        every[1].set_ylim(0, min(every[1].get_ylim()[1], 2.5e3 * limits.tpot_s))
-        every[2].set_ylim(0, 1.02)
-        every[2].yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-        handles, labels = every[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        within = table[(table["ttft_ms"] <= kinds["ttft_ms"][1])
-                       & (table["tpot_ms"] <= kinds["tpot_ms"][1])]  # fmt: skip
-        fewest = within.groupby("policy")["replicas"].min().reindex(names)
-        sizes = ", ".join(f"{n} {r:.0f}" if r == r else f"{n} none" for n, r in fewest.items())
-        figure.suptitle(
-            f"SIMULATED busiest hour; fewest replicas shown that keep the limits: {sizes}",
-            x=0.01, ha="left",
-        )  # fmt: skip
-    return figure
-
-
 def day_title(days: pd.DataFrame, replicas: int) -> str:
     """The title of `load_plots.latencies` for a simulated day."""
     good = days.set_index("policy")["goodput/share"]

@@ -104,12 +104,6 @@ def _arrivals(name: str, value: Any) -> None:
         arrivals.parse(arrivals.at_rate(value, 1.0), 1)
 
 
-def _router(name: str, value: Any) -> None:
-    from specexp.serving import fleet
-
-    fleet.check_router(value)
-
-
 def _swing(name: str, value: Any) -> None:
     from specexp.serving import arrivals
 
@@ -250,9 +244,6 @@ PARAMETERS: dict[str, Parameter] = {
     "tpot_steps": Parameter(
         "float", "limit of the p95 of TPOT, in plain steps of a single stream",
         _positive, alone=True,
-    ),
-    "router": Parameter(
-        "str", "least (fewest requests), two_choices or round_robin", _router, alone=True
     ),
     "sample": Parameter("int", "requests simulated for each hour", _least(1), alone=True),
     # finished runs

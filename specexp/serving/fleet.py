@@ -17,7 +17,6 @@ Simplifications:
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals
 from specexp.serving.cost_table import Costs
 from specexp.serving.goodput import GAMMAS
-
-ROUTERS = ("least", "round_robin", "two_choices")
 
 
 @dataclass(frozen=True)
@@ -211,15 +208,12 @@ def simulate(
     pace: Pace,
     read_s: Callable[[float], float],
     replicas: int,
-    router: str = "least",
     seed: int = 0,
 ) -> Served:
     """Serve all arrivals. read_s(tokens): seconds of a prompt's prefill, as `Costs.prefill_s`.
 
-    The router picks a replica when a request arrives (`least`: the first of those with the fewest
-    requests; `two_choices`: the one with fewer requests of two drawn at random; `round_robin`), and
-    the request stays there. Beyond `pace.rows` streams requests wait in order. Raises UserError for
-    an unknown router.
+    The router gives a request to the first replica of those with the fewest requests, where it
+    stays. Beyond `pace.rows` streams requests wait in order.
     """
     n, rows = len(arrivals), pace.rows
     lengths, which = np.unique(arrivals.prompt, return_inverse=True)
@@ -229,7 +223,6 @@ def simulate(
     deviations = (z * np.sqrt(arrivals.output)).tolist()
     first_s, end_s, where, load = [0.0] * n, [0.0] * n, [0] * n, [0] * replicas
     fleet = [_Replica(pace, first_s) for _ in range(replicas)]
-    route = _route(router, load, seed)
     events: list[tuple[float, int, int]] = []
 
     def end_until(time: float) -> None:
@@ -251,7 +244,7 @@ def simulate(
 
     for i, now in enumerate(at_s):
         end_until(now)
-        where[i] = r = route(i)
+        where[i] = r = load.index(min(load))
         load[r] += 1
         replica = fleet[r]
         if replica.streams < rows:
@@ -275,29 +268,6 @@ def check_policy(name: str) -> None:
     """Raises UserError for a policy that has no pace."""
     if name == "bandit":
         raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
-
-
-def check_router(router: str) -> None:
-    """Raises UserError for an unknown router."""
-    if router not in ROUTERS:
-        raise UserError(f"router {router!r} is unknown; use one of {', '.join(ROUTERS)}")
-
-
-def _route(router: str, load: list[int], seed: int) -> Callable[[int], int]:
-    """The router of that name: a function from request i to its replica. load: the requests that
-    each replica has, which the caller keeps current."""
-    check_router(router)
-    if router == "least":
-        return lambda i: load.index(min(load))
-    if router == "round_robin":
-        return lambda i: i % len(load)
-    draw = random.Random(seed).random
-
-    def two_choices(i: int) -> int:
-        a, b = int(draw() * len(load)), int(draw() * len(load))
-        return b if load[b] < load[a] else a
-
-    return two_choices
 
 
 @dataclass(frozen=True)
@@ -325,12 +295,10 @@ def size(
     pace: Pace,
     read_s: Callable[[float], float],
     limits: Limits,
-    router: str = "least",
     seed: int = 0,
     near: int = 1,
 ) -> int:
-    """The fewest replicas that keep the limits, by bisection, beginning at `near`. (A larger fleet
-    is taken to do no worse, which the randomness of a router may violate now and then.)
+    """The fewest replicas that keep the limits, by bisection, beginning at `near`.
 
     Raises UserError when requests miss the limits even on an idle replica.
     """
@@ -344,15 +312,11 @@ def size(
         )
 
     def enough(replicas: int) -> bool:
-        return limits.kept(simulate(arrivals, pace, read_s, replicas, router, seed))
+        return limits.kept(simulate(arrivals, pace, read_s, replicas, seed))
 
     few, many = 0, near
     while not enough(many):
         few, many = many, 2 * many
-        if few > len(arrivals):
-            raise UserError(
-                f"router {router} misses the limits with any number of replicas: take another one"
-            )
     while many - few > 1:
         middle = (few + many) // 2
         few, many = (few, middle) if enough(middle) else (middle, many)

@@ -23,24 +23,6 @@ from specexp.tree import MOST, Tree
 
 
 @dataclass(frozen=True)
-class Threshold:
-    """Drafts gamma tokens while at most `most` rows are in use."""
-
-    gamma: int
-    most: int
-
-    @property
-    def widest(self) -> int:
-        return Tree.chain(self.gamma).room
-
-    def choose(self, load: Load) -> Plan:
-        return Plan(Tree.chain(self.gamma if load.rows <= self.most else 0))
-
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        pass
-
-
-@dataclass(frozen=True)
 class Table:
     """entries: pairs (rows, gamma), rising; from that many rows on, gamma tokens are drafted."""
 
@@ -165,7 +147,7 @@ def of(policy: str | Policy, costs: Costs | None = None, deepest: int = MOST) ->
             return Fixed(Tree.chain(_gamma(argument, name, deepest)))
         if kind == "threshold":
             gamma, most = argument.split(",")
-            return Threshold(_gamma(gamma, name, deepest), int(most))
+            return Table(((1, _gamma(gamma, name, deepest)), (int(most) + 1, 0)))
         if kind == "table":
             pairs = [entry.split("=") for entry in argument.split(",")]
             entries = {int(rows): _gamma(gamma, name, deepest) for rows, gamma in pairs}

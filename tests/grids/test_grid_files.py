@@ -797,8 +797,6 @@ def test_check_rejects_policy_deeper_than_its_drafter():
     [
         ({"gammas": []}, "gammas is empty; give at least one"),
         ({"streams": []}, "streams is empty; give at least one"),
-        ({"router": "leest"},
-         "router 'leest' is unknown; use one of least, round_robin, two_choices"),
         ({"swing": 1.5}, "swing is 1.5; it is a share of the mean rate, from 0 to 1"),
         ({"policy": "bandit", "requests_per_day": 9},
          "bandit learns by trying, which a fluid model cannot: use goodput"),

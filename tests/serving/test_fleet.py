@@ -20,7 +20,7 @@ from specexp.measure.under_load import fleet_day as fleets
 from specexp.measure.under_load.fleet_day import Day, Setting
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, bursty, day
-from specexp.serving.fleet import ROUTERS, Limits, Pace, pace, simulate, size
+from specexp.serving.fleet import Limits, Pace, pace, simulate, size
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows, requests
 from specexp.serving.sources import Timed, serve
@@ -109,7 +109,6 @@ tiny_case = st.fixed_dictionaries({
     "round": st.sampled_from([Fraction(0), Fraction(1), Fraction(5, 2)]),
     "over": st.sampled_from([Fraction(0), Fraction(1, 2)]),
     "replicas": st.integers(1, 3),
-    "router": st.sampled_from(["least", "round_robin"]),
     "data": st.randoms(use_true_random=False),
 })  # fmt: skip
 
@@ -129,8 +128,7 @@ def test_times_match_exact_arithmetic(case):
         for replica in fleet:
             replica.run(now)
         loads = [replica.load for replica in fleet]
-        least = min(range(len(fleet)), key=loads.__getitem__)
-        where.append(least if case["router"] == "least" else i % len(fleet))
+        where.append(loads.index(min(loads)))
         fleet[where[-1]].come(i, tokens[i], read * prompts[i])
     first, end = {}, {}
     for replica in fleet:
@@ -142,7 +140,7 @@ def test_times_match_exact_arithmetic(case):
     served = simulate(
         arrivals(at, prompts, tokens),
         even([float(r) for r in rates[1:]], float(case["round"]), float(case["over"])),
-        lambda p: float(read * int(p)), case["replicas"], case["router"],
+        lambda p: float(read * int(p)), case["replicas"],
     )  # fmt: skip
     order = range(len(at))
     assert served.replica.tolist() == where
@@ -182,11 +180,11 @@ traffic = st.builds(
 
 
 @settings(max_examples=40)
-@given(traffic, st.integers(1, 6), st.integers(1, 8), st.sampled_from(ROUTERS))
-def test_all_tokens_are_served_once(offered, replicas, rows, router):
+@given(traffic, st.integers(1, 6), st.integers(1, 8))
+def test_all_tokens_are_served_once(offered, replicas, rows):
     """At 100 tokens a second a replica whoever shares them, busy seconds count the tokens."""
     shared = even([100 / b for b in range(1, rows + 1)])
-    served = simulate(offered, shared, free, replicas, router, seed=3)
+    served = simulate(offered, shared, free, replicas, seed=3)
     assert 100 * served.busy_s.sum() == pytest.approx(offered.output.sum())
     for r in range(replicas):
         mine = served.replica == r
@@ -199,11 +197,11 @@ def test_all_tokens_are_served_once(offered, replicas, rows, router):
 
 
 @settings(max_examples=30)
-@given(traffic, st.integers(1, 4), st.integers(1, 5), st.sampled_from(ROUTERS))
-def test_equal_requests_end_in_order(offered, replicas, rows, router):
+@given(traffic, st.integers(1, 4), st.integers(1, 5))
+def test_equal_requests_end_in_order(offered, replicas, rows):
     offered = Arrivals(offered.at_s, np.full(len(offered), 7), np.full(len(offered), 40))
     served = simulate(offered, even([90 / b**0.5 for b in range(1, rows + 1)], 2.0),
-                      lambda p: p / 1000, replicas, router)  # fmt: skip
+                      lambda p: p / 1000, replicas)  # fmt: skip
     for r in range(replicas):
         mine = served.replica == r
         assert (np.diff((offered.at_s + served.e2e_s)[mine]) > -1e-9).all()
@@ -212,14 +210,14 @@ def test_equal_requests_end_in_order(offered, replicas, rows, router):
 
 
 @settings(max_examples=20)
-@given(traffic, st.integers(1, 4), st.sampled_from(ROUTERS))
-def test_times_scale_with_the_machine(offered, replicas, router):
+@given(traffic, st.integers(1, 4))
+def test_times_scale_with_the_machine(offered, replicas):
     table = pace(planted(), "goodput", KEPT, 12, 100, 30, 60)
     slow = Pace(table.name, table.gamma, [x / 2 for x in table.tokens_s], table.round, table.over,
                 table.spread)  # fmt: skip
-    one = simulate(offered, table, lambda p: p / 512, replicas, router)
+    one = simulate(offered, table, lambda p: p / 512, replicas)
     two = simulate(Arrivals(2 * offered.at_s, offered.prompt, offered.output), slow,
-                   lambda p: p / 256, replicas, router)  # fmt: skip
+                   lambda p: p / 256, replicas)  # fmt: skip
     assert (two.replica == one.replica).all()
     assert (two.e2e_s == 2 * one.e2e_s).all()
     assert (two.ttft_s == 2 * one.ttft_s).all()
@@ -332,38 +330,23 @@ def test_pace_of_threshold_and_table():
     assert pace(planted(), "table:1=5,3=1", KEPT, 4, 64).gamma[1:] == [5, 5, 1, 1]
 
 
-# --- routers and sizes ---------------------------------------------------------------------------
+# --- sizes ---------------------------------------------------------------------------------------
 
 
-def test_better_informed_routers_wait_less():
-    offered = day(20, 8000, Lengths(30, 60, 1.2, 2000), 3, swing=0.5)
-    table = even([60 / b**0.7 for b in range(1, 40)])
-    served = {name: simulate(offered, table, free, 40, name, seed=2) for name in ROUTERS}
-    turns = served["round_robin"].replica
-    assert (turns == np.arange(len(turns)) % 40).all()
-    mean = {name: s.e2e_s.mean() for name, s in served.items()}
-    assert mean["least"] < mean["two_choices"] < mean["round_robin"]
-    again = simulate(offered, table, free, 40, "two_choices", seed=2)
-    assert (again.replica == served["two_choices"].replica).all()
-    other = simulate(offered, table, free, 40, "two_choices", seed=4)
-    assert (again.replica != other.replica).any()
-
-
-@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
     ("limits", "name"),
     [(Limits(0.2, 0.0075), "plain"), (Limits(0.05, 1.0), "goodput"), (Limits(9, 9), "plain")],
 )
-def test_size_is_the_fewest_that_keep_the_limits(limits, name, router):
+def test_size_is_the_fewest_that_keep_the_limits(limits, name):
     costs = planted()
     offered = bursty(150, 1500, LENGTHS, 5)
     table = pace(costs, name, KEPT, 16, 90, 30, 70)
 
     def kept(replicas):
-        return limits.kept(simulate(offered, table, costs.prefill_s, replicas, router))
+        return limits.kept(simulate(offered, table, costs.prefill_s, replicas))
 
     for near in (1, 13):
-        found = size(offered, table, costs.prefill_s, limits, router, near=near)
+        found = size(offered, table, costs.prefill_s, limits, near=near)
         assert kept(found)
         assert found == 1 or not kept(found - 1)
 
@@ -413,14 +396,12 @@ def test_day_is_sized_by_hour_and_drawn():
     assert share > 0.1
     assert fleets.saved(hours, "plain") == 0
     assert fleets.peak(hours, "plain") == max(by_policy["plain"])
-    sizes = fleets.over_size(setting, hours, 300, points=3)
     days = fleets.whole_day(dataclasses.replace(setting, day=Day(900, 0.5, LENGTHS)), 2)
     assert (days["goodput/share"].between(0, 1)).all()
     assert (days["latency/e2e_p50_ms"] <= days["latency/e2e_p99_ms"]).all()
     for figure in (
         fleet_day.paces(setting, fleets.pace_table(setting)),
         fleet_day.over_the_day(hours),
-        fleet_day.over_size(setting, sizes),
         under_load.latencies(days, fleet_day.day_title(days, 2)),
     ):
         assert figure.get_suptitle().startswith("SIMULATED")
@@ -460,13 +441,9 @@ def test_bad_setting_is_one_line(call, said):
     assert "\n" not in str(e.value)
 
 
-ASKED = arrivals([0, 1], [3, 3], [2, 5])
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: simulate(ASKED, even([1]), free, 1, "nearest"), "use one of least, round_robin"),
         (lambda: day(-1, 5, LENGTHS, 0), "rate is -1; it must be positive"),
         (lambda: pace(planted(), "always:9", KEPT, 4, 64), "this drafter does 0 to 5"),
         (lambda: pace(planted(), "bandit", KEPT, 4, 64), "use goodput"),

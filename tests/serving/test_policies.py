@@ -20,7 +20,7 @@ from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Stream
 from specexp.serving import policies
 from specexp.serving.goodput import Goodput
-from specexp.serving.policies import Bandit, InTurn, Table, Threshold
+from specexp.serving.policies import Bandit, InTurn, Table
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
@@ -38,7 +38,7 @@ from specexp.tree import Tree
         ("always:0", Fixed(Tree.chain(0))),
         ("always:3", Fixed(Tree.chain(3))),
         ("always:5", Fixed(Tree.chain(5))),
-        ("threshold:3,8", Threshold(3, 8)),
+        ("threshold:3,8", Table(((1, 3), (9, 0)))),
         ("table:1=5,8=2,16=0", Table(((1, 5), (8, 2), (16, 0)))),
         ("table:16=0,1=5", Table(((1, 5), (16, 0)))),
         ("bandit", Bandit((0, 1, 2, 3, 5))),
@@ -108,7 +108,7 @@ def test_absurd_draft_length_is_refused():
 
 
 def test_threshold_stops_above_its_border():
-    found = [chosen(Threshold(3, 8), rows) for rows in (1, 7, 8, 9, 64)]
+    found = [chosen(policies.of("threshold:3,8"), rows) for rows in (1, 7, 8, 9, 64)]
     assert found == [3, 3, 3, 0, 0]
 
 

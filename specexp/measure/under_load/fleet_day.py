@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -64,25 +63,24 @@ def lengths(prompt_tokens: int, output_tokens: int) -> Lengths:
 @dataclass(frozen=True)
 class Setting:
     """What all simulations share: the traffic, the pace of a replica under each policy, the cost
-    table (for prefill), the latency limits and the router."""
+    table (for prefill) and the latency limits."""
 
     day: Day
     paces: Mapping[str, Pace]
     costs: Costs
     limits: Limits
-    router: str
 
     def simulate(self, name: str, offered: Arrivals, replicas: int) -> Served:
         """Serve requests on so many replicas under a policy."""
         pace, read_s = self.paces[name], self.costs.prefill_s
-        return fleet.simulate(offered, pace, read_s, replicas, self.router, self.day.seed)
+        return fleet.simulate(offered, pace, read_s, replicas, self.day.seed)
 
     def size(self, name: str, offered: Arrivals, near: int = 1) -> float:
         """The fewest replicas that keep the limits, NaN if no number does. Raises UserError instead
         for plain decoding: then there is nothing to compare with."""
         pace, read_s = self.paces[name], self.costs.prefill_s
         try:
-            return fleet.size(offered, pace, read_s, self.limits, self.router, self.day.seed, near)
+            return fleet.size(offered, pace, read_s, self.limits, self.day.seed, near)
         except UserError:
             if name == "plain":
                 raise
@@ -97,7 +95,6 @@ def setting(
     rows: int,
     ttft_ms: float,
     tpot_steps: float,
-    router: str = "least",
 ) -> Setting:
     """A setting for these policies. accepted: rows of `one_pairing.acceptance`; rows: streams of a
     replica at most; tpot_steps: the limit of TPOT in plain steps of a single stream, which means
@@ -110,7 +107,7 @@ def setting(
     conditional, context = summaries.pooled(accepted).conditional, prompt + output
     paces = {n: fleet.pace(costs, n, conditional, rows, context, prompt, output) for n in names}
     limits = Limits(ttft_ms / 1e3, tpot_steps * costs.step_s(1, context))
-    return Setting(day, paces, costs, limits, router)
+    return Setting(day, paces, costs, limits)
 
 
 def pace_table(setting: Setting) -> pd.DataFrame:
@@ -143,23 +140,6 @@ def saved(hours: pd.DataFrame, name: str) -> float:
     """Share of plain decoding's replica-hours that a policy saves; negative if it needs more."""
     total = hours.groupby("policy")["replicas"].sum(min_count=HOURS)
     return float(1 - total[name] / total["plain"])
-
-
-def over_size(setting: Setting, hours: pd.DataFrame, sample: int, points: int = 9) -> pd.DataFrame:
-    """The busiest hour on fleets of several sizes. One row a policy and size: the 95th percentiles
-    of TTFT and TPOT in ms, and the share of requests within both limits."""
-    busiest = hours[hours["rate"] == hours["rate"].max()]
-    offered = setting.day.window(busiest["rate"].iloc[0], sample)
-    low, high = 0.6 * busiest["replicas"].min(), 1.5 * busiest["replicas"].max()
-    sizes = np.unique(np.geomspace(max(1, low), max(4, high), points).round().astype(int))
-    rows = []
-    for name, replicas in product(setting.paces, sizes.tolist()):
-        served = setting.simulate(name, offered, replicas)
-        ttft_s, tpot_s = fleet.p95(served)
-        rows.append({"policy": name, "replicas": replicas, "ttft_ms": 1e3 * ttft_s,
-                     "tpot_ms": 1e3 * tpot_s,
-                     "good": within(served, setting.limits).mean()})  # fmt: skip
-    return pd.DataFrame(rows)
 
 
 def within(served: Served, limits: Limits) -> np.ndarray:
