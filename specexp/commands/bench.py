@@ -82,12 +82,11 @@ def bench(
     context. memory: peak against the prediction from configs. Takes two to four minutes for the
     zoo's models on two cores.
     """
-    from specexp import api
+    from specexp import api, files
     from specexp.figures import hardware
     from specexp.measure import prompts as questions
     from specexp.measure.hardware import regression
     from specexp.measure.hardware import suites as every
-    from specexp.serving.cost_table import write_whole
 
     names = list(dict.fromkeys(suites or every.NAMES))
     options = pairing_options(
@@ -114,7 +113,7 @@ def bench(
             name, pairing, texts, rows, max_new_tokens, repeats
         )
         if out:
-            write_whole(out, json.dumps(report, indent=1))
+            files.write(out, json.dumps(report, indent=1))
             picture = out.with_name(f"{out.stem}-{name}.png")
             hardware.figure(name, result).savefig(picture, dpi=110, bbox_inches="tight")
         if not as_json:

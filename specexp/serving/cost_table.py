@@ -12,7 +12,6 @@ The table knows neither how it was measured (measure/costs.py) nor which draft l
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from specexp import theory
+from specexp import files, theory
 from specexp.errors import UserError
 
 AXES = {
@@ -226,7 +225,7 @@ class Costs:
     def save(self, path: str | Path) -> None:
         """Write one JSON file, whole or not at all. Raises UserError when that fails."""
         fields = {name: getattr(self, name) for name in self.__annotations__}
-        write_whole(path, json.dumps(fields, default=np.ndarray.tolist))
+        files.write(Path(path), json.dumps(fields, default=np.ndarray.tolist))
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
@@ -253,18 +252,6 @@ class Costs:
             name: (tuple(getattr(self, axis) for axis in axes), getattr(self, name).tolist())
             for name, axes in AXES.items()
         }
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all. Raises UserError when that fails."""
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError as e:
-        raise UserError(f"cannot write {path}: {e.strerror}; choose another path") from e
 
 
 def _read(table: tuple[Any, Any], x: float, y: float, z: float) -> float:

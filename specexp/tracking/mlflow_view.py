@@ -32,43 +32,58 @@ LINES = (
 
 class Answer(NamedTuple):
     """A metric that answers a question; the name of its interval's ends without `_low`, `_high`;
-    how the number is written, its unit and what follows; and whether the smallest is best."""
+    how the number is written and its unit; what follows, in a column and in a sentence; whether the
+    smallest is best, and the value that a clear result differs from."""
 
     metric: str
     ends: str
     digits: str
     unit: str
-    words: str = ""
+    brief: str
+    words: str
     least: bool = False
+    even: float | None = None
+
+    def interval(self, metrics: Mapping[str, float]) -> tuple[float, float]:
+        """The ends of the logged interval; the value twice if none was logged."""
+        value = metrics[self.metric]
+        low, high = (metrics.get(f"{self.ends}_{side}", value) for side in ("low", "high"))
+        return low, high
+
+    def figure(self, value: float, low: float, high: float) -> str:
+        """A value with its interval, if it has one: `1.42x [1.21, 1.66]`."""
+        number, *ends = (f"{each:{self.digits}}" for each in (value, low, high))
+        return f"{number}{self.unit}" + f" [{', '.join(ends)}]" * (low < high)
 
 
 ANSWERS = (
-    Answer("fleet/replicas", "", ".0f", " replicas", least=True),
-    Answer("regret/worst", "", ".1%", " regret", least=True),
-    Answer("speedup/measured", "speedup/ci", ".2f", "x", " of plain decoding's speed"),
-    Answer("acceptance/rate", "acceptance/rate_ci", ".0%", " accepted"),
-)
+    Answer("fleet/replicas", "", ".0f", "", " replicas", " replicas", least=True),
+    Answer("regret/worst", "", ".1%", "", " regret",
+           " of tokens/s lost at worst to the best fixed policy", least=True),
+    Answer("speedup/measured", "speedup/ci", ".2f", "x", "", " of plain decoding's speed", even=1),
+    Answer("acceptance/rate", "acceptance/rate_ci", ".0%", "", " accepted",
+           " of draft tokens accepted"),
+)  # fmt: skip
 
 
 def about(record: Mapping[str, Any]) -> dict[str, str]:
     """The tags of a run that answer: `answer`, a column of the view, and its description. A tag
     that the notebook logged stays as it is."""
     metrics, own = record.get("metrics", {}), record.get("tags", {})
-    texts = {a: _figure(a, metrics, own) for a in ANSWERS if a.metric in metrics}
-    if not texts:
+    figures = {
+        a: (
+            a.figure(metrics[a.metric], *a.interval(metrics)),
+            " simulated" * is_simulated(a.metric, own.get("simulated", "")),
+        )
+        for a in ANSWERS
+        if a.metric in metrics
+    }
+    if not figures:
         return {}
-    first, *rest = (f"{text}{a.words}" for a, text in texts.items())
-    tags = {"answer": next(iter(texts.values())), NOTE: "; ".join([f"**{first}**", *rest])}
+    briefs = [f"{figure}{a.brief}{mark}" for a, (figure, mark) in figures.items()]
+    first, *rest = (f"{figure}{a.words}{mark}" for a, (figure, mark) in figures.items())
+    tags = {"answer": briefs[0], NOTE: "; ".join([f"**{first}**", *rest])}
     return {n: text for n, text in tags.items() if n not in own}
-
-
-def _figure(answer: Answer, metrics: Mapping[str, float], tags: Mapping[str, str]) -> str:
-    """A figure with its interval where one was logged: `1.42x [1.21, 1.66]`."""
-    text = f"{metrics[answer.metric]:{answer.digits}}{answer.unit}"
-    low, high = (metrics.get(f"{answer.ends}_{side}", 0.0) for side in ("low", "high"))
-    if low < high:
-        text += f" [{low:{answer.digits}}, {high:{answer.digits}}]"
-    return text + " simulated" * is_simulated(answer.metric, tags.get("simulated", ""))
 
 
 def run_name(params: Mapping[str, Any], varying: Collection[str]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specexp import files
 from specexp.tracking import results, runs
 
 FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the notebook's file
@@ -89,9 +89,8 @@ def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:
     """Note another experiment and the names in these tags for a result; they count when it is
     published."""
     label = {"experiment": experiment, "tags": {name: tags[name] for name in FOLLOWING}}
-    half = result / f"{results.LABEL}-new"
-    half.write_text(json.dumps(label))
-    os.replace(half, result / results.LABEL)
+    with files.whole(result / results.LABEL) as partial:
+        partial.write_text(json.dumps(label))
 
 
 def forget(folder: Path) -> None:

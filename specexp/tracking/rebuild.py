@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from specexp.tracking import mlflow_view, report, runs
+from specexp.tracking import mlflow_view, presence, report, runs
 from specexp.tracking import results as store
 
 
@@ -64,7 +64,7 @@ def describe(names: Collection[str]) -> None:
     """Write question, today's answer, a link and commands to the pages of these experiments, unless
     somebody wrote a text there. Raises StoreUnreachable, StoreCorrupt, or OSError."""
     folders = store.listed("results")
-    every = [f for f in folders if store.read(f / store.RESULT).get("experiment") in names]
+    every = [f for f in folders if presence.names(f)[0] in names]
     newest, backend = report.newest(every), runs.backend()
     for experiment in backend.experiments() if newest and runs.has_database() else ():
         part = [run for run in newest if run.experiment == experiment.name]

@@ -8,10 +8,9 @@ results is escaped, with symbols for control characters.
 from __future__ import annotations
 
 import base64
-import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -21,9 +20,10 @@ from typing import Any
 
 import pandas as pd
 
+from specexp import files
 from specexp.errors import UserError
 from specexp.terminal import harmless
-from specexp.tracking import compare, provenance, results, runs
+from specexp.tracking import compare, mlflow_view, provenance, results, runs
 
 TEMPLATE = "report.html"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -46,11 +46,17 @@ class Run:
     @cached_property
     def tags(self) -> dict[str, str]:
         committed = results.load(self.folder / results.TAGS)
-        return {n: str(v) for n, v in {**self.record.get("tags", {}), **committed}.items()}
+        tags = {**self.record.get("tags", {}), **committed, **self.names.get("tags", {})}
+        return {n: str(v) for n, v in tags.items()}
+
+    @cached_property
+    def names(self) -> dict[str, Any]:
+        """Its experiment and tags since it was renamed, or an empty dictionary."""
+        return results.label(self.folder)
 
     @property
     def experiment(self) -> str:
-        return str(self.record["experiment"])
+        return str(self.names.get("experiment", self.record["experiment"]))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -183,77 +189,50 @@ def newest(folders: Iterable[Path]) -> list[Run]:
 # --- the answer ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Headline:
-    """A metric that answers a question, with the names of its interval's ends and a sentence for a
-    value with its interval. `even`: the value that a clear result differs from."""
-
-    metric: str
-    low: str
-    high: str
-    show: Callable[[float], str]
-    sentence: str
-    even: float | None = None
-
-
-HEADLINES = (
-    Headline("speedup/measured", "speedup/ci_low", "speedup/ci_high", "{:.2f}x".format,
-             "{} of plain decoding's speed", 1.0),
-    Headline("acceptance/rate", "acceptance/rate_ci_low", "acceptance/rate_ci_high",
-             "{:.0%}".format, "{} of draft tokens accepted"),
-)  # fmt: skip
-
-
 def answer(part: Sequence[Run]) -> str:
     """What came out, in words: the best run with its interval and number of prompts, and which
     others are not certainly worse. Intervals are widened (Bonferroni) for the best of several."""
-    for headline in HEADLINES:
-        if having := [run for run in part if headline.metric in run.metrics]:
-            return _best(headline, having)
+    for answer in mlflow_view.ANSWERS:
+        if having := [run for run in part if answer.metric in run.metrics]:
+            return _best(answer, having)
     return "No speedup or acceptance rate was logged; the table below has what was."
 
 
-def _best(headline: Headline, having: Sequence[Run]) -> str:
-    best = max(having, key=lambda run: run.metrics[headline.metric])
-    value = best.metrics[headline.metric]
-    low, high = _interval(headline, best, len(having))
+def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
+    many, choose = len(having), min if answer.least else max
+    best = choose(having, key=lambda run: run.metrics[answer.metric])
+    low, high = _interval(answer, best, many)
     known = low < high
-    text, *ends = map(headline.show, (value, low, high))
-    text += f" [{', '.join(end.removesuffix('x') for end in ends)}]" if known else ""
-    text = f"{best.label}: {headline.sentence.format(text)}"
+    text = f"{best.label}: {answer.figure(best.metrics[answer.metric], low, high)}{answer.words}"
     if best.prompts:
         text += f" over {best.prompts} prompt{'s' * (best.prompts != 1)}"
-    text += ", simulated" * results.is_simulated(headline.metric, best.tags.get("simulated", ""))
+    text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
     if not known:
         text += ", without an interval, so nothing is certain"
-    elif headline.even is not None:
-        clear = "certainly faster" if low > headline.even else "certainly slower"
-        text += f": {clear if not low <= headline.even <= high else 'no clear difference'}"
+    elif answer.even is not None:
+        clear = "certainly faster" if low > answer.even else "certainly slower"
+        text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
     if "speedup/at_largest_batch" in best.metrics:
         text += f"; {best.metrics['speedup/at_largest_batch']:.2f}x at the largest batch"
-    if len(having) == 1:
+    text += f". It is the best of {many} runs" if many > 1 else ""
+    if many == 1 or not known:
         return f"{text}."
-    close = [
-        run.label
-        for run in having
-        if run is not best and not _interval(headline, run, len(having))[1] < low
-    ]
+    others = {run.label: _interval(answer, run, many) for run in having if run is not best}
+    close = [label for label, (least, most) in others.items() if most >= low and least <= high]
     rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
-    return (
-        f"{text}. It is the best of {len(having)} runs, and its interval is widened for that; "
-        + (f"not certainly better than {rest}." if close else "certainly better than the others.")
+    return f"{text}, and its interval is widened for that; " + (
+        f"not certainly better than {rest}." if close else "certainly better than the others."
     )
 
 
-def _interval(headline: Headline, run: Run, many: int) -> tuple[float, float]:
+def _interval(answer: mlflow_view.Answer, run: Run, many: int) -> tuple[float, float]:
     """A run's 95 % interval, widened so that those of `many` runs hold together, on a logarithmic
     scale if it is of a ratio; the value twice if none was logged."""
-    value = run.metrics[headline.metric]
+    value, (low, high) = run.metrics[answer.metric], answer.interval(run.metrics)
     wider = NormalDist().inv_cdf(1 - 0.025 / many) / NormalDist().inv_cdf(0.975)
-    low, high = (run.metrics.get(name, value) for name in (headline.low, headline.high))
-    if headline.even is not None and min(low, value, high) > 0:
+    if answer.even is not None and min(low, value, high) > 0:
         return value * (low / value) ** wider, value * (high / value) ** wider
-    most = 1.0 if headline.even is None else high  # of a share
+    most = high if answer.even is not None or low == high else 1.0  # of a share
     return max(0.0, value - wider * (value - low)), min(most, value + wider * (high - value))
 
 
@@ -352,10 +331,6 @@ def write(everything: Sequence[Run], out: Path | None = None, names: Collection[
         title = "+".join(sorted(names))
         name = re.sub(r"[^\w+-]+", "-", title).strip("-")[:100] or "report"
         out = results.folder("reports") / f"{name}.html"
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(page(everything).encode(errors="replace"))
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with files.whole(out) as partial:
+        partial.write_bytes(page(everything).encode(errors="replace"))
     return out

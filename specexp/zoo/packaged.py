@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specexp import files
 from specexp.errors import UserError, first_line
 from specexp.zoo import shelf
 
@@ -127,12 +128,10 @@ def convert(file: Path, folder: Path, facts: dict[str, Any]) -> Path:
     )
     model = type(read)(config).float()  # the one that was read refuses to be saved
     model.load_state_dict(read.state_dict())
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
     card = {"role": "target", "target": None, "parameters": model.num_parameters(),
             "layers": config.num_hidden_layers, "width": config.hidden_size}  # fmt: skip
-    (partial / "zoo.json").write_text(json.dumps(facts | card, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
-    return partial.rename(folder)
+    with files.whole(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (partial / "zoo.json").write_text(json.dumps(facts | card, indent=1))
+    return folder

@@ -22,6 +22,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
+from specexp import files
 from specexp.errors import UserError, first_line
 from specexp.zoo.recipes import END, Course
 from specexp.zoo.rows import Documents, Rows
@@ -175,13 +176,10 @@ def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]
 
 def _write(path: Path, content: object) -> None:
     """Save atomically: a reader finds the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    with files.whole(path) as partial, partial.open("wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
 
 
 def fingerprint(model: nn.Module) -> str:

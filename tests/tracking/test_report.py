@@ -11,7 +11,7 @@ from support.stores import go
 
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.tracking import report, results
+from specexp.tracking import presence, report, results
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -111,6 +111,35 @@ def test_interval_of_the_best_is_widened_before_it_excludes_one(store):
     assert "certainly faster" in report.answer(report.of("mine"))
     committed("b", SLOW | {"speedup/measured": 0.5}, drafter="suffix")
     assert "no clear difference" in report.answer(report.of("mine"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [
+        ("fleet/replicas", "2 replicas, simulated"),
+        ("regret/worst", "200.0% of tokens/s lost at worst"),
+    ],
+)
+def test_answer_of_costs_is_the_smallest_and_certain_only_with_an_interval(store, metric, text):
+    for name, value in (("a", 3.0), ("b", 2.0)):
+        committed(name, {metric: value}, drafter=name, tags={"simulated": "fleet"})
+    answer = report.answer(report.of("mine"))
+    assert answer.startswith(f"b: {text.partition(',')[0]}")
+    assert answer.endswith("without an interval, so nothing is certain. It is the best of 2 runs.")
+    assert "certainly" not in answer
+
+
+def test_renamed_result_is_reported_under_its_new_name(store):
+    result = committed("a", FAST)
+    tags = {"name": "suffix γ=3", "notebook": "new.ipynb", "mlflow.source.name": "new.ipynb"}
+    presence.rename(result, "new", tags)
+    assert not [
+        path for path in result.iterdir() if "label" in path.name and path.suffix != ".json"
+    ]
+    with pytest.raises(UserError, match="there are some of new"):
+        report.of("mine")
+    page = Reader(report.page(report.of("new")))
+    assert "suffix γ=3: 1.90x" in " ".join(page.text.split())
 
 
 def test_widened_interval_of_a_share_stays_a_share(store):

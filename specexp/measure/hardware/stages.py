@@ -26,13 +26,12 @@ from xml.etree import ElementTree
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specexp import api, ops
+from specexp import api, files, ops
 from specexp.errors import first_line
 from specexp.measure import interleave, prompts
 from specexp.measure.exactness import compare
 from specexp.measure.hardware import kernels, roofline, suites
 from specexp.models.load import of_module
-from specexp.serving.cost_table import write_whole
 from specexp.zoo import twins
 
 ROOT = Path(__file__).parents[3]
@@ -71,7 +70,7 @@ class Rows:
 
     def keep(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        write_whole(self.file, json.dumps({"rows": self.rows}, indent=1))
+        files.write(self.file, json.dumps({"rows": self.rows}, indent=1))
 
 
 def failed(e: Exception) -> dict[str, Any]:
@@ -222,7 +221,7 @@ def supervise(name: str, device: str, minutes: float, out: Path) -> dict[str, An
     good = sum(row["ok"] for row in report["rows"])
     report |= {"stage": name, "ok": not error and good == len(report["rows"]), "good": good}
     report |= {"error": error, "seconds": round(time.perf_counter() - begin, 1)}
-    write_whole(file, json.dumps(report, indent=1))
+    files.write(file, json.dumps(report, indent=1))
     return report
 
 
