@@ -18,9 +18,9 @@ from torch import nn
 from specexp import drafters, objects
 from specexp.drafters import Drafter
 from specexp.drafters.model import all_rows, causal_config
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, refusing
 from specexp.models import int8
-from specexp.models.load import DTYPES, read_config, read_generation, read_tokenizer
+from specexp.models.load import DTYPES, read_config, read_generation, read_tokenizer, tokens_of
 from specexp.zoo import packaged, shelf
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -137,7 +137,8 @@ def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tu
 
 def read_target(target: str) -> Facts:
     """Config, vocabulary and tokenizer of a target's name."""
-    return target_of(target, read_tokenizer(locate(target)))
+    read_config(source := locate(target))
+    return target_of(target, read_tokenizer(source))
 
 
 def target_of(target: Any, tokenizer: Any) -> Facts:
@@ -168,7 +169,7 @@ def generation_of(target: Any) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    tokens = list(tokenizer(text).input_ids) if text else []
+    tokens = tokens_of(tokenizer, text) if text else []
     if not tokens:
         raise UserError("a prompt is empty; give it at least one character")
     return tokens
@@ -177,17 +178,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """The text that an instruct model continues with its answer, without the special tokens that
     `encode` puts before every text. `messages`: a conversation in transformers' form."""
-    from jinja2 import TemplateError
-
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the target's tokenizer has no chat template; leave chat out")
-    try:
+    with refusing("the target's chat template fails"):
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise UserError(f"the target's chat template fails: {first_line(error)}") from None
-    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    tokens = tokens_of(tokenizer, text, add_special_tokens=False)
     for given in (str(text), str(text).removeprefix(tokenizer.bos_token or "")):
-        if tokenizer(given).input_ids == tokens:
+        if tokens_of(tokenizer, given) == tokens:
             return given
     raise UserError(
         "the target's tokenizer adds special tokens that its chat template has not; write the "

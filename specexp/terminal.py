@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.segment import Segment
 
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SURROGATES = range(0xD800, 0xE000)  # so Python keeps a byte that is no UTF-8; cannot be printed
 _SYMBOLS = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: 0x2421,
-    **dict.fromkeys([*range(0x80, 0xA0), *_BIDI], 0xFFFD),
+    **dict.fromkeys([*range(0x80, 0xA0), *_BIDI, *_SURROGATES], 0xFFFD),
 }
 
 

@@ -13,7 +13,7 @@ import typer
 
 from specexp.commands import bench, generate, grid, lab, serve, store, zoo
 from specexp.commands.options import complain, console
-from specexp.errors import NonFiniteLogits, UserError
+from specexp.errors import NonFiniteLogits, UserError, first_line, panicked
 
 app = typer.Typer(
     help="Experiments with speculative decoding: does it pay for your models, prompts and load?",
@@ -46,6 +46,11 @@ def main() -> None:
             raise
         complain("disk full", f"{e.strerror}: {e.filename or results.root()}")
         sys.exit(runner.DISK_FULL)
+    except BaseException as e:
+        if not panicked(e):
+            raise
+        complain("error", first_line(e))
+        sys.exit(2)
 
 
 def _print_version(show: bool) -> None:

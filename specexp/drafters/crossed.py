@@ -21,7 +21,7 @@ from specexp.drafters.model import all_rows
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.lm import LM, Forward
-from specexp.models.load import load, read_config, read_tokenizer
+from specexp.models.load import load, read_config, read_tokenizer, tokens_of
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -58,7 +58,7 @@ class TokenMap:
         return self._encode(self.target.decode(ids, skip_special_tokens=True))
 
     def _encode(self, text: str, **how: bool) -> list[int]:
-        return list(self.draft(text, **how).input_ids) or [self.draft.eos_token_id or 0]
+        return tokens_of(self.draft, text, **how) or [self.draft.eos_token_id or 0]
 
 
 def _plain(token: str) -> str:

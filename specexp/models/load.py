@@ -30,7 +30,7 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTISED
 from transformers.utils import logging as transformers_logging
 
-from specexp.errors import UserError, first_line, ran_out
+from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib
@@ -266,14 +266,10 @@ def _config(source: str, state: Any) -> Any:
             raise UserError(
                 f"{source} has no *.safetensors; pickled weights are refused: convert them"
             )
-    try:
+    with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
         described, _ = PreTrainedConfig.get_config_dict(str(source))
         sound(described, str(source))
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    except UserError:
-        raise
-    except Exception as e:  # a config with wrong values may raise anything
-        raise UserError(f"cannot read the model {source}: {first_line(e)}") from e
     if getattr(config, "auto_map", None):
         raise UserError(
             f"{source} needs remote code, which is never run; use a model transformers knows"
@@ -290,23 +286,31 @@ def _config(source: str, state: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _tokenizer(source: str, state: Any) -> Any:
-    try:
+    with refusing(f"cannot read the tokenizer of {source}"):
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
-    except Exception as e:  # broken files may raise anything
-        raise UserError(f"cannot read the tokenizer of {source}: {first_line(e)}") from e
+
+
+def tokens_of(tokenizer: Any, text: str, **how: bool) -> list[int]:
+    """The tokens of a text. Raises UserError for what is no text, or if the tokenizer fails."""
+    if lone := re.search("[\ud800-\udfff]", text):
+        byte = ord(lone[0]) - 0xDC00  # so Python keeps a byte that is no UTF-8
+        what = f"the byte 0x{byte:02x}" if 0x80 <= byte <= 0xFF else "half a surrogate pair"
+        before = text[: lone.start()][-20:]
+        raise UserError(f"a prompt holds {what} after {before!r}: that is no UTF-8")
+    with refusing("the tokenizer fails on a prompt"):
+        return list(tokenizer(text, **how).input_ids)
 
 
 @lru_cache(maxsize=64)
 def _generation(source: str, state: Any) -> Any:
-    try:
-        config = GenerationConfig.from_pretrained(source)
-    except OSError as e:
-        if (Path(source) / "generation_config.json").exists():
-            raise UserError(f"cannot read {source}/generation_config.json: {first_line(e)}") from e
-        named = {"config_file_name": "config.json", "_from_model_config": True}
-        return GenerationConfig.from_pretrained(source, **named)
-    except Exception as e:  # one with wrong values may raise anything
-        raise UserError(f"cannot read generation_config.json of {source}: {first_line(e)}") from e
+    with refusing(f"cannot read generation_config.json of {source}"):
+        try:
+            config = GenerationConfig.from_pretrained(source)
+        except OSError:
+            if (Path(source) / "generation_config.json").exists():
+                raise
+            named = {"config_file_name": "config.json", "_from_model_config": True}
+            return GenerationConfig.from_pretrained(source, **named)
     elsewhere = _config(source, state).get_text_config().eos_token_id
     if config.eos_token_id is None and elsewhere is not None:
         log.warning(

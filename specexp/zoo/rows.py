@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from specexp.errors import UserError
+from specexp.errors import UserError, refusing
 from specexp.zoo.recipes import Course
 
 PIECE = 2400  # characters of a document, about 700 tokens
@@ -49,7 +49,8 @@ def cut(text: str) -> list[str]:
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Documents:
     """The tokens of each text, followed by the tokenizer's end of text."""
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    with refusing("the tokenizer fails on the training text"):
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     end = tokenizer.eos_token_id
     return [np.array([*e.ids, end], dtype=np.int32) for e in encodings]
 

@@ -17,6 +17,7 @@ SAFE = "a␛]0;owned␇b␛[2Jc␍d�31me�f�g␡␈h"
 def test_controls_become_symbols_and_text_stays():
     assert harmless(NASTY) == SAFE
     assert harmless("tür\n\tx ⏎ 漢") == "tür\n\tx ⏎ 漢"
+    assert harmless("caf\udcff") == "caf\ufffd", "a byte that is no UTF-8 cannot be printed"
 
 
 @pytest.mark.parametrize("shown", [NASTY, Text(NASTY, "red"), Text("x").append(NASTY, "bold")])

@@ -1,0 +1,114 @@
+"""Folders and texts as strangers have them: one line and exit code 2, before weights are read."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from tokenizers import Tokenizer
+
+import specexp
+from specexp import names
+from specexp.commands import app
+from specexp.errors import UserError
+from specexp.models.load import read_tokenizer
+from specexp.zoo.rows import encode as encode_documents
+
+
+@pytest.fixture
+def folder(tiny_folders, tmp_path):
+    return shutil.copytree(tiny_folders[0], tmp_path / "mine")
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """refused(folder, prompt, ...): the one line in which `specexp generate` refuses them."""
+
+    def call(folder, prompt: str = "a", *more: str) -> str:
+        arguments = ["--target", str(folder), "--drafter", "ngram", "--prompt", prompt, *more]
+        with monkeypatch.context() as patch:
+            patch.setattr("specexp.api.load_model", None)
+            patch.setattr(sys, "argv", ["specexp", "generate", *arguments])
+            with pytest.raises(SystemExit) as stopped:
+                app.main()
+        [line] = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 2
+        return line.removeprefix("error: ")
+
+    return call
+
+
+# tokenizers
+
+
+BACKTRACKS = {
+    "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False
+}  # fmt: skip
+LONG = "a" * 40 + "b"
+
+
+def test_pattern_that_blows_up_is_one_line_wherever_text_is_encoded(folder, refused):
+    edit(folder / "tokenizer.json", pre_tokenizer=BACKTRACKS)
+    assert refused(folder, LONG).startswith("the tokenizer fails on a prompt: ")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert refused(folder, LONG, "--chat").startswith("the tokenizer fails on a prompt: ")
+    tokenizer = read_tokenizer(folder)
+    with pytest.raises(UserError, match="the tokenizer fails on the training text"):
+        encode_documents(tokenizer, [LONG])
+    pairing = specexp.load(str(folder), "ngram", 2)
+    with pytest.raises(UserError, match="the tokenizer fails on a prompt"):
+        pairing.generate(LONG, 4)
+
+
+def test_panic_elsewhere_is_one_line_too(folder, refused, monkeypatch):
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    written = json.loads(backend.to_str()) | {"pre_tokenizer": BACKTRACKS}
+    backend = Tokenizer.from_str(json.dumps(written))
+    monkeypatch.setattr("specexp.measure.parameters.insist", lambda *_: backend.encode(LONG))
+    assert "retry-limit-in-match" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", b'{"model":', "cannot read the tokenizer of .*: Expecting value"),
+        ("tokenizer.json", b"\xff\xfe", "cannot read the tokenizer of .*: 'utf-8' codec"),
+        ("tokenizer.json", b"[" * 99_999, "cannot read the tokenizer of .*: maximum recursion"),
+        ("tokenizer_config.json", b"[1]", "cannot read the tokenizer of .*: "),
+        ("config.json", b"null", "cannot read the model .*: "),
+        ("chat_template.jinja", b"{% for m in", "the target's chat template fails: unexpected"),
+        ("chat_template.jinja", b"{{ 1 / 0 }}", "the target's chat template fails: division"),
+        ("chat_template.jinja", b"{{ messages[7].x }}", "chat template fails: list object has no"),
+    ],
+)
+def test_damaged_file_is_named(folder, refused, file, content, said):
+    (folder / file).write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        raise UserError(refused(folder, "a", "--chat"))
+
+
+# texts that are none
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("caf\udcff", "a prompt holds the byte 0xff after 'caf': that is no UTF-8"),
+        ("\ud83d", "a prompt holds half a surrogate pair after '': that is no UTF-8"),
+    ],
+)
+def test_prompt_that_is_no_text_names_the_byte(folder, refused, prompt, said):
+    assert refused(folder, prompt) == said
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert refused(folder, prompt, "--chat") == said
+    with pytest.raises(UserError) as refusal:
+        names.encode(read_tokenizer(folder), prompt)
+    assert str(refusal.value) == said
+
+
+def test_name_that_is_no_text_is_shown_with_a_symbol(folder, refused):
+    assert refused(f"{folder}\udcff").endswith("mine\ufffd")
