@@ -6,6 +6,7 @@ Only this file chooses the network that runs a module, and tests it.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import re
@@ -34,7 +35,7 @@ from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib
-from specexp.models.servable import servable, sound
+from specexp.models.servable import inside, servable, sound
 from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -260,12 +261,7 @@ def _state(source: str) -> Any:
 def _config(source: str, state: Any) -> Any:
     folder = Path(source)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{source} has no config.json; point at a Hugging Face model folder")
-        if not any(folder.glob("*.safetensors")):
-            raise UserError(
-                f"{source} has no *.safetensors; pickled weights are refused: convert them"
-            )
+        _check_files(folder)
     with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
         described, _ = PreTrainedConfig.get_config_dict(str(source))
         sound(described, str(source))
@@ -282,6 +278,27 @@ def _config(source: str, state: Any) -> Any:
         raise UserError(f"{source} is quantised by {method}, which transformers does not know")
     servable(config.get_text_config(), str(source))
     return config
+
+
+def _check_files(folder: Path) -> None:
+    """Raise UserError for a folder without a config or safetensors, or whose weights are not all
+    its own."""
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder} holds an adapter, which is not applied here: merge it into its model "
+            "(merge_and_unload of peft), and save that"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; point at a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no *.safetensors; pickled weights are refused: convert them")
+    for index in folder.glob("*.safetensors.index.json"):
+        with refusing(f"cannot read {index}"):
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
+        if elsewhere := sorted(str(file) for file in named if not inside(file)):
+            raise UserError(
+                f"{index} names {elsewhere[0]!r}: weights are files of the folder itself"
+            )
 
 
 @lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
@@ -24,9 +25,9 @@ SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head"}
 def sound(described: dict[str, Any], source: str) -> None:
     """Refuse what a config.json says before anything is built from it: sizes that are none, numbers
     that are not, and code from a hub."""
-    for name, value in _fields(described):
-        wrong = ""
-        if "implementation" in name and isinstance(value, str) and re.search("[/:|]", value):
+    for path, value in _fields(described):
+        name, wrong = path.rpartition(".")[2], ""
+        if "implementation" in path and isinstance(value, str) and re.search("[/:|]", value):
             wrong = "kernels from a hub are never fetched: remove the field"
         elif isinstance(value, float) and math.isnan(value):
             wrong = "it must be a number"
@@ -36,16 +37,26 @@ def sound(described: dict[str, Any], source: str) -> None:
             wrong = "it must be 1 or more"
         elif re.fullmatch("n_layer|.*layers", name) and type(value) is int and value > MOST_LAYERS:
             wrong = f"no model has more than {MOST_LAYERS} layers"
+        elif name == "transformers_weights" and not inside(value):
+            wrong = "weights are files of the folder itself"
         if wrong:
-            raise UserError(f"{source}: config.json has {name} {value!r:.80}: {wrong}")
+            raise UserError(f"{source}: config.json has {path} {value!r:.80}: {wrong}")
 
 
-def _fields(described: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every field, and those of the configs within."""
+def inside(file: Any) -> bool:
+    """Whether this is the name of a file in a folder, and not a path to elsewhere. Where a link of
+    that name leads is not asked: the caches of hubs consist of links."""
+    return isinstance(file, str) and Path(file).name == file and file != ".."
+
+
+def _fields(described: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field, and those of the configs within, as `text_config.num_hidden_layers`."""
     for name, value in described.items():
-        yield str(name), value
-        if isinstance(value, dict):
-            yield from _fields(value)
+        yield f"{within}{name}", value
+        listed = value if isinstance(value, list) else [value]
+        for part in listed:
+            if isinstance(part, dict):
+                yield from _fields(part, f"{within}{name}.")
 
 
 def _list(value: Any) -> list[Any]:

@@ -5,13 +5,17 @@ import shutil
 import sys
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 import specexp
 from specexp import names
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.models.load import read_tokenizer
+from specexp.models import head_files
+from specexp.models.load import load, read_tokenizer
 from specexp.zoo.rows import encode as encode_documents
 
 
@@ -112,3 +116,82 @@ def test_prompt_that_is_no_text_names_the_byte(folder, refused, prompt, said):
 
 def test_name_that_is_no_text_is_shown_with_a_symbol(folder, refused):
     assert refused(f"{folder}\udcff").endswith("mine\ufffd")
+
+
+# files of a model
+
+
+def split(folder, place: str = "model.safetensors"):
+    """Make an index name every tensor's file."""
+    shutil.move(folder / "model.safetensors", folder / "part.safetensors")
+    with safe_open(folder / "part.safetensors", "pt") as weights:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights.keys(), place)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("place", ["../other/x.safetensors", "{}/x.safetensors", "..", "a/b", 3])
+def test_weights_named_outside_the_folder_are_refused(folder, refused, place):
+    place = place.format(folder) if isinstance(place, str) else place
+    split(folder, place)
+    said = f"index.json names {str(place)!r}: weights are files of the folder itself"
+    assert refused(folder).endswith(said)
+    assert refused(folder, "a", "--drafter", f"model:{folder}").endswith(said)
+
+
+def test_links_of_a_hub_cache_are_followed(folder, tiny_folders, tmp_path):
+    split(folder, "part.safetensors")
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        shutil.move(file, blobs / str(number))
+        file.symlink_to(f"../blobs/{number}")
+    cached = load(folder, "cached", "float32", "cpu").module.state_dict()
+    for name, tensor in (
+        load(tiny_folders[0], "whole", "float32", "cpu").module.state_dict().items()
+    ):
+        assert torch.equal(cached[name], tensor)
+
+
+def test_head_files_are_found_in_their_folder_alone(folder):
+    """Whatever an index says: heads come in one file, which no other file names."""
+    split(folder, "../other/x.safetensors")
+    tensors = {"0.0.linear.weight": torch.eye(4), "0.1.weight": torch.ones(8, 4)}
+    save_file(tensors, folder / "part.safetensors")
+    assert head_files.read(folder).file == folder / "part.safetensors"
+
+
+def test_adapter_is_refused_with_or_without_its_library(folder, refused):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "../other"}')
+    assert "holds an adapter, which is not applied here: merge it" in refused(folder)
+
+
+KERNEL = "kernels-community/x:Y"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"_attn_implementation_internal": KERNEL},
+        {"experts_implementation": KERNEL},
+        {"attn_implementation": {"": KERNEL}},
+        {"attn_implementation": {"text_config": KERNEL}},
+        {"text_config": {"attn_implementation": KERNEL}},
+        {"layers": [{"attn_implementation": KERNEL}]},
+    ],
+)
+def test_kernels_of_a_hub_are_refused_for_targets_and_drafts(folder, refused, tiny_folders, fields):
+    edit(folder / "config.json", **fields)
+    said = "kernels from a hub are never fetched: remove the field"
+    assert refused(folder).endswith(said)
+    for method in ("model", "crossed"):
+        draft = f"{method}:{folder}"
+        assert refused(tiny_folders[0], "a", "--drafter", draft).endswith(said)
+
+
+def test_code_that_configs_name_is_never_run(folder, tiny_folders):
+    """Neither a generation config nor heads can name code that runs."""
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    edit(folder / "generation_config.json", custom_generate="evil", trust_remote_code=True)
+    edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
+    specexp.load(str(folder), "ngram", 2).generate("a", 2)
+    assert not (folder / "ran").exists()
