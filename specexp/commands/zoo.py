@@ -65,37 +65,58 @@ def train(
     heads: Annotated[
         str | None, typer.Option(help="Train heads for --target instead: medusa, eagle or eagle3.")
     ] = None,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="Make a draft model of --target's own layers instead.")
+    ] = False,
     target: Annotated[
         str | None,
-        typer.Option(help="With --heads: zoo name, folder or hub id; default: target-10m."),
+        typer.Option(help="Of --heads or --draft: zoo name, folder or hub id [target-10m]."),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="With --heads: a text file to train on; default: the zoo's own text."),
+        typer.Option(
+            help="Of --heads: a text file to train on; of --draft: a file of prompts that the "
+            "target answers [the zoo's own text]."
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Of --draft: layers to keep [an eighth of the target's].")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Of --draft: how long writing and training take [20].")
     ] = None,
     device: Device = default("device"),
     quick: Annotated[
         bool, typer.Option("--quick", help="Train only a few steps, to test the setup.")
     ] = False,
 ) -> None:
-    """Train the zoo on the text files of this Python installation, or heads for any target.
+    """Train the zoo on the text files of this Python installation, or heads or a draft for any
+    target.
 
     An interrupted training resumes with the same command.
 
-    Example: `specexp zoo train --heads eagle3 --target target-10m`
+    Examples: `specexp zoo train --heads eagle3 --target target-10m`,
+    `specexp zoo train --draft --target smollm2 --minutes 20`
     """
     from specexp import api
     from specexp.zoo import shelf
 
     device = api.where(device)
+    kinds = {"--only": only, "--heads": heads, "--draft": draft or None}
+    if len(given := [option for option, value in kinds.items() if value]) > 1:
+        raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
+    if (layers or minutes) is not None and not draft:
+        raise UserError("--layers and --minutes belong to --draft: add it")
     if heads is not None:
-        if only:
-            raise UserError("--only trains models and --heads trains heads: give only one of them")
         _train_heads(heads, target or "target-10m", out, device, quick, text)
+        return
+    if draft:
+        minutes = 0.05 if quick else 20.0 if minutes is None else minutes
+        _train_draft(target or "target-10m", layers, out, device, minutes, text)
         return
     for option, value in (("--target", target), ("--text", text)):
         if value is not None:
-            raise UserError(f"{option} belongs to --heads: add --heads medusa, eagle or eagle3")
+            raise UserError(f"{option} belongs to --heads or --draft: add one of them")
     for folder in shelf.making("train").train_zoo(only or None, out, device=device, quick=quick):
         console.print(f"wrote {relative(folder)}", soft_wrap=True)
 
@@ -123,6 +144,40 @@ def _train_heads(
         soft_wrap=True,
     )  # fmt: skip
     runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
+
+
+def _train_draft(
+    target: str, layers: int | None, out: Path | None, device: str, minutes: float,
+    text: Path | None,
+) -> None:  # fmt: skip
+    """Make a draft of a target's own layers, and train it on what the target answers."""
+    import specexp
+    from specexp.measure import prompts
+    from specexp.zoo import drafts
+
+    pairing = specexp.load(target, "null", temperature=drafts.TEMPERATURE, device=device)
+    L = pairing.target.config.num_hidden_layers
+    layers = max(1, L // 8) if layers is None else layers
+    drafts.kept(L, layers)
+    chats = bool(getattr(pairing.tokenizer, "chat_template", None))
+    if text is not None:
+        asked = prompts.load(str(text))
+    else:
+        each = [prompts.Prompt(i, "text", (q,)) for i, q in enumerate(drafts.questions(chats))]
+        asked = prompts.Prompts(each, " about Python's standard library")
+    source = f"{asked}{', in its chat' if chats else ''}"
+    console.print(f"{Path(target).name}: {layers} of {L} layers; {source}", soft_wrap=True)
+    asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
+    folder = drafts.train(
+        pairing.engine, pairing.tokenizer, Path(target).name,
+        pairing.encode([p.text for p in asked]), layers, minutes, out, source=source,
+    )  # fmt: skip
+    held = json.loads((folder / "zoo.json").read_text())["held_out"]["answers"]
+    console.print(
+        f"wrote {relative(folder)}: the target's most likely token in {held['agreement']:.0%} of "
+        f"places; use it as --drafter model:{relative(folder)}",
+        soft_wrap=True,
+    )
 
 
 @app.command("fetch")

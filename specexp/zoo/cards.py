@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from specexp.zoo import shelf
 from specexp.zoo.recipes import VOCABULARY, Course, HeadRecipe
@@ -84,6 +85,61 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
         making.licence(trained)
         if making and free
         else "Check the licences of the target and the text: the heads are derived from both.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def describe_draft(
+    name: str,
+    target: str,
+    draft: PreTrainedModel,
+    course: Course,
+    losses: Sequence[float],
+    held_out: Figures,
+    answers: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The content of `zoo.json` for a draft cut from a target."""
+    config = draft.config.get_text_config()
+    return {
+        "name": name,
+        "role": "draft",
+        "target": target,
+        "parameters": sum(p.numel() for p in draft.parameters()),
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "about": f"{config.num_hidden_layers} layers of {target}, taught on its own answers.",
+        "held_out": held_out,
+        "trained": {
+            "courses": courses_of([course], losses),
+            "seed": 0,
+            "torch": torch.__version__.split("+")[0],
+            "answers": dict(answers),
+        },
+    }
+
+
+def card_of_draft(facts: Mapping[str, Any]) -> str:
+    """The model card of a draft cut from a target, in Markdown."""
+    target, trained = facts["target"], facts["trained"]
+    parts = [
+        f"---\nbase_model: {target}\ntags: [speculative-decoding]\n---",
+        f"# {facts['name']}",
+        facts["about"],
+        "## Use",
+        f"`specexp generate --target {target} --drafter model:{facts['name']}`",
+        "## Training",
+        schedule(
+            "Distilled from the target's distribution (soft cross-entropy) on its own answers, "
+            f"sampled at temperature {trained['answers']['temperature']}, to the first "
+            f"{trained['answers']['answered']:,} of {trained['answers']['source']}. "
+            "Embeddings and LM head are the target's and were not trained.",
+            trained,
+        ),
+        "## Held-out answers",
+        f"{table(facts['held_out'])}\n\nHow often the most likely token is the target's, and the "
+        "mean overlap of the two distributions: the acceptance of greedy and of sampled tokens.",
+        "## Licence",
+        "That of the target, from which it is derived.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -178,8 +234,9 @@ def schedule(goal: str, trained: Mapping[str, Any]) -> str:
     for number, course in enumerate(trained["courses"], 1):
         steps = ", then ".join(f"{s} steps of {b} x {n} tokens" for s, b, n in course["phases"])
         mix = ", ".join(f"{kind} x {times}" for kind, times in course["repeats"].items())
+        mix = f"{mix}; " if mix else ""
         lines.append(
-            f"{number}. {course['tokens']:,} tokens: {steps}; {mix}; learning rates "
+            f"{number}. {course['tokens']:,} tokens: {steps}; {mix}learning rates "
             f"{course['muon_lr']} and {course['adam_lr']}; training loss {course['loss'][0]:.2f} "
             f"in the first 20 steps, {course['loss'][-1]:.2f} in the last."
         )

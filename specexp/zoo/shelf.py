@@ -24,7 +24,7 @@ GET = (
     "data/zoo, and set SPECEXP_ZOO to that folder; your own models work without"
 )
 ROLES = ("target", "draft", "medusa", "eagle3", "eagle", "control")
-MADE = ("zoo/packaged", "zoo/gguf", "twins")  # folders of the store that hold models
+MADE = ("zoo/packaged", "zoo/gguf", "zoo/drafts", "twins")  # folders of the store that hold models
 METHODS = {"model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle")}
 
 
@@ -144,9 +144,10 @@ def find(name: str, shelf: Path | None = None) -> Path:
 
 
 def drafts_for(target: str, method: str = "model", shelf: Path | None = None) -> list[ZooModel]:
-    """The models or heads trained to draft for a target by a method, in the order of `models`."""
-    roles = METHODS.get(method, ())
-    return [model for model in models(shelf) if model.target == target and model.role in roles]
+    """The models or heads trained to draft for a target by a method, in the order of `models`. A
+    target is known by the last part of its name, folder or hub id."""
+    roles, named = METHODS.get(method, ()), Path(target).name
+    return [model for model in models(shelf) if model.target == named and model.role in roles]
 
 
 def default_draft(target: str, method: str = "model", shelf: Path | None = None) -> ZooModel:

@@ -51,7 +51,7 @@ def continued_once(
     digest.update(np.concatenate(documents).tobytes())
     path = work / f"continued-{count}-{digest.hexdigest()[:12]}.pt"
     if not path.exists():
-        _write(path, torch.from_numpy(np.stack(continued(target, documents, count, end=end))))
+        keep(path, torch.from_numpy(np.stack(continued(target, documents, count, end=end))))
     return list(torch.load(path, weights_only=True).numpy())
 
 
@@ -110,7 +110,7 @@ def fit(
                     "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                     "losses": losses,
                 }
-                _write(path, state)
+                keep(path, state)
                 watch(step + 1, float(np.mean(losses[-20:])))
     model.eval()
     return losses
@@ -174,7 +174,7 @@ def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]
     return optimizers
 
 
-def _write(path: Path, content: object) -> None:
+def keep(path: Path, content: object) -> None:
     """Save atomically: a reader finds the old file or the new one, never a part."""
     with files.whole(path) as partial, partial.open("wb") as file:
         torch.save(content, file)

@@ -309,7 +309,8 @@ def test_unknown_target_error_suggests_the_nearest(run):
     assert "did you mean 'target-10m'" in err
 
 
-def test_models_lists_zoo_and_drafts_of_each_target(run):
+def test_models_lists_zoo_and_drafts_of_each_target(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     _, out, _ = run("models", "--json")
     found = {m["name"]: m for m in json.loads(out)}
     assert found["target-10m"]["drafts"] == ["sibling-3m", "sibling-1m"]
@@ -372,6 +373,21 @@ def test_zoo_train_rejects_options_of_heads(run, option):
     code, _, err = run("zoo", "train", option, "given")
     assert code == 2
     assert f"{option} belongs to --heads" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--layers", "2"], "--layers and --minutes belong to --draft"),
+        (["--minutes", "2", "--heads", "eagle"], "--layers and --minutes belong to --draft"),
+        (["--draft", "--heads", "eagle"], "--heads and --draft train different things"),
+        (["--draft", "--layers", "12"], "a target of 12 layers keeps 1 to 11 of them"),
+    ],
+)
+def test_zoo_train_rejects_options_that_do_not_go_together(run, options, said):
+    code, _, err = run("zoo", "train", *options)
+    assert code == 2
+    assert said in " ".join(err.split())
 
 
 def test_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):

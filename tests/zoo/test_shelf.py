@@ -11,7 +11,8 @@ NAMES = ["target-10m", "target-exit-1m", "sibling-3m", "sibling-1m", "random-tin
 HEADS = ["target-10m-medusa", "target-10m-eagle3"]
 
 
-def test_shelf_lists_and_finds_shipped_models():
+def test_shelf_lists_and_finds_shipped_models(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     assert [model.name for model in shelf.models(shelf.shipped())] == [
         *NAMES[:-1],
         *HEADS,

@@ -1,0 +1,225 @@
+"""A draft model made from the target: some of its layers, taught on what it says itself.
+
+The draft keeps the target's tokenizer, embeddings, last norm and LM head, and a few of its layers,
+the first and the last among them. These learn the target's whole distribution (soft cross-entropy,
+as DistillSpec: Zhou et al. 2023, arXiv 2310.08461) on texts that the target wrote, sampled. A
+quarter of the time goes to writing them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from specexp.engine import Engine
+from specexp.errors import UserError
+from specexp.zoo import cards, shelf
+from specexp.zoo.recipes import Course, Phase
+from specexp.zoo.rows import Documents, Rows
+from specexp.zoo.train import Loss, can_compile, fingerprint, fit, keep
+
+TEMPERATURE = 0.8  # of the answers
+ANSWER = 160  # tokens of an answer, at most
+MOST = 2000  # questions about the zoo's text
+ASKED = 320  # characters of a text that the target is asked about
+ASK = {"code": "Explain this code.\n\n", "prose": "What does this mean?\n\n",
+       "records": "What is in these records?\n\n"}  # fmt: skip
+BATCH = 16  # answers that are written together
+LENGTH = 256  # tokens of a row
+HELD_OUT = 16  # of the answers, one in so many is not trained on
+FEWEST = 20  # steps that a schedule needs
+_LAYER = re.compile(r"(?<=\.)(layers|h|blocks)\.(\d+)(?=\.)")
+
+
+def kept(L: int, layers: int) -> list[int]:
+    """Which of L layers a draft keeps: as many, evenly spaced, the first and the last among them.
+    Raises UserError if that is none or all of them."""
+    if not 1 <= layers < L:
+        raise UserError(f"a draft of a target of {L} layers keeps 1 to {L - 1} of them")
+    return [round(i) for i in np.linspace(0, L - 1, layers)] if layers > 1 else [0]
+
+
+def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """A model of so many of the target's layers, in float32, whose layers and last norm alone are
+    trained. Raises UserError for a model of which they cannot be told apart."""
+    config = copy.deepcopy(target.config)
+    L = config.get_text_config().num_hidden_layers
+    chosen = kept(L, layers)
+    described = config.get_text_config()
+    for key, value in described.to_dict().items():
+        if isinstance(value, list) and len(value) == L:
+            setattr(described, key, [value[i] for i in chosen])
+    described.num_hidden_layers = layers
+    draft = type(target)(config).to(target.device, torch.float32)
+    places = {str(i): str(place) for place, i in enumerate(chosen)}
+    weights = {}
+    for name, weight in target.state_dict().items():
+        layer = _LAYER.search(name)
+        if layer is None:
+            weights[name] = weight
+        elif layer[2] in places:
+            weights[_LAYER.sub(rf"\1.{places[layer[2]]}", name, count=1)] = weight
+    try:
+        draft.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(
+            f"no draft can be cut from a {type(target).__name__}: its layers do not stand alone"
+        ) from error
+    for part in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+        part.requires_grad_(False)
+    return draft
+
+
+def questions(chats: bool) -> list[str]:
+    """Things to ask a target about the zoo's text, which only a checkout has, in random order; for
+    one that does not chat, texts to continue."""
+    train = shelf.making("corpus").gather(records=500, edits=0).train
+    texts = [(ASK[kind] if chats else "") + text[:ASKED] for kind in ASK for text in train[kind]]
+    return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]]
+
+
+def laws(model: PreTrainedModel, batch: Tensor) -> Tensor:
+    """Logits [B * T, V] after each token of a batch [B, T + 1] but the last."""
+    return model(batch[:, :-1], use_cache=False).logits.flatten(0, 1).float()
+
+
+def loss_of(target: PreTrainedModel, draft: PreTrainedModel) -> Loss:
+    """Soft cross-entropy of a draft against its target, per token of a batch."""
+
+    def loss(batch: Tensor) -> Tensor:
+        with torch.autocast(target.device.type, torch.bfloat16):
+            with torch.no_grad():
+                law = laws(target, batch).softmax(-1)
+            return F.cross_entropy(laws(draft, batch), law)
+
+    return loss
+
+
+def written(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: Path) -> Documents:
+    """Those prompts that the target has room for, with its answers, batch after batch until the
+    time is over; kept in a file, where a killed run goes on."""
+    state: dict[str, list[Any]] = {"documents": [], "seconds": []}
+    if file.exists():
+        state = torch.load(file, weights_only=True)
+    new = min(ANSWER, engine.target.context // 2)
+    prompts = [asked for asked in prompts if len(asked) + new <= engine.target.context]
+    batches = [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
+    with tqdm(desc="the target writes", unit=" answers", initial=len(state["documents"])) as bar:
+        for batch in batches[len(state["seconds"]) :]:
+            if sum(state["seconds"]) >= seconds and len(state["documents"]) > 1:
+                break
+            begin = time.perf_counter()
+            answers = engine.generate(batch, new).tokens
+            state["documents"] += [
+                torch.tensor([*asked, *answer], dtype=torch.int32)
+                for asked, answer in zip(batch, answers, strict=True)
+            ]
+            state["seconds"].append(time.perf_counter() - begin)
+            bar.update(len(batch))
+            bar.set_postfix_str(f"{sum(state['seconds']):.0f} of {seconds:.0f} s")
+            keep(file, state)
+    return [text.numpy() for text in state["documents"]]
+
+
+def train(
+    engine: Engine,
+    tokenizer: Any,
+    name: str,
+    prompts: Sequence[list[int]],
+    layers: int,
+    minutes: float,
+    out: Path | None = None,
+    work: Path | None = None,
+    source: str = "",
+) -> Path:
+    """Cut a draft from the target of an engine and train it for about so many minutes; returns the
+    folder written, `zoo/drafts` of the store by default. The same command resumes a killed run.
+
+    prompts: token ids of what the target is to answer; source: what they are, in words. Raises
+    UserError if the answers are too few to learn from.
+    """
+    target, work = engine.target.module, work or shelf.made("zoo")
+    draft = cut(target, layers)
+    digest = hashlib.sha256(f"{fingerprint(target)} {prompts} {minutes}".encode()).hexdigest()[:12]
+    file = work / f"{name}-draft-{digest}.pt"
+    documents = written(engine, prompts, 15 * minutes, file)
+    held = documents[::HELD_OUT]
+    rows = Rows({"answers": [d for i, d in enumerate(documents) if i % HELD_OUT]})
+    batch = min(4, rows.tokens // LENGTH)
+    if not batch:
+        raise UserError(
+            f"{max(0, rows.tokens)} tokens of answers are too few to learn from: raise --minutes, "
+            "or give more --text"
+        )
+    device = str(target.device)
+
+    loss = loss_of(target, draft)
+    steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file)
+    draft.zero_grad(set_to_none=True)
+    course = Course((Phase(steps, batch, LENGTH),), muon_lr=0.005, adam_lr=1e-3)
+    compiled = device != "cpu" and can_compile(device)
+    losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, compiled,
+                 checkpoint_every=20, aim=(layers, digest))  # fmt: skip
+    figures = {"answers": agreement(target, draft, held)}
+    answers = {"source": source, "answered": len(documents),
+               "temperature": engine.sampling.temperature}  # fmt: skip
+    return _save(draft, tokenizer, name, course, losses, figures, answers, out or work / "drafts")
+
+
+def _steps(loss: Loss, rows: Rows, course: Course, device: str, seconds: float, file: Path) -> int:
+    """How many steps take so long, as timed once and kept beside the answers."""
+    state = torch.load(file, weights_only=True)
+    if "steps" not in state:
+        batch, took = rows.batch(course, 0).to(device), []
+        for _ in range(2):
+            begin = time.perf_counter()
+            loss(batch).backward()
+            took.append(time.perf_counter() - begin)
+        state["steps"] = max(FEWEST, int(seconds / took[-1]))
+        keep(file, state)
+    return int(state["steps"])
+
+
+@torch.no_grad()
+def agreement(
+    target: PreTrainedModel, draft: PreTrainedModel, documents: Documents
+) -> dict[str, float]:
+    """How often the draft's most likely token is the target's (the acceptance of a greedy token),
+    and the mean overlap of their distributions (that of a sampled one)."""
+    same, overlap = [], []
+    for document in documents:
+        batch = torch.from_numpy(document.astype(np.int64))[None].to(target.device)
+        theirs, ours = (laws(model, batch) for model in (target, draft))
+        same.append((theirs.argmax(-1) == ours.argmax(-1)).float())
+        overlap.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
+    return {"agreement": round(float(torch.cat(same).mean()), 4),
+            "overlap": round(float(torch.cat(overlap).mean()), 4)}  # fmt: skip
+
+
+def _save(
+    draft: PreTrainedModel, tokenizer: Any, target: str, course: Course, losses: Sequence[float],
+    figures: cards.Figures, answers: dict[str, Any], out: Path,
+) -> Path:  # fmt: skip
+    layers = draft.config.get_text_config().num_hidden_layers
+    name = f"{target}-draft-{layers}"
+    folder, part = out / name, out / f".{name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    draft.to(torch.bfloat16).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    about = cards.describe_draft(name, target, draft, course, losses, figures, answers)
+    cards.write(part, about, cards.card_of_draft(about))
+    shutil.rmtree(folder, ignore_errors=True)
+    return part.rename(folder)

@@ -1,0 +1,95 @@
+"""A draft of the target's own layers: which ones, what it learns, and that it can be used."""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+from conftest import tiny_llama, tiny_tokenizer
+
+import specexp
+from specexp.errors import UserError
+from specexp.zoo import drafts, shelf
+
+TEXT = "def mean(values): return sum(values) / len(values)\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "mine"
+    tokenizer = tiny_tokenizer(TEXT * 3)
+    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_first_and_last_layers_are_kept():
+    assert drafts.kept(30, 4) == [0, 10, 19, 29]
+    assert drafts.kept(3, 2) == [0, 2]
+    assert drafts.kept(12, 1) == [0]
+    for layers in (0, 3):
+        with pytest.raises(UserError, match="3 layers keeps 1 to 2"):
+            drafts.kept(3, layers)
+
+
+@torch.no_grad()
+def test_cut_computes_what_the_target_does_without_the_other_layers():
+    target = tiny_llama(0, 3).eval()
+    draft = drafts.cut(target, 2).eval()
+    whole = copy.deepcopy(target)
+    del whole.model.layers[1]
+    tokens = torch.arange(1, 9)[None]
+    found, wanted = (m(tokens, use_cache=False).logits for m in (draft, whole))
+    assert torch.equal(found, wanted)
+    trained = {name for name, p in draft.named_parameters() if p.requires_grad}
+    assert trained == {n for n, _ in draft.named_parameters() if "layers" in n or "norm" in n}
+
+
+def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
+    """Twice in a row the second finds all that the first did."""
+    monkeypatch.setattr(drafts, "LENGTH", 32)
+    pairing = specexp.load(str(folder), "null", temperature=0.8)
+    prompts = pairing.encode([TEXT[i:] for i in range(24)])
+
+    def train():
+        return drafts.train(pairing.engine, pairing.tokenizer, "mine", prompts, 2, 1e-3,
+                            tmp_path / "out", tmp_path / "work", source="24 lines")  # fmt: skip
+
+    made = train()
+    facts = json.loads((made / "zoo.json").read_text())
+    assert (made.name, facts["role"], facts["target"]) == ("mine-draft-2", "draft", "mine")
+    assert facts["layers"] == 2
+    assert 0 <= facts["held_out"]["answers"]["overlap"] <= 1
+    assert re.search("to the first (16|24) of 24 lines", (made / "README.md").read_text())
+    loss = json.loads((tmp_path / "out/mine-draft-2/zoo.json").read_text())["trained"]["courses"]
+    monkeypatch.setattr(shelf, "models", lambda _=None, own=shelf.models: own(tmp_path / "out"))
+    fast = specexp.load(str(folder), gamma=2)
+    assert fast.drafter == "mine-draft-2"
+    plain = specexp.load(str(folder), "null")
+    assert fast.generate(TEXT, 16).tokens == plain.generate(TEXT, 16).tokens
+    monkeypatch.setattr(pairing.engine, "generate", None)  # nothing is left to write
+    train()
+    assert json.loads((made / "zoo.json").read_text())["trained"]["courses"] == loss
+
+
+def test_training_brings_the_draft_nearer(tmp_path):
+    target = tiny_llama(0, 3).eval()
+    draft = drafts.cut(target, 2)
+    noise = torch.randint(1, 11, (4000,), generator=torch.Generator().manual_seed(0)).numpy()
+    before = drafts.agreement(target, draft, [noise[:400]])
+    loss = drafts.loss_of(target, draft)
+    course = drafts.Course((drafts.Phase(60, 8, 32),), muon_lr=0.005, adam_lr=1e-3)
+    rows = drafts.Rows({"answers": [noise]})
+    losses = drafts.fit("near", course, rows, tmp_path, draft, loss, compiled=False)
+    after = drafts.agreement(target, draft, [noise[:400]])
+    assert losses[-1] < losses[0]
+    assert after["overlap"] > before["overlap"]
+
+
+def test_too_few_answers_are_one_line(folder, tmp_path):
+    pairing = specexp.load(str(folder), "null", temperature=0.8)
+    with pytest.raises(UserError, match="too few to learn from: raise --minutes") as e:
+        drafts.train(pairing.engine, pairing.tokenizer, "mine", [[1], [2]], 2, 1e-4,
+                     tmp_path, tmp_path)  # fmt: skip
+    assert "\n" not in str(e.value)
