@@ -13,7 +13,9 @@ from specexp.tracking.results import is_simulated
 KEY = "specexp"
 TAG = f"mlflow.sharedViewState.{KEY}"
 NOTE = "mlflow.note.content"
+CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
+WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 56, "tags.`answer`": 170}  # in pixels
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
 FIGURES = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
@@ -103,23 +105,25 @@ def _brief(value: Any) -> str:
 def note(
     experiment: str, question: str, answer: str, commands: Collection[str], report: str
 ) -> str:
-    """The Markdown on the pages of the experiment with this id: the question, today's answer, a
-    link to the view, the commands that run it again and the one that writes a report."""
+    """The Markdown on the pages of the experiment with this id: today's answer first, as MLflow's
+    start page and a folded banner show the first line only; the question, links to the view and
+    the report (or the command that writes it), and the commands that run it again."""
     question, answer = (re.sub(r"([\\`*_<])", r"\\\1", text) for text in (question, answer))
+    runs = url(experiment, ".")
     parts = [
-        f"### {question}",
-        answer,
-        f"[The runs, with charts and intervals]({url(experiment, '.')})",
+        answer.replace(". ", ".\n\n", 1),
+        f"**{question}** [The runs with intervals]({runs}), [their charts]({runs}{CHARTS}), "
+        f"a report to send: {report}",
     ]
     parts += ["Run it again:", "```\n" + "\n".join(commands) + "\n```"] if commands else []
-    return "\n\n".join([*parts, f"A report to send: `{report}`", OWN])
+    return "\n\n".join([*parts, OWN])
 
 
 def shared(logged: Collection[str], at_ms: int) -> str:
     """A saved view as JSON: columns, order and charts of the logged metrics; made at that time.
 
     The format is internal to MLflow's UI (3.17.2). Should it change, `url` leads to the plain list.
-    The UI puts all metrics and parameters before any tag, so the answer is the only column.
+    The answer stands beside the name, wide enough for its interval.
     """
     best = next((a for a in ANSWERS if a.metric in logged), None)
     columns = ["tags.`answer`"] if best else [f"metrics.`{m}`" for m in FIGURES if m in logged]
@@ -151,6 +155,8 @@ def shared(logged: Collection[str], at_ms: int) -> str:
     charts = [{"uuid": f"chart{i}", **common, **c} for i, c in enumerate(charts)]
     state = {
         "selectedColumns": columns,
+        "columnOrder": ["0", *WIDTHS, "duration"],
+        "columnWidths": WIDTHS,
         "orderByKey": f"metrics.`{best.metric}`" if best else "attributes.start_time",
         "orderByAsc": bool(best and best.least),
         "runsHiddenMode": "SHOW_ALL",
@@ -170,5 +176,5 @@ def url(experiment: str, base: str) -> str:
     """The link to an experiment's runs in the shared view; `base` is the address of the UI."""
     return (
         f"{base}/#/experiments/{experiment}/runs?viewStateShareKey={KEY}"
-        "&compareRunsMode=CHART&workflowType=machine_learning"
+        "&workflowType=machine_learning"
     )

@@ -78,7 +78,7 @@ def describe(names: Collection[str]) -> None:
 
 def _note(experiment: Any, part: Sequence[report.Run]) -> str:
     asking = min(part, key=lambda run: "notebook" not in run.tags)  # not one by hand
-    answer, command = report.answer(part), f"specexp report {shlex.quote(experiment.name)}"
+    answer, command = report.answer(part), f"`specexp report {shlex.quote(experiment.name)}`"
     if doubtful := sum(bool(run.doubts()) for run in part):
         answer += f" Timings of {doubtful} of {len(part)} runs are doubtful: the report says why."
     commands, title = report.again(part), asking.question()[0]

@@ -271,6 +271,7 @@ def test_shared_view_draws_only_logged_metrics_beside_the_answer(store):
     sections = {s["uuid"] for s in state["compareRunSections"]}
     assert all(c["metricSectionId"] in sections for c in state["compareRunCharts"])
     assert state["selectedColumns"] == ["tags.`answer`"]
+    assert state["columnOrder"][1:4] == list(view.WIDTHS) == list(state["columnWidths"])
     drawn = {c["metricKey"] for c in state["compareRunCharts"] if "metricKey" in c}
     assert drawn
     assert drawn <= set(METRICS)
