@@ -22,6 +22,7 @@ from specexp.drafters.null import Null
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models.lm import LM, Forward
 from specexp.models.servable import context
+from specexp.ops import op
 from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.recording import Recorder, Reports, recorder_for
 from specexp.report import round_report, steps
@@ -108,7 +109,7 @@ class Engine:
 
     def accept(self, draft: Draft, seen: Forward) -> Verdict:
         """The longest part of the draft that the rule keeps, and the token after it."""
-        return self.rule(draft, self.law(seen), self.rng)
+        return judged(draft, seen, self)
 
     def commit(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> Tensor:
         """Append what was accepted. A row's length grows by that: this is the roll back."""
@@ -261,3 +262,9 @@ class Engine:
                     "drawn from them was kept: check its weights and dtype"
                 )
         return Round(end_s, len(tree), tree.depth, tuple(live))
+
+
+@op
+def judged(draft: Draft, seen: Forward, engine: Engine) -> Verdict:
+    """What an engine's rule says of a draft."""
+    return engine.rule(draft, engine.law(seen), engine.rng)

@@ -121,6 +121,8 @@ class Noise:
         return likeliest(self.race(w, keys, purpose))
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
+        if k == 1:
+            return self.categorical(w, keys, TOKEN)[..., None]
         return ranked(self.race(w, keys, TOKEN), k)
 
 

@@ -33,6 +33,21 @@ on_every_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 )
 
+if importlib.util.find_spec("triton") and os.environ["TRITON_INTERPRET"] == "1":
+    from triton.runtime import interpreter
+
+    patched = {}  # by module; a launch patches the language for all that it calls
+    call = interpreter.InterpretedFunction.__call__
+
+    def inline(self, *args, **kwargs):
+        module = self.fn.__module__
+        if module.startswith("specexp") or patched.get(module):
+            return self.rewrite()(*args, **kwargs)
+        patched[module] = True
+        return call(self, *args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = inline
+
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 

@@ -6,21 +6,28 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.references import interpreted
+from support.references import interpreted, references
 from support.tiny import PROMPTS, engine
 from test_fused import fails, made, passed, unfused
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specexp import ops
+from specexp.engine import Engine, judged
 from specexp.fast import fused
 from specexp.fast.fused import Fused
+from specexp.models.lm import Forward
 from specexp.models.load import of_module
-from specexp.rules import Reject
-from specexp.sampling import TOKEN, Noise
+from specexp.rules import Block, Match, Reject
+from specexp.sampling import TOKEN, Noise, Sampling
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -91,10 +98,46 @@ def test_weights_that_are_nan_draw_a_token_outside_the_vocabulary():
     p = torch.full((2, 2, V), torch.nan)
     seqs = Sequences.of([[1], [2]], 3, slack=1)
     draft = seqs.draft(Tree.chain(1).nodes("cpu"), torch.tensor([[0], [3]]), p)
+    made = SimpleNamespace(sampling=Sampling(0.9), rng=noise)
     with interpreted():
-        drawn = [noise.categorical(p, draft.keys, TOKEN), Reject()(draft, p, noise).new]
+        drawn = [noise.categorical(p, draft.keys, TOKEN)]
+        for made.rule in (Match(), Reject(), Block()):
+            drawn.append(judged(draft, Forward(p), made).new)
     for tokens in drawn:
         assert ((tokens >= 0) & (tokens < V)).all()
+
+
+class Largest(TorchDispatchMode):
+    """The numbers in the largest tensor that is new."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if is_tensor(x)}
+        for x in filter(is_tensor, tree_leaves(result)):
+            if x.untyped_storage().data_ptr() not in given:
+                self.numbers = max(self.numbers, x.numel())
+        return result
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("rule", [Match(), Reject(), Block()])
+def test_rule_writes_a_number_for_every_token_of_the_vocabulary(rule, temperature):
+    V, sampling, tree = 2000, Sampling(temperature, top_p=0.5), Tree.chain(2)
+    seqs = Sequences.of([[1], [2]], 3, slack=3)
+    draft = seqs.draft(tree.nodes("cpu"), torch.tensor([[0, 1], [3, 4]]))
+    logits = torch.randn(2, len(tree), V, generator=torch.Generator().manual_seed(0))
+    made = SimpleNamespace(rule=rule, sampling=sampling, rng=sampling.rng(0))
+    made.law = partial(Engine.law, made)
+    numbers = {}
+    for kernels in (False, True):
+        with interpreted() if kernels else references(), Largest() as largest:
+            judged(draft, Forward(logits), made)
+        numbers[kernels] = largest.numbers
+    assert numbers[True] < V
+    assert numbers[False] >= logits.numel() or (temperature == 0 and rule.samples)
 
 
 def also(*slow: object) -> list[object]:

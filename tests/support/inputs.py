@@ -9,20 +9,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specexp import ops, report, rules, sampling, sequences
+from specexp import engine, ops, report, rules, sampling, sequences
 from specexp.drafters.ngram import NGram
 from specexp.drafters.recycle import Table
 from specexp.drafters.suffix import Suffix
+from specexp.engine import Engine
 from specexp.fast import fused
 from specexp.models import heads, lm
 from specexp.models.cache import SlotCache
-from specexp.rules import Block, Reject
+from specexp.models.lm import Forward
+from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, _signed
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Nodes, Tree
@@ -117,9 +120,12 @@ class Dice(random.Random):
         return self.whole(-3, 5, self.choice([1, len(seqs.length)]), self.randint(0, 5))
 
     def logits(self, *shape: int) -> Tensor:
-        """Some are -inf and some are equal, but one of a token is finite."""
+        """Some are -inf and some are equal, or are once the largest is subtracted, but one of a
+        token is finite."""
         logits = self.normal(*shape) * self.choice([1, 4])
         logits = logits.round() if self.often() else logits
+        if self.random() < 0.2:
+            logits = torch.where(logits < 0, 0.1 + 1e-8 * logits, logits + 4)
         logits[self.uniform_(*shape) < self.choice([0, 0.3])] = -torch.inf
         logits[..., self.randrange(shape[-1])] = 1.0
         return logits
@@ -275,6 +281,23 @@ def reject(dice: Dice) -> Case:
     draft, p = judged(dice, tree, dice.nodes(tree, B), B)
     rng = Certain() if dice.random() < 0.1 else dice.noise()
     return Case((Reject(dice.choice([1.0, 0.6])), draft, dice.odd(p), rng))
+
+
+def judged_whole(dice: Dice) -> Case:
+    """A rule, and what the target said as logits. Few numbers occur in them, so many are equal."""
+    rule = dice.choice([Match(), Reject(dice.choice([1.0, 0.6])), Reject(), Block()])
+    tree = Tree.chain(dice.randint(0, 4)) if isinstance(rule, Block) else dice.tree()
+    B = dice.randint(1, 3)
+    nodes = tree.nodes(dice.device) if isinstance(rule, Block) else dice.nodes(tree, B)
+    draft, p = judged(dice, tree, nodes, B)
+    sampling = Sampling(
+        dice.choice([0.0, 0.3, 1.7]), **(dice.choice(SHAPES) if dice.often() else {})
+    )
+    logits = p.log() if dice.often() else dice.logits(*p.shape)
+    logits = logits.to(dice.choice([torch.float32, torch.bfloat16, torch.float16]))
+    made = SimpleNamespace(rule=rule, sampling=sampling, rng=sampling.rng(dice.randint(0, 9)))
+    made.law = partial(Engine.law, made)
+    return Case((draft, Forward(dice.odd(logits), None), made))
 
 
 def block(dice: Dice) -> Case:
@@ -433,6 +456,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     rules.follow: follow,
     Reject.__call__: reject,
     Block.__call__: block,
+    engine.judged: judged_whole,
     NGram.propose: lookup,
     Suffix.propose: vote,
     Table.read: recall,

@@ -7,17 +7,17 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from specexp import rules
+from specexp import engine, rules
 from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
 from specexp.ops import kernel
 from specexp.sampling import Noise, Sampling
-from specexp.sequences import Draft, Sequences
+from specexp.sequences import Sequences
 from specexp.tree import Tree
 
 __all__ = ["cuda_graphs", "fused", "fused_eagle"]  # importing them registers theirs
@@ -30,7 +30,8 @@ def beside(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def guarded(*args: Any) -> Any:
-        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
+        placed = next(x for x in args if hasattr(x, "device"))  # a tensor, or what has tokens
+        with torch.cuda.device_of(getattr(placed, "tokens", placed)):
             return run(*args)
 
     return guarded
@@ -48,14 +49,16 @@ def _tried() -> bool:
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
         return False
     try:
-        tokens, noise = torch.zeros(1, 2, dtype=torch.int64, device="cuda"), Noise(0)
-        p = sampling.law(Sampling(1.0), torch.zeros(1, 2, 2, device="cuda"))
-        sampling.race(noise, p, tokens, 1)
-        sampling.categorical(noise, p, tokens, 1)
-        text = Sequences.empty(1, 4, device="cuda")
-        draft = Draft(tokens, Tree.chain(1).nodes("cuda"), text, p)
-        draft.keys = tokens
-        sampling.reject(rules.Reject(), draft, p, noise)
+        token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+        text, tree = Sequences.empty(1, 4, device="cuda"), Tree.chain(1).nodes("cuda")
+        noise, logits = Noise(0), torch.zeros(1, 2, 2, device="cuda")
+        p = sampling.law(Sampling(1.0), logits)
+        draft = text.draft(tree, token, p)
+        draft.keys = draft.tokens
+        sampling.race(noise, p, draft.keys, 1)
+        sampling.categorical(noise, p, draft.keys, 1)
+        warm = SimpleNamespace(rule=rules.Reject(), sampling=Sampling(1.0), rng=noise)
+        judging.judged(draft, SimpleNamespace(logits=logits), warm)
         torch.cuda.synchronize()
     except Exception as e:  # a driver, a compiler or a card that it does not know
         log.warning("Triton's kernels are not used: %s", first_line(e))
@@ -65,6 +68,7 @@ def _tried() -> bool:
 
 if importlib.util.find_spec("triton") is not None:
     from specexp.fast.gpu import attention, layers, sampling
+    from specexp.fast.gpu import rules as judging
 
     kernels: dict[Any, Any] = {
         fused.attention: attention.attention,
@@ -75,7 +79,8 @@ if importlib.util.find_spec("triton") is not None:
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
         Sampling.law: sampling.law,
-        rules.Reject.__call__: sampling.reject,
+        rules.follow: judging.followed,
+        engine.judged: judging.judged,
     }
     for operation, run in kernels.items():
         kernel(operation, "cuda", ready=triton_runs)(beside(run))

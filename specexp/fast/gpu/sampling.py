@@ -1,8 +1,12 @@
-"""Draws over a vocabulary in one reading of it: noise is made where it is used and never written.
+"""From logits to a distribution, and draws from it: neither is written where it is only read.
 
 The noise is that of `Noise`, to the bit up to its logarithm, and to a few last places after it. A
 row's vocabulary is split into parts, so that one row keeps a GPU busy too; the best of each part
 are compared by a second kernel. Of equals the lowest token wins, as in the references.
+
+Four numbers of a row, `laws` [rows, 4], say what its logits are worth: the largest, the least that
+is kept after temperature, the last token that is kept of those equal to it, and the sum of all
+weights. No vocabulary is sorted: the least is found bit by bit, each by a reading of the row.
 """
 
 from __future__ import annotations
@@ -12,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexp import rules, sampling
-from specexp.sampling import ACCEPT, RESIDUAL, Noise, Rng, Sampling
-from specexp.sequences import Draft, Verdict
+from specexp import sampling
+from specexp.sampling import Noise, Sampling
 
 BLOCK = 1024  # tokens at a time
 FILLED = 256  # programs that keep a large GPU busy
+BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 19}  # of a float32 that is one of it
 GOLDEN, M1, M2 = (tl.constexpr(x) for x in (sampling._GOLDEN, sampling._M1, sampling._M2))
 
 
@@ -74,18 +78,145 @@ def better(most, winner, value, token):
 
 
 @triton.jit
-def pick(
-    w, keys, bests, salt, n, keys_b, keys_n, V: tl.constexpr, PART: tl.constexpr,
-    BLOCK: tl.constexpr,
+def exp(x):
+    """exp(x) to about two last places however small it is; x <= 0 or NaN."""
+    x = tl.where(x < -200, -200.0, x)
+    k = tl.floor(x * 1.4426950408889634 + 0.5)
+    rest = (x - k * 0.693359375) + k * 2.12194440e-4  # the first product is exact
+    return tl.exp2(k) * tl.exp2(rest * 1.4426950408889634)
+
+
+@triton.jit
+def weight(x, token, top, least, last, temperature, min_p):
+    """What logits x are worth, 1 at the top. A NaN is worth NaN."""
+    x = tl.div_rn(x - top, temperature)
+    w = exp(x)
+    return tl.where((x < least) | ((x == least) & (token > last)) | (w < min_p), 0.0, w)
+
+
+@triton.jit
+def chance(logits, laws, row, token, real, stride, temperature, min_p):
+    """p of tokens, one or many, by the logits of a row and its `laws`; 0 where not real."""
+    law = laws + row * 4
+    last = tl.load(law + 2).to(tl.int32, bitcast=True)
+    x = tl.load(logits + row * stride + token, real, other=-float("inf")).to(tl.float32)
+    w = weight(x, token, tl.load(law), tl.load(law + 1), last, temperature, min_p)
+    return tl.where(real, tl.div_rn(w, tl.load(law + 3)), 0.0)
+
+
+@triton.jit
+def rank(x, BITS: tl.constexpr):
+    """Unsigned integers of BITS bits in the order of x, of which only so many bits are not 0; a NaN
+    is above all."""
+    x = tl.where(x != x, float("inf"), x + 0.0)  # + 0.0: there are two zeros
+    bits = x.to(tl.uint32, bitcast=True)
+    return (bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)) >> 32 - BITS
+
+
+@triton.jit
+def ranked(rank, BITS: tl.constexpr):
+    """The x of a rank; NaN for rank 0, which no number has."""
+    bits = rank << 32 - BITS
+    below = (bits >> 31) == 0
+    bits = tl.where(below, (bits | (1 << 32 - BITS) - 1) ^ 0xFFFFFFFF, bits ^ 0x80000000)
+    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bound(
+    here, top, least, temperature, enough, V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    MASS: tl.constexpr,
 ):  # fmt: skip
+    """The largest logit such that those not below it weigh enough together, or are so many; after
+    temperature."""
+    at, found = tl.arange(0, BLOCK), tl.full([], 0, tl.uint32)
+    step = tl.full([], 1 << BITS - 1, tl.uint32)
+    for _ in range(BITS):
+        tried = found | step
+        sums = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, V, BLOCK):
+            x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
+            w = tl.where(first + at < V, 1.0, 0.0)
+            if MASS:
+                w = weight(x, 0, top, least, 0, temperature, 0.0)
+            sums += tl.where(rank(x, BITS) >= tried, w, 0.0)
+        found, step = tl.where(tl.sum(sums, 0) >= enough, tried, found), step >> 1
+    return tl.div_rn(ranked(found, BITS) - top, temperature)
+
+
+@triton.jit
+def shape(
+    logits, p, laws, temperature, top_k, top_p, min_p, stride, V: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """The law of a row: to `p`, or as its four numbers to `laws`."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    here = logits + row * stride
+    most = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, V, BLOCK):
+        x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
+        most = tl.maximum(most, x)
+    top = tl.max(most, 0)
+    least, last = tl.full([], -float("inf"), tl.float32), tl.full([], V, tl.int32)
+    if TOP_K:
+        least = bound(here, top, least, temperature, top_k, V, BLOCK, BITS, False)
+    if TOP_P:
+        sums = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, V, BLOCK):
+            x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
+            sums += weight(x, 0, top, least, 0, temperature, 0.0)
+        enough, floor = top_p * tl.sum(sums, 0), least
+        least = bound(here, top, floor, temperature, enough, V, BLOCK, BITS, True)
+        least = tl.where(least == least, least, floor)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, V, BLOCK):
+            x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
+            x = tl.div_rn(x - top, temperature)
+            sums += tl.where(x > least, exp(x), 0.0)
+        above, each = tl.sum(sums, 0), exp(least)
+        last, count = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
+        for first in range(0, V, BLOCK):
+            x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
+            equal = tl.div_rn(x - top, temperature) == least
+            equal = (equal & (first + at < V)).to(tl.int32)
+            before = count + tl.cumsum(equal, 0) - equal
+            keeps = (equal > 0) & (above + before.to(tl.float32) * each < enough)
+            last = tl.maximum(last, tl.max(tl.where(keeps, first + at, -1), 0))
+            count += tl.sum(equal, 0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, V, BLOCK):
+        x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
+        sums += weight(x, first + at, top, least, last, temperature, min_p)
+    whole = tl.sum(sums, 0)
+    if WRITE:
+        for first in range(0, V, BLOCK):
+            x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
+            w = weight(x, first + at, top, least, last, temperature, min_p)
+            tl.store(p + row * V + first + at, tl.div_rn(w, whole), first + at < V)
+    else:
+        tl.store(laws + row * 4, top)
+        tl.store(laws + row * 4 + 1, least)
+        tl.store(laws + row * 4 + 2, last.to(tl.float32, bitcast=True))
+        tl.store(laws + row * 4 + 3, whole)
+
+
+@triton.jit
+def pick(
+    w, laws, keys, bests, salt, n, keys_b, keys_n, stride, temperature, min_p, V: tl.constexpr,
+    PART: tl.constexpr, BLOCK: tl.constexpr, SHAPED: tl.constexpr,
+):  # fmt: skip
+    """The best token of a part of a row of weights or, SHAPED, of logits."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + row // n * keys_b + row % n * keys_n)
     most, winner = tl.full([], -1.0, tl.float32), tl.full([], 0, tl.int32)
     for first in range(0, PART, BLOCK):
         token = part * PART + first + tl.arange(0, BLOCK)
-        weight = tl.load(w + row * V + token, token < V, other=0.0)
-        value = tl.where(token < V, weight / arrival(key, salt, token), -1.0)
-        value, token = best_of(value, token)
+        real = token < V
+        if SHAPED:
+            p = chance(w, laws, row, token, real, stride, temperature, min_p)
+        else:
+            p = tl.load(w + row * stride + token, real, other=0.0)
+        value, token = best_of(tl.where(real, p / arrival(key, salt, token), -1.0), token)
         most, winner = better(most, winner, value, token)
     at = bests + (row * tl.num_programs(1) + part) * 2
     tl.store(at, most)
@@ -100,100 +231,6 @@ def settle(bests, out, V: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr)
     value = tl.load(at, part < PARTS, other=-2.0)
     token = tl.load(at + 1, part < PARTS, other=0.0).to(tl.int32, bitcast=True)
     tl.store(out + row, tl.minimum(best_of(value, token)[1], V - 1).to(tl.int64))
-
-
-@triton.jit
-def exp(x):
-    """exp(x) to about two last places however small it is; x <= 0 or NaN."""
-    x = tl.where(x < -200, -200.0, x)
-    y = x * 1.4426950408889634
-    rest = tl.fma(x, 1.4426950408889634, -y) + x * 1.925963033500e-08
-    return tl.exp2(y) * (1 + rest * 0.6931472)
-
-
-@triton.jit
-def warm(logits, p, temperature, stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The softmax of a row over its temperature."""
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    here = logits + row * stride
-    most = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in range(0, V, BLOCK):
-        x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
-        most = tl.maximum(most, x)
-    top, total = tl.max(most, 0), tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):
-        x = tl.load(here + first + at, first + at < V, other=-float("inf")).to(tl.float32)
-        total += exp((x - top) / temperature)
-    whole = tl.sum(total, 0)
-    for first in range(0, V, BLOCK):
-        x = tl.load(here + first + at, first + at < V, other=0.0).to(tl.float32)
-        tl.store(p + row * V + first + at, exp((x - top) / temperature) / whole, first + at < V)
-
-
-@triton.jit
-def judge(
-    tokens, keys, p, q, bests, path, count, new, accept, residual, lenience, N: tl.constexpr,
-    WIDE: tl.constexpr, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    DRAWN: tl.constexpr,
-):  # fmt: skip
-    """Reject on a chain, for one row and one part of the vocabulary: where it stops, and the best
-    tokens there of what is left of p and of p itself."""
-    row, part, node = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
-    x = tl.load(tokens + row * N + node + 1, node < N - 1, other=-1)
-    there = (x >= 0) & (x < V)
-    px = tl.load(p + (row * N + node) * V + x, there, other=0.0)
-    qx = tl.where(there, 0.0, 0.0)
-    if DRAWN:
-        qx = tl.load(q + (row * N + node) * V + x, there, other=0.0)
-    u = uniform(tl.load(keys + row * N + node, node < N, other=0), accept, 0 * node)
-    odds = tl.div_rn(px, lenience * tl.where(qx > 0, qx, 1.0))
-    stop = tl.min(tl.where(there & (u <= odds), N - 1, tl.minimum(node, N - 1)), 0)
-    here = node == stop
-    refused = tl.sum(tl.where(here & there, x, 0), 0)
-    tried = tl.sum((here & there).to(tl.int32), 0) > 0
-    drawn = tl.sum(tl.where(here, qx, 0.0), 0) > 0
-
-    key, at = tl.load(keys + row * N + stop), (row * N + stop) * V
-    left, kept = tl.full([], -1.0, tl.float32), tl.full([], 0, tl.int32)
-    whole, plain = left, kept
-    for first in range(0, PART, BLOCK):
-        token = part * PART + first + tl.arange(0, BLOCK)
-        real = token < V
-        weight, late = tl.load(p + at + token, real, other=0.0), arrival(key, residual, token)
-        q_ = (token == refused).to(tl.float32)
-        if DRAWN:
-            q_ = tl.where(drawn, tl.load(q + at + token, real, other=0.0), q_)
-        rest = tl.maximum(weight - lenience * q_, 0.0)
-        value, best = best_of(tl.where(real, rest / late, -1.0), token)
-        left, kept = better(left, kept, value, best)
-        value, best = best_of(tl.where(real, weight / late, -1.0), token)
-        whole, plain = better(whole, plain, value, best)
-    out = bests + (row * tl.num_programs(1) + part) * 4
-    tl.store(out, tl.where(tried, left, -1.0))
-    tl.store(out + 1, kept.to(tl.float32, bitcast=True))
-    tl.store(out + 2, whole)
-    tl.store(out + 3, plain.to(tl.float32, bitcast=True))
-    if part == 0:
-        tl.store(count + row, stop.to(tl.int64))
-        tl.store(path + row * N + node, tl.minimum(node, stop).to(tl.int64), node < N)
-        tl.store(new + row * N + node, x, node < stop)
-
-
-@triton.jit
-def end(
-    bests, count, new, V: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-    ROOM: tl.constexpr,
-):  # fmt: skip
-    """The bonus token, from what is left of p if anything is; any if p is NaN."""
-    row, part, node = tl.program_id(0).to(tl.int64), tl.arange(0, ROOM), tl.arange(0, WIDE)
-    at, real = bests + (row * PARTS + part) * 4, part < PARTS
-    left = tl.load(at, real, other=-2.0)
-    kept = tl.load(at + 1, real, other=0.0).to(tl.int32, bitcast=True)
-    whole = tl.load(at + 2, real, other=-2.0)
-    plain = tl.load(at + 3, real, other=0.0).to(tl.int32, bitcast=True)
-    most, token = best_of(left, kept)
-    bonus = tl.minimum(tl.where(most > 0, token, best_of(whole, plain)[1]), V - 1).to(tl.int64)
-    tl.store(new + row * N + node, bonus, (node >= tl.load(count + row)) & (node < N))
 
 
 def split(rows: int, V: int) -> tuple[int, int]:
@@ -231,49 +268,43 @@ def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
 def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
     if type(self) is not Noise or not plain(w) or not addressed(w, keys):
         return NotImplemented
+    return drawn(self, w, None, Sampling(), keys, purpose)
+
+
+def drawn(
+    noise: Noise, w: Tensor, laws: Tensor | None, sampling: Sampling, keys: Tensor, purpose: int
+) -> Tensor:
+    """Tokens by weights w, or by logits w [..., V] and their laws."""
     V, rows = w.shape[-1], keys.numel()
     size, parts = split(rows, V)
     bests = torch.empty(rows, parts, 2, device=w.device)
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
-    salt = self.salt(purpose)
-    pick[rows, parts](w, keys, bests, salt, *places(keys), V=V, PART=size, BLOCK=BLOCK)
+    pick[rows, parts](
+        w, w if laws is None else laws, keys, bests, noise.salt(purpose), *places(keys),
+        w.stride(-2), float(sampling.temperature), float(sampling.min_p), V=V, PART=size,
+        BLOCK=BLOCK, SHAPED=laws is not None,
+    )  # fmt: skip
     settle[rows,](bests, tokens, V=V, PARTS=parts, WIDE=triton.next_power_of_2(parts))
     return tokens
 
 
-def law(self: Sampling, logits: Tensor) -> Tensor:
-    """A temperature and nothing else; logits of 16 bits are widened as they are read."""
-    only = self == Sampling(self.temperature)
-    kinds = torch.float32, torch.bfloat16, torch.float16
-    if not only or not self.temperature or logits.dtype not in kinds or not logits.numel():
-        return NotImplemented
-    rows = logits.reshape(-1, V := logits.shape[-1])
-    if rows.stride(1) != 1:
-        return NotImplemented
-    p = torch.empty(logits.shape, device=logits.device)
-    block = min(4096, triton.next_power_of_2(V))
-    warm[len(rows),](rows, p, self.temperature, rows.stride(0), V=V, BLOCK=block, num_warps=8)
-    return p
-
-
-def reject(self: rules.Reject, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-    """Chains; trees are left to the reference."""
-    (B, N, V), q, nodes = p.shape, draft.q, draft.nodes
-    laws = [p] if q is None else [p, q]
-    if type(rng) is not Noise or not plain(*laws) or any(x.shape != p.shape for x in laws):
-        return NotImplemented
-    if not nodes.is_chain or nodes.deepest != N - 1:
-        return NotImplemented
-    size, parts = split(B, V)
-    bests = torch.empty(B, parts, 4, device=p.device)
-    path, new = (torch.empty(B, N, dtype=torch.int64, device=p.device) for _ in range(2))
-    n = torch.empty(B, dtype=torch.int64, device=p.device)
-    wide = triton.next_power_of_2(N)
-    judge[B, parts](
-        draft.tokens.contiguous(), draft.keys.contiguous(), p, p if q is None else q, bests, path,
-        n, new, rng.salt(ACCEPT), rng.salt(RESIDUAL), self.lenience, N=N, WIDE=wide, V=V,
-        PART=size, BLOCK=BLOCK, DRAWN=q is not None,
+def shaped(sampling: Sampling, logits: Tensor, write: bool) -> Tensor | None:
+    """The law [rows, V] of logits [rows, V], or its `laws`; None if no kernel shapes these."""
+    warm = sampling.temperature > 0 and logits.stride(1) == 1
+    if not warm or logits.dtype not in BITS or not logits.numel():
+        return None
+    rows, V = logits.shape
+    out = torch.empty(rows, V if write else 4, device=logits.device)
+    numbers = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    shape[rows,](
+        logits, out, out, *map(float, numbers), logits.stride(0), V=V, BITS=BITS[logits.dtype],
+        BLOCK=min(4096, triton.next_power_of_2(V)), TOP_K=0 < sampling.top_k < V,
+        TOP_P=sampling.top_p < 1, WRITE=write, num_warps=8,
     )  # fmt: skip
-    room = triton.next_power_of_2(parts)
-    end[B,](bests, n, new, V=V, N=N, WIDE=wide, PARTS=parts, ROOM=room)
-    return Verdict(path, n, new)
+    return out
+
+
+def law(self: Sampling, logits: Tensor) -> Tensor:
+    """Logits of 16 bits are widened as they are read."""
+    p = shaped(self, logits.reshape(-1, logits.shape[-1]), write=True)
+    return NotImplemented if p is None else p.view(logits.shape)

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specexp import ops
+from specexp import engine, ops
+from specexp.engine import Engine
 from specexp.fast import cuda_graphs, fused
 from specexp.fast.fused import Norm, Sight
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import copying
 from specexp.models.cache import SlotCache
-from specexp.rules import Reject
+from specexp.models.lm import Forward
+from specexp.rules import Block, Match, Reject, Rule
 from specexp.sampling import Noise, Sampling
 from specexp.sequences import Sequences
 from specexp.tree import Tree, tree_mask
@@ -72,14 +74,24 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
 
     p, noise = some(B, n, V, of=torch.float32), Noise(0)
     keys = torch.arange(B * n, device=device).view(B, n)
-    yield Call("law", Sampling.law, (Sampling(0.8), p.to(dtype)), p.numel() * (size + 4))
+    logits, warm = p.to(dtype), Sampling(0.8)
+    for name, cut in (("", warm), (" of a nucleus", Sampling(0.8, top_k=50, top_p=0.9))):
+        yield Call(f"law{name}", Sampling.law, (cut, logits), p.numel() * (size + 4))
     yield Call("race", Noise.race, (noise, p, keys, 1), 8 * p.numel())
     yield Call("categorical", Noise.categorical, (noise, p, keys, 1), 4 * p.numel())
-    seqs, nodes = Sequences.empty(B, S, device=device), Tree.chain(n - 1).nodes(device)
-    for name, law in (("of chosen tokens", None), ("of drawn tokens", p)):
-        draft = seqs.draft(nodes, keys[:, 1:], law)
-        read = 4 * B * V * (1 if law is None else 2)
-        yield Call(f"reject {name}", Reject.__call__, (Reject(), draft, p, noise), read)
+    seqs, chain = Sequences.empty(B, S, device=device), Tree.chain(n - 1)
+    ways: list[tuple[str, Rule, Any, Tree]] = [
+        ("match", Match(), None, chain), ("reject of chosen tokens", Reject(), None, chain),
+        ("reject of drawn tokens", Reject(), p, chain), ("block", Block(), p, chain),
+        ("reject of a tree", Reject(), p, Tree((-1, *(i // 2 for i in range(n - 1))))),
+    ]  # fmt: skip
+    for name, rule, q, shape in ways[: None if n < 64 else 0]:
+        draft = seqs.draft(shape.nodes(device), keys[:, 1:], q)
+        made: Any = SimpleNamespace(rule=rule, sampling=warm, rng=noise)
+        made.law = partial(Engine.law, made)
+        of_q = B * V if rule.name == "reject" and shape is chain else p.numel()  # where it stops
+        read = p.numel() * size + (0 if q is None else 4 * of_q)
+        yield Call(name, engine.judged, (draft, Forward(logits), made), read)
 
 
 @torch.inference_mode()
