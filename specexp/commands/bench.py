@@ -192,7 +192,7 @@ def profile(
 
 
 def _show_costs(costs: Costs, context: int) -> None:
-    from specexp.figures.break_even import in_words
+    from specexp.figures.break_even import doubt, in_words
 
     table = Table(
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
@@ -207,8 +207,8 @@ def _show_costs(costs: Costs, context: int) -> None:
     fit = costs.fit()
     knee, widest = fit.knee(context), costs.tokens[-1]
     console.print(
-        f"a pass takes {in_words(fit, context)}; at about {knee:.0f} tokens they cost "
-        f"as much as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with "
+        f"a pass takes {in_words(fit, context)}{doubt(costs)}; at about {knee:.0f} tokens they "
+        f"cost as much as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with "
         f"γ = {widest - 1}",
         soft_wrap=True,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from specexp.figures.style import DOUBTFUL, PLAIN, PREDICTED, batch_axis, panels
+from specexp.figures.style import DOUBTFUL, INK, PLAIN, PREDICTED, batch_axis, key, panels, title
 from specexp.measure.break_even import break_even_alpha, break_even_batches
 from specexp.measure.summaries import pooled
 from specexp.serving.cost_table import Costs, Fit
-
-ROUND = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)  # speedups on a wide colour bar,
-TICKS = sorted((*ROUND, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5))  # and on a narrow one
 
 
 def cost_curves(costs: Costs, context: float | None = None) -> Figure:
@@ -38,7 +36,7 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
         left.plot(line, [1e3 * fit.pass_s(1, x, context) for x in line], "--", color=PREDICTED,
                   label="floor + slope")  # fmt: skip
         left.set(ylabel=f"ms a pass and rule, {context:g} slots", yscale="log")
-        left.legend(title="batch", fontsize=9, title_fontsize=9, ncols=2)
+        left.legend(title="batch", title_fontsize=9, ncols=2)
         milliseconds = [m * 10**e for e in range(-2, 5) for m in (1, 2, 5)]
         least, longest = left.get_ylim()
         shown = [t for t in milliseconds if least <= t <= longest]
@@ -49,19 +47,23 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
         for axes in (left, right):
             axes.axvline(knee, color=PREDICTED, lw=1, ls=":")
             batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
-            axes.set_xlabel("tokens in the pass (batch × tokens a row)")
-        figure.suptitle(
-            f"{costs.about['target']}: the floor ends at about {knee:.0f} tokens in a pass "
-            f"({costs.about['device']}, {costs.about['dtype']})", x=0.01, ha="left",
+            axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
+        title(figure,
+              f"{costs.about['target']}{doubt(costs)}: the floor ends at about {knee:.0f} tokens "
+              f"in a pass ({costs.about['device']}, {costs.about['dtype']})"
         )  # fmt: skip
     return figure
 
 
 def in_words(fit: Fit, context: float) -> str:
-    """Floor and slope of a fit as text, with a warning if it is poor."""
-    costs = f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
-    poor = f"doubtful (R² {fit.r2:.2f}): was the machine busy?"
-    return costs if fit.r2 > DOUBTFUL else f"{costs}, {poor}"
+    """Floor and slope of a fit as text."""
+    return f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
+
+
+def doubt(costs: Costs) -> str:
+    """A warning for titles if the costs of passes follow no floor and slope."""
+    r2 = costs.fit().r2
+    return "" if r2 > DOUBTFUL else f" (doubtful costs, R² {r2:.2f}: was the machine busy?)"
 
 
 def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None:
@@ -72,9 +74,9 @@ def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None
     axes.set(ylabel="GFLOP/s (2 a weight and token)", yscale="log")
     axes.set_ylim(slope / 2, most * 2)
     bandwidth = costs.about["weight_bytes"] / seconds.min() / 1e9
-    axes.text(1, most * 1.1, f"at most {most:.0f} GFLOP/s", color="#555555", va="bottom")
+    axes.text(1, most * 1.1, f"at most {most:.0f} GFLOP/s", color=INK, va="bottom")
     axes.annotate(
-        f"at most {bandwidth:.0f} GB/s of weights", (2, 2 * slope), (16, -14), color="#555555",
+        f"at most {bandwidth:.0f} GB/s of weights", (2, 2 * slope), (16, -14), color=INK,
         textcoords="offset points", va="top", arrowprops={"arrowstyle": "-", "color": PLAIN},
     )  # fmt: skip
     axes.set_title("Achieved, and the roofs that these passes reach")
@@ -97,104 +99,108 @@ def speedup_map(
     contexts: Sequence[int] | None = None,
     compared: pd.DataFrame | None = None,
 ) -> Figure:
-    """Predicted speedup over batch and draft length at the acceptance of `samples`, one panel a
-    context; the solid line is where it is 1, the dotted ones its interval over prompts. Points:
-    measured speedups from `break_even.compare`, in the panel of the nearest context and the same
-    colours."""
+    """Predicted speedup at each batch and draft length of the table, at the acceptance of
+    `samples`, one panel a context; the whiskers are where it is 1, over prompts. In brackets:
+    measured speedups from `break_even.compare`, in the panel of the nearest context."""
     contexts = contexts or costs.contexts
     acceptance = pooled(samples).conditional
     maps = [_grid(costs, lambda b, g, c=c: costs.speedup(b, g, acceptance, c)) for c in contexts]
-    measured = [] if compared is None else list(compared["speedup"])
-    extremes = [(m.min(), m.max()) for m in maps] + [(x, x) for x in measured]
-    most = max(1.05, *(max(high, 1 / low) for low, high in extremes))
-    shade: dict[str, Any] = {"cmap": "vlag_r", "norm": LogNorm(1 / most, most)}
-    with panels(len(contexts), 1.5 + 5.2 * len(contexts), 4.6) as (figure, every):
+    most = max(1.05, *(max(m.max(), 1 / m.min()) for m in maps))
+    measured: dict[tuple[int, int, int], str] = {}
+    for row in [] if compared is None else compared.to_dict("records"):
+        near = min(contexts, key=lambda context: abs(context - row["context"]))
+        measured[near, row["batch"], row["gamma"]] = f"\n[{row['speedup']:.2f}x]"
+    with _maps(costs, contexts) as (figure, every):
         for axes, context, values in zip(every, contexts, maps, strict=True):
-            mesh = _paint(axes, costs, values, **shade)
+            notes = [[measured.get((context, b, g), "") for b in costs.batches]
+                     for g in costs.gammas[1:]]  # fmt: skip
+            _paint(axes, values, "{:.2f}x", notes, cmap="vlag_r", norm=LogNorm(1 / most, most))
             line = break_even_batches(costs, samples, context)
-            axes.plot(line["batch"], line["gamma"], "k-", lw=2, label="break-even")
-            axes.plot(line["low"], line["gamma"], "k:", lw=1.5, label="its 95 % interval")
-            axes.plot(line["high"], line["gamma"], "k:", lw=1.5)
-            axes.set_title(f"buffer of {context} slots")
-            if compared is not None:
-                near = compared["context"].map(lambda c: min(contexts, key=lambda x: abs(x - c)))
-                part = compared[near == context]
-                axes.scatter(part["batch"], part["gamma"], c=part["speedup"], s=130, zorder=3,
-                             edgecolors="k", clip_on=False, label="measured", **shade)  # fmt: skip
-        figure.legend(*every[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        bar = figure.colorbar(mesh, ax=every, label="speedup over plain decoding", pad=0.02)
-        bar.set_ticks([t for t in TICKS if 1 / most <= t <= most and (t in ROUND or most < 2.5)])
-        bar.ax.yaxis.set_major_formatter(lambda x, _: f"{x:.3g}x")
-        bar.minorticks_off()
-        figure.suptitle(paying(costs, samples, contexts[0]), x=0.01, ha="left")
+            line = line[line["gamma"].isin(costs.gammas)]
+            at, low, high = (_column(costs, line[c]) for c in ("batch", "low", "high"))
+            rows = [costs.gammas.index(g) - 1.4 for g in line["gamma"]]
+            axes.errorbar(at, rows, xerr=np.clip([at - low, high - at], 0, None), fmt="k|",
+                          markersize=12, markeredgewidth=2, capsize=4, clip_on=False,
+                          label="break-even batch, with its interval; [measured]")  # fmt: skip
+        key(figure, every[-1])
+        title(figure, paying(costs, samples, contexts[0]))
     return figure
 
 
 def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
     """The best predicted speedup, and the largest batch at which drafting still pays, as text."""
-    acceptance = pooled(samples).conditional
+    acceptance, name = pooled(samples).conditional, f"{costs.about['drafter']}{doubt(costs)}"
     points = [(b, g) for b in costs.batches for g in costs.gammas]
     batch, gamma = max(points, key=lambda at: costs.speedup(at[0], at[1], acceptance, context))
     line = break_even_batches(costs, samples, context)
     widest = line.loc[line["batch"].idxmax()]
     if not gamma or widest["batch"] == 0:
-        return f"{costs.about['drafter']}: predicted to pay at no batch, {context} slots"
+        return f"{name}: predicted to pay at no batch, {context} slots"
     best = costs.speedup(batch, gamma, acceptance, context)
     last = f"batch {widest['batch']:.0f} [{widest['low']:.0f}, {widest['high']:.0f}]"
     if widest["low"] >= costs.batches[-1]:
         last = f"batch {costs.batches[-1]} or more"
     return (
-        f"{costs.about['drafter']}, {context} slots: {best:.2f}x predicted at batch {batch} with "
+        f"{name}, {context} slots: {best:.2f}x predicted at batch {batch} with "
         f"γ = {gamma}; pays up to {last} with γ = {widest['gamma']:.0f}"
     )
 
 
 def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
-    """The acceptance probability from which on drafting pays, over batch and draft length, one
-    panel a context; it follows from costs alone. Grey: it would not pay at any acceptance."""
+    """The acceptance probability from which on drafting pays, at each batch and draft length of
+    the table, one panel a context; it follows from costs alone. Grey: it would not pay at any."""
     contexts = contexts or costs.contexts
-    maps = [_grid(costs, lambda b, g, c=c: break_even_alpha(costs, b, g, c)) for c in contexts]
-    with panels(len(contexts), 1.5 + 5.2 * len(contexts), 4.6) as (figure, every):
-        for axes, context, values in zip(every, contexts, maps, strict=True):
+    with _maps(costs, contexts) as (figure, every):
+        for axes, context in zip(every, contexts, strict=True):
+            values = _grid(costs, lambda b, g, c=context: break_even_alpha(costs, b, g, c))
             axes.set_facecolor("#b0b0b0")
             possible = np.ma.masked_greater(values, 1 - 1e-9)
-            mesh = _paint(axes, costs, possible, cmap="crest", vmin=0, vmax=1)
-            if min(values.shape) > 1:
-                lines = axes.contour(
-                    *_axes(costs), values, [0.5, 0.6, 0.7, 0.8, 0.9], colors="w", linewidths=1
-                )
-                axes.clabel(lines, fontsize=9)
-            axes.set_title(f"buffer of {context} slots")
-        figure.colorbar(mesh, ax=every, label="acceptance probability α at break-even", pad=0.02)
+            _paint(axes, possible, "{:.2f}", cmap="crest", vmin=0, vmax=1)
         alphas = [break_even_alpha(costs, b, 1, contexts[0]) for b in costs.batches]
         cheap, dear = min(alphas), alphas[-1]
-        figure.suptitle(
-            f"{costs.about['drafter']}: one draft token pays from α = {cheap:.2f} at batch "
-            f"{costs.batches[alphas.index(cheap)]}, and at batch {costs.batches[-1]} "
-            + (f"from {dear:.2f}" if dear < 1 else "never"), x=0.01, ha="left",
+        until = f"from {dear:.2f}" if dear < 1 else "never"
+        title(figure,
+              f"{costs.about['drafter']}{doubt(costs)}: one draft token pays from acceptance "
+              f"probability {cheap:.2f} at batch {costs.batches[alphas.index(cheap)]}, and at "
+              f"batch {costs.batches[-1]} {until}"
         )  # fmt: skip
     return figure
 
 
-def _axes(costs: Costs) -> tuple[np.ndarray, np.ndarray]:
-    """Batches (evenly spaced in log) and draft lengths of a map."""
-    first, last = costs.batches[0], costs.batches[-1]
-    return np.geomspace(first, last, 97 if last > first else 1), np.arange(1, costs.gammas[-1] + 1)
+@contextmanager
+def _maps(costs: Costs, contexts: Sequence[int]) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A panel a context, batches across and draft lengths up."""
+    width = 0.8 + 0.75 * len(costs.batches)
+    size = max(8, len(contexts) * width), 2 + 0.6 * len(costs.gammas)
+    with panels(len(contexts), *size, sharey=True) as (figure, every):
+        for axes, context in zip(every, contexts, strict=True):
+            axes.grid(False)
+            axes.set_xticks(range(len(costs.batches)), [str(b) for b in costs.batches])
+            axes.set_yticks(range(len(costs.gammas) - 1), [str(g) for g in costs.gammas[1:]])
+            axes.set(xlabel="batch size (streams)", title=f"buffer of {context} slots")
+        every[0].set_ylabel("draft length γ")
+        yield figure, every
+
+
+def _column(costs: Costs, batches: Any) -> np.ndarray:
+    """Where batches lie between the columns of a map, on a logarithmic scale."""
+    columns = np.arange(len(costs.batches))
+    return np.interp(np.log(np.maximum(batches, 0.5)), np.log(costs.batches), columns, left=-0.5)
 
 
 def _grid(costs: Costs, value: Callable[..., float]) -> np.ndarray:
-    """value(batch, gamma) on the axes of a map, [gamma, batch]."""
-    x, y = _axes(costs)
-    return np.array([[value(float(b), int(g)) for b in x] for g in y])
+    """value(batch, gamma) of the table's settings, [gamma, batch]."""
+    return np.array([[value(float(b), g) for b in costs.batches] for g in costs.gammas[1:]])
 
 
-def _paint(axes: Axes, costs: Costs, values: np.ndarray, **shade: Any) -> Any:
-    x, y = _axes(costs)
-    half = (x[1] / x[0]) ** 0.5 if len(x) > 1 else 2**0.5
-    edges = np.append(x / half, x[-1] * half), np.append(y - 0.5, y[-1] + 0.5)
-    axes.grid(False)
-    mesh = axes.pcolormesh(*edges, values, rasterized=True, **shade)
-    batch_axis(axes, costs.batches)
-    axes.set_yticks(y)
-    axes.set_ylabel("draft length γ")
-    return mesh
+def _paint(
+    axes: Axes, values: np.ndarray, form: str, notes: Any = None, **shade: Any
+) -> None:  # fmt: skip
+    edges = (np.arange(n + 1) - 0.5 for n in values.shape[::-1])
+    mesh = axes.pcolormesh(*edges, values, edgecolors="white", lw=1, rasterized=True, **shade)
+    for (y, x), value in np.ma.ndenumerate(values):
+        red, green, blue, _ = mesh.to_rgba(value)
+        dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
+        text = form.format(value) + (notes[y][x] if notes else "")
+        axes.text(x, y, text, ha="center", va="center", fontsize=9,
+                  color="white" if dark else "black")  # fmt: skip

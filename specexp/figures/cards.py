@@ -20,11 +20,11 @@ ROWS = 8  # that are shown of a batch
 def of_output(output: Output) -> str:
     """The text of each row by kind of token, its rounds folded away, and the acceptance record."""
     rounds, records = output.trace.rounds, output.trace.by_row
-    parts = [tokens.shaded(tokens.legend())]
+    parts, opened = [tokens.shaded(tokens.legend())], " open" * (len(records) == 1)
     for row, new in enumerate(output.tokens[:ROWS]):
         parts += [
             tokens.shaded(tokens.stream(output, rounds, new, row=row)),
-            f"<details><summary>{escape(str(records[row]))}</summary>",
+            f"<details{opened}><summary>{escape(str(records[row]))}</summary>",
             tokens.shaded(tokens.by_round(output, rounds, new, row)),
             "</details>",
         ]

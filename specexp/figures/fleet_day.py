@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from specexp.figures.style import DOUBTFUL, batch_axis, panels
-from specexp.figures.under_load import LOAD_AWARE, palette
+from specexp.figures.break_even import doubt
+from specexp.figures.style import INK, batch_axis, panels, title
+from specexp.figures.under_load import LOAD_AWARE, lines
 from specexp.measure.under_load import fleet_day
 from specexp.measure.under_load.fleet_day import HOURS, Setting
 
@@ -18,12 +17,12 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
     """Left: tokens/s of one replica over its number of streams. Right: time per token of a stream,
     with the limit. From `fleets.pace_table`."""
     names = list(setting.paces)
-    colours, most = palette(names), int(table["streams"].max())
+    looks, most = lines(names), int(table["streams"].max())
     with panels(2, 13, 4.6) as (figure, (left, right)):
         for name in names:
-            part, line = table[table["policy"] == name], _line(name)
-            left.plot(part["streams"], part["tok_s"], color=colours[name], label=name, **line)
-            right.plot(part["streams"], part["token_ms"], color=colours[name], **line)
+            part, look = table[table["policy"] == name], looks[name] | {"markevery": 0.2}
+            left.plot(part["streams"], part["tok_s"], label=name, **look)
+            right.plot(part["streams"], part["token_ms"], **look)
         limit = 1e3 * setting.limits.tpot_s
         right.axhline(limit, color="k", lw=1, ls=":")
         right.text(1, 1.04 * limit, f"limit {limit:.3g} ms", va="bottom")
@@ -34,10 +33,8 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         shown = table[table["policy"].isin(names) & (table["streams"] <= most)]
         right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(shown["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
-        left.legend(fontsize=9)
-        good = setting.costs.fit().r2 > DOUBTFUL
-        doubt = "" if good else " (doubtful costs: was the machine busy?)"
-        figure.suptitle(f"SIMULATED replica{doubt}: {_paying(table)}", x=0.01, ha="left")
+        left.legend()
+        title(figure, f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}")
     return figure
 
 
@@ -58,20 +55,21 @@ def _paying(table: pd.DataFrame) -> str:
 def over_the_day(hours: pd.DataFrame) -> Figure:
     """Replicas needed in each hour, one line per policy; from `fleets.hourly`."""
     names = list(dict.fromkeys(hours["policy"]))
-    colours = palette(names)
+    looks = lines(names)
     with panels(1, 10, 4.8) as (figure, (axes,)):
         for name in names:
             part = hours[hours["policy"] == name]
             if part["replicas"].isna().any():
-                axes.plot([], [], color=colours[name], label=f"{name}: misses the limits")
+                axes.plot([], [], **looks[name], label=f"{name}: misses the limits")
                 continue
             total = part["replicas"].sum()
             change = (
                 f" ({round(-fleet_day.saved(hours, name), 2) + 0:+.0%})" if name != "plain" else ""
             )
             axes.stairs(
-                part["replicas"], range(HOURS + 1), color=colours[name], baseline=None,
-                lw=5 if name == "plain" else 2, **_line(name),
+                part["replicas"], range(HOURS + 1), baseline=None,
+                lw=5 if name == "plain" else 2,
+                **{name: value for name, value in looks[name].items() if name != "marker"},
                 label=f"{name}: {total:.0f} replica-hours{change}",
             )  # fmt: skip
         axes.set(xlabel="hour of the day", ylabel="replicas that keep the limits",
@@ -80,11 +78,11 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         rate = axes.twinx()
         first = hours[hours["policy"] == names[0]]
-        rate.plot(first["hour"] + 0.5, first["rate"], color="#555555", lw=1, ls=":")
+        rate.plot(first["hour"] + 0.5, first["rate"], color=INK, lw=1, ls=":")
         rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
         rate.grid(False)
-        axes.legend(loc="upper left", fontsize=9)
-        figure.suptitle(f"SIMULATED day: {_saving(hours)}", x=0.01, ha="left")
+        axes.legend(loc="upper left")
+        title(figure, f"SIMULATED day: {_saving(hours)}")
     return figure
 
 
@@ -100,13 +98,7 @@ def _saving(hours: pd.DataFrame) -> str:
 
 
 def day_title(days: pd.DataFrame, replicas: int) -> str:
-    """The title of `load_plots.latencies` for a simulated day."""
+    """The title of `under_load.latencies` for a simulated day."""
     good = days.set_index("policy")["goodput/share"]
     shares = ", ".join(f"{name} {share:.1%}" for name, share in good.items())
     return f"SIMULATED day on {replicas} replicas; requests within the limits: {shares}"
-
-
-def _line(name: str) -> dict[str, Any]:
-    """Dashed lines are drawn above solid ones, so that coinciding lines are both visible."""
-    solid = name == "plain" or name.startswith(LOAD_AWARE)
-    return {"ls": "-", "zorder": 2} if solid else {"ls": (0, (3, 2)), "zorder": 3}

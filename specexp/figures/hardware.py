@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import seaborn as sns
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -16,7 +17,10 @@ from specexp.figures.style import (
     SPECULATIVE,
     batch_axis,
     canvas,
+    ends,
     panels,
+    stacked,
+    title,
 )
 from specexp.measure import statistics
 from specexp.measure.hardware.phases import PHASES
@@ -225,7 +229,7 @@ def over_peers(suite: dict[str, Any]) -> Figure:
         axes.set_xlim(0, 1.35 * max(max(r["tok_s"], r["their_tok_s"]) for r in rows))
         axes.set_xlabel("delivered tokens/s, prefill included (grey: theirs)")
         verdicts = [f"{WORK[row['work']]} {_verdict(row['ratio'])}" for row in rows[:3]]
-        drawn.suptitle(f"specexp over theirs: {', '.join(verdicts)}", x=0.01, ha="left")
+        title(drawn, f"specexp over theirs: {', '.join(verdicts)}")
     return drawn
 
 
@@ -252,10 +256,8 @@ def floors(suite: dict[str, Any]) -> Figure:
         axes.set_xlabel("ms")
         axes.legend(loc="lower right")
         step = rows[0]
-        axes.set_title(
-            f"A one-token pass of {step['model']} takes {times(step['over_bare'])} its bare "
-            "matrix products"
-        )
+        title(drawn, f"A one-token pass of {step['model']} takes {times(step['over_bare'])} its "
+                     "bare matrix products")  # fmt: skip
     return drawn
 
 
@@ -266,26 +268,23 @@ def _count(tokens: int) -> str:
 def phases(suite: dict[str, Any]) -> Figure:
     """A plain and a speculative round as stacked phases; the mark is the clean loop's round."""
     sides = {"plain": suite["plain"], f"γ = {suite['gamma']}": suite["fast"]}
+    ms = [{phase: side["phases"][phase]["ms"] for phase in PHASES} for side in sides.values()]
     with canvas(8.5, 3.0) as (drawn, axes):
-        palette = sns.color_palette("colorblind", len(PHASES))
-        for at, side in enumerate(sides.values()):
-            left = 0.0
-            for phase, colour in zip(PHASES, palette, strict=True):
-                ms = side["phases"][phase]["ms"]
-                axes.barh(at, ms, 0.6, left=left, color=colour, label="" if at else phase)
-                left += ms
-            axes.plot([side["round_ms"]] * 2, [at - 0.38, at + 0.38], "k-", lw=2,
-                      label="" if at else "clean loop")  # fmt: skip
-        axes.set_yticks(range(len(sides)), list(sides))
-        axes.invert_yaxis()
+        _marked(axes, [side["round_ms"] for side in sides.values()], "clean loop")
+        stacked(axes, sides, pd.DataFrame(ms))
         axes.set_xlabel(f"ms a round, {suite['drafter']}")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         speedup = suite["speedup"]
-        axes.set_title(
-            f"Overhead {per_cent(suite['fast']['overhead'])} of a round; speedup "
-            f"{times(speedup['measured'])} measured, {speedup['from_passes']:.2f}x predicted"
-        )
+        title(drawn,
+              f"Overhead {per_cent(suite['fast']['overhead'])} of a round; speedup "
+              f"{times(speedup['measured'])} measured, {speedup['from_passes']:.2f}x predicted"
+        )  # fmt: skip
     return drawn
+
+
+def _marked(axes: Axes, values: Sequence[float], label: str) -> None:
+    """A mark at a value on each bar of `stacked`."""
+    axes.plot(values, range(len(values)), "k|", markersize=28, markeredgewidth=2.5, label=label,
+              zorder=3)  # fmt: skip
 
 
 def growth(suite: dict[str, Any]) -> Figure:
@@ -294,20 +293,16 @@ def growth(suite: dict[str, Any]) -> Figure:
         for axes, axis in zip(every, ("batch", "tokens", "context"), strict=True):
             rows = [row for row in suite["rows"] if row["axis"] == axis]
             x = [row["value"] for row in rows]
-            ratios = [row["over_first"] for row in rows]
-            error = [
-                [r["value"] - r["low"] for r in ratios],
-                [r["high"] - r["value"] for r in ratios],
-            ]
+            ratios = pd.DataFrame([row["over_first"] for row in rows])
             axes.axhline(1, color=PLAIN, lw=1)
-            axes.errorbar(x, [r["value"] for r in ratios], yerr=error, fmt="o-", capsize=3,
+            axes.errorbar(x, ratios["value"], ends(ratios, "value"), fmt="o-", capsize=3,
                           color=SPECULATIVE)  # fmt: skip
             batch_axis(axes, x)
             axes.set_xlabel({"batch": "batch (rows)", "tokens": "tokens a row",
                              "context": "context (slots)"}[axis])  # fmt: skip
             axes.set_ylim(0, None)
         every[0].set_ylabel(f"relative to one token ({suite['rows'][0]['ms']:.2f} ms)")
-        drawn.suptitle(f"A{fitted(suite['fit'])[1:]}", x=0.01, ha="left")
+        title(drawn, f"A{fitted(suite['fit'])[1:]}")
     return drawn
 
 
@@ -315,19 +310,10 @@ def shares(suite: dict[str, Any]) -> Figure:
     """Predicted memory as stacked parts, one bar per batch; the mark is the measured peak."""
     rows = suite["rows"]
     with canvas(8.5, 1.8 + 0.5 * len(rows)) as (drawn, axes):
-        palette = sns.color_palette("colorblind", len(PARTS))
-        left = [0.0] * len(rows)
-        for (label, key), colour in zip(PARTS.items(), palette, strict=True):
-            sizes = [row[key] / 1e6 for row in rows]
-            axes.barh(range(len(rows)), sizes, 0.6, left=left, color=colour, label=label)
-            left = [a + b for a, b in zip(left, sizes, strict=True)]
-        for at, row in enumerate(rows):
-            axes.plot([row["measured"] / 1e6] * 2, [at - 0.38, at + 0.38], "k-", lw=2,
-                      label="" if at else "measured")  # fmt: skip
-        axes.set_yticks(range(len(rows)), [f"batch {row['batch']}" for row in rows])
-        axes.invert_yaxis()
+        _marked(axes, [row["measured"] / 1e6 for row in rows], "measured")
+        sizes = [{label: row[part] / 1e6 for label, part in PARTS.items()} for row in rows]
+        stacked(axes, [f"batch {row['batch']}" for row in rows], pd.DataFrame(sizes))
         axes.set_xlabel(f"MB at the peak, {suite['drafter']}")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         off = max(abs(row["ratio"] - 1) for row in rows)
-        axes.set_title(f"Peak memory is within {off:.1%} of the prediction from configs")
+        title(drawn, f"Peak memory is within {off:.1%} of the prediction from configs")
     return drawn

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
-from specexp.figures.pairings import crossing
+from specexp.figures.pairings import crossing, gamma_panel, speedup_panel
 from specexp.figures.style import (
     PLAIN,
     PREDICTED,
@@ -17,13 +17,11 @@ from specexp.figures.style import (
     canvas,
     ends,
     panels,
+    title,
 )
-from specexp.figures.tokens import symbols
+from specexp.figures.tokens import COLOURS, HATCHED, symbols
 from specexp.measure.lesson import LEAST, fit
-from specexp.measure.summaries import fastest, rounds_s, step_s, verdict
-
-COLOURS = {"accepted": "#029e73", "rejected": "#d55e00", "discarded": "#bbbbbb",
-           "corrected": "#ece133", "bonus": "#56b4e9"}  # fmt: skip
+from specexp.measure.summaries import rounds_s, step_s
 
 
 def by_hand(table: pd.DataFrame) -> Figure:
@@ -35,7 +33,8 @@ def by_hand(table: pd.DataFrame) -> Figure:
         axes.set(xlim=(0.5, columns + 0.5), ylim=(lines + 0.5, 0.5))
         for _, row in table.iterrows():
             x, y = row["at"], row["round"]
-            axes.bar(x, 0.92, 0.96, y - 0.46, color=COLOURS[row["outcome"]], alpha=0.4)
+            axes.bar(x, 0.92, 0.96, y - 0.46, color=COLOURS[row["outcome"]], alpha=0.4,
+                     hatch=HATCHED.get(row["outcome"]), edgecolor="white")  # fmt: skip
             values = "   ".join(f"{x} = {_short(row[x])}" for x in "qp" if pd.notna(row[x]))
             odds = f"min(1, p/q) = {_short(row['chance'])}" if pd.notna(row["chance"]) else ""
             for dy, line in ((-0.1, values), (0.12, odds), (0.33, row["outcome"])):
@@ -49,10 +48,8 @@ def by_hand(table: pd.DataFrame) -> Figure:
         axes.grid(False)
         accepted = int((table["outcome"] == "accepted").sum())
         tokens = accepted + int(table["outcome"].isin(["corrected", "bonus"]).sum())
-        figure.suptitle(
-            f"{accepted} of {int(table['q'].notna().sum())} draft tokens accepted: {tokens} tokens "
-            f"in {lines} target passes", x=0.01, ha="left",
-        )  # fmt: skip
+        title(figure, f"{accepted} of {int(table['q'].notna().sum())} draft tokens accepted: "
+                      f"{tokens} tokens in {lines} target passes")  # fmt: skip
     return figure
 
 
@@ -82,7 +79,7 @@ def overlap_bars(table: pd.DataFrame) -> Figure:
         _tokens(axes, table)
         axes.set(ylabel="probability of the next token")
         axes.legend()
-        axes.set_title(f"A draft token is accepted with probability Σ min(p, q) = {alpha:.0%}; "
+        title(figure, f"A draft token is accepted with probability Σ min(p, q) = {alpha:.0%}; "
                        f"the residual sums to the other {1 - alpha:.0%}")  # fmt: skip
     return figure
 
@@ -119,7 +116,7 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
         ours, theirs = fit(draws["emitted"], p), fit(draws["drafted"], p)
         emitted = "follow" if ours > LEAST else "do NOT follow"
         drafted = "do too" if theirs > LEAST else "do not"
-        axes.set_title(f"The tokens emitted {emitted} p; the draft tokens {drafted} "
+        title(figure, f"The tokens emitted {emitted} p; the draft tokens {drafted} "
                        f"(p-values {_short(ours)} and {_short(theirs)})")  # fmt: skip
     return figure
 
@@ -154,37 +151,21 @@ def _curve(axes: Axes, passes: pd.DataFrame) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
 
 
-def _speedups(axes: Axes, table: pd.DataFrame, by: str) -> None:
-    """Speedups with intervals; one that is very wide, from a busy machine, is cut off."""
-    axes.axhline(1, color=PLAIN, lw=1)
-    axes.errorbar(table[by], table["speedup"], ends(table), fmt="o-",
-                  color=SPECULATIVE, capsize=3, label="measured")  # fmt: skip
-    top = max(1, table["speedup"].max())
-    most = min(2 * top, max(top, table["high"].max()))
-    axes.set(ylabel="speedup over plain decoding", ylim=(0, 1.1 * most))
-
-
 def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFrame) -> Figure:
     """Left: tokens and cost of a round over draft length. Right: their quotient, and the measured
     speedup. From `one_pairing.pass_costs`, `summaries.predicted` and
     `summaries.speedups(by="gamma")`."""
-    best = fastest(measured)
     pays = predicted.loc[predicted["speedup"] > 1, "gamma"]
     with panels(2, 11.5, 4.2) as (figure, (left, right)):
         left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
                   label="tokens a round")  # fmt: skip
         left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
                   color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
-        _speedups(right, measured, "gamma")
-        right.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
-                   label="predicted: tokens / cost")  # fmt: skip
-        for axes in (left, right):
-            axes.set_xlabel("draft length γ")
-            axes.set_xticks(predicted["gamma"])
-            axes.legend()
-        left.set(ylabel="tokens, or plain steps", ylim=(0, None))
+        right.set_title(gamma_panel(right, measured, predicted))
+        left.set(xlabel="draft length γ", xticks=predicted["gamma"],
+                 ylabel="tokens, or plain steps", ylim=(0, None))  # fmt: skip
+        left.legend()
         left.set_title(f"Predicted to pay at γ = {', '.join(map(str, pays)) or 'none of these'}")
-        right.set_title(f"At γ = {best['gamma']:.0f} {verdict(best)}")
     return figure
 
 
@@ -204,7 +185,7 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
                       va="bottom")  # fmt: skip
         left.set_ylim(top=1.4 * passes["times"].max())
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
-        _speedups(right, by_batch, "batch")
+        speedup_panel(right, by_batch, "batch")
         batch_axis(right, by_batch["batch"])
         right.set_title(crossing(by_batch))
     return figure

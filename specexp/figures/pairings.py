@@ -7,77 +7,114 @@ Measured points carry their 95 % intervals.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.patches import Rectangle
 
-from specexp.figures.style import PLAIN, PREDICTED, SPECULATIVE, batch_axis, canvas, ends
+from specexp.figures.style import (
+    FEW,
+    INK,
+    PLAIN,
+    PREDICTED,
+    SPECULATIVE,
+    batch_axis,
+    canvas,
+    ends,
+    marks,
+    panels,
+    per_cent,
+    stacked,
+    title,
+)
 from specexp.measure import statistics
 from specexp.measure.prompts import NAMES
-from specexp.measure.summaries import fastest, leads, length, pooled, step_s, units, verdict
+from specexp.measure.summaries import fastest, gains, leads, length, pooled, step_s, units, verdict
 from specexp.trace import Acceptance
 
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 
 def by_category(samples: pd.DataFrame) -> Figure:
-    """Acceptance rate by pairing and category; samples from `one_pairing.acceptance`."""
+    """Acceptance rate by pairing and category as a heat map, with the interval and the number n of
+    prompts in each cell; samples from `one_pairing.acceptance`. Hatched: too few prompts."""
     rows = []
     for (pairing, category), part in samples.groupby(["pairing", "category"], sort=False):
         rate = statistics.share(*units(part, "accepted", "drafted"))
-        rows.append({"pairing": pairing, "category": category, **rate._asdict()})
+        n = part["question_id"].nunique()
+        rows.append({"pairing": pairing, "category": category, "n": n, **rate._asdict()})
     rates = pd.DataFrame(rows)
-    pairings = list(dict.fromkeys(samples["pairing"]))
-    shipped = [c for c in NAMES if c in set(rates["category"])]
-    order = shipped + [c for c in dict.fromkeys(rates["category"]) if c not in shipped]
-    main = rates[rates["pairing"] == pairings[0]].set_index("category")["value"]
-    with canvas(9, 4.2) as (figure, axes):
-        width = 0.8 / len(pairings)
-        for i, (pairing, colour) in enumerate(
-            zip(pairings, sns.color_palette("colorblind", len(pairings)), strict=True)
-        ):
-            part = rates[rates["pairing"] == pairing].set_index("category").reindex(order)
-            at = [x - 0.4 + width * (i + 0.5) for x in range(len(order))]
-            error = [part["value"] - part["low"], part["high"] - part["value"]]
-            axes.bar(at, part["value"], width * 0.92, yerr=error, color=colour, label=pairing,
-                     error_kw={"elinewidth": 1, "ecolor": "#333333"})  # fmt: skip
-        axes.set_xticks(range(len(order)), order)
-        axes.set(ylabel="acceptance rate", ylim=(0, 1.02))
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.legend(title=None, ncols=len(pairings), loc="upper right", bbox_to_anchor=(1, 1.12))
-        best, worst = main.idxmax(), main.idxmin()
-        figure.suptitle(
-            f"{pairings[0]}: acceptance rate {main[best]:.0%} on {best}, "
-            f"{main[worst]:.0%} on {worst}", x=0.01, ha="left",
-        )  # fmt: skip
+    few = rates["high"] - rates["low"] > FEW
+    between = "[" + (100 * rates[["low", "high"]]).round().astype(int).astype(str).agg(
+        ", ".join, axis=1) + "]\n"  # fmt: skip
+    rates["note"] = between.mask(few, "") + "n = " + rates["n"].astype(str)
+    table, notes, hatched = (
+        rates.assign(few=few).pivot_table(column, "pairing", "category", "first", sort=False)
+        for column in ("value", "note", "few")
+    )
+    main = rates[rates["pairing"] == rates["pairing"].iloc[0]].sort_values("value")
+    hardest, easiest = main.iloc[0], main.iloc[-1]
+    shares = f"{hardest['value']:.0%} to {easiest['value']:.0%}"
+    claim = (
+        f"{shares}, which so few prompts do not tell apart"
+        if hardest["high"] >= easiest["low"]
+        else f"lowest on {hardest['category']} and highest on {easiest['category']}, {shares}"
+    )
+    return heat(table, f"Acceptance rate of {hardest['pairing']} by kind of text: {claim}",
+                notes, hatched)  # fmt: skip
+
+
+def heat(
+    rates: pd.DataFrame, finding: str, notes: pd.DataFrame | None = None,
+    hatched: pd.DataFrame | None = None,
+) -> Figure:  # fmt: skip
+    """Shares as a heat map with a note below each, the shipped categories first; cells in which
+    `hatched` is true are hatched."""
+    rates = rates.dropna(axis=1, how="all")
+    order = [c for c in NAMES if c in rates] + [c for c in rates if c not in NAMES]
+    rates = rates[order]
+    texts = rates.map(lambda share: "" if pd.isna(share) else f"{share:.0%}")
+    if notes is not None:
+        texts = texts + "\n" + notes.reindex_like(rates).fillna("")
+    lines = 1 + 0.3 * texts.map(lambda text: text.count("\n")).to_numpy().max()
+    with canvas(2.5 + 1.3 * len(order), 1.4 + 0.55 * lines * len(rates)) as (figure, axes):
+        sns.heatmap(rates, annot=texts, fmt="", vmin=0, vmax=1, cmap="crest", ax=axes, cbar=False,
+                    annot_kws={"fontsize": 10}, linewidths=1)  # fmt: skip
+        for y, x in [] if hatched is None else np.argwhere(hatched.reindex_like(rates) == True):  # noqa: E712
+            axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))
+        axes.set(xlabel="", ylabel="")
+        axes.tick_params(axis="y", rotation=0)
+        title(figure, finding)
     return figure
 
 
 def by_position(samples: pd.DataFrame) -> Figure:
-    """Acceptance by position in the draft, one colour per pairing: P(at least i tokens
-    accepted), and P(token i accepted | token i - 1 was)."""
-    pairings = list(dict.fromkeys(samples["pairing"]))
-    with canvas() as (figure, axes):
-        palette = sns.color_palette("colorblind", len(pairings))
-        for pairing, colour in zip(pairings, palette, strict=True):
+    """Acceptance by position in the draft, one line a pairing. Left: P(at least i tokens accepted);
+    right: P(token i accepted | token i - 1 was)."""
+    looks = marks(dict.fromkeys(samples["pairing"]))
+    gamma = int(samples["gamma"].max())
+    with panels(2, 10.5, 4.2, sharey=True) as (figure, (left, right)):
+        for pairing, look in looks.items():
             record = pooled(samples[samples["pairing"] == pairing])
             steps = range(1, len(record.marginal) + 1)
-            axes.plot(steps, record.marginal, "o-", color=colour, label=pairing)
-            axes.plot(steps, record.conditional, "o:", color=colour, alpha=0.6, markersize=4)
-        axes.plot([], [], "k-", label="this token and all before it")
-        axes.plot([], [], "k:", label="this token, given the one before")
-        gamma = int(samples["gamma"].max())
-        axes.set(xlabel="position in the draft", ylabel="probability of acceptance",
-                 ylim=(0, 1.02))  # fmt: skip
-        axes.set_xticks(range(1, gamma + 1))
-        axes.legend()
-        record = pooled(samples[samples["pairing"] == pairings[0]])
-        axes.set_title(
-            f"{pairings[0]}: acceptance length {record.length:.2f}; the first draft token is "
-            f"accepted in {_marginal(record, 1):.0%} of rounds, the last in "
-            f"{_marginal(record, gamma):.0%}"
-        )
+            left.plot(steps, record.marginal, **look, label=pairing)
+            right.plot(steps, record.conditional, **look)
+        left.set_title("this token and all before it")
+        right.set_title("this token, given the one before")
+        left.set(ylabel="probability of acceptance", ylim=(0, 1.02))
+        for axes in (left, right):
+            axes.set(xlabel="position in the draft", xticks=range(1, gamma + 1))
+        left.legend()
+        first = samples["pairing"].iloc[0]
+        record = pooled(samples[samples["pairing"] == first])
+        title(figure,
+              f"{first}: acceptance length {record.length:.2f}; the first draft token is accepted "
+              f"in {_marginal(record, 1):.0%} of rounds, the last in {_marginal(record, gamma):.0%}"
+        )  # fmt: skip
     return figure
 
 
@@ -89,202 +126,198 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
         rate = statistics.share(*units(part, "accepted", "drafted"))
         rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
     rates = pd.DataFrame(rows).sort_values("temperature")
-    pairings = list(dict.fromkeys(samples["pairing"]))
+    first = samples["pairing"].iloc[0]
     with canvas() as (figure, axes):
-        palette = sns.color_palette("colorblind", len(pairings))
-        for pairing, colour in zip(pairings, palette, strict=True):
+        for pairing, look in marks(dict.fromkeys(samples["pairing"])).items():
             part = rates[rates["pairing"] == pairing]
-            axes.plot(part["temperature"], part["value"], "o-", color=colour, label=pairing)
-            axes.fill_between(
-                part["temperature"], part["low"], part["high"], color=colour, alpha=0.15
-            )
+            axes.errorbar(part["temperature"], part["value"], ends(part, "value"), capsize=3,
+                          label=pairing, **look)  # fmt: skip
         axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02))
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        per_cent(axes)
         axes.legend()
-        main = rates[rates["pairing"] == pairings[0]]
+        main = rates[rates["pairing"] == first]
         cold, hot = main.iloc[0], main.iloc[-1]
-        axes.set_title(
-            f"{pairings[0]}: acceptance rate {cold['value']:.0%} at temperature "
-            f"{cold['temperature']:g}, {hot['value']:.0%} at {hot['temperature']:g}"
-        )
+        title(figure,
+              f"{first}: acceptance rate {cold['value']:.0%} at temperature "
+              f"{cold['temperature']:g}, {hot['value']:.0%} at {hot['temperature']:g}"
+        )  # fmt: skip
     return figure
 
 
 def over_temperature(samples: pd.DataFrame) -> Figure:
-    """Acceptance length over temperature, one line per rule; samples from
-    `one_pairing.acceptance`."""
-    rows = []
-    for (rule, temperature), part in samples.groupby(["rule", "temperature"], sort=False):
-        rows.append({"rule": rule, "temperature": temperature, **length(part)._asdict()})
-    lengths = pd.DataFrame(rows).sort_values("temperature")
-    with canvas(8.5, 4.4) as (figure, axes):
-        names = list(dict.fromkeys(samples["rule"]))
-        palette = sns.color_palette("colorblind", len(names))
-        for rule, colour in zip(names, palette, strict=True):
-            part = lengths[lengths["rule"] == rule]
-            style = "o--" if "lossy" in rule else "o-"
-            axes.plot(part["temperature"], part["value"], style, color=colour, label=rule)
-            axes.fill_between(
-                part["temperature"], part["low"], part["high"], color=colour, alpha=0.12
-            )
-        axes.set(xlabel="temperature", ylabel="acceptance length (tokens a target pass)")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        hot = lengths[lengths["temperature"] == lengths["temperature"].max()]
-        exact = hot[~hot["rule"].str.contains("lossy")]
-        best = exact.loc[exact["value"].idxmax()]
-        warm = f"At temperature {best['temperature']:g}"
-        axes.set_title(
-            f"{warm} the exact rule with the longest acceptance length is {best['rule']}: "
-            f"{best['value']:.2f}" if leads(exact, "value") else
-            f"{warm} no exact rule certainly accepts most: acceptance length "
-            f"{exact['value'].min():.2f} to {exact['value'].max():.2f}"
-        )  # fmt: skip
+    """What each rule accepts more than Reject, paired by prompt, over temperature: a panel a rule,
+    with the acceptance lengths at the highest; samples from `one_pairing.acceptance`."""
+    each = samples.groupby("temperature")
+    table = pd.concat([gains(part, "reject").assign(temperature=t) for t, part in each])
+    hottest = max(each.groups)
+    hot = samples[samples["temperature"] == hottest]
+    rules = list(dict.fromkeys(table["rule"]))
+    with panels(len(rules), 1.5 + 3.2 * len(rules), 3.8, sharey=True) as (figure, every):
+        for axes, (rule, look) in zip(every, marks(rules).items(), strict=True):
+            part = table[table["rule"] == rule]
+            axes.axhline(0, color=PLAIN, lw=1.5)
+            axes.errorbar(part["temperature"], part["gain"], ends(part, "gain"), capsize=3, **look)
+            axes.set_title(f"{rule}: {length(hot[hot['rule'] == rule]).value:.2f}")
+            axes.set(xlabel="temperature", xticks=sorted(each.groups))
+        every[0].set_ylabel("acceptance length, reject = 0")
+        last = table[(table["temperature"] == hottest) & ~table["rule"].str.contains("lossy")]
+        more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens a pass "
+                f"{'more' if r['gain'] > 0 else 'less'} than reject"
+                for _, r in last.iterrows() if r["low"] > 0 or r["high"] < 0]  # fmt: skip
+        base = length(hot[hot["rule"] == "reject"]).value
+        claim = "; ".join(more) or "no exact rule certainly differs from reject"
+        title(figure, f"At temperature {hottest:g} {claim}, whose acceptance length is {base:.2f}")
     return figure
 
 
 def bias_and_length(table: pd.DataFrame) -> Figure:
     """Acceptance length over bias, one point per rule; table: columns rule, length, bias (total
-    variation)."""
+    variation). Hollow: a rule that is lossy by its kind."""
+    lossy = table["rule"].str.contains("lossy")
     with canvas(8, 4.2) as (figure, axes):
-        palette = sns.color_palette("colorblind", len(table))
-        for (_, row), colour in zip(table.iterrows(), palette, strict=True):
-            axes.scatter(row["bias"], row["length"], s=90, color=colour, label=row["rule"],
-                         marker="D" if row["bias"] > 0 else "o")  # fmt: skip
+        for (_, row), look in zip(table.iterrows(), marks(table["rule"]).values(), strict=True):
+            fill = "none" if "lossy" in row["rule"] else look["color"]
+            axes.plot(row["bias"], row["length"], ls="", label=row["rule"], markersize=10,
+                      markerfacecolor=fill, markeredgewidth=2, **look)  # fmt: skip
         axes.set(xlabel="bias: total variation of a round's first token to the target's p",
-                 ylabel="acceptance length (tokens a target pass)",
+                 ylabel="tokens a target pass",
                  xlim=(-0.02, max(0.1, table["bias"].max() * 1.15)))  # fmt: skip
-        axes.xaxis.set_major_formatter(PercentFormatter(1))
+        per_cent(axes, "x")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        worst = table.loc[table["bias"].idxmax()]
-        axes.set_title(
-            f"Largest bias: {worst['rule']}, total variation {worst['bias']:.1%}"
-            if worst["bias"] > 0 else "Every rule here keeps the target's distribution"
+        worst = table.loc[table["bias"].where(lossy, -1).idxmax()]
+        title(figure,
+              f"Largest bias: {worst['rule']}, total variation {worst['bias']:.1%}"
+              if lossy.any() else "Every rule here keeps the target's distribution"
         )  # fmt: skip
     return figure
 
 
-def methods(measured: pd.DataFrame, costs: pd.DataFrame) -> Figure:
-    """Speedup over acceptance length, one point per arm, sized by the cost of its draft; from
-    `summaries.speedups(by="arm")` and `one_pairing.costs`."""
-    table = measured.merge(costs, on="arm")
-    table["draft_steps"] = table["draft_s"] / table["step_s"]
-    with canvas(8.5, 4.8) as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1)
-        palette = sns.color_palette("colorblind", len(table))
-        for (_, row), colour in zip(table.iterrows(), palette, strict=True):
-            error = [[row["speedup"] - row["low"]], [row["high"] - row["speedup"]]]
-            axes.errorbar(row["length"], row["speedup"], yerr=error, fmt="o", color=colour,
-                          markersize=6 + 9 * row["draft_steps"], capsize=3, alpha=0.85,
-                          label=f"{row['arm']} ({row['draft_steps']:.2f})")  # fmt: skip
-        axes.set(xlabel="acceptance length (tokens a target pass)",
-                 ylabel="speedup over plain decoding",
-                 xlim=(0.9, table["length"].max() + 0.25))  # fmt: skip
-        axes.legend(title="drafter (cost of a draft in plain steps)", fontsize=9,
-                    loc="center left", bbox_to_anchor=(1.0, 0.5))  # fmt: skip
-        figure.suptitle(_first(table), x=0.01, ha="left")
+def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure:
+    """Speedup of each arm with its interval, the fastest first; from `summaries.speedups`.
+    behind: how many times as fast the first arm is as each, paired by prompt, from
+    `summaries.behind`."""
+    table = measured.sort_values("speedup", ascending=False).reset_index(drop=True)
+    looks = marks(measured["arm"])
+    with panels(
+        1 if behind is None else 2, 8.5 if behind is None else 12, 1.6 + 0.42 * len(table),
+        sharey=True,
+    ) as (figure, every):  # fmt: skip
+        _rows(every[0], table, "speedup", looks)
+        every[0].set_xlabel("speedup over plain decoding")
+        if behind is not None:
+            rest = table[["arm"]].merge(behind, on="arm", how="left")
+            _rows(every[1], rest, "times", looks)
+            every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
+        every[0].set_yticks(range(len(table)), table["arm"])
+        every[0].invert_yaxis()
+        title(figure, _first(table, behind))
     return figure
 
 
-def _first(measured: pd.DataFrame) -> str:
-    """Which arm of `summaries.speedups` is the fastest, if that is certain."""
-    best = fastest(measured)
-    if leads(measured, "speedup"):
-        return f"{best['arm']}: {verdict(best)}"
-    faster = int((measured["low"] > 1).sum())
-    if faster:
-        return (
-            f"{faster} of {len(measured)} are certainly faster than plain decoding, none is "
-            "certainly the fastest"
-        )
-    if (measured["high"] < 1).all():
+def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -> None:
+    """One line a row with its interval, and the numbers beside it."""
+    axes.axvline(1, color=PLAIN, lw=1.5)
+    known = table.dropna(subset=[column])
+    for y, row in known.iterrows():
+        axes.errorbar(row[column], y, xerr=ends(known.loc[[y]], column), capsize=3, markersize=8,
+                      **looks[row["arm"]])  # fmt: skip
+        numbers = f"{row[column]:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
+        axes.annotate(numbers, (1.0, y), xycoords=("axes fraction", "data"), fontsize=10,
+                      va="center", color=INK)  # fmt: skip
+    axes.set_xscale("log")
+    low, high = 0.9 * min(1, known["low"].min()), 1.1 * max(1, known["high"].max())
+    ticks = [t for t in (0.125, 0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 16) if low <= t <= high]
+    axes.set(xlim=(low, high))
+    axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])
+    axes.minorticks_off()
+    axes.grid(axis="y", visible=False)
+
+
+def _first(table: pd.DataFrame, behind: pd.DataFrame | None) -> str:
+    """Which arm of `summaries.speedups`, the fastest first, is certainly faster than plain decoding
+    and than all others."""
+    best = fastest(table)
+    if (table["high"] < 1).all():
         return "All are slower than plain decoding"
+    certain = leads(table, "speedup") if behind is None else bool((behind["low"] > 1).all())
+    if best["low"] > 1 and certain:
+        return f"{best['arm']}: {verdict(best)}"
+    if faster := int((table["low"] > 1).sum()):
+        they = f"{faster} of {len(table)} {'is' if faster == 1 else 'are'} certainly faster"
+        return f"{they} than plain decoding" + ", none is certainly the fastest" * (faster > 1)
     return "None is certainly faster than plain decoding" + f"; {best['doubt']}" * bool(
         best["doubt"]
     )
 
 
-def arm_costs(costs: pd.DataFrame) -> Figure:
-    """Where a round's time goes for each arm, in plain steps; costs from `one_pairing.costs`."""
-    with canvas(8, 1.4 + 0.42 * len(costs)) as (figure, axes):
-        left = pd.Series(0.0, index=costs.index)
-        palette = sns.color_palette("colorblind", 3)
-        for (column, label), colour in zip(PHASES.items(), palette, strict=True):
-            share = costs[column] / costs["step_s"]
-            axes.barh(costs["arm"], share, left=left, label=label, color=colour)
-            left = left + share
-        axes.axvline(1, color=PLAIN, lw=1)
-        axes.invert_yaxis()
-        axes.set(xlabel=f"plain steps (of {costs['step_s'].iloc[0] * 1e3:.1f} ms)")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        draft = costs.loc[costs["draft_s"].idxmax()]
-        check = costs.loc[costs["verify_s"].idxmax()]
-        figure.suptitle(
-            f"Most expensive draft: {draft['arm']}, {draft['draft_s'] / draft['step_s']:.2f} plain "
-            f"steps; verification: {check['arm']}, {check['verify_s'] / check['step_s']:.2f}",
-            x=0.01, ha="left",
-        )  # fmt: skip
+def round_costs(costs: pd.DataFrame) -> Figure:
+    """Where a round's time goes, in plain steps, for each draft length or arm; from
+    `one_pairing.pass_costs` or `one_pairing.costs`."""
+    by = "arm" if "arm" in costs else "gamma"
+    step = costs["step_s"].iloc[0] if by == "arm" else step_s(costs)
+    parts = costs[list(PHASES)].rename(columns=PHASES) / step
+    with canvas(8.5, 1.6 + 0.42 * len(costs)) as (figure, axes):
+        names = costs[by] if by == "arm" else [f"γ = {gamma}" for gamma in costs["gamma"]]
+        stacked(axes, names, parts)
+        axes.axvline(1, color=PLAIN, lw=1.5)
+        axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
+        draft, check = parts["draft"], parts["verify"]
+        if by == "arm":
+            dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
+            title(figure, f"Most expensive draft: {dearest}, {draft.max():.2f} plain steps; "
+                          f"verification: {slowest}, {check.max():.2f}")  # fmt: skip
+        else:
+            gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
+            title(figure, f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
+                          f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
     return figure
 
 
 def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     """Speedup over draft length: `summaries.speedups(by="gamma")` against `summaries.predicted`."""
-    best = fastest(measured)
-    by_gamma = predicted.set_index("gamma")["speedup"]
     with canvas() as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1)
-        axes.fill_between(measured["gamma"], measured["low"], measured["high"],
-                          color=SPECULATIVE, alpha=0.2, label="95 % interval")  # fmt: skip
-        axes.plot(measured["gamma"], measured["speedup"], "o-", color=SPECULATIVE, label="measured")
-        axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
-                  label="predicted from acceptance and pass costs")  # fmt: skip
-        axes.set(xlabel="draft length γ", ylabel="speedup over plain decoding")
-        axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
-        axes.set_ylim(0, max(measured["high"].max(), predicted["speedup"].max()) * 1.1)
-        axes.legend(loc="best")
-        gamma = int(best["gamma"])
-        axes.set_title(f"At γ = {gamma} {verdict(best)}; predicted {by_gamma[gamma]:.2f}x")
+        title(figure, gamma_panel(axes, measured, predicted))
     return figure
 
 
-def round_costs(costs: pd.DataFrame) -> Figure:
-    """Where a round's time goes, in plain steps; costs from `one_pairing.pass_costs`."""
-    step = step_s(costs)
-    with canvas() as (figure, axes):
-        bottom = pd.Series(0.0, index=costs.index)
-        palette = sns.color_palette("colorblind", 3)
-        for (column, label), colour in zip(PHASES.items(), palette, strict=True):
-            axes.bar(costs["gamma"].astype(str), costs[column] / step, 0.7, bottom=bottom,
-                     label=label, color=colour)  # fmt: skip
-            bottom = bottom + costs[column] / step
-        axes.axhline(1, color=PLAIN, lw=1)
-        axes.set(xlabel="draft length γ", ylabel=f"plain steps (of {step * 1e3:.1f} ms)")
-        axes.legend()
-        last = costs.iloc[-1]
-        gamma = int(last["gamma"])
-        verify = last["verify_s"] / costs["verify_s"].iloc[0]
-        axes.set_title(
-            f"Verifying {gamma + 1} tokens takes {verify:.2f}x as long as one; "
-            f"drafting {gamma} takes {last['draft_s'] / step:.2f} plain steps"
-        )
-    return figure
+def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> str:
+    """`over_gamma` on these axes, and its title."""
+    speedup_panel(axes, measured, "gamma", label="measured")
+    axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
+              label="predicted from acceptance and pass costs")  # fmt: skip
+    axes.set_xlabel("draft length γ")
+    axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
+    axes.legend(loc="lower left")
+    best, by_gamma = fastest(measured), predicted.set_index("gamma")["speedup"]
+    return f"At γ = {best['gamma']:.0f} {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"
+
+
+def speedup_panel(axes: Axes, table: pd.DataFrame, by: str, **look: Any) -> None:
+    """Speedups with intervals, which are cut off where they are very wide: on a busy machine."""
+    axes.axhline(1, color=PLAIN, lw=1.5)
+    axes.errorbar(table[by], table["speedup"], ends(table), capsize=3,
+                  **{"color": SPECULATIVE, "marker": "o"} | look)  # fmt: skip
+    most = min(2.2 * max(1, table["speedup"].max()), 1.1 * table["high"].max())
+    axes.set(ylabel="speedup over plain decoding", ylim=(0, max(1.2, most, axes.get_ylim()[1])))
 
 
 def throughput(by_batch: pd.DataFrame) -> Figure:
-    """Tokens/s over batch for plain and speculative decoding; `summaries.speedups(by="batch")`."""
+    """Tokens/s over batch for plain and speculative decoding, with the interval of their ratio;
+    `summaries.speedups(by="batch")`."""
     first, last = by_batch.iloc[0], by_batch.iloc[-1]
     with canvas() as (figure, axes):
-        axes.plot(by_batch["batch"], by_batch["plain_tok_s"], "o-", color=PLAIN, label="plain")
-        axes.plot(
-            by_batch["batch"], by_batch["tok_s"], "o-", color=SPECULATIVE, label="speculative"
-        )
+        axes.plot(by_batch["batch"], by_batch["plain_tok_s"], "x-", color=PLAIN, label="plain")
+        axes.errorbar(by_batch["batch"], by_batch["tok_s"], fmt="o-", color=SPECULATIVE, capsize=3,
+                      yerr=ends(by_batch) * by_batch["plain_tok_s"].to_numpy(),
+                      label="speculative")  # fmt: skip
         batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="tokens/s, all streams", ylim=(0, None))
         axes.legend()
-        axes.set_title(
-            f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: plain decoding gains "
-            f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x, speculation "
-            f"{last['tok_s'] / first['tok_s']:.1f}x"
-        )
+        title(figure,
+              f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
+              f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens a second in plain "
+              f"decoding, {last['tok_s'] / first['tok_s']:.1f}x with speculation"
+        )  # fmt: skip
     return figure
 
 
@@ -292,22 +325,14 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
     """Speedup over batch size with the break-even line; from `summaries.speedups(by="batch")`.
     served: the same under continuous batching, from `under_load.rates` for one policy."""
     with canvas() as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1.5)
-        axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=PLAIN, va="top")
-        lines = [(by_batch, "batch", "o-", SPECULATIVE, "static batch")]
+        axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=INK, va="top")
+        speedup_panel(axes, by_batch, "batch", label="static batch")
         if served is not None:
-            lines.append((served, "load", "s--", PREDICTED, "continuous batching"))
-        for table, at, style, colour, label in lines:
-            axes.errorbar(
-                table[at], table["speedup"], color=colour, fmt=style, capsize=3, label=label,
-                yerr=ends(table),
-            )  # fmt: skip
-        batch_axis(axes, by_batch["batch"])
-        axes.set(ylabel="speedup over plain decoding")
-        axes.set_ylim(0, max(1.2, *(table["high"].max() * 1.1 for table, *_ in lines)))
-        if served is not None:
+            speedup_panel(axes, served, "load", label="continuous batching", color=PREDICTED,
+                          marker="s", ls="--")  # fmt: skip
             axes.legend(loc="lower left")
-        axes.set_title(crossing(by_batch))
+        batch_axis(axes, by_batch["batch"])
+        title(figure, crossing(by_batch))
     return figure
 
 

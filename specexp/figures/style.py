@@ -1,8 +1,14 @@
-"""The common style of all figures: colours, axes side by side, axes over batch sizes."""
+"""The style sheet of all figures: colours and symbols, titles, axes side by side, batch axes.
+
+A name (a drafter, a policy, a rule) has one colour and one symbol in all figures of a notebook;
+plain decoding is grey. Colours differ in lightness and lines in their symbols, so that a figure can
+be read in grey; its paper is white, so that it can be read on a dark page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,18 +18,51 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
-PLAIN, SPECULATIVE, PREDICTED = "#8c8c8c", "#0173b2", "#de8f05"
+PLAIN, SPECULATIVE, PREDICTED, INK = "#7f7f7f", "#0b5394", "#e69f00", "#333333"
+COLOURS = (SPECULATIVE, PREDICTED, "#0f7a5c", "#d55e00", "#56b4e9", "#6a2c91", "#d88fc0", "#8a6d3b")
+SYMBOLS, HATCHES = "osD^vPX", ("", "//", "..", "xx", "--")
 DOUBTFUL = 0.8  # R² of a fit of costs below which the measurement was probably disturbed
+FEW = 0.5  # an interval of a share wider than this says nothing but that there are too few prompts
+SHEET: Any = {
+    "figure.facecolor": "white", "axes.titlelocation": "left", "axes.titlesize": 12,
+    "legend.frameon": False, "legend.fontsize": 9, "hatch.linewidth": 0.6,
+}  # fmt: skip
+_subject = ""
+_order: dict[str, int] = {}
+
+
+def subject(text: str) -> str:
+    """What all figures from here on are about, the last line of their titles: target, drafter and
+    prompts."""
+    global _subject
+    _subject = text
+    return text
+
+
+def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour and symbol of each name, as arguments of `Axes.plot`."""
+    names = list(names)
+    for name in names:
+        _order.setdefault(name, len(_order))
+    return {name: _mark(name) for name in names}
+
+
+def _mark(name: str) -> dict[str, Any]:
+    if name in ("plain", "never"):
+        return {"color": PLAIN if name == "plain" else INK, "marker": "x"}
+    at = _order[name]
+    return {"color": COLOURS[at % len(COLOURS)], "marker": SYMBOLS[at % len(SYMBOLS)]}
 
 
 @contextmanager
-def panels(columns: int, width: float, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Axes side by side in the common style; the figure is closed at the end."""
-    style: Any = {"axes.titlelocation": "left", "axes.titlesize": 12, "legend.frameon": False}
-    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(style):
+def panels(columns: int, width: float, height: float, **grid: Any) -> Iterator[tuple[Figure, Any]]:
+    """Axes side by side in the common style; the figure is closed at the end. grid: of
+    `plt.subplots`."""
+    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(SHEET):
         figure, axes = plt.subplots(
-            1, columns, figsize=(width, height), layout="constrained", squeeze=False
+            1, columns, figsize=(width, height), layout="constrained", squeeze=False, **grid
         )
         yield figure, list(axes.flat)
         sns.despine(figure)
@@ -37,11 +76,51 @@ def canvas(width: float = 8.0, height: float = 4.2) -> Iterator[tuple[Figure, Ax
         yield figure, axes
 
 
+def nothing(why: str) -> Figure:
+    """In place of a figure that has nothing to show."""
+    with canvas(8, 1.2) as (figure, axes):
+        axes.text(0.5, 0.5, why, ha="center", va="center")
+        axes.set_axis_off()
+    return figure
+
+
+def title(figure: Figure, text: str) -> None:
+    """What a figure shows, in as many lines as its width needs, and below it the subject."""
+    wide = int(11.5 * figure.get_figwidth())
+    lines = textwrap.wrap(text, wide, break_long_words=False)
+    figure.suptitle("\n".join([*lines, *textwrap.wrap(_subject, wide)]), x=0.01, ha="left",
+                    fontsize=12)  # fmt: skip
+
+
+def key(figure: Figure, axes: Axes) -> None:
+    """One legend for all panels, below them."""
+    handles, labels = axes.get_legend_handles_labels()
+    widest = max(1, int(9 * figure.get_figwidth() / max(6 + len(label) for label in labels)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), widest))
+
+
+def stacked(axes: Axes, names: Iterable[str], parts: pd.DataFrame) -> None:
+    """Horizontal bars of the columns of `parts`, one a row, from left to right."""
+    left = np.zeros(len(parts))
+    for at, (label, size) in enumerate(parts.items()):
+        axes.barh(range(len(parts)), size, 0.65, left=left, label=label, edgecolor="white",
+                  color=COLOURS[at % len(COLOURS)], hatch=HATCHES[at % len(HATCHES)])  # fmt: skip
+        left = left + size.to_numpy()
+    axes.set_yticks(range(len(parts)), list(names))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(batches), [str(b) for b in batches])
     axes.minorticks_off()
     axes.set_xlabel("batch size (streams)")
+
+
+def per_cent(axes: Axes, which: str = "y") -> None:
+    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def ends(table: pd.DataFrame, column: str = "speedup") -> np.ndarray:

@@ -31,12 +31,17 @@ MARKS = {
 }
 
 
+COLOURS = {
+    "accepted": "#009e60", "corrected": "#e69f00", "bonus": "#2f8fd8", "plain": "#8c8c8c",
+    "rejected": "#d55e00", "discarded": "#c8c8c8",
+}  # fmt: skip
+HATCHED = {"rejected": "//", "corrected": ".."}  # so that figures can be read in grey
 SHADES = {  # in HTML, behind text of the page's own colour, light or dark
-    "accepted": "background: rgba(0, 160, 80, .3)",
-    "corrected": "background: rgba(230, 160, 0, .4); font-weight: bold",
-    "bonus": "background: rgba(0, 140, 230, .3); font-weight: bold",
+    "accepted": f"background: {COLOURS['accepted']}50",
+    "corrected": f"background: {COLOURS['corrected']}66; font-weight: bold",
+    "bonus": f"background: {COLOURS['bonus']}50; font-weight: bold",
     "plain": "",
-    "rejected": "background: rgba(220, 60, 60, .2); text-decoration: line-through",
+    "rejected": f"background: {COLOURS['rejected']}33; text-decoration: line-through",
 }
 
 
@@ -64,17 +69,25 @@ def by_round(
 ) -> Text:
     """One line a round: accepted/drafted, the tokens emitted, then the rejected draft tokens."""
     text = Text()
-    for number, (step, part, depth) in enumerate(_parts(rounds, tokens, row), 1):
+    for number, (step, kinds) in enumerate(by_kind(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
+        text.append(_coloured(decoder, kinds, visible=True))
+        text.append("\n")
+    return text
+
+
+def by_kind(
+    rounds: Sequence[Round], tokens: Sequence[int], row: int = 0
+) -> Iterator[tuple[Step, list[tuple[int, str]]]]:
+    """For each round of a row its step, and (token, kind) of the tokens emitted, then of the
+    rejected draft tokens."""
+    for step, part, depth in _parts(rounds, tokens, row):
         rejected = [t for t in step.draft if t >= 0]
         for token in part[: step.accepted]:
             rejected.remove(token)
         if step.emitted < step.accepted:  # the output ended among accepted tokens
             rejected = []
-        kinds = [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
-        text.append(_coloured(decoder, kinds, visible=True))
-        text.append("\n")
-    return text
+        yield step, [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
 
 
 def legend() -> Text:
@@ -111,15 +124,6 @@ def _by_kind(text: Text, show: Callable[[str, str], str], other: Callable[[str],
 def symbols(text: str) -> str:
     """The text in one line, with symbols for line ends and tabs."""
     return text.replace("\n", "⏎").replace("\t", "⇥")
-
-
-def look(pairing: Pairing, prompt: str, max_new_tokens: int = 48) -> Text:
-    """Generate once and show the output in colour, then round by round. (A notebook displays a
-    Text; of a rich Group it would print the address.)"""
-    output = pairing.generate([prompt], max_new_tokens)
-    rounds, tokens = output.trace.rounds, output.tokens[0]
-    whole = stream(pairing, rounds, tokens, prompt=prompt)
-    return Text("\n\n").join([legend(), whole, by_round(pairing, rounds, tokens)])
 
 
 def _parts(

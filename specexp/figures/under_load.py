@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
-from specexp.figures.style import PLAIN, batch_axis, panels
-from specexp.measure.under_load import QUANTILES
+from specexp.figures.pairings import speedup_panel
+from specexp.figures.style import INK, PLAIN, batch_axis, ends, key, marks, panels, per_cent, title
 
 LOAD_AWARE = ("goodput", "greedy", "bandit", "threshold", "table")
 SHOWN = {
@@ -34,36 +33,32 @@ def as_text(key: str, value: float) -> str:
 
 
 def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
-    """Left: speedup over plain decoding, by the number of streams. Right: the regret of the
-    load-aware policies. From `under_load.rates` and `under_load.regrets`."""
-    names = list(dict.fromkeys(rates["policy"]))
-    colours = palette(names)
-    with panels(2, 14, 4.8) as (figure, (left, right)):
-        left.axhline(1, color=PLAIN, lw=1)
-        right.axhline(0, color=PLAIN, lw=1)
-        for name in names:
-            if name == "plain":
-                continue
-            part, style = rates[rates["policy"] == name], _style(name)
-            left.plot(part["load"], part["speedup"], style, color=colours[name], label=name)
-            left.fill_between(part["load"], part["low"], part["high"], color=colours[name],
-                              alpha=0.12)  # fmt: skip
-        for name in [n for n in names if n.startswith(LOAD_AWARE)]:
-            part = regrets[regrets["policy"] == name]
-            right.plot(part["load"], part["regret"], _style(name), color=colours[name], label=name)
-            right.fill_between(part["load"], part["low"], part["high"], color=colours[name],
-                               alpha=0.12)  # fmt: skip
-        for axes in (left, right):
+    """Tokens/s, speedup over plain decoding, and regret of the load-aware policies, by the number
+    of streams. From `under_load.rates` and `under_load.regrets`."""
+    looks = lines(dict.fromkeys(rates["policy"]))
+    plain = rates[rates["policy"] == "plain"].set_index("load")["tok_s"]
+    with panels(3, 16, 5) as (figure, (left, middle, right)):
+        for name, look in looks.items():
+            part = rates[rates["policy"] == name]
+            error = ends(part) * plain[part["load"]].to_numpy()
+            left.errorbar(part["load"], part["tok_s"], error, capsize=3, label=name, **look)
+            if name != "plain":
+                speedup_panel(middle, part, "load", **look)
+            if name.startswith(LOAD_AWARE):
+                part = regrets[regrets["policy"] == name]
+                right.errorbar(part["load"], part["regret"], ends(part, "regret"), capsize=3,
+                               **look)  # fmt: skip
+        right.axhline(0, color=PLAIN, lw=1.5)
+        for axes in (left, middle, right):
             batch_axis(axes, sorted(set(rates["load"])))
             axes.set_xlabel("streams served together")
-        left.set_ylabel("tokens a second, plain decoding = 1")
-        left.legend(ncols=2, fontsize=9)
-        right.set_ylabel("regret: share lost to the best fixed choice")
-        right.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-        right.set_ylim(top=min(right.get_ylim()[1], 0.5))
-        if right.get_legend_handles_labels()[0]:
-            right.legend(fontsize=9)
-        figure.suptitle(_verdict(rates, regrets), x=0.01, ha="left")
+        left.set(ylabel="tokens/s, all streams", ylim=(0, None))
+        middle.set_ylabel("tokens/s, plain decoding = 1")
+        right.set(ylabel="regret: share lost to the best fixed choice",
+                  ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
+        per_cent(right)
+        key(figure, left)
+        title(figure, _verdict(rates, regrets))
     return figure
 
 
@@ -89,89 +84,86 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
     """The load and the drafts over time, a line a policy; tables from `under_load.timeline`."""
     rows = {"live": "streams being decoded", "waiting": "requests waiting",
             "speculated": "rows speculated", "kept": "draft tokens accepted"}  # fmt: skip
-    colours = palette(list(tables))
-    with panels(len(rows), 4.2 * len(rows), 3.8) as (figure, every):
+    looks = lines(tables)
+    with panels(len(rows), 4.2 * len(rows), 4) as (figure, every):
         for axes, (column, label) in zip(every, rows.items(), strict=True):
             for name, table in tables.items():
-                axes.plot(table["end_s"], table[column], color=colours[name], label=name, lw=1.3)
+                wide = {"lw": 4, "alpha": 0.6} if name == "plain" else {"lw": 1.5}
+                axes.plot(table["end_s"], table[column], label=name,
+                          **looks[name] | wide | {"marker": "None"})  # fmt: skip
             axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
             if column in ("speculated", "kept"):
                 axes.set_ylim(0, 1.02)
-                axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-        handles, labels = every[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+                per_cent(axes)
+        key(figure, every[0])
         lasts = {name: table["end_s"].max() for name, table in tables.items()}
         names = sorted(lasts, key=lasts.__getitem__)
-        ends = dict.fromkeys([names[0], names[-1]])
-        each = [f"{lasts[name]:.0f} s under {name}" for name in ends]
-        figure.suptitle(
-            f"The same arrivals: all answered after {', '.join(each)}", x=0.01, ha="left"
-        )
+        done = dict.fromkeys([names[0], names[-1]])
+        each = [f"{lasts[name]:.0f} s under {name}" for name in done]
+        title(figure, f"The same arrivals: all answered after {', '.join(each)}")
     return figure
 
 
-def latencies(served: pd.DataFrame, title: str = "") -> Figure:
-    """Quantiles of TTFT, TPOT and E2E under every policy; from `under_load.by_policy`."""
-    names = list(served["policy"])
-    colours = palette(names)
-    with panels(3, 13, 4) as (figure, every):
+def latencies(answers: pd.DataFrame, finding: str) -> Figure:
+    """The share of requests that took at most so long, for TTFT, TPOT and E2E, a line a policy;
+    answers: columns policy, ttft_s, tpot_s and e2e_s, a row a request."""
+    looks = lines(dict.fromkeys(answers["policy"]))
+    with panels(3, 13, 4.2, sharey=True) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
-            width = 0.8 / len(names)
-            columns = {f"latency/{kind}_p{q}_ms": f"p{q}" for q in QUANTILES}
-            table = served[list(columns)].dropna(axis=1, how="all")
-            for i, (_, row) in enumerate(served.iterrows()):
-                at = [x - 0.4 + width * (i + 0.5) for x in range(len(table.columns))]
-                values = row[list(table)].astype(float)
-                axes.bar(at, values, width * 0.92, color=colours[row["policy"]],
-                         label=row["policy"])  # fmt: skip
-            axes.set_xticks(range(len(table.columns)), [columns[c] for c in table])
-            axes.set(ylabel=f"{kind.upper()} (ms)", yscale="log")
-            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                ticks(LogFormatter(minor_thresholds=(2, 0.5)))
-            axes.grid(visible=False, axis="x")
-        handles, labels = every[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-        within = served.sort_values("goodput/share", ascending=False)
-        each = [
-            f"{p} {x:.0%}" for p, x in zip(within["policy"], within["goodput/share"], strict=True)
-        ]
-        figure.suptitle(title or f"Within the limits: {', '.join(each)}", x=0.01, ha="left")
+            for name, look in looks.items():
+                times = answers.loc[answers["policy"] == name, f"{kind}_s"].dropna().sort_values()
+                share = np.arange(1, len(times) + 1) / max(1, len(times))
+                axes.step(1e3 * times, share, where="post", label=f"{name}, n = {len(times)}",
+                          **look | {"markevery": 0.2, "markersize": 5})  # fmt: skip
+            axes.axhline(0.95, color=INK, lw=0.8, ls=":")
+            axes.set(xlabel=f"{kind.upper()} (ms)", xscale="log", ylim=(0, 1.02))
+            axes.xaxis.set_major_formatter("{x:g}")
+        every[0].set_ylabel("share of requests answered within")
+        per_cent(every[0])
+        key(figure, every[0])
+        title(figure, finding)
     return figure
+
+
+def within_limits(served: pd.DataFrame) -> str:
+    """The title of `latencies`; from `under_load.by_policy`."""
+    shares = served.set_index("policy")["goodput/share"].sort_values(ascending=False)
+    each = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return f"Requests within the limits: {each}"
 
 
 def simulated(compared: pd.DataFrame) -> Figure:
     """Simulated against real, one point a policy and figure; from `under_load.compare_runs`."""
     kinds = list(dict.fromkeys(compared["figure"]))
-    colours = palette(list(dict.fromkeys(compared["policy"])))
+    looks = marks(dict.fromkeys(compared["policy"]))
     with panels(len(kinds), 4.6 * len(kinds), 4.2) as (figure, every):
         for axes, kind in zip(every, kinds, strict=True):
             part = compared[compared["figure"] == kind]
             for _, row in part.iterrows():
-                axes.scatter(row["real"], row["simulated"], s=90, color=colours[row["policy"]],
-                             label=row["policy"], zorder=3)  # fmt: skip
+                axes.scatter(row["real"], row["simulated"], s=90, label=row["policy"], zorder=3,
+                             **looks[row["policy"]])  # fmt: skip
             low = 0.8 * part[["real", "simulated"]].min().min()
             high = 1.2 * part[["real", "simulated"]].max().max()
             axes.plot([low, high], [low, high], color=PLAIN, lw=1)
             axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high],
                               color=PLAIN, alpha=0.2, label="within 10 %")  # fmt: skip
             axes.set(xlabel=f"real {kind}", ylabel=f"SIMULATED {kind}")
-        handles, labels = every[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        key(figure, every[0])
         off = (compared["simulated"] / compared["real"] - 1).abs()
         worst = compared.loc[off.idxmax()]
-        figure.suptitle(
-            f"SIMULATED against real: {off.median():.0%} off in the median, at worst "
-            f"{off.max():.0%} ({worst['figure']}, {worst['policy']})", x=0.01, ha="left",
+        title(figure,
+              f"SIMULATED against real: {off.median():.0%} off in the median, at worst "
+              f"{off.max():.0%} ({worst['figure']}, {worst['policy']})"
         )  # fmt: skip
     return figure
 
 
-def _style(name: str) -> str:
-    return "o-" if name.startswith(LOAD_AWARE) else "o--"
-
-
-def palette(names: Sequence[str]) -> dict[str, tuple[float, ...] | str]:
-    """A colour for every policy; plain decoding is grey."""
-    others = [n for n in names if n not in ("plain", "never")]
-    colours = dict(zip(others, sns.color_palette("colorblind", len(others)), strict=True))
-    return {"plain": PLAIN, "never": "#555555"} | colours
+def lines(names: Any) -> dict[str, dict[str, Any]]:
+    """`style.marks` of policies as lines: dashed unless load-aware, and above the solid ones, so
+    that lines that coincide are both visible."""
+    return {
+        name: look | {"ls": "-", "zorder": 2}
+        if name == "plain" or name.startswith(LOAD_AWARE)
+        else look | {"ls": (0, (3, 2)), "zorder": 3}
+        for name, look in marks(names).items()
+    }

@@ -109,6 +109,43 @@ def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
     return float(np.mean(distances))
 
 
+def edges(
+    arms: Mapping[str, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, batch: int = 16
+) -> pd.DataFrame:
+    """How often each draft token of a fixed tree is accepted where its parent is; nothing is timed.
+    Trees that are grown have another shape each round and are left out.
+
+    One row an arm and node, with columns arm, node, parent, depth, child (the number among its
+    siblings), accepted (rounds) and rate (of the rounds that accepted its parent)."""
+    rows: list[dict[str, Any]] = []
+    for name, pairing in arms.items():
+        tree = lone_tree(pairing.engine)
+        if tree.width:
+            continue
+        accepted = np.zeros(len(tree), int)
+        for first in range(0, len(prompts), batch):
+            texts = [p.text for p in prompts[first : first + batch]]
+            output = pairing.generate(texts, max_new_tokens)
+            for row, tokens in enumerate(output.tokens):
+                new = iter(tokens)
+                for step in output.trace.steps(row):
+                    accepted[_path(tree, step, [next(new) for _ in range(step.emitted)])] += 1
+        for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
+            rows.append({"arm": name, "node": node, "parent": parent, "depth": depth,
+                         "child": node - tree.parents.index(parent), "accepted": accepted[node],
+                         "rate": accepted[node] / max(1, accepted[max(0, parent)])})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _path(tree: Tree, step: Step, emitted: list[int]) -> list[int]:
+    """The nodes that a round accepted, from the root."""
+    path = [0]
+    for token in emitted[: step.accepted]:
+        children = (i for i, parent in enumerate(tree.parents) if parent == path[-1])
+        path.append(next(i for i in children if step.draft[i - 1] == token))
+    return path
+
+
 def latency(
     pairing: Pairing,
     prompts: Sequence[Prompt],

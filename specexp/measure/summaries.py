@@ -98,6 +98,24 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     return table
 
 
+def behind(samples: pd.DataFrame) -> pd.DataFrame:
+    """How many times as fast the fastest arm is as each other, paired by prompt and repeat.
+
+    samples: rows of `one_pairing.duel`. One row an arm but the fastest, with columns arm, times,
+    and the ends low and high of its interval; all intervals hold at once."""
+    pair, timed = ["question_id", "repeat"], ["s", "tokens"]
+    total = samples.groupby("arm")[timed].sum()
+    first = (total["tokens"] / total["s"]).idxmax()
+    each = {arm: part.set_index(pair)[timed] for arm, part in samples.groupby("arm", sort=False)}
+    best = each.pop(first).add_prefix("best_")
+    pairs = [part.join(best, how="inner").groupby("question_id").sum() for part in each.values()]
+    draws = [statistics.speedup_draws(*rows.to_numpy().T) for rows in pairs]
+    return pd.DataFrame(
+        {"arm": arm, "times": ratio.value, "low": ratio.low, "high": ratio.high}
+        for arm, ratio in zip(each, statistics.together(draws) if draws else [], strict=True)
+    )
+
+
 def speedup(samples: pd.DataFrame, inverse: bool = False) -> Draws:
     """The speedup of one arm, for `statistics.together`; or its inverse."""
     plain, fast = ["plain_s", "plain_tokens"], ["s", "tokens"]

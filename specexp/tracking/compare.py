@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specexp.tracking import provenance, results
+from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
 HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
@@ -58,23 +58,38 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
     return out
 
 
+def short(runs: pd.DataFrame) -> pd.DataFrame:
+    """The same runs with paths and hub ids in their parameters cut to the last part, where that
+    tells them apart."""
+    brief = {}
+    for column in (c for c in runs if c.startswith("params.")):
+        names = runs[column].map(mlflow_view.brief, na_action="ignore")
+        if names.nunique() == runs[column].nunique():
+            brief[column] = names
+    return runs.assign(**brief)
+
+
 def overview(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row per run: the parameters that differ between runs, what differs in the machines and
-    libraries that made them, then the logged figures. Figures of the groups in a run's tag
-    `simulated` are marked so."""
-    view = pd.DataFrame(index=runs.index)
+    """One row per run: what was paired, then the logged figures, then the parameters that differ
+    between runs of an experiment and what differs in the machines and libraries that made them.
+    Figures of the groups in a run's tag `simulated` are marked so."""
+    runs = short(runs)
+    view, given = pd.DataFrame(index=runs.index), pd.DataFrame(index=runs.index)
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
+    of_one = runs.get("experiment", pd.Series("", runs.index))
     for column in (c for c in runs if c.startswith("params.")):
-        if column in NAMED or (runs[column] != runs[column].iloc[0]).any():
-            view[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
+        values = runs[column].groupby(of_one).agg(lambda part: part.nunique(dropna=False))
+        if column in NAMED or (values > 1).any():
+            part = view if column in NAMED else given
+            part[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
     for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
-        view[fact] = _differing(runs[f"tags.{fact}"])
+        given[fact] = _differing(runs[f"tags.{fact}"])
+    view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
     for category in categories(runs):
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
-    view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
     view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
     view["largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")
     view["regret"] = _metric(runs, "regret/worst", "{:.1%}")
@@ -87,6 +102,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
     view["exact to"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
+    view = view.join(given)
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 

@@ -93,10 +93,11 @@ def run_name(params: Mapping[str, Any], varying: Collection[str]) -> str:
     path or a hub id the last part."""
     names = [*SIGNS, *(n for n in varying if n not in SIGNS)]
     named = [n for n in names if n in params and (n in varying or n == "drafter")]
-    return " ".join(SIGNS.get(n, f"{n}=") + _brief(params[n]) for n in named)[:200]
+    return " ".join(SIGNS.get(n, f"{n}=") + brief(params[n]) for n in named)[:200]
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """A parameter in a name: of a path or a hub id the last part."""
     text = str(value).rstrip("/").rpartition("/")[2] if isinstance(value, str) else str(value)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -45,8 +45,9 @@ def test_by_hand_has_a_cell_for_every_token_and_counts_them():
 
 
 def test_overlap_bars_state_alpha_and_quote_tokens_only():
-    [axes] = figures.lesson.overlap_bars(OVERLAP).axes
-    assert "= 60%" in title(axes)
+    figure = figures.lesson.overlap_bars(OVERLAP)
+    assert "= 60%" in figure.get_suptitle()
+    [axes] = figure.axes
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == ['" x"', '"y"', "1,234 others"]
 
@@ -56,10 +57,10 @@ def test_frequencies_say_whether_tokens_follow_p():
     p[[7, 3, 1]] = 0.6, 0.3, 0.1
     of_p, of_q = [7] * 600 + [3] * 300 + [1] * 100, [7] * 200 + [3] * 500 + [1] * 300
     draws = pd.DataFrame({"drafted": of_q, "emitted": of_p})
-    [axes] = figures.lesson.frequencies(draws, OVERLAP, p).axes
-    assert title(axes).startswith("The tokens emitted follow p; the draft tokens do not")
-    [axes] = figures.lesson.frequencies(draws.assign(emitted=of_q), OVERLAP, p).axes
-    assert "emitted do NOT follow p" in title(axes)
+    figure = figures.lesson.frequencies(draws, OVERLAP, p)
+    assert figure.get_suptitle().startswith("The tokens emitted follow p; the draft tokens do not")
+    figure = figures.lesson.frequencies(draws.assign(emitted=of_q), OVERLAP, p)
+    assert "emitted do NOT follow p" in figure.get_suptitle()
 
 
 PASSES = pd.DataFrame({"tokens": [1, 4, 16], "ms": [1.0, 1.5, 6.0], "times": [1.0, 1.5, 6.0]})
@@ -81,7 +82,7 @@ def test_together_states_prediction_and_best():
     predicted = pd.DataFrame({"gamma": [0, 2, 4], "speedup": [1.0, 1.2, 0.9], "tokens": [1, 2, 2]})
     left, right = figures.lesson.together(COSTS, predicted, MEASURED).axes
     assert title(left) == "Predicted to pay at γ = 2"
-    assert title(right) == "At γ = 2 1.30x faster [1.20, 1.40]"
+    assert title(right) == "At γ = 2 1.30x faster [1.20, 1.40]; predicted 1.20x"
 
 
 def test_tension_leaves_out_batches_beyond_the_curve():

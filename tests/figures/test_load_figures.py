@@ -46,6 +46,10 @@ def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=
     return server, serve(server, Closed(todo, rows))
 
 
+def drawn_of(axes) -> dict[str, list[float]]:
+    return {bars.get_label(): pytest.approx(bars.lines[0].get_ydata()) for bars in axes.containers}
+
+
 def drawn(figure, folder) -> str:
     figure.savefig(folder / "figure.png")
     return figure.get_suptitle()
@@ -60,12 +64,12 @@ def test_bake_off_title_matches_its_table(tmp_path):
         "always:3: 2.00x with 1 and 0.50x with 9 streams; goodput loses 5.0% at worst to the best "
         "fixed choice"
     )
-    left, right = figure.axes
-    assert [t.get_text() for t in left.get_legend().get_texts()] == ["always:3", "goodput"]
-    assert [t.get_text() for t in right.get_legend().get_texts()] == ["goodput"]
-    lines = {line.get_label(): line.get_ydata().tolist() for line in left.lines[1:]}
-    assert lines["always:3"] == pytest.approx([2.0, 0.5])
-    assert lines["goodput"] == pytest.approx([1.9, 77 / 80])
+    rate, ratio, regret = figure.axes
+    assert drawn_of(rate) == {"plain": [10, 80], "always:3": [20, 40], "goodput": [19, 77]}
+    assert [list(bars.lines[0].get_ydata()) for bars in ratio.containers] == [
+        [2.0, 0.5], pytest.approx([1.9, 77 / 80])
+    ]  # fmt: skip
+    assert len(regret.containers) == 1
     fixed = both[both["policy"] != "goodput"]
     title = drawn(
         figures.under_load.bake_off(under_load.rates(fixed), under_load.regrets(fixed)), tmp_path
@@ -88,15 +92,22 @@ def test_timelines_title_names_first_and_last(tmp_path):
     assert title == "The same arrivals: all answered after 5 s under goodput"
 
 
-def test_latencies_title_names_the_share_of_every_policy(tmp_path, few):
+def test_limits_are_said_of_every_policy(few):
     served = under_load.by_policy(
         {"plain": run(ANSWERS, TICKS), "goodput": run(ANSWERS[1:2], TICKS)}, 500, 1
     )
-    figure = figures.under_load.latencies(served)
-    assert drawn(figure, tmp_path) == "Within the limits: goodput 100%, plain 20%"
-    heights = [bar.get_height() for bar in figure.axes[0].patches]
-    assert heights == pytest.approx([1000, 1000, 1000, 250, 250, 250])
-    assert drawn(figures.under_load.latencies(served, "title"), tmp_path) == "title"
+    words = figures.under_load.within_limits(served)
+    assert words == "Requests within the limits: goodput 100%, plain 20%"
+
+
+def test_latencies_are_the_share_of_requests_answered_within(tmp_path):
+    both = under_load.answers({"plain": run(ANSWERS, TICKS), "goodput": run(ANSWERS[1:2], TICKS)})
+    figure = figures.under_load.latencies(both, "title")
+    assert drawn(figure, tmp_path) == "title"
+    plain = figure.axes[0].lines[0]
+    assert list(plain.get_xdata()) == sorted(1e3 * both.query("policy == 'plain'")["ttft_s"])
+    assert plain.get_ydata()[-1] == 1
+    assert figure.axes[0].lines[1].get_label() == "goodput, n = 1"
 
 
 def test_simulated_figure_says_simulated(tmp_path):

@@ -33,7 +33,7 @@ def test_every_pairing_figure_has_a_title(acceptance, latency, throughput, pairi
 
 def title(figure) -> str:
     above = figure.get_suptitle()
-    return above or figure.axes[0].get_title(loc="left")
+    return above.replace("\n", " ") or figure.axes[0].get_title(loc="left")
 
 
 def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:
@@ -76,12 +76,74 @@ def arms(*speedups: tuple[float, float, float]) -> pd.DataFrame:
         ([(1.5, 1.25, 1.6), (1.2, 1.1, 1.3)], "2 of 2 are certainly faster than plain decoding"),
         ([(1.5, 0.9, 1.6), (1.2, 0.8, 1.3)], "None is certainly faster than plain decoding"),
         ([(0.7, 0.6, 0.8), (0.65, 0.5, 0.75)], "All are slower than plain decoding"),
-        ([(0.73, 0.7, 0.8), (0.5, 0.4, 0.6)], "arm 0: 1.37x slower"),
+        ([(0.73, 0.7, 0.8), (0.5, 0.4, 0.6)], "All are slower than plain decoding"),
+        ([(1.5, 1.25, 1.6), (1.2, 0.9, 1.3)], "1 of 2 is certainly faster than plain decoding"),
     ],
 )
 def test_winner_is_named_only_above_all_other_intervals(speedups, words):
-    costs = pd.DataFrame({"arm": ["arm 0", "arm 1"], "draft_s": 1.0, "step_s": 4.0})
-    assert words in title(figures.pairings.methods(arms(*speedups), costs))
+    assert words in title(figures.pairings.forest(arms(*speedups)))
+
+
+def test_forest_is_sorted_and_paired_differences_decide():
+    table = arms((1.2, 1.1, 1.3), (1.5, 1.25, 1.6))
+    behind = pd.DataFrame({"arm": ["arm 0"], "times": [1.25], "low": [1.2], "high": [1.3]})
+    figure = figures.pairings.forest(table, behind)
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["arm 1", "arm 0"]
+    assert "arm 1: 1.50x faster" in title(figure)
+    assert "none is certainly" in title(figures.pairings.forest(table, behind.assign(low=0.9)))
+
+
+def test_behind_is_paired_by_prompt():
+    rows = [
+        {"arm": arm, "question_id": q, "repeat": 0, "s": s * (1 + q), "tokens": 10}
+        for arm, s in (("fast", 1.0), ("slow", 1.5))
+        for q in range(40)
+    ]
+    [row] = summaries.behind(pd.DataFrame(rows)).to_dict("records")
+    assert row["arm"] == "slow"
+    assert [row[c] for c in ("times", "low", "high")] == pytest.approx([1.5] * 3)
+
+
+def acceptances(shares: dict[str, float], prompts: int) -> pd.DataFrame:
+    return pd.DataFrame(
+        {"pairing": "draft", "category": category, "question_id": f"{category}{n}",
+         "accepted": round(1000 * share) + n % 2, "drafted": 1000}
+        for category, share in shares.items()
+        for n in range(prompts)
+    )  # fmt: skip
+
+
+def test_kinds_of_text_are_ranked_only_where_intervals_are_apart():
+    apart = figures.pairings.by_category(acceptances({"code": 0.9, "prose": 0.2}, 40))
+    assert "lowest on prose and highest on code, 20% to 90%" in title(apart)
+    assert "n = 40" in apart.axes[0].texts[0].get_text()
+    assert not apart.axes[0].patches
+    few = figures.pairings.by_category(acceptances({"code": 0.6, "prose": 0.5}, 2))
+    assert "so few prompts do not tell apart" in title(few)
+    assert len(few.axes[0].patches) == 2  # hatched
+    assert [t.get_text() for t in few.axes[0].texts] == ["60%\nn = 2", "50%\nn = 2"]
+
+
+def test_a_rule_is_lossy_by_its_kind_not_by_rounding():
+    table = pd.DataFrame({"rule": ["reject", "block"], "length": [2.0, 2.1], "bias": [0, 1e-9]})
+    assert "Every rule here keeps" in title(figures.pairings.bias_and_length(table))
+    table.loc[1, "rule"] = "typical (lossy)"
+    assert "Largest bias: typical (lossy)" in title(figures.pairings.bias_and_length(table))
+
+
+def test_a_name_keeps_its_colour_and_symbol():
+    whole = figures.style.marks(["plain", "one", "two", "three"])
+    assert figures.style.marks(["three"]) == {"three": whole["three"]}
+    assert len({(m["color"], m["marker"]) for m in whole.values()}) == 4
+
+
+def test_a_title_ends_with_what_it_is_about():
+    figures.style.subject("target with draft, 8 prompts")
+    try:
+        about = title(figures.pairings.forest(arms((1.5, 1.4, 1.6))))
+    finally:
+        figures.style.subject("")
+    assert about.endswith(" target with draft, 8 prompts")
 
 
 def test_gain_within_noise_is_not_called_faster():

@@ -4,7 +4,11 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+from support.questions import PROMPTS
+
+from specexp import figures
 from specexp.figures import tokens
+from specexp.measure import one_pairing
 from specexp.trace import Round, Step
 
 PAIRING = SimpleNamespace(decode=lambda ids: "".join(f"{token} " for token in ids))
@@ -46,16 +50,6 @@ def test_plain_steps_are_plain():
     assert styled(text) == [("4 5", "default")]
 
 
-def test_look_is_coloured_in_a_notebook():
-    steps = rounds(Step(0, 3, 1, 2, (1, 2, 3)), Step(0, 3, 3, 4, (5, 6, 7)))
-    output = SimpleNamespace(trace=SimpleNamespace(rounds=steps), tokens=[[1, 9, 5, 6, 7, 8]])
-    pairing = SimpleNamespace(decode=PAIRING.decode, generate=lambda *_: output)
-    shown = tokens.look(pairing, "prompt ")._repr_mimebundle_([], [])["text/html"]
-    assert all(f">{words}<" in shown for words in ("prompt ", "accepted", "1 ", "9 ", "2 3 ", "8 "))
-    assert shown.count("color: #008000; text-decoration-color: #008000") == 5  # none of them dim
-    assert "line-through" in shown
-
-
 def test_a_row_of_a_batch_has_its_own_rounds():
     both = [Round(1.0, 4, 3, (Step(0, 3, 1, 2, (1, 2, 3)), Step(1, 3, 3, 4, (5, 6, 7))))]
     text = tokens.stream(PAIRING, both, [5, 6, 7, 8], row=1)
@@ -95,3 +89,24 @@ def test_names_are_no_html(pairing):
     page = replace(pairing, drafter="<img src=x>")._repr_html_()
     assert "&lt;img src=x&gt;" in page
     assert "<img" not in page
+
+
+def test_a_strip_has_a_cell_for_every_token(pairing):
+    output = pairing.generate("def mean(values):", 12)
+    [axes] = (figure := figures.rounds.strip(output)).axes
+    kinds = [k for _, line in tokens.by_kind(output.trace.rounds, output.tokens[0]) for k in line]
+    assert len(axes.texts) == len(kinds)
+    assert str(output.acceptance) in figure.get_suptitle().replace("\n", " ")
+
+
+def test_edges_count_what_the_trace_counts(pairing):
+    arms = {"tree": pairing.with_(tree="2x2"), "grown": pairing.with_(tree="grown:4", gamma=2)}
+    edges = one_pairing.edges(arms, PROMPTS, 12)
+    assert set(edges["arm"]) == {"tree"}
+    record = arms["tree"].generate([p.text for p in PROMPTS], 12).acceptance
+    assert edges["accepted"][0] == record.passes
+    assert edges["accepted"][1:].sum() == record.accepted - record.cut + edges["accepted"][0] * 0
+    figure = figures.rounds.trees(edges)
+    assert len(figure.axes[0].texts) == 6
+    nothing = figures.rounds.trees(edges.head(0))
+    assert "grown" in nothing.axes[0].texts[0].get_text()

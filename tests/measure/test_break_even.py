@@ -282,7 +282,7 @@ def test_maps_draw_any_table(table, tmp_path):
     for figure in drawn:
         figure.savefig(tmp_path / "figure.png")
         assert figure.get_suptitle()
-    assert [len(f.axes) for f in drawn] == [2, 2, 3, 2]
+    assert [len(f.axes) for f in drawn] == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("few", [planted().upto(1), replace(
@@ -307,8 +307,8 @@ def test_title_says_where_it_pays():
 
 
 def test_disturbed_table_is_called_doubtful():
-    assert "doubtful" not in figures.break_even.in_words(planted().fit(), 64)
-    assert "doubtful" in figures.break_even.in_words(rough().fit(), 64)
+    assert "doubtful" not in figures.break_even.doubt(planted())
+    assert "doubtful" in figures.break_even.paying(rough(), SAMPLES, 64)
 
 
 def profile(monkeypatch, capsys, *args):

@@ -396,13 +396,13 @@ def test_day_is_sized_by_hour_and_drawn():
     assert share > 0.1
     assert fleets.saved(hours, "plain") == 0
     assert fleets.peak(hours, "plain") == max(by_policy["plain"])
-    days = fleets.whole_day(dataclasses.replace(setting, day=Day(900, 0.5, LENGTHS)), 2)
+    days, answers = fleets.whole_day(dataclasses.replace(setting, day=Day(900, 0.5, LENGTHS)), 2)
     assert (days["goodput/share"].between(0, 1)).all()
     assert (days["latency/e2e_p50_ms"] <= days["latency/e2e_p99_ms"]).all()
     for figure in (
         fleet_day.paces(setting, fleets.pace_table(setting)),
         fleet_day.over_the_day(hours),
-        under_load.latencies(days, fleet_day.day_title(days, 2)),
+        under_load.latencies(answers, fleet_day.day_title(days, 2)),
     ):
         assert figure.get_suptitle().startswith("SIMULATED")
 

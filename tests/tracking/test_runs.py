@@ -207,7 +207,7 @@ def test_overview_shows_what_differs_and_was_logged(store):
         shown = {"speedup/measured": speed, "exact/detectable_tv": 0.123}
         track.log("mine", params, METRICS | shown | ci)
     view = compare.overview(track.runs("mine"))
-    columns = ["experiment", "drafter", "accepted", "code", "speedup", "exact", "exact to"]
+    columns = ["experiment", "drafter", "speedup", "accepted", "code", "exact", "exact to"]
     assert list(view) == columns
     assert set(view["exact to"]) == {"TV 0.12"}
     assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
@@ -235,7 +235,7 @@ def test_overview_tells_what_runs_were_made_with_where_it_differs():
         }
     )  # fmt: skip
     view = compare.overview(runs)
-    assert list(view) == ["versions", "together", "accepted"]
+    assert list(view) == ["accepted", "versions", "together"]
     assert list(view["versions"]) == ["torch 1", "torch 9", ""]
     assert list(view["together"]) == ["no", "yes", "no"]
 

@@ -20,6 +20,7 @@ from specexp.measure.under_load.served import (
     QUANTILES,
     Run,
     answered,
+    answers,
     by_policy,
     gaps,
     metrics,
@@ -38,7 +39,7 @@ from specexp.measure.under_load.simulation import (
 )
 
 __all__ = [
-    "QUANTILES", "Run", "Traffic", "answered", "bake_off", "by_policy", "certify_served",
+    "QUANTILES", "Run", "Traffic", "answered", "answers", "bake_off", "by_policy", "certify_served",
     "compare_runs", "gaps", "in_turn", "metrics", "notes", "open_race", "overhead_s", "prices",
     "race", "rates", "regrets", "requests", "served_metrics", "simulate", "simulated",
     "simulation_metrics", "slots_for", "staggered", "steps", "sums", "timeline", "traffic",

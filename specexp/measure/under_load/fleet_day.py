@@ -23,6 +23,7 @@ from specexp.serving.arrivals import Arrivals, Lengths
 from specexp.serving.cost_table import Costs
 from specexp.serving.fleet import Limits, Pace, Served
 
+ANSWERS = 5000  # of which latencies are drawn
 HOURS = 24
 
 
@@ -147,14 +148,22 @@ def within(served: Served, limits: Limits) -> np.ndarray:
     return (served.ttft_s <= limits.ttft_s) & ~(served.tpot_s > limits.tpot_s)
 
 
-def whole_day(setting: Setting, replicas: int) -> pd.DataFrame:
+def whole_day(setting: Setting, replicas: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Every request of the day on one fleet, under every policy: one row of `served_metrics` a
-    policy."""
+    policy; and ttft_s, tpot_s and e2e_s of `ANSWERS` requests of each, evenly over the day."""
     offered = setting.day.whole()
+    names = tqdm(setting.paces, desc="day", unit="policy", delay=1)
+    days = {name: setting.simulate(name, offered, replicas) for name in names}
+    some = np.unique(np.linspace(0, len(offered) - 1, ANSWERS).astype(int))
     return pd.DataFrame(
-        {"policy": name} | served_metrics(setting.simulate(name, offered, replicas), setting.limits)
-        for name in tqdm(setting.paces, desc="day", unit="policy", delay=1)
-    )
+        {"policy": name} | served_metrics(day, setting.limits) for name, day in days.items()
+    ), pd.concat(
+        [
+            pd.DataFrame({"policy": name, "ttft_s": day.ttft_s[some], "tpot_s": day.tpot_s[some],
+                          "e2e_s": day.e2e_s[some]})
+            for name, day in days.items()
+        ]
+    )  # fmt: skip
 
 
 def served_metrics(served: Served, limits: Limits) -> dict[str, float]:

@@ -125,6 +125,12 @@ def answered(responses: Sequence[Response]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def answers(runs: dict[str, Run]) -> pd.DataFrame:
+    """`answered` of all policies, with the column policy; only requests that were answered."""
+    every = [answered(run.responses).assign(policy=name) for name, run in runs.items()]
+    return pd.concat(every, ignore_index=True).query("state == 'done'")
+
+
 def gaps(responses: Sequence[Response]) -> np.ndarray:
     """ITL: seconds between the deliveries of a request, all requests pooled. The tokens of a round
     arrive together and count as one delivery."""

@@ -1,0 +1,173 @@
+"""Every measured number on a page comes from a file in data/measurements.
+
+    PYTHONPATH=tests python -m support.measured_pages
+
+writes it there: what stands between `<!-- measured: NAME -->` and `<!-- measured: end -->` is the
+text of the function NAME below. It also draws README's two figures.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import specexp
+from specexp import figures
+
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "data" / "measurements"
+PAGES = [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
+BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- measured: end -->)", re.DOTALL)
+SHOWN = {"suffix": "`suffix`", "ngram": "`ngram`", "model": "`sibling-3m`, a draft model",
+         "medusa": "`medusa`"}  # fmt: skip
+
+
+def load(name: str) -> Any:
+    return json.loads((MEASURED / f"{name}.json").read_text())
+
+
+def drafters() -> pd.DataFrame:
+    runs = pd.DataFrame(load("drafters")["runs"])
+    return runs[~runs["drafter"].str.startswith("planted")].reset_index(drop=True)
+
+
+def row(run: pd.Series, label: str, *more: str) -> str:
+    cells = [
+        label, f"{run['acceptance/rate']:.0%}".replace("%", " %"), *more,
+        f"{run['acceptance/length']:.2f}", f"{run['cost/draft_steps']:.2f}",
+        f"{run['cost/verify_steps']:.2f}",
+        f"{run['speedup/measured']:.2f}x [{run['speedup/ci_low']:.2f}, "
+        f"{run['speedup/ci_high']:.2f}]",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |\n"
+
+
+def paragraph(text: str, width: int = 118) -> str:
+    return textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False) + "\n"
+
+
+# --- what stands between the marks ---------------------------------------------------------------
+
+
+def results() -> str:
+    """README: the setting, one row for each of some drafters, and what happens under load."""
+    file, table = load("drafters"), drafters().set_index("drafter")
+    params = file["params"]
+    head = (
+        f"`{params['target']}` on {file['device']}: {params['gamma']} draft tokens, greedy, one "
+        f"stream, {params['limit']} prompts ([all](data/measurements/drafters.json)).\n"
+    )
+    rows = "".join(row(table.loc[name], label) for name, label in SHOWN.items())
+    return (
+        f"{head}\n"
+        "| drafter | acceptance rate | tokens a pass | draft, in plain steps | verify | speedup |\n"
+        f"|---|---:|---:|---:|---:|---:|\n{rows}\n{under_load()}"
+    )
+
+
+def under_load() -> str:
+    file = load("load_aware")
+    loops = pd.DataFrame(file["closed_loop"])
+    one = loops[loops["policy"] == "always:1"].set_index("load")["speedup"]
+    lost = 1 - one[one < 1]
+    aware = loops[loops["policy"] == "goodput"]
+    return paragraph(
+        f"Under load the draft model's gain turns into a loss: with {lost.index.min()} to "
+        f"{lost.index.max()} streams even one draft token costs {lost.min():.0%} to "
+        f"{lost.max():.0%}. The load-aware policy stays within {aware['regret'].max():.1%} of the "
+        f"best fixed choice at every load from {aware['load'].min()} to {aware['load'].max()} "
+        "streams ([all](data/measurements/load_aware.json)). No GPU is measured yet "
+        "(`make gpu PY=python3` does it).".replace("%", " %")
+    )
+
+
+def eight_bits() -> str:
+    """drafters/README: acceptance of a draft with 8-bit weights."""
+    file = load("quantised")
+    rates = {r["drafter"]: r["rate"]["value"] for r in file["runs"]
+             if r["temperature"] == 0 and r["target"] == "target-10m"}  # fmt: skip
+    bytes_of = file["weights_mb"]["sibling-3m"]
+    whole, small = bytes_of["float32"], bytes_of["float32+int8"]
+    return paragraph(
+        f"On the zoo's pair 8-bit weights take {small / whole:.0%} of the draft's memory at no "
+        f"cost in acceptance, {rates['sibling-3m+int8']:.1%} of {file['params']['gamma']} draft "
+        f"tokens instead of {rates['sibling-3m']:.1%}, and on a CPU save no time "
+        "([figures](../../data/measurements/quantised.json)).".replace("%", " %"), 104
+    )  # fmt: skip
+
+
+def all_drafters() -> str:
+    """drafters/README: one row a drafter, and what they share."""
+    labels = {"model": "`model` (sibling-3m)", "early_exit:4": "`early_exit:4` (untrained for it)"}
+    rows = "".join(
+        row(run, labels.get(run["drafter"], f"`{run['drafter']}`"),
+            f"{run['category/prose']:.0%}".replace("%", " %"))
+        for _, run in drafters().iterrows()
+    )  # fmt: skip
+    wide = {r["value"]: r["over_first"]["value"] for r in load("bench")["suites"]["scale"]["rows"]
+            if r["axis"] == "tokens"}  # fmt: skip
+    rules = next(
+        r for r in load("rules")["runs"] if r["drafter"] == "sibling-3m" and r["gamma"] == 8
+    )
+    lengths = rules["length"]
+    return (
+        "| drafter | acceptance rate | on prose | tokens a pass | draft | verify | speedup |\n"
+        f"|---|---:|---:|---:|---:|---:|---:|\n{rows}\n"
+    ) + paragraph(
+        "Compare acceptance; costs are one machine's, and one hour's. Verifying 16 tokens takes "
+        f"{wide[16]:.1f} plain passes there ([figures](../../data/measurements/bench.json)), so "
+        "wide trees can win little. At temperature 1, Block accepts more than Reject: "
+        f"{lengths['block']:.2f} tokens a pass instead of {lengths['reject']:.2f} with "
+        f"{rules['gamma']} draft tokens of sibling-3m "
+        "([figures](../../data/measurements/rules.json)). (`lookahead` had compiled code then; it "
+        "has none now.)", 104,
+    )  # fmt: skip
+
+
+def spread() -> str:
+    """measurements/README: one pairing at two streams, in three files."""
+    loops = pd.DataFrame(load("load_aware")["closed_loop"]).set_index(["policy", "load"])["speedup"]
+    maps = pd.DataFrame(load("break_even")["compared"]).set_index(["gamma", "batch"])["speedup"]
+    demo = load("demo")["series"]
+    return paragraph(
+        "with three draft tokens of sibling-3m a fixed batch of two measured "
+        f"{demo['speedup/at_batch']['2']:.2f}x (`demo.json`) and {maps[3, 2]:.2f}x "
+        "(`break_even.json`), two streams that come and go "
+        f"{demo['served/at_batch']['2']:.2f}x (`demo.json`) and {loops['always:3', 2]:.2f}x "
+        "(`load_aware.json`).", 98,
+    )  # fmt: skip
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (results, eight_bits, all_drafters, spread)
+}
+
+
+def written(page: str) -> str:
+    """The page as the measurements have it."""
+    return BLOCK.sub(lambda m: m[1] + TEXTS[m[2]]() + m[4], page)
+
+
+def draw() -> None:
+    """The two figures of README: its table, and the rounds of its snippet."""
+    columns = {"drafter": "arm", "speedup/measured": "speedup", "speedup/ci_low": "low",
+               "speedup/ci_high": "high"}  # fmt: skip
+    table = drafters().rename(columns=columns)
+    steps_s = 1e3 / load("drafters")["plain_step_ms"]
+    table = table.assign(promised=table["speedup"].max(), doubt="", plain_tok_s=steps_s)
+    figures.pairings.forest(table).savefig(MEASURED / "drafters.png", dpi=100)
+    pair = specexp.load("target-10m", drafter="sibling-3m", gamma=4)
+    out = pair.generate(["def mean(values):"], max_new_tokens=64)
+    figures.rounds.strip(out, most=12).savefig(MEASURED / "quickstart.png", dpi=100)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
+    draw()
