@@ -116,6 +116,7 @@ class Engine:
         self.target.keep(seqs, draft, verdict)
         self.drafter.observe(seqs, draft, verdict, seen)
         counts = seqs.commit(verdict)
+        self.target.note_emptied(seqs, verdict, counts[:, 1:2], seen.logits)
         drafted = draft.tokens.shape[1] > 1
         faults = [lm.fault[seqs.rows] for lm in (self.models if drafted else (self.target,))]
         return round_report(counts, draft.tokens, faults, draft.grade if drafted else None)
@@ -161,7 +162,7 @@ class Engine:
 
     def steps(self, rows: list[list[int]]) -> list[Step]:
         """The live rows of a report."""
-        return steps(rows, [lm.name for lm in self.models], self.drafter.grades > 1)
+        return steps(rows, [lm.why for lm in self.models], self.drafter.grades > 1)
 
     @torch.inference_mode()
     def begin(self, batch: Sequences) -> Sequences:
@@ -257,10 +258,7 @@ class Engine:
         live = self.steps(rows)
         for step in live:
             if step.broken:
-                raise NonFiniteLogits(
-                    f"{step.broken} produced NaN or infinite logits in row {step.row}; nothing "
-                    "drawn from them was kept: check its weights and dtype"
-                )
+                raise NonFiniteLogits(f"{step.broken} in row {step.row}: no token of it was kept")
         return Round(end_s, len(tree), tree.depth, tuple(live))
 
 

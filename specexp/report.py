@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,13 +25,15 @@ def round_report(
     return torch.cat([counts, *broken, tokens[:, 1:], *grades], 1)
 
 
-def steps(rows: Sequence[Sequence[int]], models: Sequence[str], graded: bool) -> list[Step]:
-    """The live rows of a report as lists; `models`: the names of the models in its columns."""
+def steps(
+    rows: Sequence[Sequence[int]], why: Sequence[Callable[[int], str]], graded: bool
+) -> list[Step]:
+    """The live rows of a report as lists. `why`: for each model, what its fault in a row means."""
     live_rows = []
     for number, (accepted, emitted, live, *rest) in enumerate(rows):
         if emitted:  # rows that are done emit nothing
-            faults, tokens = rest[: len(models)], rest[len(models) :]
-            broken = models[faults.index(1)] if 1 in faults else None
+            faults, tokens = rest[: len(why)], rest[len(why) :]
+            broken = why[faults.index(1)](number) if 1 in faults else None
             grade = tokens.pop() if tokens and graded else 0
             drafted = len(tokens) - tokens.count(-1)
             live_rows.append(

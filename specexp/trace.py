@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One live row in one round. `draft`: its draft tokens in node order, -1 for
-    none; `done`: this
-    was the row's last round; `broken`: the model whose logits were not finite, if any; `grade`: the
-    drafter's confidence (`Draft.grade`)."""
+    """One live row in one round. `draft`: its draft tokens in node order, -1 for none; `done`: this
+    was the row's last round; `broken`: what was wrong with a model's logits, if anything; `grade`:
+    the drafter's confidence (`Draft.grade`)."""
 
     row: int
     drafted: int

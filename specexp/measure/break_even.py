@@ -102,6 +102,7 @@ def about(pairing: Pairing) -> dict[str, Any]:
     return {
         **provenance.machine(device, timed=True), "kernels": provenance.kernels(device),
         "code": provenance.code_digest(), **costs.about(pairing.engine), "drafter": pairing.drafter,
+        "processors": repr(pairing.followed),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice, product
 from typing import Any
@@ -51,7 +51,7 @@ def about(engine: Engine) -> dict[str, Any]:
     weights = {p.data_ptr(): p for p in held(target.module.parameters())}.values()
     return {
         "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
-        "temperature": engine.sampling.temperature, "parameters": target.parameters,
+        **asdict(engine.sampling), "parameters": target.parameters,
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
         "grades": engine.drafter.grades, "reads": engine.drafter.reads,
         "passes": type(target.net).__name__.lower(),

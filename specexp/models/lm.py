@@ -120,7 +120,8 @@ class LM:
     `net`: what runs `module`. `vocab` V: the tokens it may emit; ids past it are padding rows.
     `process`: what a target's generation config makes of the logits [B, N, V] after a draft.
     `context`: the longest sequence it can read. `fault` [B]: NaN for rows in which this model has
-    produced NaN or infinite logits, else 0. `room` and `again`: the slots from the root on that a
+    produced NaN or infinite logits, more than 0 for those in which `process` left no token, else 0
+    (see `why`). `room` and `again`: the slots from the root on that a
     round may write, and the tokens before the root that it feeds again; what has states keeps them
     for as many slots.
     """
@@ -274,6 +275,22 @@ class LM:
         assert self.cache is not None
         if not draft.nodes.is_chain:
             self.cache.keep(seqs, verdict)
+
+    def note_emptied(
+        self, seqs: Sequences, verdict: Verdict, emitted: Tensor, logits: Tensor
+    ) -> None:
+        """Note the rows that gained one of their `emitted` [B, 1] tokens where the generation
+        config had ruled out every token: logits [B, N, V] as `verify` returned them."""
+        if self.process is not unprocessed:
+            likeliest = logits.amax(-1).gather(1, verdict.path)
+            gained = torch.arange(likeliest.shape[1], device=self.device) < emitted
+            self.fault[seqs.rows] += (gained & (likeliest == -torch.inf)).any(1)
+
+    def why(self, row: int) -> str:
+        """What a fault in this row means. Reads from the device."""
+        if bool(self.fault[row].isnan()):
+            return f"{self.name} produced NaN or infinite logits (check its weights and dtype)"
+        return f"the generation config of {self.name} rules out every token"
 
     @property
     def _states(self) -> States:

@@ -98,6 +98,8 @@ class SequenceBias:
     def __init__(
         self, biases: Mapping[tuple[int, ...], float], vocab: int, device: torch.device
     ) -> None:
+        if sum(len(row) == 1 and bias == -torch.inf for row, bias in biases.items()) == vocab:
+            raise ValueError("this rules out every token")
         longer = sorted((row for row in biases if len(row) > 1), key=len)
         self.alone = torch.zeros(vocab)
         for row, bias in biases.items():

@@ -237,7 +237,7 @@ class Server:
 
     def _settle(self, step: Step, plan: Plan) -> None:
         if step.broken:
-            self._vacate(step.row, "failed", f"{step.broken} produced NaN or infinite logits")
+            self._vacate(step.row, "failed", step.broken)
             return
         row = self.occupied[step.row]
         assert row is not None

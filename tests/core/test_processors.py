@@ -3,9 +3,12 @@
 import pytest
 import torch
 from support.oracle import gap, target_law
-from support.tiny import NEW, PROMPTS, TREES, NoHostReads, engine, expected, module, processed
+from support.tiny import NEW, PROMPTS, TREES, NoHostReads, V, engine, expected, module, processed
 from support.toys import PROCESSED, processed_toy, toy_engine
 
+from specexp.drafters import Drafter
+from specexp.engine import Engine
+from specexp.errors import NonFiniteLogits
 from specexp.rules import Block, Match, Reject
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -72,3 +75,38 @@ def test_processors_read_nothing_on_the_host(tree):
     made.round(seqs, TREES[tree])
     with NoHostReads():
         made.round(seqs, TREES[tree])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("kind", "tree", "rule"),
+    [("null", "empty", "match"), ("model", "chain", "reject"), ("self", "chain", "block"),
+     ("model", "irregular", "reject"), ("self", "grown", "match")],
+)  # fmt: skip
+def test_row_without_a_token_left_is_said(kind, tree, rule, temperature):
+    """No token twice: after all V are used, none is left, and token 0 must not stand for it."""
+    made = processed(engine(kind, tree, rule, temperature=temperature), no_repeat_ngram_size=1)
+    [tokens] = made.generate([PROMPTS[0]], V - 1).tokens
+    assert sorted(PROMPTS[0] + tokens) == list(range(V))
+    said = "the generation config of target rules out every token in row 1: no token"
+    with pytest.raises(NonFiniteLogits, match=said):
+        made.generate(PROMPTS[:2], V - 1)
+    assert made.generate([PROMPTS[0]], V - 1).tokens == [tokens], "and the next text is unharmed"
+
+
+class Ends(Drafter):
+    """Only the EOS, again and again."""
+
+    def propose(self, seqs, tree, rng):
+        guesses = torch.zeros(len(seqs.length), len(tree) - 1, dtype=torch.int64)
+        return seqs.draft(tree.nodes("cpu"), guesses)
+
+
+def test_no_token_is_left_after_the_last_one_if_that_ends_the_text():
+    late = {"no_repeat_ngram_size": 1, "sequence_bias": [[[0], -99.0]]}
+    made = processed(engine("null", "chain", "match", eos=(0,)), **late)
+    made = Engine.of(made, drafter=Ends())
+    generation = made.generate([PROMPTS[0]], V + 9)
+    assert generation.tokens[0][-1] == 0
+    assert len(generation.tokens[0]) == V - 1
+    assert generation.trace.acceptance.cut == 4, "accepted behind the EOS, where no token is left"

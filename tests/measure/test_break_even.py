@@ -5,10 +5,12 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -118,6 +120,21 @@ def test_profile_is_kept_by_device(pairing, measured, monkeypatch):
     here.replace(break_even.table_path(pairing))  # a table of elsewhere in the place of this one
     break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 3
+
+
+def test_profile_is_kept_by_sampling_and_processors(tiny_folders, tmp_path, store):
+    """Each costs time in every round: a sort of the vocabulary, a pass over the text."""
+    folder = Path(shutil.copytree(tiny_folders[0], tmp_path / "target"))
+    told: tuple[dict, ...] = {}, {"repetition_penalty": 1.1}, {"bad_words_ids": [[5], [6, 7]]}
+    cuts = {}, {"top_k": 9}, {"top_p": 0.5}, {"min_p": 0.1}
+    paths = []
+    for settings, cut in itertools.product(told, cuts):
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        pairing = api.load(str(folder), "ngram", 2, temperature=1.0, **cut)
+        paths.append(break_even.table_path(pairing))
+        assert break_even.table_path(pairing) == paths[-1], "the same from call to call"
+        assert json.loads(json.dumps(break_even.about(pairing))) == break_even.about(pairing)
+    assert len(set(paths)) == len(told) * len(cuts)
 
 
 def test_damaged_profile_is_measured_again(pairing, measured):

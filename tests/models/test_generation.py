@@ -58,7 +58,8 @@ def test_every_setting_that_can_be_refused_has_a_value_here():
     ("setting", "value"),
     [("repetition_penalty", 0), ("repetition_penalty", "x"), ("no_repeat_ngram_size", "two"),
      ("bad_words_ids", [[]]), ("bad_words_ids", 3), ("sequence_bias", [3]),
-     ("suppress_tokens", ["a"]), ("eos_token_id", [{"id": 3}])],
+     ("suppress_tokens", ["a"]), ("suppress_tokens", list(range(9999))),
+     ("eos_token_id", [{"id": 3}])],
 )  # fmt: skip
 def test_a_setting_with_a_wrong_value_is_one_line(setting, value, folder):
     with pytest.raises(UserError, match=setting) as refusal:
