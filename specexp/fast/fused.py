@@ -136,6 +136,12 @@ def gated(wide: Tensor) -> Tensor:
 
 
 @op
+def gated_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`gated` of the product of x [rows, E]."""
+    return gated(product(x, weight, bias))
+
+
+@op
 def turned(qkv: Tensor, layer: Layer, sight: Sight, cache: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, H, n, d] of qkv [B * n, (H + 2K) d], rotated by their positions (Su et al. 2021),
     and a layer's whole cache [B, K, S, d] of keys and values, into which theirs were written."""
@@ -194,8 +200,7 @@ class Layer:
         q, keys, values = turned(qkv, self, sight, cache)
         heads = attention(q, keys, values, sight, self.scale)
         x, read = added(x, product(heads, self.out, self.out_bias), self.after)
-        read = product(read, self.up, self.up_bias)
-        read = gated(read)
+        read = gated_products(read, self.up, self.up_bias)
         return added(x, product(read, self.down, self.down_bias), then)
 
 

@@ -440,6 +440,14 @@ def gated(dice: Dice) -> Case:
     return Case((dice.odd(wide),), near=COARSE[dtype])
 
 
+def gated_products(dice: Dice) -> Case:
+    dtype = dice.choice(KINDS if dice.device.type == "cuda" else KINDS[:2])
+    rows, E, hidden = dice.choice([1, 3, 16, 17]), dice.choice([4, 33, 200]), dice.choice([3, 40])
+    x, weight = dice.normal(rows, E).to(dtype), dice.normal(2 * hidden, E).to(dtype)
+    bias = dice.normal(2 * hidden).to(dtype) if dice.often() else None
+    return Case((dice.odd(x), weight / E**0.5, bias), near=COARSE[dtype])
+
+
 INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     sampling.likeliest: likeliest,
     sampling.ranked: ranked,
@@ -467,6 +475,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     fused.turned: turned,
     fused.added: added,
     fused.gated: gated,
+    fused.gated_products: gated_products,
 }
 
 

@@ -1,12 +1,15 @@
 """Attention over a static cache: a row's keys are read up to its length and no further.
 
 A pass has few queries and many keys, so each program takes all query heads of one key head, and the
-keys of a row are split among programs (Dao et al. 2023, Flash-Decoding). They share the length that
-there is: the launch does not depend on it, so one graph serves every length. No mask is made: a
-line of tokens is masked by its own slots, and of a tree the booleans of its tokens are read.
+keys of a row are split among programs (Dao et al. 2023, Flash-Decoding); the last of them to finish
+puts the parts together. They share the length that there is: the launch does not depend on it, so
+one graph serves every length. No mask is made: a line of tokens is masked by its own slots, and of
+a tree the booleans of its tokens are read.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
@@ -22,10 +25,10 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def attend(
-    q, keys, values, slots, visible, out, parts, stats, scale, n, slots_b, slots_n, q_b, q_h, q_n,
-    k_b, k_h, k_s, v_b, v_h, v_s, visible_b, visible_n, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, TREE: tl.constexpr,
+    q, keys, values, slots, visible, out, parts, stats, ended, scale, n, slots_b, slots_n, q_b,
+    q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, visible_b, visible_n, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """A block of queries (tokens times GROUP heads) of one row and key head, over one split of its
     slots. WIDE: D, rounded up to a power of two. scale: that of the scores in base 2."""
@@ -73,23 +76,36 @@ def attend(
         mean = mean / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here)
     else:
-        to = to * SPLITS + split
-        tl.store(parts + (to * D)[:, None] + d[None, :], mean, here)
-        tl.store(stats + to * 2, most, real)
-        tl.store(stats + to * 2 + 1, total, real)
+        tl.store(parts + ((to * SPLITS + split) * D)[:, None] + d[None, :], mean, here)
+        tl.store(stats + (to * SPLITS + split) * 2, most, real)
+        tl.store(stats + (to * SPLITS + split) * 2 + 1, total, real)
+        tl.debug_barrier()  # all of this program has written before it says so
+        ended += tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
+        if tl.atomic_add(ended, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(ended, 0)  # for the next launch
+            most = tl.full([QUERIES], -float("inf"), tl.float32)
+            total = tl.zeros([QUERIES], tl.float32)
+            mean = tl.zeros([QUERIES, WIDE], tl.float32)
+            for part in range(SPLITS):
+                its = to * SPLITS + part
+                new = tl.load(stats + its * 2, real, other=0.0, cache_modifier=".cg")
+                more = tl.maximum(most, new)
+                level = tl.where(more == -float("inf"), 0.0, more)
+                fading, weight = tl.exp2(most - level), tl.exp2(new - level)
+                sums = tl.load(stats + its * 2 + 1, real, other=0.0, cache_modifier=".cg")
+                total = total * fading + sums * weight
+                means = parts + (its * D)[:, None] + d[None, :]
+                means = tl.load(means, here, other=0.0, cache_modifier=".cg")
+                mean = mean * fading[:, None] + means * weight[:, None]
+                most = more
+            mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here)
 
 
-@triton.jit
-def merge(parts, stats, out, D: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr):
-    """The mean of one query over all splits of its slots."""
-    query, split, d = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, WIDE)
-    most = tl.load(stats + (query * SPLITS + split) * 2)
-    total = tl.load(stats + (query * SPLITS + split) * 2 + 1)
-    weight = tl.exp2(most - tl.max(most, 0))  # of an empty split: 0
-    at = ((query * SPLITS + split) * D)[:, None] + d[None, :]
-    mean = tl.sum(tl.load(parts + at, (d < D)[None, :], other=0.0) * weight[:, None], 0)
-    mean = mean / tl.sum(total * weight, 0)
-    tl.store(out + query * D + d, mean.to(out.dtype.element_ty), d < D)
+@cache  # never freed: recorded graphs count in it
+def counters(device: torch.device) -> Tensor:
+    """How many programs of each group have ended: 0 between launches, which share a stream."""
+    return torch.zeros(FILLED, dtype=torch.int32, device=device)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
@@ -107,11 +123,10 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: floa
     blocks = triton.cdiv(H // K * n, tile["QUERIES"])
     attend[B * K, splits, blocks](
         q, keys, values, slots, slots if visible is None else visible, out, parts, stats,
-        scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3], *keys.stride()[:3],
-        *values.stride()[:3], *at, HEADS=K, GROUP=H // K, TREE=visible is not None, **tile,
+        counters(q.device), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
+        *keys.stride()[:3], *values.stride()[:3], *at, HEADS=K, GROUP=H // K,
+        TREE=visible is not None, **tile,
     )  # fmt: skip
-    if splits > 1:
-        merge[B * n * H,](parts, stats, out, D=d, WIDE=tile["WIDE"], SPLITS=splits)
     return out
 
 

@@ -76,6 +76,7 @@ if importlib.util.find_spec("triton") is not None:
         fused.turned: layers.turned,
         fused.added: layers.added,
         fused.gated: layers.gated,
+        fused.gated_products: layers.gated_products,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
         Sampling.law: sampling.law,

@@ -71,6 +71,9 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     yield Call("added", fused.added, (x, x, norm(E)), 4 * x.numel() * size)
     wide = some(B * n, 2 * HIDDEN)
     yield Call("gated", fused.gated, (wide,), wide.numel() * size * 3 // 2)
+    if B * n <= 16:
+        both = some(2 * HIDDEN, E)
+        yield Call("gated products", fused.gated_products, (x, both, None), both.numel() * size)
 
     p, noise = some(B, n, V, of=torch.float32), Noise(0)
     keys = torch.arange(B * n, device=device).view(B, n)
