@@ -63,8 +63,8 @@ def bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write the results (JSON) here, and a figure (PNG) per suite beside it; in a "
-            "folder the file is named by device, dtype and target."
+            help="Write the results (JSON) here; in a folder the file is named by device, dtype "
+            "and target."
         ),
     ] = None,
     against: Annotated[
@@ -114,8 +114,6 @@ def bench(
         )
         if out:
             files.write(out, json.dumps(report, indent=1))
-            picture = out.with_name(f"{out.stem}-{name}.png")
-            hardware.figure(name, result).savefig(picture, dpi=110, bbox_inches="tight")
         if not as_json:
             tables, notes = hardware.tables(name, result)
             console.print(*tables, *notes, "", soft_wrap=True, sep="\n")

@@ -45,7 +45,7 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
         left.set_title(in_words(fit, context))
         _roofs(right, costs, n, seconds)
         for axes in (left, right):
-            axes.axvline(knee, color=PREDICTED, lw=1, ls=":")
+            axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
             batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
         title(figure,

@@ -1,31 +1,15 @@
-"""Results of `specexp bench` as tables and figures. Nothing here measures."""
+"""Results of `specexp bench` as tables. Nothing here measures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.table import Table
 
-from specexp.figures.style import (
-    DOUBTFUL,
-    PLAIN,
-    PREDICTED,
-    SPECULATIVE,
-    batch_axis,
-    canvas,
-    ends,
-    panels,
-    stacked,
-    title,
-)
-from specexp.measure import statistics
+from specexp.figures.style import DOUBTFUL
 from specexp.measure.hardware.phases import PHASES
 from specexp.measure.hardware.suites import WORK
-from specexp.measure.statistics import Interval
 
 PARTS = {"weights": "weights", "K, V": "cache", "work": "work"}
 AXES = {
@@ -49,15 +33,6 @@ def tables(name: str, suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "memory": _memory,
     }  # fmt: skip
     return views[name](suite)
-
-
-def figure(name: str, suite: dict[str, Any]) -> Figure:
-    drawn = {"peers": over_peers, "roofline": floors, "round": phases, "scale": growth,
-             "memory": shares}  # fmt: skip
-    return drawn[name](suite)
-
-
-# --- tables --------------------------------------------------------------------------------------
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
@@ -210,110 +185,3 @@ def _memory(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "operations allocate inside;",
         "ratio: measured over predicted; measured on a CPU: the tensors alive",
     ]
-
-
-# --- figures -------------------------------------------------------------------------------------
-
-
-def over_peers(suite: dict[str, Any]) -> Figure:
-    """Tokens/s of both sides, one pair of bars per comparison."""
-    rows = [row for row in suite["rows"] if row["ratio"]]
-    with canvas(8.5, 1.6 + 0.6 * len(rows)) as (drawn, axes):
-        for at, row in enumerate(rows):
-            axes.barh(at - 0.2, row["their_tok_s"], 0.38, color=PLAIN)
-            axes.barh(at + 0.2, row["tok_s"], 0.38, color=SPECULATIVE)
-            axes.text(max(row["tok_s"], row["their_tok_s"]), at, f"  {times(row['ratio'])}",
-                      va="center")  # fmt: skip
-        axes.set_yticks(range(len(rows)), [f"{WORK[r['work']]}, batch {r['batch']}" for r in rows])
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.35 * max(max(r["tok_s"], r["their_tok_s"]) for r in rows))
-        axes.set_xlabel("delivered tokens/s, prefill included (grey: theirs)")
-        verdicts = [f"{WORK[row['work']]} {_verdict(row['ratio'])}" for row in rows[:3]]
-        title(drawn, f"specexp over theirs: {', '.join(verdicts)}")
-    return drawn
-
-
-def _verdict(ratio: dict[str, Any]) -> str:
-    interval = Interval(**ratio)
-    return times(ratio) if interval.low == interval.high else statistics.verdict(interval)
-
-
-def floors(suite: dict[str, Any]) -> Figure:
-    """Every pass beside its two references: its bytes at the copy's bandwidth, and its bare matrix
-    products."""
-    rows = suite["rows"]
-    with canvas(8.5, 1.6 + 0.8 * len(rows)) as (drawn, axes):
-        for at, row in enumerate(rows):
-            memory = 1e-6 * row["bytes"] / suite["copy"]["gb_s"]
-            bars = ((memory, PLAIN), (row["bare_ms"], PREDICTED), (row["ms"], SPECULATIVE))
-            for line, (ms, colour) in enumerate(bars, -1):
-                axes.barh(at + 0.26 * line, ms, 0.25, color=colour)
-        labels = ("its bytes at the copy's bandwidth", "bare matrix products", "the pass")
-        for colour, label in zip((PLAIN, PREDICTED, SPECULATIVE), labels, strict=True):
-            axes.barh(0, 0, color=colour, label=label)
-        axes.set_yticks(range(len(rows)), [f"{r['model']}, {_count(r['tokens'])}" for r in rows])
-        axes.invert_yaxis()
-        axes.set_xlabel("ms")
-        axes.legend(loc="lower right")
-        step = rows[0]
-        title(drawn, f"A one-token pass of {step['model']} takes {times(step['over_bare'])} its "
-                     "bare matrix products")  # fmt: skip
-    return drawn
-
-
-def _count(tokens: int) -> str:
-    return f"{tokens} tokens" if tokens > 1 else "1 token"
-
-
-def phases(suite: dict[str, Any]) -> Figure:
-    """A plain and a speculative round as stacked phases; the mark is the clean loop's round."""
-    sides = {"plain": suite["plain"], f"γ = {suite['gamma']}": suite["fast"]}
-    ms = [{phase: side["phases"][phase]["ms"] for phase in PHASES} for side in sides.values()]
-    with canvas(8.5, 3.0) as (drawn, axes):
-        _marked(axes, [side["round_ms"] for side in sides.values()], "clean loop")
-        stacked(axes, sides, pd.DataFrame(ms))
-        axes.set_xlabel(f"ms a round, {suite['drafter']}")
-        speedup = suite["speedup"]
-        title(drawn,
-              f"Overhead {per_cent(suite['fast']['overhead'])} of a round; speedup "
-              f"{times(speedup['measured'])} measured, {speedup['from_passes']:.2f}x predicted"
-        )  # fmt: skip
-    return drawn
-
-
-def _marked(axes: Axes, values: Sequence[float], label: str) -> None:
-    """A mark at a value on each bar of `stacked`."""
-    axes.plot(values, range(len(values)), "k|", markersize=28, markeredgewidth=2.5, label=label,
-              zorder=3)  # fmt: skip
-
-
-def growth(suite: dict[str, Any]) -> Figure:
-    """Cost of a pass over batch, tokens a row and context, relative to a one-token pass."""
-    with panels(3, 13.5, 4.0) as (drawn, every):
-        for axes, axis in zip(every, ("batch", "tokens", "context"), strict=True):
-            rows = [row for row in suite["rows"] if row["axis"] == axis]
-            x = [row["value"] for row in rows]
-            ratios = pd.DataFrame([row["over_first"] for row in rows])
-            axes.axhline(1, color=PLAIN, lw=1)
-            axes.errorbar(x, ratios["value"], ends(ratios, "value"), fmt="o-", capsize=3,
-                          color=SPECULATIVE)  # fmt: skip
-            batch_axis(axes, x)
-            axes.set_xlabel({"batch": "batch (rows)", "tokens": "tokens a row",
-                             "context": "context (slots)"}[axis])  # fmt: skip
-            axes.set_ylim(0, None)
-        every[0].set_ylabel(f"relative to one token ({suite['rows'][0]['ms']:.2f} ms)")
-        title(drawn, f"A{fitted(suite['fit'])[1:]}")
-    return drawn
-
-
-def shares(suite: dict[str, Any]) -> Figure:
-    """Predicted memory as stacked parts, one bar per batch; the mark is the measured peak."""
-    rows = suite["rows"]
-    with canvas(8.5, 1.8 + 0.5 * len(rows)) as (drawn, axes):
-        _marked(axes, [row["measured"] / 1e6 for row in rows], "measured")
-        sizes = [{label: row[part] / 1e6 for label, part in PARTS.items()} for row in rows]
-        stacked(axes, [f"batch {row['batch']}" for row in rows], pd.DataFrame(sizes))
-        axes.set_xlabel(f"MB at the peak, {suite['drafter']}")
-        off = max(abs(row["ratio"] - 1) for row in rows)
-        title(drawn, f"Peak memory is within {off:.1%} of the prediction from configs")
-    return drawn

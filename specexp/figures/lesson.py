@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pandas as pd
+from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
@@ -16,12 +20,14 @@ from specexp.figures.style import (
     batch_axis,
     canvas,
     ends,
+    marks,
     panels,
     title,
 )
 from specexp.figures.tokens import COLOURS, HATCHED, symbols
 from specexp.measure.lesson import LEAST, fit
 from specexp.measure.summaries import rounds_s, step_s
+from specexp.serving.cost_table import Costs
 
 
 def by_hand(table: pd.DataFrame) -> Figure:
@@ -73,7 +79,8 @@ def overlap_bars(table: pd.DataFrame) -> Figure:
         ):
             axes.bar(x + dx, table["shared"], 0.36, color=COLOURS["accepted"],
                      label="min(p, q): drafted and accepted" if dx < 0 else None)  # fmt: skip
-            axes.bar(x + dx, table[extra], 0.36, table["shared"], color=COLOURS[name], label=label)
+            axes.bar(x + dx, table[extra], 0.36, table["shared"], color=COLOURS[name],
+                     hatch=HATCHED[name], edgecolor="white", label=label)  # fmt: skip
             for at, height in zip(x, table["shared"] + table[extra], strict=True):
                 axes.text(at + dx, height, "q" if dx < 0 else "p", ha="center", va="bottom")
         _tokens(axes, table)
@@ -140,6 +147,7 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         right.set_xticks(drafts["gamma"])
         each = drafting.sum() / drafts["gamma"].sum()
         right.set_title(f"A draft token costs {each:.2f} plain steps")
+        title(figure, "")
     return figure
 
 
@@ -161,7 +169,7 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
                   label="tokens a round")  # fmt: skip
         left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
                   color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
-        right.set_title(gamma_panel(right, measured, predicted))
+        title(figure, gamma_panel(right, measured, predicted))
         left.set(xlabel="draft length γ", xticks=predicted["gamma"],
                  ylabel="tokens, or plain steps", ylim=(0, None))  # fmt: skip
         left.legend()
@@ -187,5 +195,50 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
         speedup_panel(right, by_batch, "batch")
         batch_axis(right, by_batch["batch"])
-        right.set_title(crossing(by_batch))
+        title(figure, crossing(by_batch))
     return figure
+
+
+def pays(
+    costs: Costs, batches: Sequence[int] = (1, 4, 16, 64), alphas: Sequence[float] = (0.5, 0.7, 0.9)
+) -> Figure:  # fmt: skip
+    """Predicted speedup over draft length, a panel a batch and a line an acceptance probability
+    (the same at every position), from a table of measured costs."""
+    gammas, context = costs.gammas[1:], costs.contexts[0]
+    values = {
+        (a, b): [costs.speedup(b, g, [a] * g, context) for g in gammas]
+        for a in alphas
+        for b in batches
+    }
+    looks = marks([f"α = {alpha:g}" for alpha in alphas])
+    with panels(len(batches), 2 + 3 * len(batches), 3.8, sharey=True) as (figure, every):
+        for axes, batch in zip(every, batches, strict=True):
+            axes.axhline(1, color=PLAIN, lw=1.5)
+            for alpha, (name, look) in zip(alphas, looks.items(), strict=True):
+                axes.plot(gammas, values[alpha, batch], label=name, **look)
+            axes.set(xlabel="draft length γ", xticks=gammas, ylim=(0, 3), title=f"batch {batch}")
+        every[0].set_ylabel("predicted speedup")
+        every[0].legend()
+        most = max(alphas)
+        pay = [str(b) for b in batches if max(values[most, b]) > 1]
+        best = max(max(values[most, b]) for b in batches)
+        where = f"at batch {', '.join(pay)}, {best:.2f}x at most" if pay else "at none of these"
+        about = f"{costs.about['target']} with {costs.about['drafter']}, {costs.about['device']}"
+        title(figure, f"{about}: with acceptance probability {most:g} a draft pays {where}")
+    return figure
+
+
+def sliders(costs: Costs) -> Any:
+    """`pays` at a batch and an acceptance probability chosen with sliders."""
+    try:
+        from ipywidgets import FloatSlider, SelectionSlider, interactive
+    except ImportError:
+        return "There are no sliders here (pip install ipywidgets): the figure above shows the same"
+
+    def show(batch: int, alpha: float) -> None:
+        display(pays(costs, [batch], [alpha]))
+
+    return interactive(
+        show, batch=SelectionSlider(options=costs.batches),
+        alpha=FloatSlider(0.8, min=0.05, max=0.95, step=0.05, continuous_update=False),
+    )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from specexp.figures.pairings import speedup_panel
 from specexp.figures.style import INK, PLAIN, batch_axis, ends, key, marks, panels, per_cent, title
@@ -99,7 +100,7 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
         lasts = {name: table["end_s"].max() for name, table in tables.items()}
         names = sorted(lasts, key=lasts.__getitem__)
         done = dict.fromkeys([names[0], names[-1]])
-        each = [f"{lasts[name]:.0f} s under {name}" for name in done]
+        each = [f"{lasts[name]:.3g} s under {name}" for name in done]
         title(figure, f"The same arrivals: all answered after {', '.join(each)}")
     return figure
 
@@ -117,8 +118,10 @@ def latencies(answers: pd.DataFrame, finding: str) -> Figure:
                           **look | {"markevery": 0.2, "markersize": 5})  # fmt: skip
             axes.axhline(0.95, color=INK, lw=0.8, ls=":")
             axes.set(xlabel=f"{kind.upper()} (ms)", xscale="log", ylim=(0, 1.02))
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter("{x:g}")
-        every[0].set_ylabel("share of requests answered within")
+            axes.minorticks_off()
+        every[0].set_ylabel("share of requests")
         per_cent(every[0])
         key(figure, every[0])
         title(figure, finding)

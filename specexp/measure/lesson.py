@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -23,8 +24,9 @@ from specexp.measure import interleave
 from specexp.measure.hardware.roofline import CONTEXT, PASSES, a_pass
 from specexp.measure.hardware.suites import TOKENS
 from specexp.measure.one_pairing import lone_tree
-from specexp.measure.prompts import Prompt
+from specexp.measure.prompts import SHIPPED, Prompt
 from specexp.sequences import Sequences
+from specexp.serving.cost_table import Costs
 from specexp.tree import Tree
 
 ROWS = 64  # copies of a position that are sampled in one pass
@@ -202,4 +204,20 @@ def passes(
         {"tokens": n, "ms": 1e3 * interleave.median_s(turns[n]), "times": t.value, "low": t.low,
          "high": t.high}
         for n, t in times.items()
+    )  # fmt: skip
+
+
+# --- when it pays --------------------------------------------------------------------------------
+
+
+def shipped() -> Costs:
+    """The times of rounds of target-10m with sibling-3m that data/measurements holds."""
+    file = json.loads((SHIPPED.parent / "measurements" / "load_aware.json").read_text())
+    costs = file["costs"]
+    gammas = tuple(costs["gammas"])
+    none = np.zeros(1)
+    return Costs(
+        file["about"], tuple(costs["batches"]), tuple(1 + g for g in gammas),
+        tuple(costs["contexts"]), np.array(costs["verify_ms"]) / 1e3, gammas,
+        np.array(costs["draft_ms"]) / 1e3, (1,), none, none,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tables and figures of the suites of `specexp bench`."""
+"""Tables of the suites of `specexp bench`."""
 
 from rich.console import Console
 
@@ -22,4 +22,3 @@ def test_peers_table_shows_missing_and_differing():
     assert "2.00x [1.50, 2.50]" in printed.get()
     assert "90.0 %, ties: 1, unexplained: 2" in printed.get()
     assert notes[0] == "draft model: because"
-    assert "plain 2.00x faster" in hardware.figure("peers", report).get_suptitle()

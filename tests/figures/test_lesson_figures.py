@@ -1,10 +1,13 @@
 """The figures of the lesson say what their tables say."""
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from specexp import figures
+from specexp.measure import lesson
 
 JUDGED = pd.DataFrame(
     [
@@ -80,16 +83,36 @@ def test_price_states_pass_and_draft_costs():
 
 def test_together_states_prediction_and_best():
     predicted = pd.DataFrame({"gamma": [0, 2, 4], "speedup": [1.0, 1.2, 0.9], "tokens": [1, 2, 2]})
-    left, right = figures.lesson.together(COSTS, predicted, MEASURED).axes
-    assert title(left) == "Predicted to pay at γ = 2"
-    assert title(right) == "At γ = 2 1.30x faster [1.20, 1.40]; predicted 1.20x"
+    figure = figures.lesson.together(COSTS, predicted, MEASURED)
+    assert title(figure.axes[0]) == "Predicted to pay at γ = 2"
+    assert figure.get_suptitle() == "At γ = 2 1.30x faster [1.20, 1.40]; predicted 1.20x"
 
 
 def test_tension_leaves_out_batches_beyond_the_curve():
     by_batch = MEASURED.rename(columns={"gamma": "batch"}).assign(batch=[1, 8])
-    left, right = figures.lesson.tension(PASSES, by_batch, 3).axes
-    assert [text.strip() for text in texts(left) if text] == ["batch 1: 1.5x"]  # 8 end at 32
-    assert title(right) == "1.30x at batch 1; stops paying between batch 1 and 8"
+    figure = figures.lesson.tension(PASSES, by_batch, 3)
+    assert [text.strip() for text in texts(figure.axes[0]) if text] == [
+        "batch 1: 1.5x"
+    ]  # 8 end at 32
+    assert figure.get_suptitle() == "1.30x at batch 1; stops paying between batch 1 and 8"
+
+
+def test_pays_says_where_and_sliders_draw_the_same(monkeypatch):
+    costs = lesson.shipped()
+    figure = figures.lesson.pays(costs, [1, 64], [0.5, 0.9])
+    best = max(costs.speedup(1, g, [0.9] * g, 128) for g in costs.gammas[1:])
+    words = figure.get_suptitle().replace("\n", " ")
+    assert f"with acceptance probability 0.9 a draft pays at batch 1, {best:.2f}x at most" in words
+    none = figures.lesson.pays(costs, [64], [0.1]).get_suptitle().replace("\n", " ")
+    assert none.endswith("pays at none of these")
+    drawn = []
+    monkeypatch.setattr(figures.lesson, "display", drawn.append)
+    widget = figures.lesson.sliders(costs)
+    widget.update()
+    widget.children[0].value = 16
+    assert drawn[-1].axes[0].get_title(loc="left") == "batch 16"
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert "pip install" in figures.lesson.sliders(costs)
 
 
 @pytest.mark.parametrize("name", figures.__all__)

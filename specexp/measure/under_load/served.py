@@ -177,7 +177,7 @@ def by_policy(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFr
     )
 
 
-def timeline(steps: Sequence[ServerStep], bins: int = 120) -> pd.DataFrame:
+def timeline(steps: Sequence[ServerStep], bins: int = 60) -> pd.DataFrame:
     """The load over time. One row a bin, with columns end_s (seconds); live and waiting (mean
     requests); and two shares: speculated (of rows), kept (of draft tokens accepted). Raises
     UserError when nothing was served."""
