@@ -29,7 +29,7 @@ from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
 from specexp.models.cache import rounded
-from specexp.models.load import DTYPES, smaller, weight_bytes
+from specexp.models.load import DTYPES, smaller, state_bytes, weight_bytes
 from specexp.models.servable import context as in_words
 from specexp.models.servable import reach
 from specexp.serving import fleet, policies
@@ -177,16 +177,20 @@ def needed(
     tokens: int,
 ) -> memory.Need:
     """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
-    Heads are small beside their target and are left out."""
+    Heads are small beside their target and are left out. A draft model feeds a token again."""
     draft = prepared.config
     models = [request.config, *([draft] if draft else [])]
     own = models[:1] if draft == request.config else models  # a target that drafts for itself
     size, slots = dtype.itemsize, rounded(tokens + request.tree.room)
     law = memory.law_bytes("any", request.sampling.temperature)
-    caches = zip(models, (1, prepared.slots), strict=False)
+    caches = (
+        slots * times * memory.kv_bytes(model, size)
+        + (request.tree.room + again + 1) * state_bytes(model, dtype)
+        for model, times, again in zip(models, (1, prepared.slots), (0, 1), strict=False)
+    )
     return memory.Need(
         sum(weight_bytes(model, dtype) for model in own),
-        sum(batch * slots * times * memory.kv_bytes(model, size) for model, times in caches),
+        batch * sum(caches),
         memory.work_bytes(models, size, batch, slots, tokens, len(request.tree), law),
     )
 

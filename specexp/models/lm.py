@@ -22,7 +22,7 @@ from specexp.models.cache import SlotCache
 from specexp.models.layers import layers
 from specexp.models.memory import PREFILL
 from specexp.models.processors import unprocessed
-from specexp.models.recurrent import States, Stepwise, examine, spans, stepwise
+from specexp.models.recurrent import States, Stepwise, examine, spans, state_bytes, stepwise
 from specexp.models.servable import reach
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict
@@ -166,8 +166,7 @@ class LM:
     @property
     def state_bytes_per_row(self) -> int:
         """Bytes of the states kept of each row, however long it is."""
-        states = (x for part in self.net.parts for x in part.states.values())
-        return (self.room + self.again + 1) * sum(x.nbytes for x in states)
+        return (self.room + self.again + 1) * state_bytes(self.net.parts)
 
     def allocate(self, B: int, S: int) -> None:
         """Replace the cache by an empty one of B rows of S slots. Raises UserError if it does not

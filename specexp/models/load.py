@@ -32,7 +32,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUA
 from transformers.utils import logging as transformers_logging
 
 from specexp.errors import UserError, first_line, ran_out, refusing
-from specexp.models import int8, memory
+from specexp.models import int8, memory, recurrent
+from specexp.models.layers import layers
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib
 from specexp.models.servable import inside, servable, sound
@@ -48,6 +49,7 @@ TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 # modules in use, by source, files, dtype and device
 _IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 _COUNTED: dict[tuple[str, bool], tuple[int, int]] = {}  # by config, see `_sizes`
+_STATES: dict[tuple[str, torch.dtype], int] = {}  # by config, see `state_bytes`
 _PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
 
 
@@ -241,6 +243,17 @@ def weight_bytes(config: Any, dtype: torch.dtype) -> int:
     return numbers * dtype.itemsize + int8_bytes
 
 
+def state_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the states that a model keeps of a row for each slot, from its config alone."""
+    if not any(layer.has_state for layer in layers(config)):
+        return 0
+    described = config.to_json_string(use_diff=False), dtype
+    if described not in _STATES:
+        net = Unfused.of(_without_weights(config, dtype))
+        _STATES[described] = recurrent.state_bytes(net.parts)
+    return _STATES[described]
+
+
 def smaller(config: Any, dtype: torch.dtype, free: int) -> str:
     """Advice for when the weights do not fit into `free` bytes."""
     if dtype.itemsize > 2 and weight_bytes(config, torch.bfloat16) <= free:
@@ -387,13 +400,20 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
     return module
 
 
+def _without_weights(config: Any, dtype: torch.dtype) -> Any:
+    """The model on `meta`. Its experts run as those do whose shapes depend on no routing."""
+    config = copy.deepcopy(config)
+    config._experts_implementation = "batched_mm"
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 def _sizes(config: Any) -> tuple[int, int]:
     """The number of weights in the model's dtype, and the bytes of the quantised ones."""
     quantised = bool(getattr(config.get_text_config(), "quantised", ""))
     described = config.to_json_string(use_diff=False), quantised
     if described not in _COUNTED:
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        module = _without_weights(config, torch.float32)
         weights = [part.weight for part in int8.linears(module)] if quantised else []
         numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
         _COUNTED[described] = numbers, int8.int8_bytes(weights)

@@ -34,8 +34,8 @@ class Need:
 
     def __str__(self) -> str:
         return (
-            f"{gib(self.total)} GiB ({gib(self.weights)} of weights, {gib(self.cache)} of keys and "
-            f"values, {gib(self.work)} to work in)"
+            f"{gib(self.total)} GiB ({gib(self.weights)} of weights, {gib(self.cache)} of keys, "
+            f"values and states, {gib(self.work)} to work in)"
         )
 
 

@@ -278,6 +278,11 @@ def stepwise(module: Any) -> tuple[Any, tuple[Stepwise, ...]]:
 _TWINS: WeakKeyDictionary[Any, tuple[Any, tuple[Stepwise, ...]]] = WeakKeyDictionary()
 
 
+def state_bytes(parts: Sequence[Stepwise]) -> int:
+    """Bytes of the states of one row after one token."""
+    return sum(x.nbytes for part in parts for x in part.states.values())
+
+
 def spans(
     start: int, stop: int, again: int, parts: Sequence[Stepwise]
 ) -> Iterator[tuple[int, int, bool]]:
@@ -295,20 +300,22 @@ def spans(
 @torch.inference_mode()
 def examine(parts: Sequence[Stepwise], cache: SlotCache, run: Callable[[Tensor], Any]) -> None:
     """See what modules with states consist of, by passes `run(slots [1, n])` of their network over
-    a cache of one row and eight slots, and whether they continue a text at once."""
+    a cache of one row and eight slots, and whether they continue a text at once: that not on
+    `meta`, where there are shapes alone."""
     device = next(parts[0].parameters()).device
+    cache.aim(slice(0, 1), first_slot := torch.zeros(1, 1, dtype=torch.int64, device=device), 8)
+    run(first_slot)
+    if device.type == "meta":
+        return
+    states = cache.states = States([part.states for part in parts], 1, 7, 0, device)
 
     def feed(first: int, last: int, start: int | None) -> list[list[Tensor]]:
         slots = torch.arange(first, last, device=device)[None]
         cache.aim(slice(0, 1), slots, 8)
-        if cache.states is None:
-            run(slots)
-            cache.states = States([part.states for part in parts], 1, 7, 0, device)
-        cache.states.aim(slice(0, 1), slots, slots, None, start)
+        states.aim(slice(0, 1), slots, slots, None, start)
         run(slots)
-        return [[x[-1].clone() for x in part.values()] for part in cache.states.buffers]
+        return [[x[-1].clone() for x in part.values()] for part in states.buffers]
 
-    feed(0, 1, 0)
     feed(0, 5, 0)
     for part, at_once, stepwise in zip(parts, feed(5, 8, 5), feed(5, 8, None), strict=True):
         pairs = zip(at_once, stepwise, strict=True)

@@ -1,10 +1,12 @@
 """What is reckoned from configs alone is what is there, and what does not fit is refused."""
 
 import gc
+import shutil
 
 import pytest
 import torch
 from conftest import tiny_llama
+from support import architectures, hybrids
 from support.tiny import module
 from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig
 
@@ -16,7 +18,7 @@ from specexp.fast.cpu.passes import Native
 from specexp.measure import feasible, parameters
 from specexp.measure.hardware import peak_memory
 from specexp.measure.prompts import Prompt
-from specexp.models import load, memory
+from specexp.models import load, memory, recurrent
 from specexp.models.load import of_module
 from specexp.models.memory import Need, gib, kv_bytes, law_bytes, pass_bytes, work_bytes
 from specexp.policy import Fixed
@@ -170,10 +172,63 @@ def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
         assert held <= feasible.needed(plan, ready, torch.float32, 1, tokens).cache
 
 
+STATEFUL = [name for name in hybrids.CONFIGS if name != "recurrent_gemma"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_bytes_need_no_weights(name, dtype):
+    net = AutoModelForCausalLM.from_config(hybrids.CONFIGS[name](), dtype=dtype)
+    assert (
+        load.state_bytes(net.config, dtype) == recurrent.state_bytes(of_module(net).net.parts) > 0
+    )
+
+
+def test_state_bytes_of_experts_depend_on_no_routing():
+    net = architectures.build("qwen3_next")
+    held = recurrent.state_bytes(of_module(net).net.parts)
+    assert load.state_bytes(net.config, net.dtype) == held > 0
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tiny_folders, tmp_path_factory):
+    folder = shutil.copytree(tiny_folders[0], tmp_path_factory.mktemp("hybrid") / "hybrid")
+    config = hybrids.CONFIGS["qwen3_5"]()
+    config.vocab_size = load.read_config(folder).vocab_size
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("drafter", "tree"), [("ngram", "chain"), ("", "chain"), ("", "3x2")])
+def test_needed_covers_the_states_of_every_slot_of_a_round(hybrid_folder, drafter, tree):
+    named = {"target": hybrid_folder, "drafter": drafter or hybrid_folder, "gamma": 3, "tree": tree}
+    pairing = api.load(**named)
+    pairing.generate(["def mean(values):"] * 4, 20)
+    [options] = feasible.each_pairing(named | {"max_new_tokens": 20})
+    plan, ready = api.prepare(api.Once(), *options.items())
+    tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
+    needed = feasible.needed(plan, ready, torch.float32, 4, tokens).cache
+    for each in (model := pairing.engine.models):
+        needed -= 4 * each.cache.size * each.kv_bytes_per_token
+        held = (each.cache.states.of_row(row) for row in range(4))
+        needed -= sum(x.nbytes for states in held for x in states)
+    assert needed == 0, f"of {len(model)} caches"
+
+
+def test_check_refuses_states_that_do_not_fit(hybrid_folder, little):
+    weights = load.weight_bytes(load.read_config(hybrid_folder), torch.float32)
+    little(weights + 2_000_000)
+    [line] = check([hybrid_folder, "ngram"], batch=4096)
+    fits = int(line.split("a batch of ")[1].split()[0])
+    plain = memory.kv_bytes(load.read_config(hybrid_folder).get_text_config(), 4)
+    assert check([hybrid_folder, "ngram"], batch=fits) == []
+    assert fits * 64 * plain < 1_000_000, "keys alone would fit in a batch of twice that"
+
+
 def test_gib_and_need_are_readable():
     assert [gib(x * 2**30) for x in (0.0042, 0.1, 12.34, 123.4)] == ["0.004", "0.1", "12.3", "123"]
     said = str(Need(2**30, 2**29, 2**28))
-    assert said == "1.8 GiB (1.0 of weights, 0.5 of keys and values, 0.2 to work in)"
+    assert said == "1.8 GiB (1.0 of weights, 0.5 of keys, values and states, 0.2 to work in)"
 
 
 def test_work_bytes_is_the_largest_phase():
