@@ -255,7 +255,7 @@ def load(
         model = load_model(locate(target), name, dtype, where(device), vocab)
     else:
         model = of_module(target, name_of(target), facts[1])
-    model = model.processed(_processors(options, facts, model.device))
+    model = model.apart(process=_processors(options, facts, model.device))
     return _assemble(model, tokenizer, **options)
 
 

@@ -25,6 +25,8 @@ from numpy.typing import ArrayLike
 
 from specexp.errors import UserError
 
+BEYOND = 1.05  # a speedup of so many times the acceptance length is more than noise,
+MISSED = 3.0  # and so is a prediction missed by this factor: something else took the time
 LONGEST = 1000  # draft tokens per round; `best_gamma` stops here if they are free
 
 
@@ -141,6 +143,14 @@ def tokens_of_round(conditional: Sequence[float]) -> float:
     for alpha in conditional:
         _check(alpha=alpha)
     return 1 + math.fsum(accumulate(conditional, mul))
+
+
+def credible(speedup: float, length: float, predicted: float | None = None) -> bool:
+    """Whether a measured speedup can be what it says. A pass over several tokens is not faster than
+    over one, so it cannot exceed the acceptance length; nor is a prediction from the same machine
+    missed threefold. Where either happens, something else took the time of one side."""
+    missed = speedup / predicted if predicted else 1.0
+    return speedup <= BEYOND * length and 1 / MISSED < missed < MISSED
 
 
 def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:

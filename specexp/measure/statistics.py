@@ -33,12 +33,13 @@ UNSEEN = 3.0
 SIGNS = np.array([-1, 1])
 RESAMPLES = 4000
 TAIL = 0.025
+NOT_CREDIBLE = "not credible: was the machine busy?"
 _TINY = np.finfo(float).tiny
 
 
 class Interval(NamedTuple):
     """A value with its 95 % interval. doubt: that there are too few units, and how many more are
-    needed; "" if there are enough. A single repeat has low = high = value."""
+    needed, or that it is not credible; "" if neither. A single repeat has low = high = value."""
 
     value: float
     low: float
@@ -234,7 +235,8 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
 
 def verdict(speedup: Interval) -> str:
     """The speedup in words: faster or slower only if the interval excludes 1."""
-    if speedup.doubt and (speedup.low <= 1 <= speedup.high or speedup.low == speedup.high):
+    open_ = speedup.low <= 1 <= speedup.high or speedup.low == speedup.high
+    if speedup.doubt == NOT_CREDIBLE or (speedup.doubt and open_):
         return f"{speedup.value:.2f}x, but {speedup.doubt}"
     if speedup.low > 1:
         return f"{speedup.value:.2f}x faster"

@@ -14,7 +14,7 @@ import pandas as pd
 
 from specexp import theory
 from specexp.measure import statistics
-from specexp.measure.statistics import Draws, Interval
+from specexp.measure.statistics import NOT_CREDIBLE, Draws, Interval
 from specexp.trace import Acceptance
 
 MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
@@ -80,13 +80,16 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     samples: rows of `one_pairing.latency`, `duel` or `throughput`. Columns: that one; speedup with
     its interval low, high and doubt (see `statistics.Interval`); tok_s and plain_tok_s (tokens a
     second); acceptance length and rate. All intervals hold at once, so that any row may be picked.
+    A target pass over several tokens is never faster than over one, so a speedup above the
+    acceptance length is not credible.
 
     Column promised, the same in all rows: the speedup that picking the fastest promises, free of
     the luck by which it came out first (see `promised`)."""
     parts = dict(list(samples.groupby(by)))
     timed = statistics.together([speedup(part) for part in parts.values()])
     rows = [
-        {by: key, "speedup": s.value, "low": s.low, "high": s.high, "doubt": s.doubt}
+        {by: key, "speedup": s.value, "low": s.low, "high": s.high}
+        | {"doubt": s.doubt if theory.credible(s.value, pooled(part).length) else NOT_CREDIBLE}
         | {"tok_s": part["tokens"].sum() / part["s"].sum()}
         | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
         | {"length": pooled(part).length, "rate": pooled(part).rate}
@@ -245,8 +248,10 @@ def latency_metrics(
     at_best = samples[samples["gamma"] == best["gamma"]]
     metrics, series = acceptance_metrics(at_best)
     by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
+    expected = by_gamma[best["gamma"]]
     metrics |= _headline(best) | {
-        "speedup/predicted": by_gamma[best["gamma"]],
+        "speedup/credible": float(theory.credible(best["speedup"], best["length"], expected)),
+        "speedup/predicted": expected,
         "speedup/best_gamma": best["gamma"],
         "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
         "latency/tpot_ms": 1e3 / best["tok_s"],
@@ -302,6 +307,7 @@ def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
 def _headline(row: pd.Series) -> dict[str, float]:
     return {
         "speedup/measured": row["speedup"], "speedup/ci_low": row["low"],
+        "speedup/credible": float(theory.credible(row["speedup"], row["length"])),
         "speedup/ci_high": row["high"], "throughput/tok_s": row["tok_s"],
         "throughput/plain_tok_s": row["plain_tok_s"],
     }  # fmt: skip

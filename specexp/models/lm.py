@@ -140,13 +140,9 @@ class LM:
         self.fault = torch.zeros(0)
         self.room, self.again = 1, 0
 
-    def apart(self, name: str = "") -> LM:
-        """The same weights with a cache of their own, and perhaps another name."""
-        return LM(self.module, name or self.name, self.vocab, self.net, self.process)
-
-    def processed(self, process: Callable[[Draft, Tensor], Tensor]) -> LM:
-        """The same weights with a cache of their own, and logits that `process` makes."""
-        return LM(self.module, self.name, self.vocab, self.net, process)
+    def apart(self, name: str = "", process: Callable[[Draft, Tensor], Tensor] | None = None) -> LM:
+        """The same weights with a cache of their own, and perhaps another name or `process`."""
+        return LM(self.module, name or self.name, self.vocab, self.net, process or self.process)
 
     def after(self, text: Sequence[int], logits: Tensor) -> Tensor:
         """What `process` makes of the module's logits [n, V] after the last n tokens of a text."""

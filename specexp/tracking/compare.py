@@ -86,6 +86,8 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
         given[fact] = _differing(runs[f"tags.{fact}"])
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
+    credible = _metric(runs, "speedup/credible", "{:.0f}")
+    view["timing"] = credible.map({"0": "not credible"}).fillna("")
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
     for category in categories(runs):
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")

@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from specexp import files
+from specexp import files, theory
 from specexp.errors import UserError
 from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
@@ -29,7 +29,6 @@ TEMPLATE = "report.html"
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_FIGURES = 40  # of one experiment: some megabytes
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
-MISSED = 3.0  # how far a predicted speedup may be off before a timing is doubted
 TIMED = ("speedup/", "latency/", "throughput/")
 
 
@@ -98,12 +97,12 @@ class Run:
         reasons = []
         speedup, length = metrics.get("speedup/measured"), metrics.get("acceptance/length")
         predicted = metrics.get("speedup/predicted")
-        if speedup and length and speedup > length:
+        if speedup and length and speedup > theory.BEYOND * length:
             reasons.append(
                 f"a speedup of {speedup:.2f}x with {length:.2f} tokens per target pass is not "
                 "credible"
             )
-        if speedup and predicted and not 1 / MISSED < speedup / predicted < MISSED:
+        if speedup and predicted and not 1 / theory.MISSED < speedup / predicted < theory.MISSED:
             reasons.append(f"{speedup:.2f}x was measured where {predicted:.2f}x was predicted")
         if (drift := _drift(self.rounds)) > DRIFT:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")

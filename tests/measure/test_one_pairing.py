@@ -12,7 +12,7 @@ from support.questions import PROMPTS
 from specexp import api
 from specexp.drafters import Drafter
 from specexp.errors import UserError
-from specexp.measure import one_pairing, summaries
+from specexp.measure import one_pairing, statistics, summaries
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
 
@@ -80,6 +80,20 @@ def test_repeats_of_a_drafter_that_remembers_are_not_pooled(pairing, caplog):
     assert samples.groupby("arm")["repeat"].nunique().to_dict() == {"remembers": 1, "model": 3}
     [line] = [r.message for r in caplog.records if "remembers" in r.message]
     assert "tokens a pass in repeats of the same prompts" in line
+
+
+def test_speedup_above_the_acceptance_length_is_marked(latency):
+    """Nothing that its tokens explain makes a stream ten times as fast: the machine did."""
+    busy = latency.assign(plain_s=10 * latency["s"])
+    measured = summaries.speedups(busy, "gamma")
+    assert set(measured["doubt"]) == {statistics.NOT_CREDIBLE}
+    assert "but not credible: was the machine busy?" in summaries.verdict(measured.iloc[0])
+    predictions = pd.DataFrame({"gamma": measured["gamma"], "speedup": measured["speedup"]})
+    assert summaries.latency_metrics(busy, predictions)[0]["speedup/credible"] == 0
+    calm = latency.assign(plain_s=latency["s"])
+    right, wrong = predictions.assign(speedup=1.0), predictions.assign(speedup=4.0)
+    assert summaries.latency_metrics(calm, right)[0]["speedup/credible"] == 1
+    assert summaries.latency_metrics(calm, wrong)[0]["speedup/credible"] == 0
 
 
 def test_repeats_do_not_narrow_intervals(latency, throughput):

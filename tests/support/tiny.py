@@ -205,7 +205,7 @@ def processed(made: Engine, **config: object) -> Engine:
     """An engine whose target's generation config says this."""
     target, said = made.target, GenerationConfig(eos_token_id=0, **config)
     process = generation.processors(said, "tiny", target.vocab, target.device)
-    return Engine.of(made, target=target.processed(process))
+    return Engine.of(made, target=target.apart(process=process))
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ def processed_toy(rule: Rule, drafter: str) -> Engine:
     made = toy_engine(rule, drafter)
     bias = SequenceBias({(1, 2, 0): -torch.inf}, 3, torch.device("cpu"))
     steps = [RepetitionPenalty(0.5), NoRepeatNgram(3), bias]
-    target = made.target.processed(Processors(steps))
+    target = made.target.apart(process=Processors(steps))
     after = target.module.after
     target.module.after = lambda text: by_hand(tuple(text), after(text))
     return Engine.of(made, target=target)
