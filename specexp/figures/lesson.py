@@ -26,7 +26,7 @@ from specexp.figures.style import (
 )
 from specexp.figures.tokens import COLOURS, HATCHED, symbols
 from specexp.measure.lesson import LEAST, fit
-from specexp.measure.summaries import rounds_s, step_s
+from specexp.measure.summaries import busy, rounds_s, step_s
 from specexp.serving.cost_table import Costs
 
 
@@ -195,7 +195,7 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
         speedup_panel(right, by_batch, "batch")
         batch_axis(right, by_batch["batch"])
-        title(figure, crossing(by_batch))
+        title(figure, crossing(by_batch) + busy(by_batch))
     return figure
 
 
@@ -210,13 +210,13 @@ def pays(
         for a in alphas
         for b in batches
     }
-    looks = marks([f"α = {alpha:g}" for alpha in alphas])
-    with panels(len(batches), 2 + 3 * len(batches), 3.8, sharey=True) as (figure, every):
+    looks = list(marks(["lowest α", "middle α", "highest α"]).values())
+    with panels(len(batches), 5 + 2.5 * len(batches), 3.8, sharey=True) as (figure, every):
         for axes, batch in zip(every, batches, strict=True):
             axes.axhline(1, color=PLAIN, lw=1.5)
-            for alpha, (name, look) in zip(alphas, looks.items(), strict=True):
-                axes.plot(gammas, values[alpha, batch], label=name, **look)
-            axes.set(xlabel="draft length γ", xticks=gammas, ylim=(0, 3), title=f"batch {batch}")
+            for alpha, look in zip(alphas, looks, strict=False):
+                axes.plot(gammas, values[alpha, batch], label=f"α = {alpha:g}", **look)
+            axes.set(xlabel="draft length γ", xticks=gammas, ylim=(0, 2.5), title=f"batch {batch}")
         every[0].set_ylabel("predicted speedup")
         every[0].legend()
         most = max(alphas)

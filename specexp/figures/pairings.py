@@ -33,9 +33,20 @@ from specexp.figures.style import (
 )
 from specexp.measure import statistics
 from specexp.measure.prompts import NAMES
-from specexp.measure.summaries import fastest, gains, leads, length, pooled, step_s, units, verdict
+from specexp.measure.summaries import (
+    busy,
+    fastest,
+    gains,
+    leads,
+    length,
+    pooled,
+    step_s,
+    units,
+    verdict,
+)
 from specexp.trace import Acceptance
 
+LEAST = 0.8  # plain steps that a verification takes at the least, timing noise included
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 
@@ -210,7 +221,7 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
             every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
         every[0].set_yticks(range(len(table)), table["arm"])
         every[0].invert_yaxis()
-        title(figure, _first(table, behind))
+        title(figure, _first(table, behind) + busy(table))
     return figure
 
 
@@ -262,14 +273,16 @@ def round_costs(costs: pd.DataFrame) -> Figure:
         axes.axvline(1, color=PLAIN, lw=1.5)
         axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
         draft, check = parts["draft"], parts["verify"]
+        doubt = f"; {statistics.NOT_CREDIBLE}" * bool(check.min() < LEAST)
         if by == "arm":
             dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
             title(figure, f"Most expensive draft: {dearest}, {draft.max():.2f} plain steps; "
-                          f"verification: {slowest}, {check.max():.2f}")  # fmt: skip
+                          f"verification: {slowest}, {check.max():.2f}{doubt}")  # fmt: skip
         else:
             gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
+            drafting = f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps{doubt}"
             title(figure, f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
-                          f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
+                          f"{drafting}")  # fmt: skip
     return figure
 
 
@@ -289,7 +302,10 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
     axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
     axes.legend(loc="lower left")
     best, by_gamma = fastest(measured), predicted.set_index("gamma")["speedup"]
-    return f"At γ = {best['gamma']:.0f} {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"
+    return (
+        f"At γ = {best['gamma']:.0f} {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"
+        + busy(measured, by_gamma[measured["gamma"]])
+    )
 
 
 def speedup_panel(axes: Axes, table: pd.DataFrame, by: str, **look: Any) -> None:
@@ -332,7 +348,7 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
                           marker="s", ls="--")  # fmt: skip
             axes.legend(loc="lower left")
         batch_axis(axes, by_batch["batch"])
-        title(figure, crossing(by_batch))
+        title(figure, crossing(by_batch) + busy(by_batch))
     return figure
 
 

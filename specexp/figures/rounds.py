@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from specexp.api import Output
 
 CHARACTER = 0.115  # inches
+TOLD = 10  # rounds that a share should rest on
 
 
 def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
@@ -46,7 +47,7 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
 
 def trees(edges: pd.DataFrame) -> Figure:
     """Drafts as trees, a panel each: on the edge to a draft token how often it was accepted where
-    its parent was; from `one_pairing.edges`."""
+    its parent was, faint where that were few rounds; from `one_pairing.edges`."""
     if edges.empty:
         return nothing("Every draft here is grown: no two rounds have the same tree")
     arms = {name: part.reset_index(drop=True) for name, part in edges.groupby("arm", sort=False)}
@@ -57,7 +58,9 @@ def trees(edges: pd.DataFrame) -> Figure:
         for axes, (name, part), x in zip(every, arms.items(), places, strict=True):
             for node, edge in part[1:].iterrows():
                 across, up = [x[edge["parent"]], x[node]], [edge["depth"] - 1, edge["depth"]]
-                axes.plot(across, up, color=SPECULATIVE, lw=0.5 + 7 * edge["rate"], zorder=1)
+                faint = 0.3 if part["accepted"][edge["parent"]] < TOLD else 1.0
+                axes.plot(across, up, color=SPECULATIVE, lw=0.5 + 7 * edge["rate"], zorder=1,
+                          alpha=faint)  # fmt: skip
                 axes.text(np.mean(across), np.mean(up), f"{edge['rate']:.0%}", ha="center",
                           va="center", fontsize=9,
                           bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip

@@ -86,7 +86,7 @@ def nothing(why: str) -> Figure:
 
 def title(figure: Figure, text: str) -> None:
     """What a figure shows, in as many lines as its width needs, and below it the subject."""
-    wide = int(11.5 * figure.get_figwidth())
+    wide = int(10.2 * figure.get_figwidth())
     lines = textwrap.wrap(text, wide, break_long_words=False)
     figure.suptitle("\n".join([*lines, *textwrap.wrap(_subject, wide)]), x=0.01, ha="left",
                     fontsize=12)  # fmt: skip

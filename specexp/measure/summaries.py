@@ -203,6 +203,14 @@ def verdict(row: pd.Series) -> str:
     return f"{statistics.verdict(speedup)} [{speedup.low:.2f}, {speedup.high:.2f}]"
 
 
+def busy(measured: pd.DataFrame, predicted: pd.Series | None = None) -> str:
+    """For the end of a title: that a row of `speedups` is not credible; "" if all are. predicted:
+    their speedups, row by row."""
+    expected = [None] * len(measured) if predicted is None else predicted
+    rows = zip(measured["speedup"], measured["length"], expected, strict=True)
+    return "" if all(theory.credible(*row) for row in rows) else f"; {NOT_CREDIBLE}"
+
+
 def leads(table: pd.DataFrame, column: str) -> bool:
     """Whether the row with the largest value is certainly the first: whether its interval (low,
     high) lies above all others."""

@@ -72,7 +72,7 @@ COSTS = pd.DataFrame({"gamma": [0, 2, 4], "draft_s": [0.0, 0.5, 1.0],
                       "verify_s": [1.0, 1.2, 1.5], "rest_s": 0.0})  # fmt: skip
 MEASURED = pd.DataFrame({"gamma": [2, 4], "speedup": [1.3, 0.8], "low": [1.2, 0.7],
                          "high": [1.4, 0.9], "doubt": "", "tok_s": 1.0,
-                         "plain_tok_s": 1.0, "promised": 1.3})  # fmt: skip
+                         "plain_tok_s": 1.0, "promised": 1.3, "length": 2.0})  # fmt: skip
 
 
 def test_price_states_pass_and_draft_costs():

@@ -152,3 +152,14 @@ def test_gain_within_noise_is_not_called_faster():
     assert "no clear difference" in title(figures.pairings.over_gamma(measured, predicted))
     measured["low"] = 1.05
     assert "1.10x faster" in title(figures.pairings.over_gamma(measured, predicted))
+
+
+def test_timings_that_cannot_be_are_said():
+    assert "not credible" in title(figures.pairings.forest(arms((2.5, 2.4, 2.6))))
+    measured = arms((1.5, 1.4, 1.6)).assign(gamma=2)
+    predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 4.6]})
+    assert "not credible" in title(figures.pairings.over_gamma(measured, predicted))
+    costs = pd.DataFrame({"gamma": [0, 2], "draft_s": [0, 1], "verify_s": [1, 0.5], "rest_s": 0.0})
+    assert "not credible" in title(figures.pairings.round_costs(costs))
+    costs["verify_s"] = [1, 1.2]
+    assert "busy" not in title(figures.pairings.round_costs(costs))

@@ -157,7 +157,7 @@ def written(page: str) -> str:
 def draw() -> None:
     """The two figures of README: its table, and the rounds of its snippet."""
     columns = {"drafter": "arm", "speedup/measured": "speedup", "speedup/ci_low": "low",
-               "speedup/ci_high": "high"}  # fmt: skip
+               "speedup/ci_high": "high", "acceptance/length": "length"}  # fmt: skip
     table = drafters().rename(columns=columns)
     steps_s = 1e3 / load("drafters")["plain_step_ms"]
     table = table.assign(promised=table["speedup"].max(), doubt="", plain_tok_s=steps_s)

@@ -214,6 +214,21 @@ def test_overview_shows_what_differs_and_was_logged(store):
     assert set(view["exact"]) == {"yes"}
 
 
+def test_paths_are_cut_where_that_tells_them_apart():
+    far = ["/models/a/target", "/models/b/target"]
+    runs = pd.DataFrame({"params.drafter": ["/models/a/draft", "ngram"], "params.target": far})
+    assert list(compare.short(runs)["params.drafter"]) == ["draft", "ngram"]
+    assert list(compare.short(runs)["params.target"]) == far
+
+
+def test_a_parameter_of_some_experiments_only_is_no_column():
+    runs = pd.DataFrame(
+        {"experiment": ["a", "b", "b"], "params.rows": [None, "8", "8"],
+         "params.gamma": ["3", "3", "4"], "metrics.speedup/measured": 1.5}
+    )  # fmt: skip
+    assert list(compare.overview(runs)) == ["experiment", "speedup", "gamma"]
+
+
 def test_overview_marks_lossy_and_simulated_figures():
     names = ["exact/pass", "exact/bugs", "throughput/tok_s", "acceptance/rate"]
     rows = [(1, 0, 9, 0.5), (0, 0, 9, 0.5), (0, 2, 9, 0.5), (1, 0, 9, 0.5)]
