@@ -81,7 +81,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
         rate.plot(first["hour"] + 0.5, first["rate"], color=INK, lw=1, ls=":")
         rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
         rate.grid(False)
-        axes.legend(loc="upper left")
+        axes.legend(loc="lower center")
         title(figure, f"SIMULATED day: {_saving(hours)}")
     return figure
 
@@ -101,4 +101,5 @@ def day_title(days: pd.DataFrame, replicas: int) -> str:
     """The title of `under_load.latencies` for a simulated day."""
     good = days.set_index("policy")["goodput/share"]
     shares = ", ".join(f"{name} {share:.1%}" for name, share in good.items())
-    return f"SIMULATED day on {replicas} replicas; requests within the limits: {shares}"
+    fleet = f"{replicas} replica{'s' * (replicas > 1)}"
+    return f"SIMULATED day on {fleet}; requests within the limits: {shares}"

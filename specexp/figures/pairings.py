@@ -53,12 +53,7 @@ PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 def by_category(samples: pd.DataFrame) -> Figure:
     """Acceptance rate by pairing and category as a heat map, with the interval and the number n of
     prompts in each cell; samples from `one_pairing.acceptance`. Hatched: too few prompts."""
-    rows = []
-    for (pairing, category), part in samples.groupby(["pairing", "category"], sort=False):
-        rate = statistics.share(*units(part, "accepted", "drafted"))
-        n = part["question_id"].nunique()
-        rows.append({"pairing": pairing, "category": category, "n": n, **rate._asdict()})
-    rates = pd.DataFrame(rows)
+    rates = _rates(samples, "category")
     few = rates["high"] - rates["low"] > FEW
     between = "[" + (100 * rates[["low", "high"]]).round().astype(int).astype(str).agg(
         ", ".join, axis=1) + "]\n"  # fmt: skip
@@ -77,6 +72,16 @@ def by_category(samples: pd.DataFrame) -> Figure:
     )
     return heat(table, f"Acceptance rate of {hardest['pairing']} by kind of text: {claim}",
                 notes, hatched)  # fmt: skip
+
+
+def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The acceptance rate of each pairing and value of `by`, as columns value, low, high, with the
+    number n of prompts."""
+    return pd.DataFrame(
+        {"pairing": pairing, by: key, "n": part["question_id"].nunique()}
+        | statistics.share(*units(part, "accepted", "drafted"))._asdict()
+        for (pairing, key), part in samples.groupby(["pairing", by], sort=False)
+    )
 
 
 def heat(
@@ -132,11 +137,7 @@ def by_position(samples: pd.DataFrame) -> Figure:
 def by_temperature(samples: pd.DataFrame) -> Figure:
     """Acceptance rate over temperature, one line per pairing; samples from
     `one_pairing.acceptance`."""
-    rows = []
-    for (pairing, temperature), part in samples.groupby(["pairing", "temperature"], sort=False):
-        rate = statistics.share(*units(part, "accepted", "drafted"))
-        rows.append({"pairing": pairing, "temperature": temperature, **rate._asdict()})
-    rates = pd.DataFrame(rows).sort_values("temperature")
+    rates = _rates(samples, "temperature").sort_values("temperature")
     first = samples["pairing"].iloc[0]
     with canvas() as (figure, axes):
         for pairing, look in marks(dict.fromkeys(samples["pairing"])).items():
