@@ -71,6 +71,9 @@ class Output(Generation):
         counts = self.acceptance
         return counts.emitted / counts.passes if counts.passes else float("nan")
 
+    def __repr__(self) -> str:
+        return f"Output({self.acceptance})"
+
     def _repr_html_(self) -> str:
         from specexp.figures import cards
 

@@ -70,6 +70,7 @@ def test_an_output_shows_its_rows_and_what_was_accepted(pairing):
     assert page.count("<details>") == 8
     assert "<p>and 2 more rows</p>" in page
     assert f"all 10 rows: {output.acceptance}" in page
+    assert repr(output) == f"Output({output.acceptance})"
 
 
 def test_the_card_of_a_pairing_says_how_it_was_loaded(pairing):
