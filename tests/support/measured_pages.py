@@ -12,13 +12,16 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 import specexp
 from specexp import figures
+from specexp.measure import statistics
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "data" / "measurements"
@@ -130,6 +133,17 @@ def all_drafters() -> str:
     )  # fmt: skip
 
 
+def few_prompts() -> str:
+    """notebooks/README: what few prompts say of speedups that are the same on all of them."""
+    words = []
+    for n in (10, 20):
+        same = (statistics.speedup(np.full(n, s), *np.ones((3, n))) for s in np.arange(1, 3, 0.01))
+        unsure = list(takewhile(lambda speedup: speedup.low <= 1, same))
+        said = statistics.verdict(unsure[0]).rpartition("but ")[2]
+        words.append(f'with {n} prompts one below {unsure[-1].value + 0.01:.2f}x is "{said}"')
+    return paragraph(f"if all show the same speedup, {', '.join(words)}.", 100)
+
+
 def spread() -> str:
     """measurements/README: one pairing at two streams, in three files."""
     loops = pd.DataFrame(load("load_aware")["closed_loop"]).set_index(["policy", "load"])["speedup"]
@@ -145,7 +159,7 @@ def spread() -> str:
 
 
 TEXTS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (results, eight_bits, all_drafters, spread)
+    f.__name__: f for f in (results, eight_bits, all_drafters, few_prompts, spread)
 }
 
 
