@@ -1,6 +1,6 @@
 """The speculative round: draft, verify, accept, commit. Everything else is chosen beforehand.
 
-The round has no `if` on kinds of things: plain decoding is the null drafter, greedy decoding a
+The round has no `if` on kinds of things: plain decoding is the drafter `plain`, greedy decoding a
 one-hot distribution, a chain a tree, and a roll back a shorter length. Inside `round` nothing is
 read back to the host, so a recorder may replay it whole (recording.py); the loop around it makes
 one small read per round to learn which rows are done, on a GPU while the next round is running.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, too_short
-from specexp.drafters.null import Null
+from specexp.drafters.plain import Plain
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models.lm import LM, Forward
 from specexp.models.servable import context
@@ -149,7 +149,7 @@ class Engine:
 
     def plain(self) -> Engine:
         """Ordinary decoding with the same target, sampling and noise: the baseline."""
-        return Engine.of(self, drafter=Null(), policy=Fixed(Tree.chain(0)), rule=Match())
+        return Engine.of(self, drafter=Plain(), policy=Fixed(Tree.chain(0)), rule=Match())
 
     def start(self, seqs: Sequences, tree: Tree, hold: int = 1) -> Callable[[], Reports]:
         """Begin a round; see `Recorder.start`."""

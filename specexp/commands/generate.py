@@ -38,10 +38,7 @@ def generate(
     drafter: Drafter = default("drafter"),
     draft: Annotated[
         str | None,
-        typer.Option(
-            help="The drafter's ARGUMENT as its own option: --drafter eagle --draft FOLDER is "
-            "--drafter eagle:FOLDER."
-        ),
+        typer.Option(hidden=True, help="The drafter's ARGUMENT as an option of its own."),
     ] = None,
     gamma: Gamma = None,
     tree: Annotated[
@@ -62,7 +59,9 @@ def generate(
     dtype: Dtype = default("dtype"),
     device: Device = default("device"),
     seed: Seed = default("seed"),
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue.", rich_help_panel="Prompts")
+    ] = None,
     prompts: Annotated[str | None, option("prompts", "Instead of --prompt.")] = None,
     limit: Annotated[int | None, option("limit", "With --prompts.")] = None,
     chat: Chat = False,
@@ -97,7 +96,7 @@ def generate(
     texts = in_chat(texts, pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         console.print(f"{texts}\n", style="dim")
-    plain = pairing.with_(drafter="null")
+    plain = pairing.with_(drafter="plain")
     for number, text in enumerate(question.text for question in texts):
         plain_s, speculative_s, output = _timed(plain, pairing, text, max_new_tokens)
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)

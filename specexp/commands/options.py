@@ -15,9 +15,18 @@ from specexp.terminal import Terminal, harmless
 console = Terminal(markup=False, emoji=False, highlight=False)  # messages are not markup
 
 
-def option(name: str, more: str = "") -> Any:
+PANELS = {  # of --help, and the parameters in each
+    "Models": ("target", "drafter", "dtype", "device"),
+    "Drafting": ("gamma", "tree", "rule", "policy"),
+    "Sampling": ("temperature", "top_k", "top_p", "min_p", "sampling", "seed"),
+    "Prompts": ("prompts", "limit", "chat", "max_new_tokens"),
+}
+
+
+def option(name: str, more: str = "", *flags: str) -> Any:
     """The option for a parameter, explained as notebooks explain it. `more`: sentences after it."""
-    return typer.Option(help=help_of(name, more))
+    panel = next((panel for panel, names in PANELS.items() if name in names), None)
+    return typer.Option(*flags, help=help_of(name, more), rich_help_panel=panel)
 
 
 def default(name: str) -> Any:
@@ -28,7 +37,7 @@ Target = Annotated[str, option("target", "NAME+int8: with 8-bit weights.")]
 Drafter = Annotated[str, option("drafter", "`model` is the target's draft in the zoo.")]
 Gamma = Annotated[int | None, option("gamma", "Default: 5, or the drafter's longest if shorter.")]
 Temperature = Annotated[float, option("temperature")]
-Chat = Annotated[bool, typer.Option("--chat", help=help_of("chat"))]
+Chat = Annotated[bool, option("chat", "", "--chat")]
 OwnSampling = Annotated[str, option("sampling", "`do_sample` false is greedy.")]
 MaxNewTokens = Annotated[int, option("max_new_tokens")]
 Dtype = Annotated[str, option("dtype")]

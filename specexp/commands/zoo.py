@@ -155,7 +155,7 @@ def _train_draft(
     from specexp.measure import prompts
     from specexp.zoo import drafts
 
-    pairing = specexp.load(target, "null", temperature=drafts.TEMPERATURE, device=device)
+    pairing = specexp.load(target, "plain", temperature=drafts.TEMPERATURE, device=device)
     L = pairing.target.config.num_hidden_layers
     layers = max(1, L // 8) if layers is None else layers
     drafts.kept(L, layers)

@@ -28,7 +28,7 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-PLAIN = ("none", "plain", "off", "never", "baseline")  # what people call the null drafter
+PLAIN = ("none", "off", "never", "baseline")  # what people call the drafter `plain`
 log = logging.getLogger("specexp")
 
 
@@ -231,7 +231,7 @@ def prepare(request: Request) -> Prepared:
     if request.method not in methods():
         near = difflib.get_close_matches(request.method, methods(), n=1)
         if request.method in PLAIN:
-            near = ["null"]
+            near = ["plain"]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
             f"drafter {request.method!r} is unknown{hint} (use one of {', '.join(methods())}; a "

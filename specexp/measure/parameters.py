@@ -253,9 +253,11 @@ PARAMETERS: dict[str, Parameter] = {
 
 
 def help_of(name: str, more: str = "") -> str:
-    """What a parameter is, as sentences, for `--help`."""
+    """What a parameter is, as sentences, for `--help`; a value that comes first stays as it is."""
     text = PARAMETERS[name].help
-    return f"{text[0].upper()}{text[1:]}. {more}".strip()
+    first = text.split()[0]
+    value = first.endswith(",") or first == PARAMETERS[name].default
+    return f"{text[0] if value else text[0].upper()}{text[1:]}. {more}".strip()
 
 
 def as_markdown() -> str:

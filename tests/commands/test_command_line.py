@@ -121,7 +121,7 @@ def test_generate_json_has_tokens_rounds_acceptance_exactness(run, tiny_folders)
     assert made["exact"] == {"pass": True, "lossy": "", "detectable_tv": None} | counts
 
 
-@pytest.mark.parametrize("drafter", ["null", "ngram"])
+@pytest.mark.parametrize("drafter", ["null", "plain", "ngram"])
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_generate_under_match_ignores_the_drafter(run, tiny_folders, drafter, temperature):
     options = ("generate", "--target", tiny_folders[0], "--temperature", temperature, "--json")
@@ -176,7 +176,7 @@ def test_generate_reads_prompts_file_and_writes_json_lines(run, tiny_folders, tm
     lines = [{"question_id": i, "category": "mine", "turns": [f"text {i}"]} for i in range(3)]
     file.write_text("\n".join(map(json.dumps, lines)))
     _, out, _ = run(
-        "generate", "--target", tiny_folders[0], "--drafter", "null", "--prompts", str(file),
+        "generate", "--target", tiny_folders[0], "--drafter", "plain", "--prompts", str(file),
         "--limit", "2", "--max-new-tokens", "4", "--json",
     )  # fmt: skip
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["text 0", "text 1"]
@@ -185,23 +185,23 @@ def test_generate_reads_prompts_file_and_writes_json_lines(run, tiny_folders, tm
 BAD = {
     "no prompt": ([], "--prompt"),
     "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
-    "empty prompt": (["--prompt", "", "--drafter", "null"], "empty"),
+    "empty prompt": (["--prompt", "", "--drafter", "plain"], "empty"),
     "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "did you mean 'model'?"),
     "like a method": (["--prompt", "a", "--drafter", "draft-model"], "draft model is model:NAME"),
     "draft without model": (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "ngram:x"),
     "unknown draft": (["--prompt", "a", "--draft", "siblin-3m"], "siblin-3m"),
     "no sibling": (["--prompt", "a"], "name one"),
-    "gamma below 0": (["--prompt", "a", "--drafter", "null", "--gamma", "-1"], "gamma is -1"),
+    "gamma below 0": (["--prompt", "a", "--drafter", "plain", "--gamma", "-1"], "gamma is -1"),
     "gamma beyond": (["--prompt", "a", "--drafter", "ngram", "--gamma", "999"], "exceeds the 128"),
-    "temperature": (["--prompt", "a", "--drafter", "null", "--temperature", "-1"], "temperature"),
-    "top-p 0": (["--prompt", "a", "--drafter", "null", "--top-p", "0"], "(0, 1]"),
-    "top-p 2": (["--prompt", "a", "--drafter", "null", "--top-p", "2"], "(0, 1]"),
-    "top-k": (["--prompt", "a", "--drafter", "null", "--top-k", "-1"], "top_k"),
-    "rule": (["--prompt", "a", "--drafter", "null", "--rule", "tipical"], "match, reject"),
-    "dtype": (["--prompt", "a", "--drafter", "null", "--dtype", "int8"], "float32"),
-    "device": (["--prompt", "a", "--drafter", "null", "--device", "tpu"], "cuda"),
-    "tree": (["--prompt", "a", "--drafter", "null", "--tree", "3y2"], "such as 3x2x1"),
-    "tree too big": (["--prompt", "a", "--drafter", "null", "--tree", "99x99"], "at most 1024"),
+    "temperature": (["--prompt", "a", "--drafter", "plain", "--temperature", "-1"], "temperature"),
+    "top-p 0": (["--prompt", "a", "--drafter", "plain", "--top-p", "0"], "(0, 1]"),
+    "top-p 2": (["--prompt", "a", "--drafter", "plain", "--top-p", "2"], "(0, 1]"),
+    "top-k": (["--prompt", "a", "--drafter", "plain", "--top-k", "-1"], "top_k"),
+    "rule": (["--prompt", "a", "--drafter", "plain", "--rule", "tipical"], "match, reject"),
+    "dtype": (["--prompt", "a", "--drafter", "plain", "--dtype", "int8"], "float32"),
+    "device": (["--prompt", "a", "--drafter", "plain", "--device", "tpu"], "cuda"),
+    "tree": (["--prompt", "a", "--drafter", "plain", "--tree", "3y2"], "such as 3x2x1"),
+    "tree too big": (["--prompt", "a", "--drafter", "plain", "--tree", "99x99"], "at most 1024"),
     "tree too wide": (["--prompt", "a", "--drafter", "ngram", "--tree", "999"], "wider than the"),
     "tree too deep": (
         ["--prompt", "a", "--drafter", "ngram", "--tree", "grown:3", "--gamma", "4"],
@@ -219,7 +219,7 @@ BAD = {
         ["--prompt", "a", "--drafter", "suffix", "--rule", "reject", "--temperature", "1"],
         "use rule match",
     ),
-    "lenience": (["--prompt", "a", "--drafter", "null", "--rule", "lenient:2"], "(0, 1]"),
+    "lenience": (["--prompt", "a", "--drafter", "plain", "--rule", "lenient:2"], "(0, 1]"),
     "n-gram": (["--prompt", "a", "--drafter", "ngram:x"], "such as ngram:3"),
     "argument": (["--prompt", "a", "--drafter", "null:3"], "takes no argument"),
     "all layers": (["--prompt", "a", "--drafter", "early_exit:3"], "leave before the last"),
@@ -239,10 +239,10 @@ BAD = {
         ["--prompt", "a", "--drafter", "lookahead:5", "--gamma", "2"],
         "gamma 4 or more",
     ),
-    "prompts file": (["--prompts", "missing.jsonl", "--drafter", "null"], "missing.jsonl"),
-    "empty": (["--prompt", "", "--drafter", "null"], "a prompt is empty"),
-    "too long": (["--prompt", "a b " * 200, "--drafter", "null"], "more than the 128-token"),
-    "no tokens": (["--prompt", "a", "--drafter", "null", "--max-new-tokens", "0"], "1 or more"),
+    "prompts file": (["--prompts", "missing.jsonl", "--drafter", "plain"], "missing.jsonl"),
+    "empty": (["--prompt", "", "--drafter", "plain"], "a prompt is empty"),
+    "too long": (["--prompt", "a b " * 200, "--drafter", "plain"], "more than the 128-token"),
+    "no tokens": (["--prompt", "a", "--drafter", "plain", "--max-new-tokens", "0"], "1 or more"),
 }
 
 
@@ -298,7 +298,7 @@ def test_lossy_rule_is_not_reported_as_exact(run):
 
 
 def test_generate_reports_every_problem_at_once(run, tiny_folders):
-    args = ("--drafter", "null", "--gamma", "-1", "--top-p", "0", "--prompt", "a")
+    args = ("--drafter", "plain", "--gamma", "-1", "--top-p", "0", "--prompt", "a")
     _, _, err = run("generate", "--target", tiny_folders[0], *args)
     assert len(err.strip().splitlines()) == 2
 

@@ -32,7 +32,7 @@ from specexp import ops
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.early_exit import lower
 from specexp.drafters.model import DraftModel
-from specexp.drafters.null import Null
+from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models.load import of_module
@@ -268,7 +268,7 @@ def test_garbage_in_stale_slots_does_not_change_the_text(seed):
     rng = random.Random(seed)
     plain = expected("llama", 40)
 
-    class Scripted(Null):
+    class Scripted(Plain):
         context = CONTEXT
 
         def propose(self, seqs, tree, _):

@@ -8,7 +8,7 @@ from conftest import tiny_llama
 
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
-from specexp.drafters.null import Null
+from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure import costs
@@ -99,7 +99,7 @@ def test_measure_takes_a_plain_engine(engine):
     table = costs.measure(engine.plain(), [[1, 2]], [1], [0], [16], repeats=1)
     assert table.gammas == (0,)
     assert table.verify_s(1, 1, 16) > 0
-    assert isinstance(engine.plain().drafter, Null)
+    assert isinstance(engine.plain().drafter, Plain)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specexp.drafters.null import Null
+from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models import lm as lms
@@ -253,7 +253,7 @@ def test_module_is_probed_once_and_left_without_cache(monkeypatch):
 def test_probe_passes_nan_weights_and_generate_raises():
     net = copy.deepcopy(module("gpt2"))
     net.transformer.wte.weight.data[::2] = torch.nan
-    greedy = Engine(of_module(net), Null(), Fixed(Tree.chain(0)))
+    greedy = Engine(of_module(net), Plain(), Fixed(Tree.chain(0)))
     with pytest.raises(NonFiniteLogits):
         greedy.generate(PROMPTS, 4)
 

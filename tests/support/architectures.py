@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
-from specexp.drafters.null import Null
+from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models.load import of_module
@@ -213,7 +213,7 @@ def outcome(name: str, lengths: tuple[int, ...], mixes: tuple[str, ...]) -> str:
     expected = [greedy(module, text, NEW) for text in fitting]
     sampling = Sampling(0.0)
     drafters = {
-        "plain": Null(),
+        "plain": Plain(),
         "ngram": NGram(2),
         "self": DraftModel(lm.apart("itself"), sampling),
     }
@@ -227,7 +227,7 @@ def outcome(name: str, lengths: tuple[int, ...], mixes: tuple[str, ...]) -> str:
         assert held == lm.cache.batch * lm.cache.size * lm.kv_bytes_per_token
     if len(fitting) < len(texts):
         with pytest.raises(UserError, match=r"-token context \("):
-            Engine(lm, Null(), Fixed(Tree.chain(0))).generate(texts[-1:], NEW)
+            Engine(lm, Plain(), Fixed(Tree.chain(0))).generate(texts[-1:], NEW)
         return f"right up to {context(lm.config).replace('-token context', ' tokens')}"
     return "right"
 

@@ -31,7 +31,7 @@ from specexp.drafters.lookahead import Lookahead
 from specexp.drafters.medusa import MedusaHeads
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
-from specexp.drafters.null import Null
+from specexp.drafters.plain import Plain
 from specexp.drafters.planted import Planted
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
@@ -127,7 +127,7 @@ def draft_module(dtype: torch.dtype = torch.float64):
 
 def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
     if kind == "null":
-        return Null()
+        return Plain()
     if kind == "ngram":
         return NGram(2)
     if kind == "suffix":

@@ -16,7 +16,7 @@ from torch import Tensor
 from specexp.drafters import Drafter
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
-from specexp.drafters.null import Null
+from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.models.load import of_module
 from specexp.models.processors import NoRepeatNgram, Processors, RepetitionPenalty, SequenceBias
@@ -141,7 +141,7 @@ def toy_engine(
     """A toy of kind p as the target, and one of kind q, or the target's twin, as the drafter."""
     drafting = of_module(Toy(V, q, 1 if twin else 2, blind, dtype), "draft")
     made: dict[str, Drafter] = {
-        "null": Null(),
+        "null": Plain(),
         "ngram": NGram(2),
         "scripted": Scripted(V),
         "drawn": DraftModel(drafting, sampling),

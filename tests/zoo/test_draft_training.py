@@ -49,7 +49,7 @@ def test_cut_computes_what_the_target_does_without_the_other_layers():
 def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
     """Twice in a row the second finds all that the first did."""
     monkeypatch.setattr(drafts, "LENGTH", 32)
-    pairing = specexp.load(str(folder), "null", temperature=0.8)
+    pairing = specexp.load(str(folder), "plain", temperature=0.8)
     prompts = pairing.encode([TEXT[i:] for i in range(24)])
 
     def train():
@@ -66,7 +66,7 @@ def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(shelf, "models", lambda _=None, own=shelf.models: own(tmp_path / "out"))
     fast = specexp.load(str(folder), gamma=2)
     assert fast.drafter == "mine-draft-2"
-    plain = specexp.load(str(folder), "null")
+    plain = specexp.load(str(folder), "plain")
     assert fast.generate(TEXT, 16).tokens == plain.generate(TEXT, 16).tokens
     monkeypatch.setattr(pairing.engine, "generate", None)  # nothing is left to write
     train()
@@ -88,7 +88,7 @@ def test_training_brings_the_draft_nearer(tmp_path):
 
 
 def test_too_few_answers_are_one_line(folder, tmp_path):
-    pairing = specexp.load(str(folder), "null", temperature=0.8)
+    pairing = specexp.load(str(folder), "plain", temperature=0.8)
     with pytest.raises(UserError, match="too few to learn from: raise --minutes") as e:
         drafts.train(pairing.engine, pairing.tokenizer, "mine", [[1], [2]], 2, 1e-4,
                      tmp_path, tmp_path)  # fmt: skip

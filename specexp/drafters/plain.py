@@ -8,8 +8,8 @@ from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 
-class Null(Drafter):
-    name = "null"
+class Plain(Drafter):
+    name = "plain"
     context = 0
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -18,4 +18,4 @@ class Null(Drafter):
 
 def prepare(request: Request) -> Prepared:
     request.nothing()
-    return Prepared(lambda target: Null())
+    return Prepared(lambda target: Plain())
