@@ -224,7 +224,7 @@ def pays(
         best = max(max(values[most, b]) for b in batches)
         where = f"at batch {', '.join(pay)}, {best:.2f}x at most" if pay else "at none of these"
         about = f"{costs.about['target']} with {costs.about['drafter']}, {costs.about['device']}"
-        title(figure, f"{about}: with acceptance probability {most:g} a draft pays {where}")
+        title(figure, f"With acceptance probability {most:g} a draft pays {where}", about)
     return figure
 
 

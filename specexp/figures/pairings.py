@@ -301,7 +301,7 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
               label="predicted from acceptance and pass costs")  # fmt: skip
     axes.set_xlabel("draft length γ")
     axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
-    axes.legend(loc="lower left")
+    axes.legend()
     best, by_gamma = fastest(measured), predicted.set_index("gamma")["speedup"]
     return (
         f"At γ = {best['gamma']:.0f} {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"

@@ -84,11 +84,12 @@ def nothing(why: str) -> Figure:
     return figure
 
 
-def title(figure: Figure, text: str) -> None:
-    """What a figure shows, in as many lines as its width needs, and below it the subject."""
+def title(figure: Figure, text: str, about: str | None = None) -> None:
+    """What a figure shows, in as many lines as its width needs, and below it the subject, or
+    what it is about instead."""
     wide = int(10.2 * figure.get_figwidth())
     lines = textwrap.wrap(text, wide, break_long_words=False)
-    figure.suptitle("\n".join([*lines, *textwrap.wrap(_subject, wide)]), x=0.01, ha="left",
+    figure.suptitle("\n".join([*lines, *textwrap.wrap(_subject if about is None else about, wide)]), x=0.01, ha="left",
                     fontsize=12)  # fmt: skip
 
 

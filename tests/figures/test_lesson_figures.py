@@ -102,9 +102,9 @@ def test_pays_says_where_and_sliders_draw_the_same(monkeypatch):
     figure = figures.lesson.pays(costs, [1, 64], [0.5, 0.9])
     best = max(costs.speedup(1, g, [0.9] * g, 128) for g in costs.gammas[1:])
     words = figure.get_suptitle().replace("\n", " ")
-    assert f"with acceptance probability 0.9 a draft pays at batch 1, {best:.2f}x at most" in words
+    assert f"With acceptance probability 0.9 a draft pays at batch 1, {best:.2f}x at most" in words
     none = figures.lesson.pays(costs, [64], [0.1]).get_suptitle().replace("\n", " ")
-    assert none.endswith("pays at none of these")
+    assert "pays at none of these target-10m with sibling-3m" in none
     drawn = []
     monkeypatch.setattr(figures.lesson, "display", drawn.append)
     widget = figures.lesson.sliders(costs)
