@@ -20,7 +20,8 @@ from torch import Tensor
 from specexp.drafters import Drafter, too_short
 from specexp.drafters.plain import Plain
 from specexp.errors import NonFiniteLogits, UserError
-from specexp.models.lm import LM, Forward
+from specexp.models.lm import LM, Forward, note_emptied
+from specexp.models.processors import unprocessed
 from specexp.models.servable import context
 from specexp.ops import op
 from specexp.policy import Fixed, Load, Plan, Policy
@@ -116,7 +117,8 @@ class Engine:
         self.target.keep(seqs, draft, verdict)
         self.drafter.observe(seqs, draft, verdict, seen)
         counts = seqs.commit(verdict)
-        self.target.note_emptied(seqs, verdict, counts[:, 1:2], seen.logits)
+        if self.target.process is not unprocessed:
+            note_emptied(self.target.fault[seqs.rows], seen.logits, verdict, counts[:, 1:2])
         drafted = draft.tokens.shape[1] > 1
         faults = [lm.fault[seqs.rows] for lm in (self.models if drafted else (self.target,))]
         return round_report(counts, draft.tokens, faults, draft.grade if drafted else None)

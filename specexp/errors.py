@@ -36,6 +36,8 @@ def first_line(e: BaseException) -> str:
     """The first line of an exception's message, with the second if it ends in a colon; its type if
     the message is empty."""
     first, *more = str(e).strip().splitlines() or [type(e).__name__]
+    if isinstance(e, KeyError):  # its message is the key alone
+        first = f"there is no {first}"
     return f"{first.rstrip()} {more[0].strip()}" if more and first.rstrip().endswith(":") else first
 
 

@@ -271,16 +271,6 @@ class LM:
         if not draft.nodes.is_chain:
             self.cache.keep(seqs, verdict)
 
-    def note_emptied(
-        self, seqs: Sequences, verdict: Verdict, emitted: Tensor, logits: Tensor
-    ) -> None:
-        """Note the rows that gained one of their `emitted` [B, 1] tokens where the generation
-        config had ruled out every token: logits [B, N, V] as `verify` returned them."""
-        if self.process is not unprocessed:
-            likeliest = logits.amax(-1).gather(1, verdict.path)
-            gained = torch.arange(likeliest.shape[1], device=self.device) < emitted
-            self.fault[seqs.rows] += (gained & (likeliest == -torch.inf)).any(1)
-
     def why(self, row: int) -> str:
         """What a fault in this row means. Reads from the device."""
         if bool(self.fault[row].isnan()):
@@ -346,6 +336,14 @@ class LM:
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
             positions = positions.clamp(max=self.context - 1)
         return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
+
+
+def note_emptied(fault: Tensor, logits: Tensor, verdict: Verdict, emitted: Tensor) -> None:
+    """Raise fault [B] in rows that gained one of their `emitted` [B, 1] tokens where a generation
+    config had ruled out every token: logits [B, N, V] as `LM.verify` returned them."""
+    likeliest = logits.amax(-1).gather(1, verdict.path)
+    gained = torch.arange(likeliest.shape[1], device=fault.device) < emitted
+    fault += (gained & (likeliest == -torch.inf)).any(1)
 
 
 @op

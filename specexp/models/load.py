@@ -19,7 +19,6 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -279,6 +278,7 @@ def _config(source: str, state: Any) -> Any:
         described, _ = PreTrainedConfig.get_config_dict(str(source))
         sound(described, str(source))
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+        servable(config.get_text_config(), str(source))
     if getattr(config, "auto_map", None):
         raise UserError(
             f"{source} needs remote code, which is never run; use a model transformers knows"
@@ -289,7 +289,6 @@ def _config(source: str, state: Any) -> Any:
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method and not {method, f"{method}_4bit"} & QUANTISED.keys():
         raise UserError(f"{source} is quantised by {method}, which transformers does not know")
-    servable(config.get_text_config(), str(source))
     return config
 
 
@@ -387,8 +386,8 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
             ignore_mismatched_sizes=True,  # reported, as missing ones are, and refused below
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as e:
-        if ran_out(str(e)):
+    except Exception as e:  # of the library that reads the weights: anything
+        if isinstance(e, UserError) or ran_out(str(e)):
             raise
         raise UserError(f"cannot load {name}: {first_line(e)}") from e
     random = [*report["missing_keys"], *report["mismatched_keys"]]  # initialised by transformers
@@ -404,7 +403,8 @@ def _without_weights(config: Any, dtype: torch.dtype) -> Any:
     """The model on `meta`. Its experts run as those do whose shapes depend on no routing."""
     config = copy.deepcopy(config)
     config._experts_implementation = "batched_mm"
-    with torch.device("meta"):
+    what = f"config.json of {config.name_or_path or 'the model'} describes none that can be built"
+    with torch.device("meta"), refusing(what):  # wrong values may raise anything
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

@@ -79,6 +79,10 @@ class NoRepeatNgram:
 
     n: int
 
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError("a sequence has one token or more")
+
     def __call__(self, text: Tensor, length: Tensor, logits: Tensor) -> Tensor:
         if self.n > text.shape[-1]:
             return logits

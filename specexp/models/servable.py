@@ -19,7 +19,7 @@ ALIBI = {"bloom", "mpt"}  # always use ALiBi; Falcon's configs say whether they 
 
 MOST_LAYERS = 4096
 SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"}
-SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head"}
+SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head", "max_position_embeddings"}
 
 
 def sound(described: dict[str, Any], source: str) -> None:
@@ -27,8 +27,13 @@ def sound(described: dict[str, Any], source: str) -> None:
     that are not, and code from a hub."""
     for path, value in _fields(described):
         name, wrong = path.rpartition(".")[2], ""
-        if "implementation" in path and isinstance(value, str) and re.search("[/:|]", value):
-            wrong = "kernels from a hub are never fetched: remove the field"
+        if "implementation" in path and isinstance(value, str):
+            if re.search("[/:|]", value):
+                wrong = "kernels from a hub are never fetched: remove the field"
+            elif "attn" in path and value not in ("eager", "sdpa"):
+                wrong = "it must be eager or sdpa, which take any mask"
+        elif name == "architectures" and not all(isinstance(x, str) for x in _list(value or [])):
+            wrong = "it must be a list of names"
         elif isinstance(value, float) and math.isnan(value):
             wrong = "it must be a number"
         elif name == "eos_token_id" and not all(isinstance(i, int | None) for i in _list(value)):

@@ -195,3 +195,35 @@ def test_code_that_configs_name_is_never_run(folder, tiny_folders):
     edit(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
     specexp.load(str(folder), "ngram", 2).generate("a", 2)
     assert not (folder / "ran").exists()
+
+
+# what configs say
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"architectures": [None]}, "config.json has architectures [None]: it must be a list of"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings -5: it must be 1 or more"),
+        ({"attn_implementation": "flash_attention_2"}, "'flash_attention_2': it must be eager or"),
+        ({"_attn_implementation": "flex_attention"}, "'flex_attention': it must be eager or sdpa"),
+        ({"text_config": {"model_type": "llama"}}, "'dict' object has no attribute"),
+        ({"hidden_act": "softplush"}, "mine describes none that can be built: there is no 'softp"),
+        ({"intermediate_size": -3}, "mine describes none that can be built: Trying to create"),
+        ({"head_dim": 0}, "mine describes none that can be built: 0.0 cannot be raised"),
+        ({"pad_token_id": 99_999}, "mine describes none that can be built: Padding_idx must be"),
+        ({"rope_parameters": {"rope_type": "x"}}, "mine describes none that can be built: there"),
+        ({"num_hidden_layers": 2_000_000_000}, "no model has more than 4096 layers"),
+        ({"intermediate_size": 10**15}, "GiB are free: choose a model of at most"),
+    ],
+)
+def test_config_that_makes_no_model_is_one_line(folder, refused, fields, said):
+    edit(folder / "config.json", **fields)
+    assert said in refused(folder)
+
+
+def test_quantised_folder_whose_library_fails_is_one_line(folder):
+    edit(folder / "config.json", quantization_config={"quant_method": "torchao", "quant_type": "x"})
+    with pytest.raises(UserError, match=r"cannot load mine: \S") as refusal:
+        load(folder, "mine", "float32", "cpu")
+    assert "\n" not in str(refusal.value)
