@@ -89,8 +89,8 @@ def title(figure: Figure, text: str, about: str | None = None) -> None:
     what it is about instead."""
     wide = int(10.2 * figure.get_figwidth())
     lines = textwrap.wrap(text, wide, break_long_words=False)
-    figure.suptitle("\n".join([*lines, *textwrap.wrap(_subject if about is None else about, wide)]), x=0.01, ha="left",
-                    fontsize=12)  # fmt: skip
+    lines += textwrap.wrap(_subject if about is None else about, wide)
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=12)
 
 
 def key(figure: Figure, axes: Axes) -> None:
