@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specexp.sampling import Rng, Sampling, ranked
 from specexp.sequences import Draft, Sequences, columns
-from specexp.tree import Nodes, Tree, tree_mask
+from specexp.tree import Branches, Nodes, Tree
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Level:
     parent: Tensor
     ancestors: Tensor
 
-    def placed(self, text: Sequences, back: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The nodes' slots and positions [B, n], and the slots they see [B, n, S] (see `LM.feed`),
-        in a cache in which the root's slot is `back` less than in the target's."""
+    def placed(self, text: Sequences, back: int = 0) -> tuple[Tensor, Tensor, Branches | None]:
+        """The nodes' slots and positions [B, n], and what they see (see `LM.feed`), in a cache in
+        which the root's slot is `back` less than in the target's."""
         device = text.tokens.device
         first, beyond = self.at.start - back, self.at.stop - back
         slots = text.places(torch.arange(first, beyond, device=device)[None])
@@ -45,7 +45,7 @@ class Level:
             return slots, slots, None
         root = text.length[:, None] - 1 - back
         positions = (root + self.depth).expand_as(slots)
-        return slots, positions, tree_mask(root, text.tokens.shape[1], self.ancestors)
+        return slots, positions, Branches(root, self.ancestors)
 
 
 Step = Callable[[Level], Tensor]  # returns logits [B, n, V] of the token after each node

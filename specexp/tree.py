@@ -217,6 +217,22 @@ def line_mask(slots: Tensor, S: int) -> Tensor:
     return torch.arange(S, device=slots.device) <= slots[:, :, None]
 
 
+@dataclass(frozen=True)
+class Branches:
+    """What the tokens [B, n] of a tree see: all slots before the root's, and from there on their
+    ancestors, themselves included.
+
+    root [B, 1]: the root's slot; ancestors [b, n, M] bool over the M slots from the root's on.
+    """
+
+    root: Tensor
+    ancestors: Tensor
+
+    def mask(self, S: int) -> Tensor:
+        """visible [B, n, S]."""
+        return tree_mask(self.root, S, self.ancestors)
+
+
 def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
     """visible [B, N, S]: each node sees all slots before the root's, and its own ancestors.
 

@@ -29,6 +29,7 @@ from specexp.models import heads, int8, lm
 from specexp.models.cache import SlotCache
 from specexp.models.lm import Network
 from specexp.ops import kernel, op
+from specexp.tree import Branches
 
 log = logging.getLogger("specexp")
 Net = TypeVar("Net")
@@ -99,12 +100,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Sight:
-    """What the tokens [B, n] of a pass see of a cache: the slots that are visible [B, n, S], or, if
-    that is None, their own and all before it; never one past their own. cos and sin [B, 1, n, d] of
+    """What the tokens [B, n] of a pass see of a cache: the slots that are visible or, if that is
+    None, their own and all before it; never one past their own. cos and sin [B, 1, n, d] of
     their rotary positions, the first half of sin negated. `group`: query heads of a key head."""
 
     cache: SlotCache
-    visible: Tensor | None
+    visible: Branches | None
     cos: Tensor
     sin: Tensor
     group: int
@@ -117,7 +118,8 @@ class Sight:
     @cached_property
     def mask(self) -> Tensor:
         """[B, 1, group * n, S]."""
-        mask = self.cache.mask(self.visible, self.cos.dtype)
+        seen = None if self.visible is None else self.visible.mask(self.cache.seen)
+        mask = self.cache.mask(seen, self.cos.dtype)
         return mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
 
 
@@ -229,7 +231,7 @@ class Fused:
         self.sparing = spared(head)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network`. `inputs`: optionally the states x [B * n, E]. Tap -1: the input of the

@@ -18,6 +18,7 @@ from specexp.models.cache import SlotCache
 from specexp.models.heads import Eagle
 from specexp.models.lm import Network
 from specexp.ops import kernel
+from specexp.tree import Branches
 
 
 class FusedEagle:
@@ -40,7 +41,7 @@ class FusedEagle:
         return FusedEagle(self.eagle, getattr(self.net, "fused", self.net))
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network` and `heads.Eagle`."""

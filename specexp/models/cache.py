@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexp.models.layers import Layer
 from specexp.sequences import Sequences, Verdict
-from specexp.tree import line_mask
+from specexp.tree import Branches, line_mask
 
 if TYPE_CHECKING:
     from specexp.models.recurrent import States
@@ -122,10 +122,11 @@ class SlotCache(Cache):
         least = torch.finfo(dtype).min
         return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, least)[:, None]
 
-    def masks(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    def masks(self, visible: Branches | None, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The mask of every kind of layer, by its name; one mask alone if all see the same."""
+        seen = None if visible is None else visible.mask(self.seen)
         spans = {layer.kind: (layer.window, layer.chunk) for layer in self.kinds}
-        masks = {s: self.mask(self._near(visible, *s), dtype) for s in set(spans.values())}
+        masks = {s: self.mask(self._near(seen, *s), dtype) for s in set(spans.values())}
         if len(masks) == 1:
             return masks.popitem()[1]
         return {kind: masks[span] for kind, span in spans.items()}

@@ -26,7 +26,7 @@ from specexp.models.recurrent import States, Stepwise, examine, spans, state_byt
 from specexp.models.servable import reach
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict
-from specexp.tree import Tree, tree_mask
+from specexp.tree import Branches, Tree
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Forward:
 
 class Network(Protocol):
     """What an LM runs: a pass over tokens [B, n] at positions [B, n] that writes keys and values at
-    the slots the cache is aimed at. It reads the slots that are visible [B, n, S]; if that is None,
+    the slots the cache is aimed at. It reads the slots that are visible; if that is None,
     each token's own slot and all before it (`SlotCache.mask`). A token of -1 is padding: what is
     returned for it, and what its slot holds afterwards, is unspecified.
 
@@ -59,7 +59,7 @@ class Network(Protocol):
         ...
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]: ...  # fmt: skip
 
@@ -86,7 +86,7 @@ class Unfused:
         return net
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         net = self.module.base_model if last == 0 else self.module
@@ -190,13 +190,13 @@ class LM:
         tokens: Tensor,
         slots: Tensor,
         positions: Tensor,
-        visible: Tensor | None,
+        visible: Branches | None,
         taps: tuple[int, ...] = (),
         last: int | None = None,
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
-        [B, n], reading the visible slots [B, n, S]; None: each token's own and all before it.
+        [B, n], reading the visible slots; None: each token's own and all before it.
         `taps`: hidden states to return, 0 = embeddings; `last`: return logits of that many last
         places, by default of all; `inputs`: further inputs of the network."""
         logits, hidden = self._run(
@@ -258,7 +258,7 @@ class LM:
         slots = positions = seqs.places(nodes.depth)
         if not nodes.is_chain:
             slots = seqs.places(torch.arange(draft.tokens.shape[1], device=self.device)[None])
-            visible = tree_mask(slots[:, :1], seqs.tokens.shape[1], nodes.ancestors)
+            visible = Branches(slots[:, :1], nodes.ancestors)
         seen = self.feed(seqs, draft.tokens, slots, positions, visible, taps)
         seen.logits = self.process(draft, seen.logits)
         return seen
@@ -325,7 +325,7 @@ class LM:
 
     def _run(
         self, seqs: Sequences, tokens: Tensor, slots: Tensor, positions: Tensor,
-        visible: Tensor | None, taps: tuple[int, ...], last: int | None, start: int | None = None,
+        visible: Branches | None, taps: tuple[int, ...], last: int | None, start: int | None = None,
         **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         assert self.cache is not None, "allocate before the first pass"

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
+from specexp.tree import Branches
 
 Parts: TypeAlias = dict[tuple[str, int], Tensor]
 """The states of one module [b, ...], by kind and number."""
@@ -69,6 +71,22 @@ class State:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
+    # before transformers 5.2x a module asked its layer of the cache, not the cache
+
+    record_past = False
+
+    @property
+    def layers(self) -> Mapping[int, State]:
+        return defaultdict(lambda: self)
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return {i: x for (kind, i), x in self.parts.items() if kind == "conv"}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return {i: x for (kind, i), x in self.parts.items() if kind == "recurrent"}
+
 
 class States:
     """The states of all modules after each of the last slots of `batch` rows, as many as a round
@@ -92,16 +110,18 @@ class States:
         self.after: Sequence[Tensor] = ()
 
     def aim(
-        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Tensor | None,
+        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None,
         start: int | None = None,
     ) -> None:  # fmt: skip
         """Make the next pass start each token [b, n] from the state of the last slot that it sees
-        before its own (`visible` [b, n, S], see `lm.Network`), and leave its state at its own.
+        before its own (`visible`, see `lm.Network`), and leave its state at its own.
         `start`: of a text from this slot on, which the pass runs in one go."""
         parent = slots - 1
         if visible is not None:
-            place = torch.arange(visible.shape[2], device=slots.device)
-            parent = torch.where(visible & (place < slots[..., None]), place, -1).amax(-1)
+            root, ancestors = visible.root, visible.ancestors
+            place = root[..., None] + torch.arange(ancestors.shape[2], device=slots.device)
+            parent = torch.where(ancestors & (place < slots[..., None]), place, -1).amax(-1)
+            parent = torch.maximum(parent, root - 1)
         before = torch.where(parent < 0, NOTHING, self._entries(rows, parent))
         after = torch.where(tokens < 0, NOWHERE, self._entries(rows, slots))
         self.start = start

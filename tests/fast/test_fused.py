@@ -26,7 +26,7 @@ from specexp.fast.fused import Fused
 from specexp.models.lm import LM, Unfused
 from specexp.models.load import of_module
 from specexp.sequences import Sequences
-from specexp.tree import Tree
+from specexp.tree import Branches, Tree
 
 SHAPE = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -136,7 +136,7 @@ def test_last_logits_match_full_logits():
         seqs = Sequences.of(PROMPTS, 4, slack=1)
         lm.allocate(*seqs.tokens.shape)
         slots = torch.arange(4).expand(len(PROMPTS), 4)
-        visible = torch.arange(seqs.tokens.shape[1]) <= slots[:, :, None]
+        visible = Branches(slots[:, :1], torch.ones(1, 4, 4, dtype=torch.bool).tril())
         asked = (seqs, seqs.tokens[:, :4], slots, slots, visible)
         whole = lm.feed(*asked).logits
         for last in (1, 3):

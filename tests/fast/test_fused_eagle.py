@@ -18,7 +18,7 @@ from specexp.models import heads as layers
 from specexp.models.heads import Eagle, save
 from specexp.models.lm import LM, Unfused
 from specexp.sequences import Sequences
-from specexp.tree import Tree, tree_mask
+from specexp.tree import Branches, Tree
 
 KINDS = {
     "eagle": lambda: heads("eagle", torch.float32),
@@ -57,7 +57,7 @@ def passed(eagle: Eagle, net) -> tuple[torch.Tensor, torch.Tensor]:
     draft = seqs.draft(TREE.nodes(lm.device), tokens[:, 10:])
     root, nodes = seqs.length[:, None] - 1, draft.nodes
     slots = root + torch.arange(len(TREE), device=lm.device)
-    visible = tree_mask(root, S, nodes.ancestors)
+    visible = Branches(root, nodes.ancestors)
     tree = lm.feed(
         seqs, draft.tokens, slots, root + nodes.depth, visible, (0,), last=5,
         features=features[:, 9:],

@@ -28,7 +28,7 @@ from specexp.models.lm import Forward
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, _signed
 from specexp.sequences import Draft, Sequences, Verdict
-from specexp.tree import Nodes, Tree
+from specexp.tree import Branches, Nodes, Tree
 
 SHAPES: list[dict[str, Any]] = [
     {}, {"top_k": 2}, {"top_k": 7}, {"top_p": 0.37}, {"top_p": 0.93, "top_k": 5},
@@ -396,9 +396,9 @@ def sight(dice: Dice) -> tuple[fused.Sight, SimpleNamespace, torch.dtype]:
     cache.aim(slice(first, first + B), slots, S)
     visible = None
     if dice.often():
-        slot = torch.arange(S, device=dice.device)
-        some = (dice.uniform_(B, n, S) < 0.5) & (slot < slots[..., None])
-        visible = some | (slot == slots[..., None])
+        b, M = dice.choice([1, B]), n + dice.randint(0, 2)
+        some = (dice.uniform_(b, n, M) < 0.5).tril(-1) | torch.eye(n, M, dtype=torch.bool)
+        visible = Branches(slots[:, :1], some.to(dice.device))
     angles = dice.normal(B, n, d // 2)
     cos, sin = (torch.cat([f(-angles), f(angles)], -1)[:, None] for f in (torch.cos, torch.sin))
     norms = None

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from specexp.fast.cpu.build import Function, address, addresses, library
+from specexp.tree import Branches
 
 if TYPE_CHECKING:
     from specexp.models.cache import SlotCache
@@ -81,7 +82,7 @@ class Native:
         self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, cache: SlotCache,
+        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `Fused`; logits are float32."""
@@ -91,7 +92,8 @@ class Native:
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._buffers(cache)
         tapped = (c_int64 * len(taps))(*taps)
-        arguments = (tokens, positions, cache.slots, visible, inputs.get("x"))
+        seen = None if visible is None else visible.mask(cache.seen)
+        arguments = (tokens, positions, cache.slots, seen, inputs.get("x"))
         packed = [None if x is None else x.contiguous() for x in arguments]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
         logits = torch.empty(B, last, net.all)

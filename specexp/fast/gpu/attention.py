@@ -3,8 +3,8 @@
 A pass has few queries and many keys, so each program takes all query heads of one key head, and the
 keys of a row are split among programs (Dao et al. 2023, Flash-Decoding); the last of them to finish
 puts the parts together. They share the length that there is: the launch does not depend on it, so
-one graph serves every length. No mask is made: a line of tokens is masked by its own slots, and of
-a tree the booleans of its tokens are read.
+one graph serves every length. No mask is made: a line of tokens is masked by its own slots, a tree
+from its root on by the table of its ancestors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def attend(
-    q, keys, values, slots, visible, out, parts, stats, ended, scale, n, slots_b, slots_n, q_b,
-    q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, visible_b, visible_n, HEADS: tl.constexpr,
+    q, keys, values, slots, roots, ancestors, out, parts, stats, ended, scale, n, slots_b, slots_n,
+    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b, anc_b, anc_n, M, HEADS: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +59,10 @@ def attend(
         score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
         sees = real[:, None] & inside[None, :]
         if TREE:
-            bits = visible + row * visible_b + (token * visible_n)[:, None] + slot[None, :]
-            sees = sees & (tl.load(bits, sees, other=0) != 0)
+            place = (slot - tl.load(roots + row * roots_b))[None, :]
+            above = ancestors + row * anc_b + (token * anc_n)[:, None] + place
+            above = tl.load(above, sees & (place >= 0) & (place < M), other=0) != 0
+            sees = sees & ((place < 0) | above)
         else:
             sees = sees & (slot[None, :] <= own[:, None])
         score = tl.where(sees, score, -float("inf"))
@@ -111,7 +113,10 @@ def counters(device: torch.device) -> Tensor:
 def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
     (B, H, n, d), K, S = q.shape, keys.shape[1], keys.shape[2]
     slots, visible = sight.slots, sight.visible
-    tensors = [q, keys, values, *([] if visible is None else [visible])]
+    root, ancestors = (
+        (slots, slots[..., None]) if visible is None else (visible.root, visible.ancestors)
+    )
+    tensors = [q, keys, values, ancestors]
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
     tile = shape(H // K * n, d, S, B * K, q.dtype)
@@ -119,12 +124,13 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: floa
     splits = tile["SPLITS"]
     parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
     stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
-    at = (0, 0) if visible is None else visible.stride()[:2]
+    shared = ancestors.stride(0) if len(ancestors) > 1 else 0  # or of each row its own
     blocks = triton.cdiv(H // K * n, tile["QUERIES"])
     attend[B * K, splits, blocks](
-        q, keys, values, slots, slots if visible is None else visible, out, parts, stats,
+        q, keys, values, slots, root, ancestors, out, parts, stats,
         counters(q.device), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
-        *keys.stride()[:3], *values.stride()[:3], *at, HEADS=K, GROUP=H // K,
+        *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
+        ancestors.stride(1), ancestors.shape[2], HEADS=K, GROUP=H // K,
         TREE=visible is not None, **tile,
     )  # fmt: skip
     return out

@@ -23,7 +23,7 @@ from specexp.models.lm import Forward
 from specexp.rules import Block, Match, Reject, Rule
 from specexp.sampling import Noise, Sampling
 from specexp.sequences import Sequences
-from specexp.tree import Tree, tree_mask
+from specexp.tree import Branches, Tree
 
 H, K, D, E, HIDDEN, V = 32, 8, 128, 4096, 14336, 128256
 TURNS = 20
@@ -65,7 +65,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     yield Call("attention", fused.attention, (*arguments, line, D**-0.5), read)
     if n < 64:  # a prompt is no tree
         ancestors = Tree.chain(n - 1).nodes(device).ancestors
-        tree = Sight(cache, tree_mask(slots[:, :1], S, ancestors), *turns, H // K)
+        tree = Sight(cache, Branches(slots[:, :1], ancestors), *turns, H // K)
         yield Call("attention of a tree", fused.attention, (*arguments, tree, D**-0.5), read)
     x = some(B * n, E)
     yield Call("added", fused.added, (x, x, norm(E)), 4 * x.numel() * size)
