@@ -1,18 +1,28 @@
 """What would stop a round on a GPU, found without one."""
 
+import copy
+import subprocess
+import sysconfig
+import venv
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from support.fake_cuda import ATTENTION, begun
-from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine, processed
+from support import tiny
+from support.fake_cuda import ATTENTION, ON_HOST, begun
+from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine, module, processed
 
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.fast import fused
+from specexp.models import int8
 
 ROUNDS = [("chain", "reject", 0.9), ("grown", "match", 0.0), ("branching", "reject", 0.9)]
 EVERY = [(tree, rule, t) for rule, tree in SHAPES for t in (0.0, 0.9)]
+HEADS = ("medusa", "eagle", "eagle3")
 layouts = pytest.mark.parametrize("attention", ATTENTION)
 
 
@@ -71,14 +81,58 @@ def test_round_with_processed_logits_leaves_the_device(attention, tree):
         assert made.round(seqs, TREES[tree]).is_meta
 
 
-@pytest.mark.parametrize("kind", ["model", "recycle"])
-def test_moving_rows_leaves_the_device(kind):
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_round_of_served_rows_leaves_the_device(kind):
+    """Of rows that have moved, each with a budget and a reach; the drafter catches up with some."""
     [attention, _] = ATTENTION
-    made = engine(kind, "chain", "match", dtype=ATTENTION[attention])
-    with begun(made, PROMPTS, TREES["chain"], attention):
+    tree = TREES["grown" if kind in HEADS else "chain"]
+    made = engine(kind, tree, "match", temperature=0.9, dtype=ATTENTION[attention])
+    with begun(made, PROMPTS, tree, attention) as seqs:
         made.rows.move(0, 1, 8)
         made.rows.leave(0)
         made.rows.clear(0)
+        reach = seqs.length.new_empty(made.drafter.grades)
+        ragged = replace(seqs, budget=torch.empty_like(seqs.length), reach=reach)
+        if not isinstance(made.drafter, ON_HOST):
+            made.drafter.catch_up(ragged, 2)
+        assert made.round(ragged, tree).is_meta
+
+
+@pytest.mark.torchao
+@pytest.mark.parametrize("kind", ["self", "eagle", "medusa"])
+@layouts
+def test_round_of_quantised_weights_leaves_the_device(attention, kind, monkeypatch):
+    small = copy.deepcopy(module("llama", ATTENTION[attention]))
+    int8.quantise(small, "cpu")
+    monkeypatch.setattr(tiny, "module", lambda *_: small)
+    tree = TREES["grown"]
+    made = engine(kind, tree, "match", temperature=0.9, dtype=ATTENTION[attention])
+    with begun(made, PROMPTS, tree, attention) as seqs:
+        assert any(map(int8.is_quantised, small.parameters()))
+        assert made.round(seqs, tree).is_meta
+
+
+OLDER = "torch==2.11.0", "transformers==5.17.0"  # what images for GPUs hold
+
+
+@pytest.mark.slow
+def test_rounds_under_older_releases_leave_the_device(tmp_path):
+    """The same tests in an environment of their own; the other packages are those of this one."""
+    with TemporaryDirectory(dir=tmp_path) as folder:
+        venv.create(folder, with_pip=True)
+        [site] = Path(folder).glob("lib/python*/site-packages")
+        Path(site, "zz_rest.pth").write_text(sysconfig.get_path("purelib"))
+        python = Path(folder, "bin", "python")
+        here = {
+            "capture_output": True,
+            "text": True,
+            "check": False,
+            "cwd": Path(__file__).parents[2],
+        }
+        if subprocess.run([python, "-m", "pip", "install", *OLDER], **here).returncode:
+            pytest.skip(f"no index here has {' and '.join(OLDER)}")
+        run = subprocess.run([python, "-m", "pytest", __file__], **here)
+        assert run.returncode == 0, run.stdout[-3000:]
 
 
 class ReadsHost(NGram):

@@ -20,11 +20,13 @@ from torch.utils._pytree import tree_leaves
 from specexp.drafters.crossed import Crossed
 from specexp.drafters.planted import Planted
 from specexp.engine import Engine
+from specexp.models import int8
 from specexp.recording import reaches_host
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
 META = torch.device("meta")
+ON_HOST = Crossed, Planted  # drafters that read prompts on the host
 aten = torch.ops.aten
 
 
@@ -76,7 +78,11 @@ def _hollow(x: Any, seen: dict[int, Any], patch: pytest.MonkeyPatch) -> Any:
     if id(x) in seen:
         return seen[id(x)]
     seen[id(x)] = x
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor) and int8.is_quantised(x):
+        names, context = x.__tensor_flatten__()
+        parts = {name: _hollow(getattr(x, name), seen, patch) for name in names}
+        seen[id(x)] = type(x).__tensor_unflatten__(parts, context, x.shape, x.stride())
+    elif isinstance(x, Tensor):
         seen[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
         if isinstance(x, nn.Parameter):
             seen[id(x)] = nn.Parameter(seen[id(x)], requires_grad=False)
@@ -107,7 +113,7 @@ def begun(
     with fake_cuda(attention, engine, seqs):
         if not any(lm.net.parts for lm in engine.models):  # row by row, by lengths on the host
             states = engine.target.prefill(seqs, 0, read, engine.drafter.taps)
-            if not isinstance(engine.drafter, (Crossed, Planted)):  # they read prompts on the host
+            if not isinstance(engine.drafter, ON_HOST):
                 engine.drafter.prefill(seqs, states)
                 engine.drafter.catch_up(seqs, read)
         yield seqs
