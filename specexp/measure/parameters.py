@@ -120,10 +120,12 @@ def _dtype(name: str, value: Any) -> None:
 def _device(name: str, value: Any) -> None:
     import torch
 
+    from specexp.models.memory import no_cuda
+
     if value not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", value):
         raise UserError(f"device {value!r} is unknown; use auto, cpu, cuda or cuda:N")
-    if value.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available; use device auto or cpu")
+    if value.startswith("cuda") and (why := no_cuda()):
+        raise UserError(f"{why}; use device auto or cpu")
     if int(value.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
         raise UserError(
             f"device {value!r} does not exist; GPUs here: {torch.cuda.device_count()}, from cuda:0"

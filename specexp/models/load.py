@@ -352,8 +352,8 @@ def _generation(source: str, state: Any) -> Any:
 def _check_device(dtype: str, device: str) -> None:
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available; use --device cpu")
+    if device.startswith("cuda") and (why := memory.no_cuda()):
+        raise UserError(f"{why}; use --device cpu")
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from specexp.errors import first_line
 from specexp.models.layers import configs, layers
 
 PREFILL = 512  # tokens per row in one prefill pass
@@ -43,6 +44,17 @@ def gib(size: float) -> str:
     """Bytes as GiB (2**30 bytes): `0.004`, `1.3` or `120`."""
     size /= 2**30
     return f"{size:.0f}" if size >= 99.5 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
+
+
+def no_cuda() -> str:
+    """Why there is no CUDA device, such as a driver that is too old; or ""."""
+    if torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as e:
+        return f"no CUDA device is available ({first_line(e).rstrip('.')})"
+    return "no CUDA device is available"
 
 
 def free_memory(device: torch.device) -> int:

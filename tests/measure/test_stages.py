@@ -1,12 +1,16 @@
 """The stages of `make gpu` keep what they learned, whatever fails."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from specexp import api
+from specexp.measure import prompts
 from specexp.measure.hardware import stages
 from specexp.measure.hardware.stages import Rows
+from specexp.models import memory
 
 
 def fails() -> dict:
@@ -40,19 +44,59 @@ def test_stage_that_takes_too_long_leaves_no_report(tmp_path, capsys):
     assert "smoke: 0 of 0 rows are right" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "seen"),
-    [
-        (["--stage", "smoke,speed"], "stage 'speed' is unknown; there are smoke,"),
-        (["--device", "cuda"], "torch finds no GPU here"),
-    ],
-)
-def test_wrong_options_are_no_one_line(wrong, seen, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_unknown_stage_is_run(capsys):
     with pytest.raises(SystemExit) as ended:
-        stages.main(wrong)
+        stages.main(["--stage", "smoke,speed"])
     assert ended.value.code == 2
-    assert seen in capsys.readouterr().err
+    assert "stage 'speed' is unknown; there are smoke," in capsys.readouterr().err
+
+
+OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it."
+
+
+@pytest.mark.parametrize("raised", [RuntimeError(OLD), AssertionError("without CUDA")])
+def test_missing_gpu_takes_more_than_a_line(raised, capsys, monkeypatch):
+    def init() -> None:
+        raise raised
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert stages.main(["--device", "cuda"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    why = str(raised).split(".")[0].splitlines()[0]
+    assert line == (f"no CUDA device is available ({why}); --device cpu runs the stages on a CPU")
+
+
+def test_weights_that_do_not_fit_stop_smaller_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 3 << 30)
+    monkeypatch.setattr(stages, "of_module", lambda module, name: SimpleNamespace(parameters=1))
+    made = SimpleNamespace(from_config=lambda config: None)
+    monkeypatch.setattr(stages, "AutoModelForCausalLM", made)
+    monkeypatch.setattr(stages, "PASSES", [])
+    rows = Rows(tmp_path / "gpu_passes.json")
+    stages.passes(rows, torch.device("cpu"))
+    large, small = rows.rows
+    assert small["ok"]
+    assert large["error"] == (
+        "UserError: the weights take 15.0 GiB and 3.0 GiB are free: choose a model of at most 1.6 "
+        "billion parameters, in bfloat16"
+    )
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.slow
+def test_streams_and_training_have_no_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "NEW", 8)
+    monkeypatch.setattr(stages, "TURNS", 1)
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
+    pair = api.load("target-10m", "ngram", device="cpu")
+    texts = prompts.load("all", limit=4)
+    found = stages.served_at(2, pair, ["plain", "always:2"], [], texts)["rates"]
+    assert [row["policy"] for row in found] == ["plain", "always:2"]
+    rows = Rows(tmp_path / "gpu_training.json")
+    assert stages.trained("medusa", rows, torch.device("cpu"), quick=True)["folder"]
+    assert all(row["training/loss"] > 0 for row in rows.rows)
+    assert rows.rows
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -27,12 +28,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexp import api, files, ops
-from specexp.errors import first_line
-from specexp.measure import interleave, prompts
+from specexp.api import Pairing
+from specexp.errors import UserError, first_line
+from specexp.measure import break_even, interleave, prompts
 from specexp.measure.exactness import compare
 from specexp.measure.hardware import kernels, roofline, suites
-from specexp.models.load import of_module
-from specexp.zoo import twins
+from specexp.measure.prompts import Prompt
+from specexp.measure.under_load import races, served
+from specexp.models import memory
+from specexp.models.lm import LM
+from specexp.models.load import of_module, smaller, weight_bytes
+from specexp.serving.cost_table import Costs
+from specexp.zoo import shelf, twins
+from specexp.zoo.heads import train_heads
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "opt")
@@ -47,6 +55,7 @@ TINY = {
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 NEW = 48  # tokens of a text
+STREAMS, TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256), 3
 PASSES = [(B, n, S) for B in (1, 8, 32) for n in (1, 6) for S in (256, 4096)]
 
 
@@ -156,15 +165,30 @@ def kernel_times(rows: Rows, device: torch.device) -> None:
 def passes(rows: Rows, device: torch.device) -> None:
     """Passes of random models of 8 and 1 billion parameters, made on the device."""
     for params in ("8B", "1B"):
-        copy, copied = roofline.copying(device)
-        with torch.device(device):
-            torch.set_default_dtype(torch.bfloat16)
-            module = AutoModelForCausalLM.from_config(twins.SHAPES[params].config())
-            torch.set_default_dtype(torch.float32)
-        lm = of_module(module, f"random-{params}")
-        for B, n, S in PASSES:
+        made: list[LM] = []
+        rows.add(f"{params}: weights", partial(random_weights, params, device, made))
+        for lm, (B, n, S) in product(made, PASSES):
             name = f"{params}: {B} x {n} tokens, {S} slots"
-            rows.add(name, partial(one_pass, lm, B, n, S, (copy, copied)))
+            rows.add(name, partial(one_pass, lm, B, n, S, roofline.copying(device)))
+
+
+def random_weights(params: str, device: torch.device, made: list[LM]) -> dict[str, Any]:
+    """Adds the LM to `made`. Raises UserError if its weights do not fit, and says which would."""
+    config = twins.SHAPES[params].config()
+    free = memory.free_memory(device)
+    if (need := weight_bytes(config, torch.bfloat16)) > free:
+        raise UserError(
+            f"the weights take {memory.gib(need)} GiB and {memory.gib(free)} GiB are free: "
+            f"{smaller(config, torch.bfloat16, free)}"
+        )
+    with torch.device(device):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            module = AutoModelForCausalLM.from_config(config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    made.append(of_module(module, f"random-{params}"))
+    return {"parameters": made[0].parameters}
 
 
 def one_pass(lm: Any, B: int, n: int, S: int, copy: Any) -> dict[str, Any]:
@@ -183,9 +207,48 @@ def bench(rows: Rows, device: torch.device) -> None:
         rows.add(name, partial(suites.run, name, pair, texts, (1, 8, 32, 128, 256), NEW, 3))
 
 
+def sweep(rows: Rows, device: torch.device) -> None:
+    """How fast the zoo's pair is served at 1 to 256 streams: plain, at a fixed draft length, and by
+    the load."""
+    pair = api.load("target-10m", "model", device=str(device), dtype="bfloat16")
+    texts = prompts.load("all")
+    costs: list[Costs] = []
+
+    def priced() -> dict[str, Any]:
+        costs.append(break_even.profile(pair))
+        return {}
+
+    rows.add("cost table", priced)
+    policies = ["plain", "always:4", *("goodput" for _ in costs)]
+    for streams in STREAMS:
+        rows.add(f"{streams} streams", partial(served_at, streams, pair, policies, costs, texts))
+
+
+def served_at(
+    streams: int, pair: Pairing, policies: list[str], costs: list[Costs], texts: list[Prompt]
+) -> dict[str, Any]:
+    table = races.bake_off(pair, policies, next(iter(costs), None), texts, [streams], NEW, TURNS)
+    return {"rates": served.rates(table).to_dict("records")}
+
+
+def training(rows: Rows, device: torch.device) -> None:
+    """The zoo's recipes of heads in full, a row at every checkpoint; the next run goes on there."""
+    for kind in ("eagle3", "medusa"):
+        rows.add(kind, partial(trained, kind, rows, device))
+
+
+def trained(kind: str, rows: Rows, device: torch.device, quick: bool = False) -> dict[str, Any]:
+    def watch(step: int, figures: dict[str, float]) -> None:
+        rows.keep({"name": f"{kind} at step {step}", "ok": True} | figures)
+
+    target = shelf.find("target-10m")
+    folder = train_heads(kind, target, device=str(device), quick=quick, watch=watch)
+    return {"folder": folder.name}
+
+
 STAGES: dict[str, Callable[[Rows, torch.device], None]] = {
     "smoke": smoke, "exactness": exactness, "kernels": kernel_times, "passes": passes,
-    "bench": bench,
+    "bench": bench, "sweep": sweep, "training": training,
 }  # fmt: skip
 
 
@@ -240,8 +303,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.stage.split(",")
     if unknown := [name for name in names if name not in STAGES]:
         parser.error(f"stage {unknown[0]!r} is unknown; there are {every}")
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("torch finds no GPU here")
+    if options.device.startswith("cuda") and (why := memory.no_cuda()):
+        print(f"{why}; --device cpu runs the stages on a CPU", file=sys.stderr)
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
         file = options.out / f"gpu_{names[0]}.json"
