@@ -126,6 +126,7 @@ def pytest_collection_modifyitems(config, items):
         "mount": _may_mount(),
         "postgres": _postgres(),
         "compiler": _compiler(),
+        "chromium": any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
     } | {
         name: importlib.util.find_spec(name) is not None
         for name in ("speculators", "ray", "torchao", "triton")

@@ -33,6 +33,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page to write. Default: in the store's reports/.")
     ] = None,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="Also print it as PDF, beside it, with Chromium.")
+    ] = False,
 ) -> None:
     """Write one HTML page to send: question, answer, figures, table, exactness and environment.
 
@@ -43,8 +46,11 @@ def report(
     everything = reporting.of(what)
     if out is not None:
         check_writable(out)
+    if pdf:
+        reporting.chromium()
     path = reporting.write(everything, out, [re.sub(r"\.ya?ml$", "", Path(what).name)])
-    console.print(str(relative(path)), soft_wrap=True)
+    for written in [path, *([reporting.print_pdf(path)] if pdf else [])]:
+        console.print(str(relative(written)), soft_wrap=True)
 
 
 @app.command("check")

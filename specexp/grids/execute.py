@@ -29,7 +29,7 @@ from specexp.errors import ran_out
 from specexp.grids import notebooks
 from specexp.grids.kernels import NoForkServer, Worker
 from specexp.grids.points import Point
-from specexp.tracking import redact, results, runs
+from specexp.tracking import mlflow_view, redact, results
 
 NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
 REMOVED = "the notebook removed its attempt folder, where its result belongs"
@@ -37,6 +37,11 @@ TIMINGS = ("latency/", "speedup/measured", "throughput/")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
 _HTML = threading.Lock()
+_SCRIPT = re.compile(r"<script\b.*?</script>", re.DOTALL | re.IGNORECASE)
+INERT = (  # a page runs nothing and fetches nothing, whatever its notebook has printed
+    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+    "font-src data:; style-src 'unsafe-inline'\">"
+)
 
 Watch = Callable[[str], None]
 
@@ -231,7 +236,7 @@ def _check(point: Point, folder: Path) -> None:
                 raise Failure("invalid-result", f"cell {number} raised {output.ename}")
     try:
         record = json.loads((folder / results.RESULT).read_text())
-        problems = runs.problems_of(record)
+        problems = mlflow_view.problems_of(record)
         logged = dict(record["params"])
     except FileNotFoundError:
         raise Failure("invalid-result", "the notebook never called track.log") from None
@@ -278,4 +283,5 @@ def _to_html(folder: Path) -> None:
     with _HTML, contextlib.suppress(Exception):  # the result may be right all the same
         ran = nbformat.read(folder / NOTEBOOK, as_version=4)
         page, _ = _exporter().from_notebook_node(_readable(ran))
+        page = _SCRIPT.sub("", page).replace("<head>", f"<head>\n{INERT}", 1)
     (folder / PAGE).write_text(page)

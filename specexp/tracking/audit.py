@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from specexp.tracking import mlflow_view
 from specexp.tracking import results as store
 from specexp.tracking import runs as track
 
@@ -136,13 +137,20 @@ def _shown() -> dict[str, list[Any]]:
 
 def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iterator[str]:
     for key, result in results.items():
-        runs = [r for r in shown.get(key, []) if r.info.status == "FINISHED"]
-        if len(runs) != 1:
-            yield f"results/{key} is in MLflow {len(runs)} times, not once{_REBUILD}"
-            continue
-        [run] = runs
-        for what in _differences(run, store.read(result / store.RESULT)):
-            yield f"results/{key}: {what} differs in MLflow's run {run.info.run_id}"
+        by_rival = defaultdict(list)
+        for run in shown.get(key, []):
+            if run.info.status == "FINISHED":
+                by_rival[track.rival_of(run)].append(run)
+        parts = store.runs_in(store.read(result / store.RESULT))
+        for rival in {**parts, **by_rival}:
+            runs = by_rival[rival]
+            if len(runs) != 1 or rival not in parts:
+                what = f"results/{key}{rival and f' with {rival}'}"
+                yield f"{what} is in MLflow {len(runs)} times, not once{_REBUILD}"
+                continue
+            [run] = runs
+            for what in _differences(run, parts[rival]):
+                yield f"results/{key}: {what} differs in MLflow's run {run.info.run_id}"
     for key, runs in shown.items():
         for run in runs:
             if track.own() and run.info.status == "FINISHED" and key not in results:
@@ -154,9 +162,9 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
         return
     if not track.is_whole(run):
         yield "the run, which was only published in part,"
-    if run.data.params != track.as_params(record):
+    if run.data.params != mlflow_view.as_params(record):
         yield "a parameter"
-    points = track.as_points(record)
+    points = mlflow_view.as_points(record)
     latest = {name: value for name, _, value in sorted(points, key=lambda p: p[1])}
     if run.data.metrics != latest:
         yield "a metric"

@@ -246,7 +246,7 @@ class Backend:
 
     def put(self, run: Any, folder: Path, files: Iterable[Path]) -> None:
         """Copy files of a folder to a run's artifacts. Raises as `reaching` does, or OSError."""
-        into = artifacts_of(self, run)
+        into = artifacts_of(self, run.info.artifact_uri)
         for path in files:  # one by one: MLflow's log_artifacts skips unreadable folders
             inside = path.relative_to(folder)
             if into:
@@ -256,6 +256,23 @@ class Backend:
             with self.reaching():
                 below = inside.parent.as_posix().removeprefix(".") or None
                 self.client.log_artifact(run.info.run_id, str(path), below)
+
+    def keep(self, experiment: Any, file: Path) -> str:
+        """Copy a file to an experiment's own artifacts; returns its address below the UI's, or ""
+        if they are not kept behind the UI. Raises as `reaching` does, or OSError."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        location = experiment.artifact_location
+        if not location.startswith(PROXIED):
+            return ""
+        if into := artifacts_of(self, location):
+            into.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, into / file.name)
+        else:
+            with self.reaching():
+                get_artifact_repository(location, self.uri).log_artifact(str(file))
+        below = f"{location.removeprefix(PROXIED).strip('/')}/{file.name}"
+        return f"./api/2.0/mlflow-artifacts/artifacts/{quote(below)}"
 
 
 def _states(
@@ -300,9 +317,9 @@ def _served_states(
     }  # fmt: skip
 
 
-def artifacts_of(backend: Backend, run: Any) -> Path | None:
-    """The folder of a run's artifacts; None if a server or another storage keeps them."""
-    uri = run.info.artifact_uri
+def artifacts_of(backend: Backend, uri: str) -> Path | None:
+    """The folder of a run's or experiment's artifacts at this address; None if a server or another
+    storage keeps them."""
     if backend.served or not uri.startswith(PROXIED):
         return None
     parts = PurePosixPath(unquote(urlsplit(uri).path)).parts

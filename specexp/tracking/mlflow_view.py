@@ -3,16 +3,24 @@ an experiment's note; name, answer and description of a run."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from specexp.tracking.results import is_simulated
+from specexp.tracking.results import is_simulated, runs_in
 
 KEY = "specexp"
 TAG = f"mlflow.sharedViewState.{KEY}"
 NOTE = "mlflow.note.content"
+_METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
+_TAG = re.compile(r"\w[\w. -]{0,249}")
+_STEP = re.compile(r"-?\d{1,18}")
+_LONGEST_NAME = 250  # MLflow rejects longer ones
+_LONGEST_TAG = 5000  # some of MLflow's stores reject longer ones
+_LONGEST_PARAM = 6000  # MLflow truncates longer ones
 CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 56, "tags.`answer`": 170}  # in pixels
@@ -68,9 +76,9 @@ ANSWERS = (
 )  # fmt: skip
 
 
-def about(record: Mapping[str, Any]) -> dict[str, str]:
-    """The tags of a run that answer: `answer`, a column of the view, and its description. A tag
-    that the notebook logged stays as it is."""
+def about(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
+    """The tags of a run that answer: `answer`, a column of the view, and its description, with a
+    link to its files if another run keeps them. A tag that the notebook logged stays as it is."""
     metrics, own = record.get("metrics", {}), record.get("tags", {})
     figures = {
         a: (
@@ -84,7 +92,9 @@ def about(record: Mapping[str, Any]) -> dict[str, str]:
         return {}
     briefs = [f"{figure}{a.brief}{mark}" for a, (figure, mark) in figures.items()]
     first, *rest = (f"{figure}{a.words}{mark}" for a, (figure, mark) in figures.items())
-    tags = {"answer": briefs[0], NOTE: "; ".join([f"**{first}**", *rest])}
+    description = "; ".join([f"**{first}**", *rest])
+    description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
+    tags = {"answer": briefs[0], NOTE: description}
     return {n: text for n, text in tags.items() if n not in own}
 
 
@@ -94,6 +104,13 @@ def run_name(params: Mapping[str, Any], varying: Collection[str]) -> str:
     names = [*SIGNS, *(n for n in varying if n not in SIGNS)]
     named = [n for n in names if n in params and (n in varying or n == "drafter")]
     return " ".join(SIGNS.get(n, f"{n}=") + brief(params[n]) for n in named)[:200]
+
+
+def beside(tags: Mapping[str, str], params: Mapping[str, Any], rival: str) -> dict[str, str]:
+    """The tags of a result's run; for a rival those of its run, named by its own drafter."""
+    own, name = brief(params.get("drafter", "")), tags.get("name", "")
+    named = name.replace(own, brief(rival), 1) if own and own in name else f"{rival} {name}"
+    return {**tags, "name": named, "rival": rival} if rival else dict(tags)
 
 
 def brief(value: Any) -> str:
@@ -179,3 +196,55 @@ def url(experiment: str, base: str) -> str:
         f"{base}/#/experiments/{experiment}/runs?viewStateShareKey={KEY}"
         "&workflowType=machine_learning"
     )
+
+
+def as_params(record: Mapping[str, Any]) -> dict[str, str]:
+    """A record's parameters as MLflow stores them."""
+    written = {
+        n: json.dumps(v) if isinstance(v, list) else str(v) for n, v in record["params"].items()
+    }
+    return {n: v[:_LONGEST_PARAM] for n, v in written.items()}
+
+
+def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
+    """A record's metrics and series as MLflow stores them: (name, step, value)."""
+    points = [(n, 0, v) for n, v in record.get("metrics", {}).items()]
+    for n, curve in record.get("series", {}).items():
+        points += [(n, int(step), v) for step, v in curve.items()]
+    return points
+
+
+def problems_of(record: Mapping[str, Any]) -> list[str]:
+    """Why a record cannot be published: bad names or steps, values that are not finite, tags that
+    are no text."""
+    each = (_problems(run) for run in runs_in(record).values())
+    return list(dict.fromkeys(itertools.chain(*each)))
+
+
+def _problems(record: Mapping[str, Any]) -> list[str]:
+    flat = dict(record["metrics"])
+    for name, curve in record["series"].items():
+        flat |= {f"{name} at {step}": value for step, value in curve.items()}
+    names = [*record["metrics"], *record["series"]]
+    return [
+        *(f"metric {n!r} is not named group/name" for n in names if not _METRIC.fullmatch(n)),
+        *(
+            f"the metric {n[:40]}... has {len(n)} characters, more than {_LONGEST_NAME}"
+            for n in names
+            if len(n) > _LONGEST_NAME
+        ),
+        *(
+            f"{n} has the step {step}, not a 64-bit integer"
+            for n, curve in record["series"].items()
+            for step in curve
+            if not _STEP.fullmatch(str(step))
+        ),
+        *(f"{n} is {v}, not a finite number" for n, v in flat.items() if not math.isfinite(v)),
+        *(
+            f"the tag {n!r:.60} must have a plain name and a text of at most {_LONGEST_TAG} "
+            f"characters, not {v!r:.40}"
+            for n, v in record.get("tags", {}).items()
+            if not (isinstance(n, str) and _TAG.fullmatch(n) and isinstance(v, str))
+            or len(v) > _LONGEST_TAG
+        ),
+    ]

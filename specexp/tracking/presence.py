@@ -44,24 +44,25 @@ class Missing:
 def missing(folders: Iterable[Path]) -> Missing:
     """What MLflow lacks of those of these folders that are marked as published. Raises
     StoreUnreachable, StoreCorrupt."""
-    marked = {f: runs.marker(f).read_text() for f in folders if runs.published(f)}
+    marked = {f: runs.marker(f).read_text().split() for f in folders if runs.published(f)}
     if not marked or not runs.has_database():
         return Missing()
     named = {folder: names(folder) for folder in marked}
     experiments = {experiment for experiment, _ in named.values() if experiment}
     shown = runs.backend().states(experiments, ("store", "published", "notebook"))
     lost, deleted = [], []
-    for folder, run_id in marked.items():
-        state = shown.get(run_id)
-        if state and state.deleted:
+    for folder, run_ids in marked.items():
+        states = [shown.get(run_id) for run_id in run_ids]
+        if any(state and state.deleted for state in states):
             if folder.parent.name == "results":  # the run of a failure gives way to a later one
                 deleted.append(folder)
-        elif (
+        elif not states or any(
             not state
             or state.tags.get("store") != results.identity()
             or state.tags.get("published") != "1"
             or state.status == "RUNNING"
             or (state.experiment, state.tags.get("notebook")) != named[folder]
+            for state in states
         ):
             lost.append(folder)
     return Missing(lost, deleted)
@@ -94,14 +95,15 @@ def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Take the mark from a folder, and delete its run where that is of another experiment now."""
+    """Take the mark from a folder, and delete its runs where they are of another experiment now."""
     from mlflow.exceptions import MlflowException
 
     client, label = runs.client(), results.label(folder)
-    with runs.backend().reaching(), contextlib.suppress(MlflowException):  # there is none
-        run = client.get_run(runs.marker(folder).read_text())
-        name = client.get_experiment(run.info.experiment_id).name
-        ours = run.data.tags.get("run_key") == results.key_of(folder)
-        if ours and label.get("experiment", name) != name:
-            client.delete_run(run.info.run_id)
+    for run_id in runs.marker(folder).read_text().split():
+        with runs.backend().reaching(), contextlib.suppress(MlflowException):  # there is none
+            run = client.get_run(run_id)
+            name = client.get_experiment(run.info.experiment_id).name
+            ours = run.data.tags.get("run_key") == results.key_of(folder)
+            if ours and label.get("experiment", name) != name:
+                client.delete_run(run_id)
     runs.marker(folder).unlink(missing_ok=True)

@@ -3,6 +3,7 @@ record, MLflow a view."""
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from specexp.tracking import mlflow_view, presence, report, runs
 from specexp.tracking import results as store
+from specexp.tracking.mlflow_store import Backend, StoreUnreachable
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ def rebuild(console: Console) -> Rebuilt:
 
 
 def describe(names: Collection[str]) -> None:
-    """Write question, today's answer, a link and commands to the pages of these experiments, unless
-    somebody wrote a text there. Raises StoreUnreachable, StoreCorrupt, or OSError."""
+    """Write question, today's answer, links and commands to the pages of these experiments, unless
+    somebody wrote a text there, and a report to their artifacts. Raises StoreUnreachable,
+    StoreCorrupt, or OSError."""
     folders = store.listed("results")
     every = [f for f in folders if presence.names(f)[0] in names]
     newest, backend = report.newest(every), runs.backend()
@@ -72,17 +75,20 @@ def describe(names: Collection[str]) -> None:
         if part and (not before or before.endswith(mlflow_view.OWN)):
             with backend.reaching():
                 backend.client.set_experiment_tag(
-                    experiment.experiment_id, mlflow_view.NOTE, _note(experiment, part)
+                    experiment.experiment_id, mlflow_view.NOTE, _note(backend, experiment, part)
                 )
 
 
-def _note(experiment: Any, part: Sequence[report.Run]) -> str:
+def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
     asking = min(part, key=lambda run: "notebook" not in run.tags)  # not one by hand
-    answer, command = report.answer(part), f"`specexp report {shlex.quote(experiment.name)}`"
+    answer, page = report.answer(part), f"`specexp report {shlex.quote(experiment.name)}`"
+    with contextlib.suppress(OSError, StoreUnreachable):  # the command makes it later
+        if there := backend.keep(experiment, report.write(part, names=[experiment.name])):
+            page = f"[one page]({there})"
     if doubtful := sum(bool(run.doubts()) for run in part):
         answer += f" Timings of {doubtful} of {len(part)} runs are doubtful: the report says why."
     commands, title = report.again(part), asking.question()[0]
-    return mlflow_view.note(experiment.experiment_id, title, answer, commands, command)
+    return mlflow_view.note(experiment.experiment_id, title, answer, commands, page)
 
 
 def show(rebuilt: Rebuilt, console: Console) -> None:

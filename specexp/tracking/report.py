@@ -2,14 +2,19 @@
 
 Made from committed results alone, so without MLflow and with no server. The page is one file that
 fetches nothing and runs nothing: figures are embedded, and all text of notebooks, models and
-results is escaped, with symbols for control characters.
+results is escaped, with symbols for control characters. Its only links lead to its runs in the
+MLflow UI of the machine that has them.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +31,10 @@ from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
 
 TEMPLATE = "report.html"
+UI = "http://127.0.0.1:5000"  # of `specexp ui`
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+INERT = ("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update")  # fmt: skip
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_FIGURES = 40  # of one experiment: some megabytes
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
@@ -34,19 +43,25 @@ TIMED = ("speedup/", "latency/", "throughput/")
 
 @dataclass(frozen=True)
 class Run:
-    """A committed result, read once."""
+    """A committed result, or what it says of one of its rivals, read once."""
 
     folder: Path
+    rival: str = ""
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        return results.load(self.folder / results.RESULT)
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        return results.load(self.folder / results.RESULT)
+        return results.runs_in(self.result)[self.rival]
 
     @cached_property
     def tags(self) -> dict[str, str]:
         committed = results.load(self.folder / results.TAGS)
         tags = {**self.record.get("tags", {}), **committed, **self.names.get("tags", {})}
-        return {n: str(v) for n, v in tags.items()}
+        texts = {n: str(v) for n, v in tags.items()}
+        return mlflow_view.beside(texts, self.result["params"], self.rival)
 
     @cached_property
     def names(self) -> dict[str, Any]:
@@ -64,7 +79,8 @@ class Run:
     @property
     def point(self) -> tuple[str, ...]:
         """What two results of the same point share, whatever code made them."""
-        return self.experiment, self.tags.get("notebook", ""), repr(self.record["params"])
+        params = repr(self.record["params"])
+        return self.experiment, self.tags.get("notebook", ""), params, self.rival
 
     @property
     def label(self) -> str:
@@ -73,6 +89,14 @@ class Run:
         stem = Path(self.tags.get("notebook", "")).stem
         drafter = self.record["params"].get("drafter", name)
         return name.removeprefix(stem).strip().removeprefix("drafter=") or str(drafter)
+
+    @property
+    def link(self) -> str:
+        """Its page in the MLflow UI of this machine; "" if it is not there."""
+        marker = runs.marker(self.folder)
+        run_ids = marker.read_text().split() if runs.own() and marker.exists() else []
+        shown = dict(zip(results.runs_in(self.result), run_ids, strict=False))
+        return f"{UI}/#/runs/{shown[self.rival]}" if self.rival in shown else ""
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
@@ -114,8 +138,8 @@ class Run:
         return reasons
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """Name and base64 text of each figure that the run kept."""
-        for file in sorted((self.folder / "figures").glob("*.png")):
+        """Name and base64 text of each figure that the run kept: none for a rival."""
+        for file in () if self.rival else sorted((self.folder / "figures").glob("*.png")):
             image = file.read_bytes()
             if image.startswith(PNG):
                 yield file.stem, base64.b64encode(image).decode()
@@ -179,9 +203,10 @@ def of(what: str) -> list[Run]:
 
 
 def newest(folders: Iterable[Path]) -> list[Run]:
-    """The newest intact result of each point, sorted by experiment and name."""
+    """The newest intact result of each point and its rivals, sorted by experiment and name."""
     whole = sorted((f for f in folders if results.intact(f)), key=results.ended_ms)
-    latest = {run.point: run for run in map(Run, whole)}
+    each = (Run(f, rival) for f in whole for rival in results.runs_in(Run(f).result))
+    latest = {run.point: run for run in each}
     return sorted(latest.values(), key=lambda run: (run.experiment, run.label))
 
 
@@ -216,8 +241,8 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
     text += f". It is the best of {many} runs" if many > 1 else ""
     if many == 1 or not known:
         return f"{text}."
-    others = {run.label: _interval(answer, run, many) for run in having if run is not best}
-    close = [label for label, (least, most) in others.items() if most >= low and least <= high]
+    others = ((run.label, *_interval(answer, run, many)) for run in having if run is not best)
+    close = [label for label, least, most in others if most >= low and least <= high]
     rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
     return f"{text}, and its interval is widened for that; " + (
         f"not certainly better than {rest}." if close else "certainly better than the others."
@@ -272,21 +297,21 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     title, prose = part[0].question()
     drawn = ((run.label, name, image) for run in part for name, image in run.figures())
     figures = list(islice(drawn, MOST_FIGURES))
-    doubts = {run.label: reasons for run in part if (reasons := run.doubts())}
+    doubts = [run.doubts() for run in part]
     table = compare.overview(_frame(part).drop(columns="experiment"))
     labels = [run.label for run in part]
     table = table[[name for name in table if list(table[name]) != labels]]
     table.insert(0, "run", labels)
-    if doubts:
-        marks = ["doubtful" if label in doubts else "" for label in labels]
-        table.insert(1, "timing", marks)
+    if any(doubts):
+        table.insert(1, "timing", ["doubtful" * bool(reasons) for reasons in doubts])
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
-        "exactness": exactness(part), "doubts": doubts,
+        "exactness": exactness(part),
+        "doubts": [(label, r) for label, r in zip(labels, doubts, strict=True) if r],
         "environment": _environment(part), "again": again(part),
-        "runs": [(run.tags.get("name", run.label), run.folder.name) for run in part],
+        "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip
 
 
@@ -294,7 +319,7 @@ def _frame(part: Sequence[Run]) -> pd.DataFrame:
     """The runs as `runs.runs` returns them."""
     return pd.DataFrame(
         {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
-        | {f"params.{k}": v for k, v in runs.as_params(run.record).items()}
+        | {f"params.{k}": v for k, v in mlflow_view.as_params(run.record).items()}
         | {f"metrics.{k}": v for k, v in run.metrics.items()}
         | {f"tags.{k}": v for k, v in run.tags.items()}
         for run in part
@@ -333,3 +358,26 @@ def write(everything: Sequence[Run], out: Path | None = None, names: Collection[
     with files.whole(out) as partial:
         partial.write_bytes(page(everything).encode(errors="replace"))
     return out
+
+
+def chromium() -> list[str]:
+    """The command of a Chromium that shows no window and asks no network of its own. Raises
+    UserError if there is none."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        names = ", ".join(BROWSERS)
+        raise UserError(f"no Chromium on PATH ({names}): install one, or print the page by hand")
+    return [browser, *INERT, *["--no-sandbox"] * (os.geteuid() == 0)]  # as root it needs that
+
+
+def print_pdf(html: Path) -> Path:
+    """Print a page to a PDF file beside it; returns its path. Raises UserError."""
+    pdf = html.with_suffix(".pdf").resolve()
+    with tempfile.TemporaryDirectory() as profile:
+        line = [*chromium(), f"--user-data-dir={profile}", "--no-pdf-header-footer",
+                f"--print-to-pdf={pdf}", html.resolve().as_uri()]  # fmt: skip
+        ran = subprocess.run(line, capture_output=True, text=True, check=False)
+    if ran.returncode or not pdf.is_file():
+        last = (ran.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"Chromium could not print {html}: {last:.200}")
+    return pdf

@@ -331,6 +331,17 @@ def load(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
+def runs_in(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The runs that a record holds, each as a record: its own under "", and one for each drafter
+    that its notebook compared with it."""
+    own = {n: value for n, value in record.items() if n != "rivals"}
+    rivals = record.get("rivals", {}).items()
+    return {"": own} | {
+        drafter: own | rival | {"params": own["params"] | {"drafter": drafter}}
+        for drafter, rival in rivals
+    }
+
+
 def label(folder: Path) -> dict[str, Any]:
     """The experiment and tags under which a result is shown since it was renamed (`presence`), or
     an empty dictionary. Raises as `load`."""

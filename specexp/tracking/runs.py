@@ -34,17 +34,12 @@ from specexp.tracking.mlflow_store import (
 
 __all__ = ["StoreCorrupt", "StoreRejected", "StoreUnreachable"]
 REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
-_METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
-_TAG = re.compile(r"\w[\w. -]{0,249}")
-_STEP = re.compile(r"-?\d{1,18}")
+Series = Mapping[str, Sequence[float] | Mapping[int, float]]
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _RUNNERS = {
-    "attempt", "ended", "error", "error.kind", "grid", "name", "notebook", "published", "run_key",
-    "seconds", "status", "store", "together", "where",
+    "attempt", "ended", "error", "error.kind", "grid", "name", "notebook", "published", "rival",
+    "run_key", "seconds", "status", "store", "together", "where",
 }  # fmt: skip
-_LONGEST_NAME = 250  # MLflow rejects longer ones
-_LONGEST_PARAM = 6000  # MLflow truncates longer ones
-_LONGEST_TAG = 5000  # some of MLflow's stores reject longer ones
 
 
 # --- what notebooks call -------------------------------------------------------------------------
@@ -92,28 +87,27 @@ def log(
     experiment: str,
     params: Mapping[str, Any],
     metrics: Mapping[str, float],
-    series: Mapping[str, Sequence[float] | Mapping[int, float]] | None = None,
+    series: Series | None = None,
     tags: Mapping[str, str] | None = None,
     tables: Mapping[str, pd.DataFrame] | None = None,
     figures: Mapping[str, Any] | None = None,
+    rivals: Mapping[str, tuple[Mapping[str, float], Series]] | None = None,
 ) -> None:
     """Record one run: metrics `group/name`, series by step (lists count from 1), tables, figures.
+    Each of `rivals`, a drafter with its metrics and series, is shown as a run beside it.
 
     Under the runner the grid's experiment replaces this one. Raises UserError for a name or value
     that MLflow would reject or change: tags are text.
     """
-    curves = {
-        name: dict(enumerate(values, 1)) if not isinstance(values, Mapping) else dict(values)
-        for name, values in (series or {}).items()
-    }
     record = {
         "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
         "params": dict(params),
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
+        **_measured(metrics, series or {}),
         "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
-    problems = problems_of(record)
+    if rivals:
+        record["rivals"] = {drafter: _measured(*rival) for drafter, rival in rivals.items()}
+    problems = mlflow_view.problems_of(record)
     problems += [
         f"the tag {n!r} is the runner's own: rename it" for n in tags or () if _reserved(n)
     ]
@@ -140,6 +134,18 @@ def log(
             print(f"kept in {result}; not in MLflow yet, {retry}: {e}")
             return
     print(f"logged to {where()}; compare with: specexp ui")
+
+
+def _measured(metrics: Mapping[str, float], series: Series) -> dict[str, Any]:
+    """Metrics and series as a record holds them."""
+    curves = {
+        name: values if isinstance(values, Mapping) else dict(enumerate(values, 1))
+        for name, values in series.items()
+    }
+    return {
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
+    }
 
 
 def _step(step: Any) -> str:
@@ -172,37 +178,6 @@ def _reserved(tag: object) -> bool:
     """Whether only the runner may set this tag."""
     theirs = str(tag).startswith("mlflow.") and tag != "mlflow.note.content"
     return theirs or tag in _RUNNERS
-
-
-def problems_of(record: Mapping[str, Any]) -> list[str]:
-    """Why a record cannot be published: bad names or steps, values that are not finite, tags that
-    are no text."""
-    flat = dict(record["metrics"])
-    for name, curve in record["series"].items():
-        flat |= {f"{name} at {step}": value for step, value in curve.items()}
-    names = [*record["metrics"], *record["series"]]
-    return [
-        *(f"metric {n!r} is not named group/name" for n in names if not _METRIC.fullmatch(n)),
-        *(
-            f"the metric {n[:40]}... has {len(n)} characters, more than {_LONGEST_NAME}"
-            for n in names
-            if len(n) > _LONGEST_NAME
-        ),
-        *(
-            f"{n} has the step {step}, not a 64-bit integer"
-            for n, curve in record["series"].items()
-            for step in curve
-            if not _STEP.fullmatch(str(step))
-        ),
-        *(f"{n} is {v}, not a finite number" for n, v in flat.items() if not math.isfinite(v)),
-        *(
-            f"the tag {n!r:.60} must have a plain name and a text of at most {_LONGEST_TAG} "
-            f"characters, not {v!r:.40}"
-            for n, v in record.get("tags", {}).items()
-            if not (isinstance(n, str) and _TAG.fullmatch(n) and isinstance(v, str))
-            or len(v) > _LONGEST_TAG
-        ),
-    ]
 
 
 # --- MLflow --------------------------------------------------------------------------------------
@@ -289,7 +264,7 @@ def publishable(folder: Path) -> bool:
     if folder.parent.name == "results":
         record = folder / results.RESULT
         return results.intact(folder) and results.sound(
-            lambda: not problems_of(results.load(record))
+            lambda: not mlflow_view.problems_of(results.load(record))
         )
 
     def tells_enough() -> bool:
@@ -301,7 +276,7 @@ def publishable(folder: Path) -> bool:
 
 
 def publish(folder: Path) -> str:
-    """Publish a result or failed attempt to MLflow, unless it has been; returns the run's id.
+    """Publish a result or failed attempt to MLflow, unless it has been; returns its run's id.
 
     The folder's tags.json holds the run's tags, with `run_key`, `attempt`, `status` and `ended`.
     Raises StoreUnreachable, StoreRejected, StoreCorrupt, or OSError if the disk is full or the
@@ -309,13 +284,14 @@ def publish(folder: Path) -> str:
     """
     if not published(folder):
         with backend().reaching():
-            run_id = _publish(folder)
-        marker(folder).write_text(run_id)
-    return marker(folder).read_text()
+            run_ids = _publish(folder)
+        marker(folder).write_text("\n".join(run_ids))
+    return marker(folder).read_text().partition("\n")[0]
 
 
-def _publish(folder: Path) -> str:
-    """Create and fill the run, mark it as whole, then delete the runs that it replaces."""
+def _publish(folder: Path) -> list[str]:
+    """Create and fill its run and those of its rivals, mark them as whole, then delete the runs
+    that they replace."""
     store = backend()
     label = results.label(folder)
     tags = results.load(folder / results.TAGS) | label.get("tags", {})
@@ -324,22 +300,25 @@ def _publish(folder: Path) -> str:
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
     experiment = experiment_id(label.get("experiment", record["experiment"]))
     same_key = f"tags.run_key = '{tags['run_key']}'"
-    same = [
-        r
+    same = {
+        rival_of(r): r
         for r in store.runs(experiment, same_key)
         if is_whole(r)
         and (
             r.data.tags.get("attempt") == tags["attempt"]
             or (status != "FINISHED" and _succeeded_since(r, folder))
         )
-    ]
-    new = (folder, experiment, status, tags, record)
-    run_id = _renew(same[0], tags) if same else _create_run(*new)
+    }
+    run_ids: list[str] = []
+    for rival, part in results.runs_in(record).items():
+        named = mlflow_view.beside(tags, record["params"], rival)
+        new = (folder, experiment, status, named, part, *run_ids[:1])
+        run_ids += [_renew(same[rival], named) if rival in same else _create_run(*new)]
     for old in store.runs(experiment, same_key):
         stays = is_whole(old) and old.info.status == "FINISHED" != status
-        if old.info.run_id != run_id and is_ours(old) and not stays:
+        if old.info.run_id not in run_ids and is_ours(old) and not stays:
             store.client.delete_run(old.info.run_id)
-    return run_id
+    return run_ids
 
 
 def _renew(run: Any, tags: dict[str, str]) -> str:
@@ -362,8 +341,10 @@ def _succeeded_since(run: Any, folder: Path) -> bool:
 
 
 def _create_run(
-    folder: Path, experiment: str, status: str, tags: dict[str, str], record: Mapping[str, Any]
-) -> str:
+    folder: Path, experiment: str, status: str, tags: dict[str, str], record: Mapping[str, Any],
+    main: str = "",
+) -> str:  # fmt: skip
+    """`main`: the run that keeps the files, if this is one of a rival."""
     from mlflow.entities import Metric, Param, RunTag
 
     store, mlflow = backend(), client()
@@ -371,16 +352,18 @@ def _create_run(
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
-    tags |= mlflow_view.about(record)
+    files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
+    tags |= mlflow_view.about(record, files)
     run = mlflow.create_run(experiment, started, theirs | tags, name)
-    metrics = [Metric(n, v, ended, step) for n, step, v in as_points(record)]
-    params = [Param(n, v) for n, v in as_params(record).items()]
+    metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
+    params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]
     if metrics:
         view = mlflow_view.shared({m.key for m in metrics}, ended)
         mlflow.set_experiment_tag(experiment, mlflow_view.TAG, view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    store.put(run, folder, [p for p in results.files_in(folder) if not _is_added(p, folder)])
+    kept = () if main else results.files_in(folder)
+    store.put(run, folder, [p for p in kept if not _is_added(p, folder)])
     mlflow.set_terminated(run.info.run_id, status, ended)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
@@ -391,26 +374,15 @@ def is_whole(run: Any) -> bool:
     return run.data.tags.get("published") == "1" and run.info.status != "RUNNING"
 
 
+def rival_of(run: Any) -> str:
+    """The drafter of a run that stands beside its result's own; else ""."""
+    return str(run.data.tags.get("rival", ""))
+
+
 def is_ours(run: Any) -> bool:
     """Whether a run was published from this store: a server may hold those of many."""
     tags = run.data.tags
     return "run_key" in tags and tags.get("store", results.identity()) == results.identity()
-
-
-def as_params(record: Mapping[str, Any]) -> dict[str, str]:
-    """A record's parameters as MLflow stores them."""
-    written = {
-        n: json.dumps(v) if isinstance(v, list) else str(v) for n, v in record["params"].items()
-    }
-    return {n: v[:_LONGEST_PARAM] for n, v in written.items()}
-
-
-def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """A record's metrics and series as MLflow stores them: (name, step, value)."""
-    points = [(n, 0, v) for n, v in record.get("metrics", {}).items()]
-    for n, curve in record.get("series", {}).items():
-        points += [(n, int(step), v) for step, v in curve.items()]
-    return points
 
 
 def has_database() -> bool:

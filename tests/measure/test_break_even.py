@@ -26,7 +26,7 @@ from specexp.measure import break_even, costs, one_pairing, summaries
 from specexp.measure.prompts import Prompt
 from specexp.serving.cost_table import Costs
 from specexp.trace import Acceptance
-from specexp.tracking import runs
+from specexp.tracking import mlflow_view
 
 # --- the stored table of a pairing ---------------------------------------------------------------
 
@@ -272,7 +272,7 @@ def test_logged_metrics_are_finite_and_named(pairing):
     taxes = pd.DataFrame({"batch": [2, 8], "tax": [0.1, 0.0]})
     compared = break_even.compare(table, SAMPLES, samples)
     metrics, series = break_even.metrics(table, SAMPLES, compared, taxes, 64)
-    assert not runs.problems_of({"metrics": metrics, "series": series_of(series)})
+    assert not mlflow_view.problems_of({"metrics": metrics, "series": series_of(series)})
     assert metrics["costs/floor_ms"] == pytest.approx(5)
     assert metrics["costs/per_token_us"] == pytest.approx(164)
     assert series["tax/at_batch"] == {2: 0.1, 8: 0.0}

@@ -10,7 +10,7 @@ from specexp.tracking.mlflow_store import Backend, artifacts_of
 
 def digests(backend: Backend, run: Any) -> dict[str, str]:
     """Path -> SHA-256 of a run's artifacts."""
-    if folder := artifacts_of(backend, run):
+    if folder := artifacts_of(backend, run.info.artifact_uri):
         return _digests(folder) if folder.exists() else {}
     with tempfile.TemporaryDirectory() as temporary, backend.reaching():
         if backend.client.list_artifacts(run.info.run_id):

@@ -6,7 +6,7 @@ import pytest
 from support.stores import go, quiet
 
 from specexp.grids.machines import local
-from specexp.tracking import mlflow_view, rebuild
+from specexp.tracking import mlflow_view, rebuild, report
 from specexp.tracking import runs as track
 
 pytestmark = pytest.mark.usefixtures("copied_tables")
@@ -40,7 +40,9 @@ def test_grid_run_and_rebuild_write_question_answer_link_and_commands(store, ask
     assert "best of 2 runs" in text
     assert f"(./#/experiments/{experiment}/runs?viewStateShareKey=specexp" in text
     assert "specexp grid run trivial.yaml\n```" in text
-    assert "`specexp report 'grid of trifles'`" in text
+    page = store / "artifacts" / "grid-of-trifles" / "grid-of-trifles.html"
+    assert "2 runs" in page.read_text()
+    assert f"[one page](./api/2.0/mlflow-artifacts/artifacts/{'/'.join(page.parts[-2:])})" in text
     names = {run.info.run_name for run in track.backend().runs(experiment)}
     assert names == {"x=1", "x=2"}
 
@@ -55,6 +57,12 @@ def test_note_of_ones_own_is_kept(store, asking):
     track.client().set_experiment_tag(experiment, mlflow_view.NOTE, "my own words")
     assert go(asking(1))[0] == 0
     assert note() == "my own words"
+
+
+def test_note_names_the_command_where_the_page_cannot_be_kept(store, asking, monkeypatch):
+    monkeypatch.setattr(report, "page", lambda runs: (_ for _ in ()).throw(OSError(13, "no")))
+    assert go(asking(1))[0] == 0
+    assert "a report to send: `specexp report 'grid of trifles'`" in note()
 
 
 def test_note_of_runs_by_hand_has_no_grid_to_run(filled):

@@ -7,11 +7,12 @@ from html.parser import HTMLParser
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from support.stores import go
+from support.stores import active, go
 
 from specexp.commands import app
 from specexp.errors import UserError
 from specexp.tracking import presence, report, results
+from specexp.tracking import runs as track
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -97,6 +98,24 @@ def test_page_fetches_and_runs_nothing_whatever_texts_say(store):
     assert not re.search(r"url\(|@import", html)
     assert "alert(1)" in page.text
     assert not {"\x1b", "\u202e"} & set(html)
+
+
+def test_links_lead_to_the_runs_of_the_ui_alone(store):
+    track.log("mine", {"drafter": "ngram"}, FAST, rivals={"suffix": (SLOW, {})})
+    run_ids = sorted(run.info.run_id for run in active())
+    page = Reader(report.page(report.of("mine")))
+    links = sorted(value for name, value in page.attributes if name == "href")
+    assert links == [f"{report.UI}/#/runs/{run_id}" for run_id in run_ids]
+
+
+def test_pdf_without_a_browser_is_one_line_before_anything_is_written(store, monkeypatch, capsys):
+    committed("a", FAST)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sys.argv", ["specexp", "report", "mine", "--pdf"])
+    with pytest.raises(SystemExit):
+        app.main()
+    assert "no Chromium on PATH (chromium, chromium-browser," in capsys.readouterr().err
+    assert not list((store / "reports").glob("*"))
 
 
 def test_overlapping_intervals_name_no_certain_winner(store):
