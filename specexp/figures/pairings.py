@@ -64,12 +64,13 @@ def by_category(samples: pd.DataFrame) -> Figure:
     )
     main = rates[rates["pairing"] == rates["pairing"].iloc[0]].sort_values("value")
     hardest, easiest = main.iloc[0], main.iloc[-1]
-    shares = f"{hardest['value']:.0%} to {easiest['value']:.0%}"
-    claim = (
-        f"{shares}, which so few prompts do not tell apart"
-        if hardest["high"] >= easiest["low"]
-        else f"lowest on {hardest['category']} and highest on {easiest['category']}, {shares}"
-    )
+    claim = f"{hardest['value']:.0%} to {easiest['value']:.0%}"
+    if len(main) == 1:
+        claim = f"{hardest['value']:.0%}"
+    elif hardest["high"] < easiest["low"]:
+        claim = f"certainly lower on {hardest['category']} than on {easiest['category']}, {claim}"
+    else:
+        claim += ", which so few prompts do not tell apart"
     return heat(table, f"Acceptance rate of {hardest['pairing']} by kind of text: {claim}",
                 notes, hatched)  # fmt: skip
 
@@ -100,7 +101,8 @@ def heat(
     with canvas(2.5 + 1.3 * len(order), 1.4 + 0.55 * lines * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=texts, fmt="", vmin=0, vmax=1, cmap="crest", ax=axes, cbar=False,
                     annot_kws={"fontsize": 10}, linewidths=1)  # fmt: skip
-        for y, x in [] if hatched is None else np.argwhere(hatched.reindex_like(rates) == True):  # noqa: E712
+        hatch = rates * 0 if hatched is None else hatched.reindex_like(rates)
+        for y, x in np.argwhere(hatch.fillna(0).to_numpy(bool)):
             axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))
         axes.set(xlabel="", ylabel="")
         axes.tick_params(axis="y", rotation=0)

@@ -115,12 +115,13 @@ def acceptances(shares: dict[str, float], prompts: int) -> pd.DataFrame:
 
 def test_kinds_of_text_are_ranked_only_where_intervals_are_apart():
     apart = figures.pairings.by_category(acceptances({"code": 0.9, "prose": 0.2}, 40))
-    assert "lowest on prose and highest on code, 20% to 90%" in title(apart)
+    assert "certainly lower on prose than on code, 20% to 90%" in title(apart)
     assert "n = 40" in apart.axes[0].texts[0].get_text()
     assert not apart.axes[0].patches
     few = figures.pairings.by_category(acceptances({"code": 0.6, "prose": 0.5}, 2))
     assert "so few prompts do not tell apart" in title(few)
     assert len(few.axes[0].patches) == 2  # hatched
+    assert title(figures.pairings.by_category(acceptances({"own": 0.6}, 40))).endswith(": 60%")
     assert [t.get_text() for t in few.axes[0].texts] == ["60%\nn = 2", "50%\nn = 2"]
 
 
