@@ -82,11 +82,12 @@ def bench(
     context. memory: peak against the prediction from configs. Takes two to four minutes for the
     zoo's models on two cores.
     """
-    from specexp import api, files
+    from specexp import api
     from specexp.figures import hardware
     from specexp.measure import prompts as questions
     from specexp.measure.hardware import regression
     from specexp.measure.hardware import suites as every
+    from specexp.zoo import files
 
     names = list(dict.fromkeys(suites or every.NAMES))
     options = pairing_options(

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,15 @@ class Sheet:
         if index is not None and name in self.include[index]:
             return self.document.line("include", index, name)
         if name in self.axes and index is None:
-            axis = _axis(self.document, name)
-            written = self.document.at(*axis)  # `axes` has fewer values after --only
-            return self.document.line(*axis, norms(written).index(norm(params[name])))
+            at = self._places[name][norm(params[name])]
+            return self.document.line(*_axis(self.document, name), at)
         return self.document.line("fixed", name) if self.document.has("fixed", name) else None
+
+    @cached_property
+    def _places(self) -> dict[str, dict[Any, int]]:
+        """The index of each value of an axis in its file: `axes` has fewer after --only."""
+        written = {name: self.document.at(*_axis(self.document, name)) for name in self.axes}
+        return {n: {norm(v): i for i, v in enumerate(values)} for n, values in written.items()}
 
 
 def read(path: Path, report: Report) -> Sheet | None:

@@ -261,8 +261,13 @@ def _running(code: ast.AST) -> Iterator[ast.AST]:
 
 def _drafters(texts: Iterable[str]) -> set[str]:
     """The modules of the drafters that these texts name, as METHOD or METHOD:ARGUMENT."""
-    methods = {path.stem for path in (PACKAGE / "drafters").glob("[a-z]*.py")}
-    return {f"{_DRAFTERS}{name}" for name in methods & {text.partition(":")[0] for text in texts}}
+    named = _methods() & {text.partition(":")[0] for text in texts}
+    return {f"{_DRAFTERS}{name}" for name in named}
+
+
+@cache
+def _methods() -> set[str]:
+    return {path.stem for path in (PACKAGE / "drafters").glob("[a-z]*.py")}
 
 
 def _naming(sources: Mapping[Path, Source]) -> set[str]:

@@ -78,8 +78,10 @@ def run(
                 work.run_queue(where, jobs)
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
-        rebuild.describe({p.experiment for p in points})
-        compare.show(console, {p.run_key for p in points})
+        done = report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
+        compare.show(console, report.frame(done))
+        if work.published:
+            rebuild.describe({p.experiment for p in points})
     except results.StoreBusy as e:
         return _error(console, "busy", str(e), BUSY)
     except runs.StoreCorrupt as e:
@@ -90,12 +92,12 @@ def run(
             return _error(console, "disk full", message, DISK_FULL)
         return _error(console, "error", f"{e}; {RESUME}", FAILED)
     except runs.StoreUnreachable as e:
-        console.print(Text(f"no comparison, MLflow cannot be read now: {e}"), soft_wrap=True)
+        console.print(Text(f"MLflow's notes are not renewed: {e}"), soft_wrap=True)
     if board.failed:
         why = results.root() / "failed" / "*" / ERROR
         message = f"{'errors':10s} {why}; --retry-failed runs failed points again"
         console.print(Text(message), soft_wrap=True)
-    _report(points, console)
+    _report(points, done, console)
     return FAILED if board.failed or work.unpublished or work.refused else DONE
 
 
@@ -108,6 +110,7 @@ class Work:
     retry_failed: bool = False
     force: bool = False
     queue: deque[Point] = field(default_factory=deque)
+    published: int = 0
     unpublished: list[Path] = field(default_factory=list)
     refused: set[Path] = field(default_factory=set)
     stopped: tuple[int, str] | None = None
@@ -269,7 +272,8 @@ class Work:
         """Publish a folder, retrying for PATIENCE_S, or not at all if the last one failed: the end
         of `run_queue` tries again. False if MLflow cannot be reached; a refusal is reported."""
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_is_temporary),
+            retry=tenacity.retry_if_exception_type(runs.StoreUnreachable)
+            & tenacity.retry_if_not_exception_type(runs.StoreRejected),
             stop=tenacity.stop_after_delay(0.0 if self._away else PATIENCE_S)
             | tenacity.stop_when_event_set(self._stopping),
             wait=tenacity.wait_fixed(2),
@@ -291,6 +295,7 @@ class Work:
                 self.board.say(message, once=True)
                 return False
             self._away = False
+            self.published += 1
         if folder in self.unpublished:
             self.unpublished.remove(folder)
         return True
@@ -326,9 +331,12 @@ class Work:
     def recover(self) -> None:
         """Clean up after runners that died: for these points, for abandoned attempts of any, and,
         with the store's own database, for unpublished failures of any."""
-        left = results.listed("attempts") + (results.listed("failed") if runs.own() else [])
-        keys = {results.key_of(path) for path in left if path.is_dir()} - {""}
-        for key in keys | {p.run_key for p in self.points}:
+        mine = {p.run_key for p in self.points}
+        failed = [path for path in results.listed("failed") if not runs.published(path)]
+        of_any = [*results.listed("attempts"), *(failed if runs.own() else ())]
+        keys = {results.key_of(path) for path in of_any if path.is_dir()} - {""}
+        keys |= mine & set(map(results.key_of, failed))
+        for key in keys | set(filter(_is_unsettled, mine)):
             with results.claim(key) as ours:
                 if ours:
                     self._recover(key)
@@ -346,6 +354,12 @@ class Work:
             self._publish_failure(kept)
         if result.exists() and not runs.published(result):
             self._publish(result)
+
+
+def _is_unsettled(key: str) -> bool:
+    """Whether a point has a result that is damaged or not in MLflow."""
+    result = results.result_of(key)
+    return result.exists() and not (runs.published(result) and runs.publishable(result))
 
 
 def _ended(kept: Path) -> int:
@@ -369,11 +383,6 @@ def _signals(work: Work) -> Iterator[None]:
     finally:
         for number, handler in before.items():  # once stopped, let nothing disturb the exit
             signal.signal(number, signal.SIG_IGN if work.stopped else handler)
-
-
-def _is_temporary(e: BaseException) -> bool:
-    """Whether publishing may succeed later."""
-    return isinstance(e, runs.StoreUnreachable) and not isinstance(e, runs.StoreRejected)
 
 
 def _write_point(point: Point, attempt: Path) -> None:
@@ -424,10 +433,9 @@ def _free() -> str:
     return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
 
 
-def _report(points: Sequence[Point], console: Terminal) -> None:
+def _report(points: Sequence[Point], done: Sequence[report.Run], console: Terminal) -> None:
     """Write a page of the points' results, and print its path."""
     try:
-        done = report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
         page = report.write(done, names={p.grid for p in points}) if done else "no result yet"
     except OSError as e:
         page = f"none, {e.strerror}: {e.filename or results.root()}"

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from specexp import files, theory
+from specexp import theory
 from specexp.errors import UserError
+from specexp.zoo import files
 
 AXES = {
     "verify": ("batches", "tokens", "contexts"),

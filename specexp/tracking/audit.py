@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from specexp.tracking import mlflow_view
+from specexp.tracking import mlflow_view, presence
 from specexp.tracking import results as store
 from specexp.tracking import runs as track
 
@@ -29,11 +29,13 @@ _REBUILD = ": run `specexp store rebuild`"
 
 @dataclass(frozen=True)
 class Invariant:
-    """A statement, checked on `count` things; `broken`: one line per violation."""
+    """A statement, checked on `count` things; `broken`: one line per violation; `beside`: lines
+    about what is as somebody wanted it."""
 
     statement: str
     count: int
     broken: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 def problems() -> list[str]:
@@ -65,6 +67,7 @@ def _look() -> list[Invariant]:
     try:
         unsound = track.backend().sound()
         shown: dict[str, list[Any]] | None = _shown()
+        missing = presence.missing([*results.values(), *failed])
         unreadable = tuple(f"{line}{_REBUILD}" for line in unsound)
     except (track.StoreCorrupt, track.StoreUnreachable) as e:
         shown, unreadable = None, (str(e),)
@@ -80,11 +83,13 @@ def _look() -> list[Invariant]:
     ]
     if shown is not None:
         runs = {k: each for k, each in shown.items() if k not in busy}
+        gone = {*missing.deleted, *missing.failures}
+        beside = tuple(replace(missing, lost=()).lines())
         invariants += [
             Invariant("results are in MLflow once and equal", len(results),
-                    tuple(_unlike(results, runs))),
+                    tuple(_unlike(results, gone, runs)), beside),
             Invariant("failed points are in MLflow as failures", len(publishable),
-                    tuple(_unshown(publishable, failed, results, runs))),
+                    tuple(_unshown(publishable, failed, gone, results, runs))),
             Invariant("runs in MLflow have ended", sum(map(len, shown.values())),
                     tuple(_running(runs))),
         ]  # fmt: skip
@@ -102,7 +107,7 @@ def show(console: Console) -> bool:
         console.print(
             state + Text(f"{invariant.count:6d}  {invariant.statement}", ""), soft_wrap=True
         )
-        for line in invariant.broken:
+        for line in (*invariant.broken, *invariant.beside):
             console.print(Text(f"                {line}", ""), soft_wrap=True)
     for key, who in store.claims().items():
         console.print(Text(f"claimed         {key}: {who}", ""), soft_wrap=True)
@@ -135,8 +140,12 @@ def _shown() -> dict[str, list[Any]]:
     return dict(runs)
 
 
-def _unlike(results: Mapping[str, Path], shown: Mapping[str, list[Any]]) -> Iterator[str]:
+def _unlike(
+    results: Mapping[str, Path], gone: Set[Path], shown: Mapping[str, list[Any]]
+) -> Iterator[str]:
     for key, result in results.items():
+        if result in gone:
+            continue
         by_rival = defaultdict(list)
         for run in shown.get(key, []):
             if run.info.status == "FINISHED":
@@ -176,13 +185,14 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unshown(
-    publishable: list[Path], failed: list[Path], results: Mapping[str, Path],
+    publishable: list[Path], failed: list[Path], gone: Set[Path], results: Mapping[str, Path],
     shown: Mapping[str, list[Any]],
 ) -> Iterator[str]:  # fmt: skip
     names = {folder.name for folder in failed}
-    for key in sorted({store.key_of(folder) for folder in publishable}):
+    last = {store.key_of(f): f for f in sorted(publishable, key=store.ended_ms)}
+    for key, folder in sorted(last.items()):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
-        if len(runs) > 1 or (not runs and key not in results):
+        if len(runs) > 1 or not (runs or key in results or folder in gone):
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"
         for run in runs:
             if run.data.tags.get("attempt") not in names:

@@ -1,9 +1,8 @@
-"""Finished runs side by side as a table. Reads MLflow, runs nothing."""
+"""Finished runs side by side as a table. Runs nothing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 
 import pandas as pd
@@ -15,6 +14,7 @@ from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
 HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
+MOST = 100  # rows of a table in the terminal
 NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
 
 
@@ -24,18 +24,13 @@ def headline(result: Path) -> str:
     return "  ".join(f"{n.partition('/')[2]} {metrics[n]:.3g}" for n in HEADLINES if n in metrics)
 
 
-def show(console: Console, run_keys: Collection[str]) -> None:
-    """Print the finished runs of these points as tables, then where to find everything. Raises
-    StoreUnreachable."""
-    runs = track.runs()
-    if len(runs):
-        stores = runs.get("tags.store", pd.Series("", runs.index)).fillna("")
-        ours = stores.isin(["", results.identity()])
-        runs = runs[ours & runs.get("tags.run_key", stores).isin(run_keys)]
-        runs = runs.sort_values(["experiment", "name"])
-        for experiment, part in runs.groupby("experiment"):
-            console.print()
-            console.print(table(str(experiment), part))
+def show(console: Console, runs: pd.DataFrame) -> None:
+    """Print runs as tables, of each experiment the first MOST, then where to find everything."""
+    for experiment, part in runs.groupby("experiment") if len(runs) else ():
+        console.print()
+        console.print(table(str(experiment), part.head(MOST)))
+        if len(part) > MOST:
+            console.print(f"and {len(part) - MOST:,} more, in the report")
     console.print()
     for what, where in {
         "runs": track.where(),

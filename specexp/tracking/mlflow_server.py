@@ -1,8 +1,8 @@
 """Starts MLflow's own server over a store, by default for this machine only.
 
 The server has no password, so it only accepts requests for the host names it was started with. It
-stores artifacts itself and runs no jobs. It gets addresses with passwords through the environment,
-where `ps` does not show them.
+stores artifacts itself, none outside the store, and runs no jobs. It gets addresses with passwords
+through the environment, where `ps` does not show them.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def environment(backend: Backend) -> dict[str, str]:
         "MLFLOW_ARTIFACTS_DESTINATION": backend.artifacts.as_uri(),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        # No client may say where artifacts are kept, so all are below the destination above.
+        "MLFLOW_ARTIFACT_LOCATION_MAX_LENGTH": "0",
     }
 
 

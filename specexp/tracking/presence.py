@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specexp import files
 from specexp.tracking import results, runs
+from specexp.zoo import files
 
 FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the notebook's file
 
@@ -19,10 +19,12 @@ FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the n
 @dataclass(frozen=True)
 class Missing:
     """`lost`: folders marked as published of which MLflow has no whole run under their name;
-    `deleted`: results whose run was deleted in MLflow."""
+    `deleted`: results whose run was deleted in MLflow; `failures`: failures whose run was, on
+    purpose or for a later one."""
 
     lost: Sequence[Path] = ()
     deleted: Sequence[Path] = ()
+    failures: Sequence[Path] = ()
 
     def lines(self, remedy: str = "this run") -> list[str]:
         """What is missing and what to do, a line each. `remedy`: what publishes the lost again."""
@@ -50,22 +52,24 @@ def missing(folders: Iterable[Path]) -> Missing:
     named = {folder: names(folder) for folder in marked}
     experiments = {experiment for experiment, _ in named.values() if experiment}
     shown = runs.backend().states(experiments, ("store", "published", "notebook"))
-    lost, deleted = [], []
+    lost: list[Path] = []
+    deleted: list[Path] = []
+    failures: list[Path] = []
+    store = results.identity()
     for folder, run_ids in marked.items():
         states = [shown.get(run_id) for run_id in run_ids]
         if any(state and state.deleted for state in states):
-            if folder.parent.name == "results":  # the run of a failure gives way to a later one
-                deleted.append(folder)
+            (deleted if folder.parent.name == "results" else failures).append(folder)
         elif not states or any(
             not state
-            or state.tags.get("store") != results.identity()
+            or state.tags.get("store") != store
             or state.tags.get("published") != "1"
             or state.status == "RUNNING"
             or (state.experiment, state.tags.get("notebook")) != named[folder]
             for state in states
         ):
             lost.append(folder)
-    return Missing(lost, deleted)
+    return Missing(lost, deleted, failures)
 
 
 def names(folder: Path) -> tuple[str | None, str | None]:

@@ -67,7 +67,7 @@ def describe(names: Collection[str]) -> None:
     somebody wrote a text there, and a report to their artifacts. Raises StoreUnreachable,
     StoreCorrupt, or OSError."""
     folders = store.listed("results")
-    every = [f for f in folders if presence.names(f)[0] in names]
+    every = (f for f in folders if presence.names(f)[0] in names and store.intact(f))
     newest, backend = report.newest(every), runs.backend()
     for experiment in backend.experiments() if newest and runs.has_database() else ():
         part = [run for run in newest if run.experiment == experiment.name]

@@ -25,10 +25,11 @@ from typing import Any
 
 import pandas as pd
 
-from specexp import files, theory
+from specexp import theory
 from specexp.errors import UserError
 from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
+from specexp.zoo import files
 
 TEMPLATE = "report.html"
 UI = "http://127.0.0.1:5000"  # of `specexp ui`
@@ -187,13 +188,14 @@ def of(what: str) -> list[Run]:
     Raises UserError if there are none."""
     path = Path(what)
     if (path / results.RESULT).is_file():
-        return newest([path])
+        return newest(filter(results.intact, [path]))
     if path.suffix in (".yaml", ".yml"):
         keys = results.keys_of(path.stem)
-        wanted = newest(f for f in results.listed("results") if f.name in keys)
+        named = [f for f in results.listed("results") if f.name in keys]
+        wanted = newest(filter(results.intact, named))
         hint = f"make them with `specexp grid run {what}`"
     else:
-        every = newest(results.listed("results"))
+        every = newest(filter(results.intact, results.listed("results")))
         wanted = [run for run in every if run.experiment == what]
         names = ", ".join(sorted({run.experiment for run in every}))
         hint = f"there are some of {names}" if names else "run a grid or a notebook first"
@@ -203,9 +205,10 @@ def of(what: str) -> list[Run]:
 
 
 def newest(folders: Iterable[Path]) -> list[Run]:
-    """The newest intact result of each point and its rivals, sorted by experiment and name."""
-    whole = sorted((f for f in folders if results.intact(f)), key=results.ended_ms)
-    each = (Run(f, rival) for f in whole for rival in results.runs_in(Run(f).result))
+    """The newest result of each point and its rivals, sorted by experiment and name. They must be
+    intact."""
+    ordered = sorted(folders, key=results.ended_ms)
+    each = (Run(f, rival) for f in ordered for rival in results.runs_in(Run(f).result))
     latest = {run.point: run for run in each}
     return sorted(latest.values(), key=lambda run: (run.experiment, run.label))
 
@@ -290,7 +293,14 @@ def page(everything: Sequence[Run]) -> str:
     )  # fmt: skip
     names = dict.fromkeys(run.experiment for run in everything)
     parts = [_section([r for r in everything if r.experiment == name]) for name in names]
-    return environment.get_template(TEMPLATE).render(sections=parts)
+    return environment.get_template(TEMPLATE).render(sections=parts, made_of=_made_of(everything))
+
+
+def _made_of(everything: Sequence[Run]) -> str:
+    """A digest of what a page is made from: the folders of its runs, and this code."""
+    folders = [(run.folder.name, run.folder.stat().st_mtime_ns) for run in everything]
+    template = (Path(__file__).parent / TEMPLATE).read_text()
+    return results.digest(repr((folders, template, provenance.code_digest())).encode())
 
 
 def _section(part: Sequence[Run]) -> dict[str, Any]:
@@ -298,7 +308,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     drawn = ((run.label, name, image) for run in part for name, image in run.figures())
     figures = list(islice(drawn, MOST_FIGURES))
     doubts = [run.doubts() for run in part]
-    table = compare.overview(_frame(part).drop(columns="experiment"))
+    table = compare.overview(frame(part).drop(columns="experiment"))
     labels = [run.label for run in part]
     table = table[[name for name in table if list(table[name]) != labels]]
     table.insert(0, "run", labels)
@@ -315,7 +325,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _frame(part: Sequence[Run]) -> pd.DataFrame:
+def frame(part: Sequence[Run]) -> pd.DataFrame:
     """The runs as `runs.runs` returns them."""
     return pd.DataFrame(
         {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
@@ -349,12 +359,14 @@ def again(part: Sequence[Run]) -> list[str]:
 
 
 def write(everything: Sequence[Run], out: Path | None = None, names: Collection[str] = ()) -> Path:
-    """Write the page of these runs to `out`, or to the store's `reports/` under these names.
-    Returns its path. Raises OSError."""
+    """Write the page of these runs to `out`, or to the store's `reports/` under these names, unless
+    it is there, made of the same. Returns its path. Raises OSError."""
     if out is None:
         title = "+".join(sorted(names))
         name = re.sub(r"[^\w+-]+", "-", title).strip("-")[:100] or "report"
         out = results.folder("reports") / f"{name}.html"
+    if out.is_file() and _made_of(everything).encode() in out.read_bytes()[:1000]:
+        return out
     with files.whole(out) as partial:
         partial.write_bytes(page(everything).encode(errors="replace"))
     return out

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specexp import files
 from specexp.errors import UserError, first_line
-from specexp.zoo import shelf
+from specexp.zoo import files, shelf
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -80,6 +81,7 @@ def made(what: str) -> Path:
     return store() / what
 
 
+@cache
 def _whole(variable: str, folder: Path) -> Path:
     if not folder.is_absolute():
         raise UserError(

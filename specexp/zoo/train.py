@@ -22,8 +22,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from specexp import files
 from specexp.errors import UserError, first_line
+from specexp.zoo import files
 from specexp.zoo.recipes import END, Course
 from specexp.zoo.rows import Documents, Rows
 

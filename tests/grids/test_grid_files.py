@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specexp import api
 from specexp.errors import UserError
-from specexp.grids import notebooks, paths, yaml_lines
+from specexp.grids import grid_file, notebooks, paths, yaml_lines
 from specexp.grids import points as grid
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
@@ -1103,3 +1103,11 @@ def test_yaml_lines_gives_the_line_of_each_value(tmp_path):
 def test_yaml_lines_reads_shipped_grids_as_pyyaml_does():
     for file in GRIDS:
         assert yaml_lines.read(file).value == yaml.safe_load(file.read_text())
+
+
+def test_long_axis_is_read_in_linear_time(points, monkeypatch):
+    calls, norm = [], grid_file.norm
+    monkeypatch.setattr(grid_file, "norm", lambda value: calls.append(value) or norm(value))
+    count = 300
+    assert len(points(x=list(range(count)))) == count
+    assert len(calls) < 40 * count

@@ -28,7 +28,7 @@ from specexp.grids import progress
 from specexp.grids import runner as run
 from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, Failure, _tidy
 from specexp.grids.machines import local
-from specexp.tracking import audit, rebuild, runs
+from specexp.tracking import audit, compare, rebuild, results, runs
 from specexp.tracking.results import claim, holder, intact
 
 
@@ -281,6 +281,31 @@ def test_output_notebook_can_be_run_again(store, points, tmp_path):
     [again] = grid.load([grids / "own.yaml"])
     assert again.around.parts["notebook"] == point.around.parts["notebook"]
     assert go([again])[0] == 0
+
+
+def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
+    """No claim, no search of MLflow, no new page; the table is of the result folders."""
+    monkeypatch.setattr(compare, "MOST", 3)
+    todo = written(1, 2, 3, 4, 5, 13)
+    assert go(todo)[0] == 1
+    claimed = []
+    with monkeypatch.context() as counting:
+        counting.setattr(results, "claim", lambda key: claimed.append(key) or claim(key))
+        for name in ("search_runs", "search_experiments"):
+            counting.setattr(
+                runs.client().__class__, name, lambda *_, **__: pytest.fail("searched")
+            )
+        page = store / "reports" / "trivial.html"
+        before = page.stat().st_mtime_ns
+        code, said = go(todo)
+        assert page.stat().st_mtime_ns == before
+    assert code == 1
+    assert "0 of 6 points to run" in said
+    assert "and 2 more, in the report" in said
+    assert claimed == ["setup"]
+    table = progress.status(todo)
+    assert table.row_count == 1, "of many points those done have no row"
+    assert table.caption == "5 done, 1 failed"
 
 
 def test_points_without_a_fork_server_are_lost_and_rerun(store, points, monkeypatch):

@@ -6,6 +6,7 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from support.stores import METRICS, active, go, run_of
 
 from specexp.errors import UserError
@@ -73,6 +74,20 @@ def test_runs_deleted_on_purpose_are_named_and_stay_deleted(store, written, what
         assert "stay so (x=1" in text
         assert "`specexp store rebuild` brings them back" in text
         assert len(active()) == 2 - count
+    console = Console(record=True, width=300)
+    assert audit.show(console)
+    assert f"{count} runs were deleted in MLflow and stay so" in console.export_text()
+
+
+def test_failure_deleted_on_purpose_is_no_fault(store, written):
+    todo = written(13)
+    for _ in range(2):  # the run of the first gives way to that of the second
+        assert go(todo, retry_failed=True)[0] == 1
+    [run] = active()
+    runs.client().delete_run(run.info.run_id)
+    assert audit.problems() == []
+    assert go(todo)[0] == 1
+    assert active() == []
 
 
 def test_what_was_renamed_appears_under_its_new_name(store, written, tmp_path):

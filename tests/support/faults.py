@@ -501,35 +501,6 @@ def _check(job: dict[str, Any]) -> list[str]:
     return problems(Path(job["store"]), points, **options)
 
 
-def _scan(job: dict[str, Any]) -> dict[str, float]:
-    """The seconds that each part of a resume takes before a point runs, and the final report."""
-    from rich.console import Console
-
-    from specexp.grids import points as grid
-    from specexp.grids import progress
-    from specexp.grids import runner as run
-    from specexp.tracking import compare
-    from specexp.tracking import results as store
-    from specexp.tracking import runs as track
-
-    took, console = {}, Console(file=io.StringIO())
-    begin = time.monotonic()
-    points = grid.load(job["grids"])
-    took["load"] = time.monotonic() - begin
-    with progress.Board(console, len(points)) as board:
-        with store.alone("setup"):
-            track.initialise()
-        work = run.Work(points, board)
-        for name, part in (
-            ("recover", work.recover), ("plan", work.plan),
-            ("report", lambda: compare.show(console, {p.run_key for p in points})),
-        ):  # fmt: skip
-            begin = time.monotonic()
-            part()
-            took[name] = time.monotonic() - begin
-    return took
-
-
 def _initialise(job: dict[str, Any]) -> None:
     from specexp.tracking import results as store
     from specexp.tracking import runs as track
@@ -545,7 +516,7 @@ def _naive(job: dict[str, Any]) -> None:
 
 
 JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "grid": _grid, "check": _check, "scan": _scan, "initialise": _initialise,
+    "grid": _grid, "check": _check, "initialise": _initialise,
     "naive": _naive,
 }  # fmt: skip
 

@@ -46,7 +46,9 @@ def served(monkeypatch):
     return call
 
 
-def test_ui_server_refuses_foreign_hosts_and_keeps_runs(store, served, monkeypatch, capsys):
+def test_ui_server_refuses_foreign_hosts_and_places_and_keeps_runs(
+    store, served, monkeypatch, capsys, tmp_path
+):
     runs.log("mine", {"drafter": "before"}, METRICS)
     with Mlflow(runs.database()) as mlflow:
         hosts = [h.format(port=mlflow.port) for h in FOREIGN]
@@ -58,6 +60,9 @@ def test_ui_server_refuses_foreign_hosts_and_keeps_runs(store, served, monkeypat
         assert mlflow.status(asked, body, Origin="http://evil.example", **as_json) == 403
         assert 400 <= mlflow.status(asked, body, Content_Type="text/plain") < 500
         assert mlflow.status(asked, body, Origin=mlflow.url, **as_json) == 200
+        for place in (tmp_path.as_uri(), str(tmp_path), "mlflow-artifacts:/../x", "s3://x/y", "x"):
+            body = json.dumps({"name": f"at {place}", "artifact_location": place}).encode()
+            assert mlflow.status(asked, body, **as_json) == 400
         below = [mlflow.running.pid]
         below += [p.pid for p in psutil.Process(below[0]).children(recursive=True)]
         heard = [c.laddr.ip for pid in below for c in psutil.Process(pid).net_connections()
@@ -82,7 +87,7 @@ def test_ui_server_refuses_foreign_hosts_and_keeps_runs(store, served, monkeypat
         said = capsys.readouterr().out
         assert f"{mlflow.url}/#/experiments/" in said
         console = Console(record=True, width=200)
-        compare.show(console, set())
+        compare.show(console, runs.runs().head(0))
         assert mlflow.url in console.export_text()
 
         mlflow.stop()
@@ -263,7 +268,7 @@ def test_next_grid_run_publishes_after_server_outage(store, written, served, mon
         code, said = go(written(1, 2, 3))
         assert code == 1
         assert "run the same command again" in said
-        assert "no comparison, MLflow cannot be read now" in said
+        assert "not published to MLflow yet" in said
         mlflow.start()
         code, said = go(written(1, 2, 3))
         assert code == 0

@@ -235,4 +235,6 @@ def test_grid_run_ends_with_the_path_of_its_report(store, written, monkeypatch):
     assert "2 runs" in page.text
     monkeypatch.setattr(report, "page", lambda runs: (_ for _ in ()).throw(OSError(28, "full")))
     code, text = go(written(1, 2))
+    assert (code, text.splitlines()[-1].split()) == (0, [what, path]), "the page is as it was"
+    code, text = go(written(1, 2, 3))
     assert (code, "none, full" in text.splitlines()[-1]) == (0, True)

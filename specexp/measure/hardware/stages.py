@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specexp import api, files, ops
+from specexp import api, ops
 from specexp.api import Pairing
 from specexp.errors import UserError, first_line
 from specexp.measure import break_even, interleave, prompts
@@ -39,7 +39,7 @@ from specexp.models import memory
 from specexp.models.lm import LM
 from specexp.models.load import of_module, smaller, weight_bytes
 from specexp.serving.cost_table import Costs
-from specexp.zoo import shelf, twins
+from specexp.zoo import files, shelf, twins
 from specexp.zoo.heads import train_heads
 
 ROOT = Path(__file__).parents[3]

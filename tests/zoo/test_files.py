@@ -2,8 +2,8 @@
 
 import pytest
 
-from specexp import files
 from specexp.errors import UserError
+from specexp.zoo import files
 
 
 def contents(folder):
