@@ -23,7 +23,7 @@ _LONGEST_TAG = 5000  # some of MLflow's stores reject longer ones
 _LONGEST_PARAM = 6000  # MLflow truncates longer ones
 CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
-WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 56, "tags.`answer`": 170}  # in pixels
+WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 44, "tags.`answer`": 170}  # in pixels
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
 FIGURES = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",

@@ -318,11 +318,19 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
-        "exactness": exactness(part),
-        "doubts": [(label, r) for label, r in zip(labels, doubts, strict=True) if r],
+        "exactness": exactness(part), "doubts": _together(labels, doubts),
         "environment": _environment(part), "again": again(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip
+
+
+def _together(labels: Sequence[str], doubts: Sequence[list[str]]) -> list[tuple[str, str]]:
+    """Each reason for doubt, after the runs that it is said of."""
+    doubted: dict[str, list[str]] = {}
+    for label, reasons in zip(labels, doubts, strict=True):
+        for reason in reasons:
+            doubted.setdefault(reason, []).append(label)
+    return [(", ".join(names), reason) for reason, names in doubted.items()]
 
 
 def frame(part: Sequence[Run]) -> pd.DataFrame:

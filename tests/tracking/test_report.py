@@ -200,6 +200,13 @@ def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
     assert ("doubtful" in Reader(report.page([run])).text) == bool(reason)
 
 
+def test_a_reason_for_doubt_is_said_once_of_all_runs_that_it_holds_for(store):
+    for name in ("a", "b"):
+        committed(name, FAST, drafter=name, tags={"device": "cpu", "together": "yes"})
+    text = " ".join(Reader(report.page(report.of("mine"))).text.split())
+    assert "a, b: other points ran beside it" in text
+
+
 def test_a_point_is_shown_once_by_its_newest_intact_result(store):
     old, new = committed("a", SLOW), committed("b", FAST)
     damaged = committed("c", FAST)
