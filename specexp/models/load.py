@@ -403,7 +403,9 @@ def _without_weights(config: Any, dtype: torch.dtype) -> Any:
     """The model on `meta`. Its experts run as those do whose shapes depend on no routing."""
     config = copy.deepcopy(config)
     config._experts_implementation = "batched_mm"
-    what = f"config.json of {config.name_or_path or 'the model'} describes none that can be built"
+    what = (
+        f"config.json of {config.name_or_path or 'the model'} describes no model that can be built"
+    )
     with torch.device("meta"), refusing(what):  # wrong values may raise anything
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 

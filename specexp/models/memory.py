@@ -72,7 +72,9 @@ def kv_bytes(config: Any, itemsize: int) -> int:
     shared = (getattr(config, "indexer_types", None) or []).count("shared")
     indexers = sum(layer.kind == "indexed_attention" for layer, _ in each) - shared
     index = indexers * (getattr(config, "index_head_dim", None) or 0)
-    return itemsize * (index + sum(_kv(own) for layer, own in each if layer.owns))
+    twice = getattr(config, "model_type", "") == "mimo_v2_flash"  # as many key heads in windows
+    kept = (_kv(own) << (twice and layer.window > 0) for layer, own in each if layer.owns)
+    return itemsize * (index + sum(kept))
 
 
 def _kv(config: Any) -> int:
@@ -91,7 +93,8 @@ def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
     mask = S * itemsize * group
     attention = (H + 2 * K) + (H + K) + H + 2
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return B * n * (mask + itemsize * (3 * config.hidden_size + 4 * wide + attention * d))
+    wide = max(wide) if isinstance(wide, list) else wide  # Gemma 3n: of each layer
+    return B * n * (mask + itemsize * (4 * config.hidden_size + 4 * wide + attention * d))
 
 
 def law_bytes(rule: str, temperature: float) -> int:

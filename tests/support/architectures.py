@@ -21,7 +21,10 @@ from specexp.drafters.ngram import NGram
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import UserError
+from specexp.measure.hardware.peak_memory import held_per_token
+from specexp.models import load, memory
 from specexp.models.load import of_module
+from specexp.models.recurrent import state_bytes
 from specexp.models.servable import ORIGINAL, context
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
@@ -222,9 +225,11 @@ def outcome(name: str, lengths: tuple[int, ...], mixes: tuple[str, ...]) -> str:
         engine = Engine(lm, drafters[drafter], Fixed(TREES[tree]), sampling)
         assert engine.generate(fitting, NEW).tokens == expected, f"{mix} in a ragged batch"
         assert engine.generate(fitting[-1:], NEW).tokens == expected[-1:], f"{mix} alone"
-    if lm.cache and name != "mimo_v2_flash":  # twice as many keys in windows, which no field says
-        held = sum(b.numel() * b.itemsize for b in lm.cache._buffers())
-        assert held == lm.cache.batch * lm.cache.size * lm.kv_bytes_per_token
+    if lm.cache:
+        assert lm.kv_bytes_per_token == held_per_token(lm)
+    assert load.state_bytes(lm.config, lm.dtype) == state_bytes(lm.net.parts)
+    assert load.weight_bytes(module.config, lm.dtype) == sum(p.nbytes for p in module.parameters())
+    assert memory.pass_bytes(lm.config, lm.dtype.itemsize, 2, 3, CONTEXT) > 0
     if len(fitting) < len(texts):
         with pytest.raises(UserError, match=r"-token context \("):
             Engine(lm, Plain(), Fixed(Tree.chain(0))).generate(texts[-1:], NEW)
