@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexp.models.layers import Layer
+from specexp.ops import op
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, line_mask
 
@@ -73,6 +74,7 @@ class Slots(CacheLayerMixin):
         if self.index is not None:
             yield self.index
 
+    @op
     def keep(self, rows: slice, source: Tensor, slots: Tensor) -> None:
         """Copy slots `source` [b, n] of these b rows to `slots` [b, n]."""
         for buffer in (whole[rows] for whole in self.buffers):

@@ -23,7 +23,7 @@ from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.fast import fused
 from specexp.models import heads, lm
-from specexp.models.cache import SlotCache
+from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, _signed
@@ -409,6 +409,21 @@ def sight(dice: Dice) -> tuple[fused.Sight, SimpleNamespace, torch.dtype]:
     return fused.Sight(cache, visible, cos.to(dtype), sin.to(dtype), group), layer, dtype
 
 
+def keep(dice: Dice) -> Case:
+    """Slots that overlap those they move to."""
+    first, B, n = dice.randint(0, 1), dice.randint(1, 3), dice.randint(1, 5)
+    cache = SlotCache(1, first + B, 30)
+    [layer] = cache.layers
+    one = dice.normal(B, 2, n, dice.choice([4, 24])).to(dice.choice(KINDS))
+    layer.lazy_initialization(one, one)
+    for buffer in layer.buffers:
+        buffer.copy_(dice.normal(*buffer.shape))
+    to = dice.whole(0, 8, B, 1) + torch.arange(n, device=dice.device)
+    source = to + dice.whole(0, 4, B, n).cumsum(1)
+    rows = slice(first, first + B)
+    return Case((layer, rows, source, to), lambda: list(layer.buffers))
+
+
 def attention(dice: Dice) -> Case:
     seen, layer, dtype = sight(dice)
     (B, n), d, S = seen.slots.shape, seen.cos.shape[-1], seen.cache.seen
@@ -471,6 +486,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Table.write: note,
     lm.spoil: spoil,
     heads.product: product,
+    Slots.keep: keep,
     fused.attention: attention,
     fused.turned: turned,
     fused.added: added,

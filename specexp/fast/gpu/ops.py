@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from specexp import engine, rules
+from specexp.drafters.ngram import NGram
 from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
+from specexp.models.cache import Slots
 from specexp.ops import kernel
 from specexp.sampling import Noise, Sampling
 from specexp.sequences import Sequences
@@ -67,7 +69,7 @@ def _tried() -> bool:
 
 
 if importlib.util.find_spec("triton") is not None:
-    from specexp.fast.gpu import attention, layers, sampling
+    from specexp.fast.gpu import attention, layers, rows, sampling
     from specexp.fast.gpu import rules as judging
 
     kernels: dict[Any, Any] = {
@@ -82,6 +84,10 @@ if importlib.util.find_spec("triton") is not None:
         Sampling.law: sampling.law,
         rules.follow: judging.followed,
         engine.judged: judging.judged,
+        Noise.keys: rows.keys,
+        Sequences.commit: rows.commit,
+        Slots.keep: rows.keep,
+        NGram.propose: rows.look,
     }
     for operation, run in kernels.items():
         kernel(operation, "cuda", ready=triton_runs)(beside(run))

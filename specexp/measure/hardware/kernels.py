@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from specexp import engine, ops
+from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs, fused
 from specexp.fast.fused import Norm, Sight
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import copying
-from specexp.models.cache import SlotCache
+from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
 from specexp.rules import Block, Match, Reject, Rule
 from specexp.sampling import Noise, Sampling
-from specexp.sequences import Sequences
+from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, Tree
 
 H, K, D, E, HIDDEN, V = 32, 8, 128, 4096, 14336, 128256
@@ -95,6 +96,14 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
         of_q = B * V if rule.name == "reject" and shape is chain else p.numel()  # where it stops
         read = p.numel() * size + (0 if q is None else 4 * of_q)
         yield Call(name, engine.judged, (draft, Forward(logits), made), read)
+    if n < 64:
+        nodes = chain.nodes(device)
+        yield Call("keys", Noise.keys, (noise, seqs.stream, seqs.length, nodes.depth), 16 * B * n)
+        verdict = Verdict(keys, seqs.length, keys)
+        yield Call("commit", Sequences.commit, (seqs, verdict), 16 * B * n)
+        moved = 4 * B * n * K * D * size
+        yield Call("keep", Slots.keep, (layer, slice(0, B), slots, slots), moved)
+        yield Call("lookup", NGram.propose, (NGram(3), seqs, chain, noise), 8 * B * S)
 
 
 @torch.inference_mode()
