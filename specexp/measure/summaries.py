@@ -113,9 +113,10 @@ def behind(samples: pd.DataFrame) -> pd.DataFrame:
     best = each.pop(first).add_prefix("best_")
     pairs = [part.join(best, how="inner").groupby("question_id").sum() for part in each.values()]
     draws = [statistics.speedup_draws(*rows.to_numpy().T) for rows in pairs]
+    ratios = zip(each, statistics.together(draws) if draws else [], strict=True)
     return pd.DataFrame(
-        {"arm": arm, "times": ratio.value, "low": ratio.low, "high": ratio.high}
-        for arm, ratio in zip(each, statistics.together(draws) if draws else [], strict=True)
+        [(arm, ratio.value, ratio.low, ratio.high) for arm, ratio in ratios],
+        columns=["arm", "times", "low", "high"],
     )
 
 

@@ -169,7 +169,7 @@ def train(
     loss = loss_of(target, draft)
     steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file)
     draft.zero_grad(set_to_none=True)
-    course = Course((Phase(steps, batch, LENGTH),), muon_lr=0.005, adam_lr=1e-3)
+    course = Course((Phase(steps, batch, LENGTH),), adam_lr=1e-3)
     compiled = device != "cpu" and can_compile(device)
     losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, compiled,
                  checkpoint_every=20, aim=(layers, digest))  # fmt: skip

@@ -102,6 +102,9 @@ def test_behind_is_paired_by_prompt():
     [row] = summaries.behind(pd.DataFrame(rows)).to_dict("records")
     assert row["arm"] == "slow"
     assert [row[c] for c in ("times", "low", "high")] == pytest.approx([1.5] * 3)
+    alone = summaries.behind(pd.DataFrame(rows[:40]))
+    assert alone.empty
+    assert len(figures.pairings.forest(arms((1.2, 1.1, 1.3)), alone).axes) == 1
 
 
 def acceptances(shares: dict[str, float], prompts: int) -> pd.DataFrame:
