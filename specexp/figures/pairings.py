@@ -214,7 +214,7 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
     looks = marks(measured["arm"])
     behind = None if behind is None or behind.empty else behind  # of one arm there is nothing
     with panels(
-        1 if behind is None else 2, 8.5 if behind is None else 12, 1.6 + 0.42 * len(table),
+        1 if behind is None else 2, 8.5 if behind is None else 12, 2.0 + 0.42 * len(table),
         sharey=True,
     ) as (figure, every):  # fmt: skip
         _rows(every[0], table, "speedup", looks)
