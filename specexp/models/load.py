@@ -20,6 +20,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -277,12 +278,12 @@ def _config(source: str, state: Any) -> Any:
     with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
         described, _ = PreTrainedConfig.get_config_dict(str(source))
         sound(described, str(source))
+        if "auto_map" in described and described.get("model_type") not in CONFIG_MAPPING:
+            raise UserError(
+                f"{source} needs remote code, which is never run; use a model transformers knows"
+            )
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
         servable(config.get_text_config(), str(source))
-    if getattr(config, "auto_map", None):
-        raise UserError(
-            f"{source} needs remote code, which is never run; use a model transformers knows"
-        )
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
