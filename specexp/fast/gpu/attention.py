@@ -59,7 +59,7 @@ def attend(
         score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
         sees = real[:, None] & inside[None, :]
         if TREE:
-            place = (slot - tl.load(roots + row * roots_b))[None, :]
+            place = (slot - tl.load(roots + row * roots_b).to(tl.int32))[None, :]
             above = ancestors + row * anc_b + (token * anc_n)[:, None] + place
             above = tl.load(above, sees & (place >= 0) & (place < M), other=0) != 0
             sees = sees & ((place < 0) | above)
@@ -120,6 +120,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: floa
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
     tile = shape(H // K * n, d, S, B * K, q.dtype)
+    if visible is not None:
+        tile["num_warps"] = 8  # with four its table takes more registers than there are
     out = q.new_empty(B * n, H * d)
     splits = tile["SPLITS"]
     parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
