@@ -281,11 +281,10 @@ class Case:
         self.write("helper.py", "scale = 1")
         self.write("prompts.jsonl", QUESTION)
         self.draft = Path(shutil.copytree(models[1], folder / "draft"))
-        (self.draft / "parts").mkdir()
         whole = self.draft / "model.safetensors"
-        shutil.copy(whole, self.draft / "parts" / "2.safetensors")
+        shutil.copy(whole, self.draft / "2.safetensors")
         first, *rest = load_file(whole)
-        self.index(dict.fromkeys(rest, whole.name) | {first: "parts/2.safetensors"})
+        self.index(dict.fromkeys(rest, whole.name) | {first: "2.safetensors"})
         self.fixed = {
             "target": models[0], "rivals": [str(self.draft)], "drafter": "ngram",
             "prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 4,
@@ -326,7 +325,7 @@ QUESTION = '{"question_id": 1, "category": "c", "turns": ["mean"]}'
 TOKENS = {
     "helper beside the notebook": (lambda c: edit(c.folder / "helper.py"), {"helper.py"}),
     "prompts": (lambda c: c.write("prompts.jsonl", QUESTION + "\n"), {"data"}),
-    "weights": (lambda c: c.flip("draft/parts/2.safetensors"), {"models"}),
+    "weights": (lambda c: c.flip("draft/2.safetensors"), {"models"}),
     "index of weights": (lambda c: c.index({"x": "model.safetensors"}), {"models"}),
     "generation config": (lambda c: c.write("draft/generation_config.json", "{}"), {"models"}),
     "chat template": (lambda c: edit(c.draft / "chat_template.jinja"), {"models"}),

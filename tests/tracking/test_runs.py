@@ -265,15 +265,6 @@ def test_runs_come_newest_first_across_experiments(store, monkeypatch):
     assert track.runs(grid="other").empty
 
 
-def test_comparison_ignores_runs_of_others(store):
-    mlflow = track.client()
-    mlflow.set_terminated(mlflow.create_run("0").info.run_id)
-    assert len(track.runs()) == 1
-    console = Console(record=True, width=200)
-    compare.show(console, {"mine"})
-    assert "specexp ui" in console.export_text()
-
-
 def saved_view(experiment: str) -> dict:
     tags = track.client().get_experiment_by_name(experiment).tags
     return json.loads(tags["mlflow.sharedViewState.specexp"])
