@@ -11,7 +11,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from rich.console import Console
 from support.artifacts import digests
 from support.servers import Mlflow
 
