@@ -148,25 +148,15 @@ def name_of(source: str) -> str:
 
 
 def model_digest(source: str) -> str:
-    """Of a folder: a digest of its configuration, tokenizer and weights, those that an index of
-    parts names included. Of a hub id: the revision in the local cache, or the id itself if it is
-    not cached. `+int8` is ignored."""
+    """Of a folder: a digest of its configuration, tokenizer and weights. Of a hub id: the revision
+    in the local cache, or the id itself if it is not cached. `+int8` is ignored."""
     source, _ = int8.split(source)
     if not os.path.isdir(source):
         cached = try_to_load_from_cache(source, "config.json")
         return Path(cached).parent.name if isinstance(cached, str) else source
     folder = Path(source)
     files = {f for pattern in _FILES for f in folder.glob(pattern)}
-    files |= {folder / name for index in folder.glob("*.index.json") for name in _weights(index)}
-    return digest({os.path.relpath(f, folder): file_digest(f) for f in files if f.is_file()})
-
-
-def _weights(index: Path) -> set[str]:
-    """The files that an index of a model's parts names; none if it is damaged."""
-    try:
-        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
+    return digest({f.name: file_digest(f) for f in files if f.is_file()})
 
 
 def file_digest(path: Path) -> str:

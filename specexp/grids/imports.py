@@ -261,13 +261,15 @@ def _running(code: ast.AST) -> Iterator[ast.AST]:
 
 def _drafters(texts: Iterable[str]) -> set[str]:
     """The modules of the drafters that these texts name, as METHOD or METHOD:ARGUMENT."""
-    named = _methods() & {text.partition(":")[0] for text in texts}
+    folder = PACKAGE / "drafters"
+    methods = _methods(folder, folder.stat().st_mtime_ns)
+    named = methods & {text.partition(":")[0] for text in texts}
     return {f"{_DRAFTERS}{name}" for name in named}
 
 
-@cache
-def _methods() -> set[str]:
-    return {path.stem for path in (PACKAGE / "drafters").glob("[a-z]*.py")}
+@lru_cache(maxsize=4)
+def _methods(folder: Path, changed_ns: int) -> set[str]:
+    return {path.stem for path in folder.glob("[a-z]*.py")}
 
 
 def _naming(sources: Mapping[Path, Source]) -> set[str]:
