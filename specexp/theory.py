@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from specexp.errors import UserError
 
-BEYOND = 1.05  # a speedup of so many times the acceptance length is more than noise,
+BEYOND = 1.15  # a speedup of so many times the acceptance length is more than noise,
 MISSED = 3.0  # and so is a prediction missed by this factor: something else took the time
 LONGEST = 1000  # draft tokens per round; `best_gamma` stops here if they are free
 

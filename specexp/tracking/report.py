@@ -309,6 +309,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     figures = list(islice(drawn, MOST_FIGURES))
     doubts = [run.doubts() for run in part]
     table = compare.overview(frame(part).drop(columns="experiment"))
+    table = table.drop(columns="timing", errors="ignore")  # part of what is doubted here
     labels = [run.label for run in part]
     table = table[[name for name in table if list(table[name]) != labels]]
     table.insert(0, "run", labels)

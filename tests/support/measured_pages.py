@@ -70,7 +70,21 @@ def results() -> str:
     return (
         f"{head}\n"
         "| drafter | acceptance rate | tokens a pass | draft, in plain steps | verify | speedup |\n"
-        f"|---|---:|---:|---:|---:|---:|\n{rows}\n{under_load()}"
+        f"|---|---:|---:|---:|---:|---:|\n{rows}\n{paragraph(under_load() + real())}"
+    )
+
+
+def real() -> str:
+    """A pretrained model: the speedup of each drafter that needs no training."""
+    runs = sorted(load("real")["runs"], key=lambda run: -run["speedup/measured"])
+    each = ", ".join(
+        f"`{run['drafter']}` {run['speedup/measured']:.2f}x "
+        f"[{run['speedup/ci_low']:.2f}, {run['speedup/ci_high']:.2f}]"
+        for run in runs
+    )
+    return (
+        f"A pretrained 135M instruct model in its chat (`make demo REAL=1`): {each} "
+        "([all](data/measurements/real.json))."
     )
 
 
@@ -80,13 +94,13 @@ def under_load() -> str:
     one = loops[loops["policy"] == "always:1"].set_index("load")["speedup"]
     lost = 1 - one[one < 1]
     aware = loops[loops["policy"] == "goodput"]
-    return paragraph(
-        f"Under load the draft model's gain turns into a loss: with {lost.index.min()} to "
-        f"{lost.index.max()} streams even one draft token costs {lost.min():.0%} to "
-        f"{lost.max():.0%}. The load-aware policy stays within {aware['regret'].max():.1%} of the "
-        f"best fixed choice at every load from {aware['load'].min()} to {aware['load'].max()} "
-        "streams ([all](data/measurements/load_aware.json)). No GPU is measured yet "
-        "(`make gpu PY=python3` does it).".replace("%", " %")
+    return (
+        f"Under load the draft model's gain turns into a loss: one draft token costs "
+        f"{lost.min():.0%} to {lost.max():.0%} with {lost.index.min()} to {lost.index.max()} "
+        f"streams. The load-aware policy stays within {aware['regret'].max():.1%} of the best "
+        f"fixed choice at {aware['load'].min()} to {aware['load'].max()} streams "
+        "([all](data/measurements/load_aware.json)). No GPU is measured yet "
+        "(`make gpu PY=python3` does it). ".replace("%", " %")
     )
 
 

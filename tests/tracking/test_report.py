@@ -183,7 +183,7 @@ def _repeats(slower: float) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("metrics", "tags", "slower", "reason"),
     [
-        ({"acceptance/length": 1.5}, {}, 1, "not credible"),
+        ({"acceptance/length": 1.5, "speedup/credible": 0.0}, {}, 1, "not credible"),
         ({"speedup/predicted": 0.5}, {}, 1, "was predicted"),
         ({}, {"load": "7.5", "threads": "2"}, 1, "load average was 7.5"),
         ({}, {"together": "yes"}, 1, "ran beside it"),
