@@ -105,7 +105,7 @@ def train(
     kinds = {"--only": only, "--heads": heads, "--draft": draft or None}
     if len(given := [option for option, value in kinds.items() if value]) > 1:
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
-    if (layers or minutes) is not None and not draft:
+    if not draft and (layers, minutes) != (None, None):
         raise UserError("--layers and --minutes belong to --draft: add it")
     if heads is not None:
         _train_heads(heads, target or "target-10m", out, device, quick, text)

@@ -235,8 +235,8 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
 
 def verdict(speedup: Interval) -> str:
     """The speedup in words: faster or slower only if the interval excludes 1."""
-    open_ = speedup.low <= 1 <= speedup.high or speedup.low == speedup.high
-    if speedup.doubt == NOT_CREDIBLE or (speedup.doubt and open_):
+    undecided = speedup.low <= 1 <= speedup.high or speedup.low == speedup.high
+    if speedup.doubt == NOT_CREDIBLE or (speedup.doubt and undecided):
         return f"{speedup.value:.2f}x, but {speedup.doubt}"
     if speedup.low > 1:
         return f"{speedup.value:.2f}x faster"

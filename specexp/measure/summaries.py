@@ -87,13 +87,14 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     the luck by which it came out first (see `promised`)."""
     parts = dict(list(samples.groupby(by)))
     timed = statistics.together([speedup(part) for part in parts.values()])
+    records = map(pooled, parts.values())
     rows = [
         {by: key, "speedup": s.value, "low": s.low, "high": s.high}
-        | {"doubt": s.doubt if theory.credible(s.value, pooled(part).length) else NOT_CREDIBLE}
+        | {"doubt": s.doubt if theory.credible(s.value, record.length) else NOT_CREDIBLE}
         | {"tok_s": part["tokens"].sum() / part["s"].sum()}
         | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
-        | {"length": pooled(part).length, "rate": pooled(part).rate}
-        for s, (key, part) in zip(timed, parts.items(), strict=True)
+        | {"length": record.length, "rate": record.rate}
+        for s, record, (key, part) in zip(timed, records, parts.items(), strict=True)
     ]
     table, chosen = pd.DataFrame(rows), promised(samples, by)
     plain_s, plain_tokens, s, tokens = chosen[["plain_s", "plain_tokens", "s", "tokens"]].sum()
@@ -258,8 +259,7 @@ def latency_metrics(
     metrics, series = acceptance_metrics(at_best)
     by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
     expected = by_gamma[best["gamma"]]
-    metrics |= _headline(best) | {
-        "speedup/credible": float(theory.credible(best["speedup"], best["length"], expected)),
+    metrics |= _headline(best, expected) | {
         "speedup/predicted": expected,
         "speedup/best_gamma": best["gamma"],
         "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
@@ -313,10 +313,10 @@ def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     return metrics, series | curves
 
 
-def _headline(row: pd.Series) -> dict[str, float]:
+def _headline(row: pd.Series, predicted: float | None = None) -> dict[str, float]:
     return {
         "speedup/measured": row["speedup"], "speedup/ci_low": row["low"],
-        "speedup/credible": float(theory.credible(row["speedup"], row["length"])),
+        "speedup/credible": float(theory.credible(row["speedup"], row["length"], predicted)),
         "speedup/ci_high": row["high"], "throughput/tok_s": row["tok_s"],
         "throughput/plain_tok_s": row["plain_tok_s"],
     }  # fmt: skip

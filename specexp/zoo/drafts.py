@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.zoo import cards, shelf
+from specexp.zoo import cards, files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
 from specexp.zoo.train import Loss, can_compile, fingerprint, fit, keep
@@ -215,11 +214,9 @@ def _save(
 ) -> Path:  # fmt: skip
     layers = draft.config.get_text_config().num_hidden_layers
     name = f"{target}-draft-{layers}"
-    folder, part = out / name, out / f".{name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    draft.to(torch.bfloat16).save_pretrained(part)
-    tokenizer.save_pretrained(part)
     about = cards.describe_draft(name, target, draft, course, losses, figures, answers)
-    cards.write(part, about, cards.card_of_draft(about))
-    shutil.rmtree(folder, ignore_errors=True)
-    return part.rename(folder)
+    with files.whole(out / name) as partial:
+        draft.to(torch.bfloat16).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        cards.write(partial, about, cards.card_of_draft(about))
+    return out / name

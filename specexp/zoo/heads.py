@@ -9,7 +9,6 @@ loss of EAGLE-1 unnecessary. This file does not know how heads draft or are stor
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from specexp.errors import UserError
 from specexp.models.heads import Eagle, EagleShape, Medusa, default_taps, save
 from specexp.models.int8 import split
 from specexp.models.load import load, read_tokenizer
-from specexp.zoo import cards, shelf
+from specexp.zoo import cards, files, shelf
 from specexp.zoo.recipes import HEADS, HeadRecipe
 from specexp.zoo.rows import Documents, Rows, Texts, encode, read
 from specexp.zoo.train import (
@@ -235,14 +234,11 @@ def train_heads(
         for part, held_rows in rows.items()
     }
     folder = (out or work / ("quick" if quick else "models")) / name
-    part = folder.with_name(f".{name}.part")
-    shutil.rmtree(part, ignore_errors=True)
     of = Path(target).name if Path(target).is_dir() else str(target)
-    save(part, head.to(torch.bfloat16), of, net.config.architectures or ())
-    about = cards.describe_heads(recipe, name, Path(target).name, head, figures, facts, losses)
-    cards.write(part, about, cards.card_of_heads(about))
-    shutil.rmtree(folder, ignore_errors=True)
-    part.replace(folder)
+    with files.whole(folder) as unfinished:
+        save(unfinished, head.to(torch.bfloat16), of, net.config.architectures or ())
+        about = cards.describe_heads(recipe, name, Path(target).name, head, figures, facts, losses)
+        cards.write(unfinished, about, cards.card_of_heads(about))
     return folder
 
 

@@ -379,6 +379,7 @@ def test_zoo_train_rejects_options_of_heads(run, option):
     ("options", "said"),
     [
         (["--layers", "2"], "--layers and --minutes belong to --draft"),
+        (["--layers", "0"], "--layers and --minutes belong to --draft"),
         (["--minutes", "2", "--heads", "eagle"], "--layers and --minutes belong to --draft"),
         (["--draft", "--heads", "eagle"], "--heads and --draft train different things"),
         (["--draft", "--layers", "12"], "a target of 12 layers keeps 1 to 11 of them"),

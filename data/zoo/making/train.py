@@ -6,7 +6,6 @@ generated. This file does not know what the text is (`corpus.py`) or how a step 
 (`specexp/zoo/train.py`).
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from making.corpus import gather, small
 from making.recipes import RECIPES, Recipe, quick_version
 from making.tokenizer import train_tokenizer, wrap
 from specexp.errors import UserError
-from specexp.zoo import shelf
+from specexp.zoo import files, shelf
 from specexp.zoo.cards import write
 from specexp.zoo.recipes import END
 from specexp.zoo.rows import Rows, Texts, encode
@@ -76,17 +75,13 @@ def _make(recipe: Recipe, texts: Texts, out: Path, work: Path, device: str, quic
     shipped.generation_config = GenerationConfig(
         bos_token_id=END, eos_token_id=END, pad_token_id=END
     )
-    folder = out / recipe.name
-    part = out / f".{recipe.name}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    shipped.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    tokens = 2_048 if quick else 32_768
-    figures = measure(shipped.float().to(device), held, target, tokens)
-    facts = describe(recipe, shipped, figures, texts.facts, losses)
-    write(part, facts, card(facts))
-    shutil.rmtree(folder, ignore_errors=True)
-    part.replace(folder)
+    with files.whole(out / recipe.name) as partial:
+        shipped.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        tokens = 2_048 if quick else 32_768
+        figures = measure(shipped.float().to(device), held, target, tokens)
+        facts = describe(recipe, shipped, figures, texts.facts, losses)
+        write(partial, facts, card(facts))
 
 
 def _chosen(only: list[str] | None) -> list[Recipe]:
