@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice, zip_longest
 from pathlib import Path
+from string import whitespace
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
@@ -236,7 +237,7 @@ def _decode(path: Path, content: bytes) -> str:
 
 def _json_lines(path: Path, content: bytes) -> Records:
     for number, line in enumerate(_decode(path, content).split("\n"), start=1):
-        if line.strip():
+        if line.strip(whitespace):  # JSON knows no other
             yield number, _json(line)
 
 

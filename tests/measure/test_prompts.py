@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specexp.errors import UserError
@@ -289,6 +289,7 @@ GOOD = "".join(line(n, category, [f"turn {n} ü"]) for n, category in enumerate(
 
 
 @settings(max_examples=400)
+@example(edits=[(len(GOOD), 0, b"\x1c")])  # white space to Unicode, not to JSON
 @given(
     edits=st.lists(
         st.tuples(st.integers(0, len(GOOD)), st.integers(0, 8), st.binary(max_size=6)),
