@@ -18,9 +18,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from xml.etree import ElementTree
 
@@ -63,7 +65,7 @@ class Rows:
     """What a stage has learned so far, in a file that is whole at any time."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.rows = file, list[dict[str, Any]]()
+        self.file, self.rows, self.turn = file, list[dict[str, Any]](), Lock()
 
     def add(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
         """A row of what `run` returns, or of why it did not."""
@@ -78,8 +80,9 @@ class Rows:
         self.keep(row | {"seconds": round(time.perf_counter() - begin, 2)})
 
     def keep(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        files.write(self.file, json.dumps({"rows": self.rows}, indent=1))
+        with self.turn:
+            self.rows.append(row)
+            files.write(self.file, json.dumps({"rows": self.rows}, indent=1))
 
 
 def failed(e: Exception) -> dict[str, Any]:
@@ -131,16 +134,17 @@ def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, 
 
 
 def exactness(rows: Rows, device: torch.device) -> None:
-    """The tests that need a GPU, each file in a process of its own: a fault of the device spoils
-    all that follows in its process."""
+    """The tests that need a GPU, each file in a process of its own, side by side: a fault of the
+    device spoils all that follows in its process."""
     marks = "mark.cuda", "on_every_device"
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    for file in files:
-        if any(mark in file.read_text() for mark in marks):
-            rows.add(file.name, partial(tested, file, rows.file.with_suffix(".xml")))
+    with ThreadPoolExecutor() as pool:
+        for file in sorted((ROOT / "tests").rglob("test_*.py")):
+            if any(mark in file.read_text() for mark in marks):
+                pool.submit(rows.add, file.name, partial(tested, file, rows.file.parent))
 
 
-def tested(file: Path, xml: Path) -> dict[str, Any]:
+def tested(file: Path, out: Path) -> dict[str, Any]:
+    xml = out / f"{file.stem}.xml"
     command = [sys.executable, "-m", "pytest", str(file), "-m", "cuda", f"--junitxml={xml}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     try:
