@@ -27,6 +27,7 @@ from specexp.errors import UserError
 
 BEYOND = 1.15  # a speedup of so many times the acceptance length is more than noise,
 MISSED = 3.0  # and so is a prediction missed by this factor: something else took the time
+LEAST = 0.8  # of a pass over one token: what one over several takes at the least, noise included
 LONGEST = 1000  # draft tokens per round; `best_gamma` stops here if they are free
 
 

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from specexp import theory
 from specexp.figures.style import (
     FEW,
     INK,
@@ -46,7 +47,6 @@ from specexp.measure.summaries import (
 )
 from specexp.trace import Acceptance
 
-LEAST = 0.8  # plain steps that a verification takes at the least, timing noise included
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 
@@ -277,7 +277,7 @@ def round_costs(costs: pd.DataFrame) -> Figure:
         axes.axvline(1, color=PLAIN, lw=1.5)
         axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
         draft, check = parts["draft"], parts["verify"]
-        doubt = f"; {statistics.NOT_CREDIBLE}" * bool(check.min() < LEAST)
+        doubt = f"; {statistics.NOT_CREDIBLE}" * bool(check.min() < theory.LEAST)
         if by == "arm":
             dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
             title(figure, f"Most expensive draft: {dearest}, {draft.max():.2f} plain steps; "

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specexp import theory
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure.interleave import clock
@@ -76,9 +77,10 @@ def measure(
     the shortest half of it, as among requests that come and go. Rounds of a kind are timed in
     blocks, as they follow each other in use: a plain step right after a draft finds less of its
     weights in the caches. Draft lengths take turns, and the grid is walked forwards, then
-    backwards, so that a machine that is slow for a while does not look like a slope. `watch`
+    backwards, so that a machine that is slow for a while does not look like a slope. Settings
+    whose passes over several tokens seem shorter than those over one are timed once more. `watch`
     receives how many settings are done, and of how many. Raises UserError for settings that fit no
-    buffer.
+    buffer, or if the machine is too busy.
     """
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
     _check(engine, ids, batches, gammas, contexts, repeats)
@@ -100,18 +102,22 @@ def measure(
         p: [] for p in product(batches, gammas, contexts)
     }
     reads: dict[Any, list[tuple[float, float]]] = {n: [] for n in lengths}
+
+    def visit(batch: int, context: int, times: int, way: int) -> None:
+        seqs = rows(batch, longest + context - contexts[-1], context)
+        engine.rows.allocate(batch, seqs.tokens.shape[1], slack)
+        _prefill(engine, seqs)
+        count = times * max(1, FULL // batch)
+        for turn, done in enumerate(range(0, count, BLOCK)):
+            few = min(BLOCK, count - done)
+            for gamma in gammas[:: way * (-1) ** turn]:
+                tree, before = Tree.chain(gamma), lead[gamma]
+                turns = [_round(engine, seqs, tree) for _ in range(before + few)]
+                rounds[batch, gamma, context] += turns[before:]
+
     for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
         for at, (batch, context) in enumerate(settings[::way], 1):
-            seqs = rows(batch, longest + context - contexts[-1], context)
-            engine.rows.allocate(batch, seqs.tokens.shape[1], slack)
-            _prefill(engine, seqs)
-            count = times * max(1, FULL // batch)
-            for turn, done in enumerate(range(0, count, BLOCK)):
-                few = min(BLOCK, count - done)
-                for gamma in gammas[:: way * (-1) ** turn]:
-                    tree, before = Tree.chain(gamma), lead[gamma]
-                    turns = [_round(engine, seqs, tree) for _ in range(before + few)]
-                    rounds[batch, gamma, context] += turns[before:]
+            visit(batch, context, times, way)
             if watch:
                 watch(at + (way < 0) * len(settings), 2 * len(settings))
         engine.rows.allocate(1, contexts[-1])
@@ -119,13 +125,34 @@ def measure(
             for n in lengths[:: way * (-1) ** repeat]:
                 seconds = _prefill(engine, rows(1, n + 1, contexts[-1]))
                 reads[n] += [seconds] if repeat else []
-    draft, whole = _quartiles(rounds, len(batches), len(gammas), len(contexts))
+    shape = len(batches), len(gammas), len(contexts)
+    draft, whole = _quartiles(rounds, *shape)
+    disturbed = (whole - draft < theory.LEAST * whole[:, :1]).any(1)
+    for setting, again in zip(settings, disturbed.ravel(), strict=True):
+        if again:
+            visit(*setting, repeats, 1)
+    draft, whole = _quartiles(rounds, *shape)
+    draft, verify = _apart(draft, whole)
     prefill, catch_up = _quartiles(reads, len(lengths))
     tokens = (g + 1 for g in gammas)
     return Costs(
         about(engine), tuple(batches), tuple(tokens), tuple(contexts),
-        np.maximum(whole - draft, 1e-9), tuple(gammas), draft, tuple(lengths), prefill, catch_up,
+        verify, tuple(gammas), draft, tuple(lengths), prefill, catch_up,
     )  # fmt: skip
+
+
+def _apart(draft: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds [batch, gamma, context] as drafting and all else. Drafting is timed by itself: where
+    it leaves less of the round than a pass over several tokens takes, it is what that leaves.
+    Raises UserError for rounds so much shorter than a plain step that the machine was busy."""
+    step = whole[:, :1]
+    if (worst := float((whole / step).min())) < 1 / theory.MISSED:
+        raise UserError(
+            f"a round took {worst:.2f} of a plain step, timed twice: the machine is too busy to "
+            "measure costs; run this again when it is not"
+        )
+    verify = np.maximum(whole - draft, np.minimum(theory.LEAST * step, whole))
+    return whole - verify, verify
 
 
 def _quartiles(times: dict[Any, list[tuple[float, float]]], *shape: int) -> np.ndarray:

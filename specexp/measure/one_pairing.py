@@ -8,7 +8,6 @@ and intervals from them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -18,12 +17,13 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+from specexp import theory
 from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure import statistics
 from specexp.measure.costs import LEAD
-from specexp.measure.interleave import clock
+from specexp.measure.interleave import clock, credibly
 from specexp.measure.prompts import Prompt
 from specexp.models.cache import rounded
 from specexp.models.int8 import held
@@ -34,9 +34,7 @@ from specexp.serving.cost_table import CALM
 from specexp.trace import Step, Trace
 from specexp.tree import Tree
 
-log = logging.getLogger("specexp")
 WARM_UP_TOKENS = 8
-ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 
 
@@ -159,15 +157,16 @@ def latency(
     return duel(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
 
 
+@credibly("arm")
 def duel(
     arms: dict[Any, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
     """One stream at a time: all arms and plain decoding take turns on every prompt. Repeats in
-    which a drafter remembers what it saw before are left out, with a warning.
+    which a drafter remembers what it saw before are left out (see `interleave.credibly`).
 
     One row an arm, prompt and repeat: the columns of `acceptance`, and arm, repeat, ttft_s, s and
     tokens (decoding time in seconds without prefill, delivered tokens), plain_s and plain_tokens
-    (the same of plain decoding)."""
+    (the same of plain decoding); timing (2: the first one was not credible)."""
     pairing = next(iter(arms.values()))
     engines: dict[Any, Engine] = {None: pairing.engine.plain()}
     engines |= {arm: other.engine for arm, other in arms.items()}
@@ -186,9 +185,10 @@ def duel(
                     | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
                     | _outcome(trace)
                 )
-    return _without_memory(pd.DataFrame(rows), "arm")
+    return pd.DataFrame(rows)
 
 
+@credibly("batch")
 def throughput(
     pairing: Pairing,
     prompts: Sequence[Prompt],
@@ -203,8 +203,9 @@ def throughput(
     which every row is live are counted, so the batch really has that size.
 
     One row a batch of prompts and repeat, with columns pairing, gamma, batch, number (of the batch
-    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `duel`, of the whole batch; context
-    (slots of the batch's buffer, without those of a draft); and the counts of `acceptance`."""
+    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `duel`, of the whole batch, and
+    timing; context (slots of the batch's buffer, without those of a draft); and the counts of
+    `acceptance`."""
     fast, plain = pairing.with_().engine, pairing.engine.plain()
     fast.eos = plain.eos = ()
     prompts = prompts[: max(batches)]
@@ -232,21 +233,7 @@ def throughput(
                     | {"context": max(map(len, ids)) + max_new_tokens}
                     | _outcome(traces["fast"])
                 )
-    return _without_memory(pd.DataFrame(rows), "batch")
-
-
-def _without_memory(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The samples; of those (`by` a column) whose passes differ between repeats, though prompts and
-    noise are the same, only the first repeat, with a warning: their drafter remembers."""
-    counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
-    lengths = 1 + counts["accepted"] / counts["passes"]
-    learns = lengths.index[lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)]
-    for name in learns:
-        log.warning(
-            f"{by} {name}: {', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in "
-            "repeats of the same prompts: its drafter remembers them, so only the first one counts"
-        )
-    return samples[(samples["repeat"] == 0) | ~samples[by].isin(learns)]
+    return pd.DataFrame(rows)
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:
@@ -298,9 +285,19 @@ def _phases(
 ) -> dict[Any, tuple[float, float, float]]:
     """Seconds to draft, to verify and for the rest of a round, for each kind of round.
 
-    The kinds take turns, `repeats` rounds each, continuing one prompt after another. Rounds are
-    timed whole and, separately, with a clock between phases. The three figures add up to the whole
-    round: where the phases timed apart take longer than that, they are scaled down to it."""
+    The kinds, of which the first is plain, take turns, `repeats` rounds each, continuing one prompt
+    after another. Rounds are timed whole and, separately, with a clock between phases. The three
+    figures add up to the whole round: where the phases timed apart take longer than that, they are
+    scaled down to it. What takes less than a plain pass is timed once more, and that counts."""
+    seconds = _timed(kinds, texts, repeats)
+    (_, plain, _), *_ = seconds.values()
+    least = min(verify for _, verify, _ in seconds.values())
+    return seconds if least >= theory.LEAST * plain else _timed(kinds, texts, repeats)
+
+
+def _timed(
+    kinds: Mapping[Any, tuple[Engine, Tree]], texts: Sequence[list[int]], repeats: int
+) -> dict[Any, tuple[float, float, float]]:
     whole: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     apart: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     deepest = max(tree.depth for _, tree in kinds.values())

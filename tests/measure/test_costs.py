@@ -60,12 +60,13 @@ def test_measure_times_full_drafts(engine, monkeypatch):
 
 @pytest.fixture
 def played(monkeypatch) -> list[tuple[int, int, int]]:
-    """The rounds that are timed from now on: rows, slots and guesses of each."""
-    found, whole = [], costs._round
+    """The rounds that are timed from now on: rows, slots and guesses of each. Each takes a
+    second, and a tenth for each guess."""
+    found = []
 
     def spy(engine, seqs, tree):
-        found.append((*seqs.tokens.shape, len(tree) - 1))
-        return whole(engine, seqs, tree)
+        found.append((*seqs.tokens.shape, guesses := len(tree) - 1))
+        return 0.1 * guesses, 1 + 0.1 * guesses
 
     monkeypatch.setattr(costs, "_round", spy)
     return found
@@ -93,6 +94,30 @@ def test_measure_alternates_draft_lengths(engine, played, monkeypatch):
     calm, lead = costs.CALM, costs.LEAD
     guesses = [gamma for _, _, gamma in played]
     assert guesses == [0] * (calm + 3) + [2] * (lead + 3) + [2] * (lead + 2) + [0] * (calm + 2)
+
+
+def test_a_pass_shorter_than_a_plain_one_is_timed_again(engine, monkeypatch):
+    """Drafting disturbed in the only round of a setting: nothing of the round is left."""
+    timed = []
+
+    def busy(engine, seqs, tree):
+        timed.append(key := (len(seqs.tokens), len(tree) - 1))
+        disturbed = key == (8, 2) and timed.count(key) <= costs.LEAD + 1
+        return (5.0 if disturbed else 0.3) * (len(tree) > 1), 1.0 + 0.3 * (len(tree) > 1)
+
+    monkeypatch.setattr(costs, "_round", busy)
+    table = costs.measure(engine, [[1, 2, 3]], [4, 8], [2], [16], repeats=1)
+    assert timed.count((8, 2)) == 2 * (costs.LEAD + 1)
+    assert timed.count((4, 2)) == costs.LEAD + 2
+    assert table.draft_s(4, 2, 16) == pytest.approx(0.3)
+    assert table.verify_s(8, 3, 16) == pytest.approx(0.8)  # the least that a pass takes
+    assert table.round_s(8, 2, 16) == pytest.approx(1.3)
+
+
+def test_rounds_far_shorter_than_plain_steps_are_no_costs(engine, monkeypatch):
+    monkeypatch.setattr(costs, "_round", lambda engine, seqs, tree: (0.0, 1.0 / len(tree) ** 2))
+    with pytest.raises(UserError, match=r"a round took 0.11 of a plain step, timed twice: the mac"):
+        costs.measure(engine, [[1, 2, 3]], [8], [2], [16], repeats=1)
 
 
 def test_measure_takes_a_plain_engine(engine):
