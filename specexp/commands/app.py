@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from specexp.commands import bench, generate, grid, lab, serve, store, zoo
-from specexp.commands.options import complain, console
+from specexp.commands.options import Command, complain, console
 from specexp.errors import NonFiniteLogits, UserError, first_line, panicked
 
 app = typer.Typer(
@@ -84,7 +84,7 @@ for command in (
     generate.generate, generate.theory, bench.profile, serve.serve, bench.bench, zoo.models, doctor,
     store.report, store.ui, lab.lab,
 ):  # fmt: skip
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(grid.app, name="grid")
 app.add_typer(store.app, name="store")
 app.add_typer(zoo.app, name="zoo")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from specexp.errors import UserError
 from specexp.measure.parameters import PARAMETERS, help_of
@@ -21,6 +23,22 @@ PANELS = {  # of --help, and the parameters in each
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "sampling", "seed"),
     "Prompts": ("prompts", "limit", "chat", "max_new_tokens"),
 }
+
+
+MEANT = {"generate": "--prompt", "serve": "--load", "profile": "--target", "train": "--target"}
+
+
+class Command(TyperCommand):
+    """A command that names the option which a word without one was meant for."""
+
+    allow_extra_args = True  # checked here
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.args:
+            words, option = shlex.join(ctx.args), MEANT.get(ctx.info_name)
+            instead = f"did you mean {option} {words}?" if option else "leave it out"
+            raise UserError(f"{ctx.command_path} takes no argument such as {words}: {instead}")
+        return super().invoke(ctx)
 
 
 def option(name: str, more: str = "", *flags: str) -> Any:

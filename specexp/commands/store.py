@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specexp.commands.options import Host, Port, check_writable, console, relative
+from specexp.commands.options import Command, Host, Port, check_writable, console, relative
 
 app = typer.Typer(
     help="Check results, and publish them to MLflow's own database or to any server.",
@@ -53,7 +53,7 @@ def report(
         console.print(str(relative(written)), soft_wrap=True)
 
 
-@app.command("check")
+@app.command("check", cls=Command)
 def check() -> None:
     """Check that every result is whole and in MLflow once, unchanged; exit code 4 if not."""
     from specexp.tracking import audit
@@ -61,7 +61,7 @@ def check() -> None:
     raise typer.Exit(0 if audit.show(console) else 4)
 
 
-@app.command("rebuild")
+@app.command("rebuild", cls=Command)
 def rebuild() -> None:
     """Publish every result to MLflow: its database is built anew, the old one is renamed.
 

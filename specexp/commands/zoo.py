@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from specexp.commands.options import AsJson, Device, Dtype, console, default, relative
+from specexp.commands.options import AsJson, Command, Device, Dtype, console, default, relative
 from specexp.errors import UserError
 
 DRAFTERS = Path(__file__).parents[1] / "drafters"
@@ -50,7 +50,7 @@ def models(as_json: AsJson = False) -> None:
     console.print(note, soft_wrap=True)
 
 
-@app.command("train")
+@app.command("train", cls=Command)
 def train(
     only: Annotated[
         list[str] | None,
@@ -195,7 +195,7 @@ def fetch(
     console.print(f"wrote {relative(folder)}; use it as --target {name}", soft_wrap=True)
 
 
-@app.command("twin")
+@app.command("twin", cls=Command)
 def twin(
     params: Annotated[str, typer.Option(help="Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.")],
     alpha: Annotated[

@@ -29,17 +29,17 @@ class Missing:
     def lines(self, remedy: str = "this run") -> list[str]:
         """What is missing and what to do, a line each. `remedy`: what publishes the lost again."""
         lines = []
-        if self.lost:
-            lines += [
-                f"MLflow lacks {len(self.lost)} published runs: {remedy} publishes them again"
-            ]
-        if self.deleted:
+        if n := len(self.lost):
+            lines.append(
+                f"MLflow lacks {n} published run{'s' * (n > 1)}, which {remedy} publishes again"
+            )
+        if n := len(self.deleted):
             tags = [results.read(f / results.TAGS) for f in self.deleted[:3]]
-            named = ", ".join(t.get("name", "") for t in tags) + ", ..." * (len(self.deleted) > 3)
-            lines += [
-                f"{len(self.deleted)} runs were deleted in MLflow and stay so ({named}): "
-                "`specexp store rebuild` brings them back"
-            ]
+            named = ", ".join(t.get("name", "") for t in tags) + ", ..." * (n > 3)
+            lines.append(
+                f"{n} run{'s' * (n > 1)} deleted in MLflow on purpose ({named}): "
+                "`specexp store rebuild` brings back what was deleted"
+            )
         return lines
 
 

@@ -35,6 +35,25 @@ def test_h_is_help(run, words):
     assert out == run(*words, "--help")[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("generate", "two words"), "did you mean --prompt 'two words'?"),
+        (("serve", "closed:8"), "did you mean --load closed:8?"),
+        (("profile", "target-10m"), "did you mean --target target-10m?"),
+        (("zoo", "train", "target-10m"), "did you mean --target target-10m?"),
+        (("models", "x"), "leave it out"),
+        (("store", "check", "x"), "leave it out"),
+    ],
+)
+def test_word_without_an_option_is_refused_with_the_one_it_was_meant_for(run, words, instead):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    [line] = err.splitlines()
+    assert " takes no argument such as " in line
+    assert line.endswith(f": {instead}")
+
+
 def test_help_has_examples_and_imports_nothing_heavy():
     code = (
         "import sys; from specexp.commands.app import app; app(['--help'], standalone_mode=False); "

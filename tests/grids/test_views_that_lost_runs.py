@@ -47,10 +47,11 @@ def test_runs_that_mlflow_lost_are_published_again(store, written, how):
     lose, count = LOSSES[how]
     lose(store)
     [line] = progress.missing(todo).lines("`specexp grid run`")
-    assert line == f"MLflow lacks {count} published runs: `specexp grid run` publishes them again"
+    lacking = f"MLflow lacks {count} published run{'s' * (count > 1)}, which"
+    assert line == f"{lacking} `specexp grid run` publishes again"
     code, text = go(todo)
     assert code == 1
-    assert f"MLflow lacks {count} published runs: this run publishes them again" in text
+    assert f"{lacking} this run publishes again" in text
     assert "0 of 3 points to run" in text
     assert len(runs.runs()) == 2
     assert audit.problems() == []
@@ -70,13 +71,13 @@ def test_runs_deleted_on_purpose_are_named_and_stay_deleted(store, written, what
         code, text = go(todo)
         assert code == 0
         count = 1 if what == "run" else 2
-        assert f"{count} runs were deleted in MLflow and stay so" in text
-        assert "stay so (x=1" in text
-        assert "`specexp store rebuild` brings them back" in text
+        deleted = f"{count} run{'s' * (count > 1)} deleted in MLflow on purpose (x="
+        assert deleted in text
+        assert "`specexp store rebuild` brings back what was deleted" in text
         assert len(active()) == 2 - count
     console = Console(record=True, width=300)
     assert audit.show(console)
-    assert f"{count} runs were deleted in MLflow and stay so" in console.export_text()
+    assert deleted in console.export_text()
 
 
 def test_failure_deleted_on_purpose_is_no_fault(store, written):
