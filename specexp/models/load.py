@@ -19,6 +19,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -284,6 +285,7 @@ def _config(source: str, state: Any) -> Any:
             )
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
         servable(config.get_text_config(), str(source))
+        _check_count(folder, config.get_text_config().num_hidden_layers)
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
@@ -312,6 +314,19 @@ def _check_files(folder: Path) -> None:
             raise UserError(
                 f"{index} names {elsewhere[0]!r}: weights are files of the folder itself"
             )
+
+
+def _check_count(folder: Path, layers: int) -> None:
+    """Refuse a folder with fewer tensors than layers, before a model so deep is built."""
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with refusing(f"cannot read {file}"), safe_open(file, "pt") as weights:
+            tensors += len(weights.keys())
+    if tensors < layers and folder.is_dir():
+        raise UserError(
+            f"{folder} has {tensors} tensors for the {layers} layers that config.json says: "
+            "download or save the model again"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -374,6 +389,8 @@ def _check_memory(config: Any, bare: str, name: str, dtype: str, device: str) ->
 def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) -> Any:
     silent = are_progress_bars_disabled()
     transformers_logging.disable_progress_bar()  # of loading weights, and thereby of downloads
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # a table of tensors, of which a line is made below
     if not silent:
         enable_progress_bars()
     try:
@@ -391,12 +408,17 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
         if isinstance(e, UserError) or ran_out(str(e)):
             raise
         raise UserError(f"cannot load {name}: {first_line(e)}") from e
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     random = [*report["missing_keys"], *report["mismatched_keys"]]  # initialised by transformers
     if names := sorted(key if isinstance(key, str) else key[0] for key in random):
         raise UserError(
             f"cannot load {name}: {len(names)} of its tensors are missing or of another shape than "
             f"config.json says, such as {names[0]}: download or save the model again"
         )
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning("%s: its config has no place for %d tensors of its files, such as %s",
+                    name, len(unused), unused[0])  # fmt: skip
     return module
 
 

@@ -214,12 +214,31 @@ def test_code_that_configs_name_is_never_run(folder, tiny_folders):
         ({"pad_token_id": 99_999}, "no model that can be built: Padding_idx must be"),
         ({"rope_parameters": {"rope_type": "x"}}, "no model that can be built: there"),
         ({"num_hidden_layers": 2_000_000_000}, "no model has more than 4096 layers"),
+        ({"num_hidden_layers": 4096}, " tensors for the 4096 layers that config.json says: down"),
         ({"intermediate_size": 10**15}, "GiB are free: choose a model of at most"),
     ],
 )
 def test_config_that_makes_no_model_is_one_line(folder, refused, fields, said):
     edit(folder / "config.json", **fields)
     assert said in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (4, "cannot load mine: 9 of its tensors are missing or of another shape than config.json"),
+        (2, "mine: its config has no place for 9 tensors of its files, such as model.layers.2."),
+    ],
+)
+def test_layers_of_another_number_than_weights_are_one_line(folder, capfd, caplog, layers, said):
+    edit(folder / "config.json", num_hidden_layers=layers)
+    try:
+        load(folder, "mine", "float32", "cpu")
+        [line] = [record.getMessage() for record in caplog.records]
+    except UserError as refusal:
+        line = str(refusal)
+    assert line.startswith(said)
+    assert capfd.readouterr().err == ""
 
 
 def test_quantised_folder_whose_library_fails_is_one_line(folder):
