@@ -1,11 +1,13 @@
 """Every kernel gives what its torch reference gives, on inputs of every kind."""
 
+import importlib
+
 import pytest
 import torch
 from support.inputs import INPUTS, LAST, SHAPES, differing, key_of
 from support.references import references
 
-from specexp import ops
+from specexp import engine, ops
 from specexp.drafters.suffix import Suffix
 from specexp.fast import fused
 from specexp.models import heads, lm, load
@@ -47,6 +49,21 @@ def test_kernel_matches_reference(operation, kernel, how):
         )
     assert differ == []
     assert taken > seeds / 6, "the kernel refuses most of what it is compared on"
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("programs", [4096, 7])
+@pytest.mark.parametrize("operation", [Sampling.law, engine.judged])
+def test_vocabulary_read_in_parts_matches_reference(operation, programs, monkeypatch):
+    """Parts of one block of tokens, or of several."""
+    laws = importlib.import_module("specexp.fast.gpu.laws")
+    monkeypatch.setattr(laws, "BLOCK", 8)
+    monkeypatch.setattr(laws, "PROGRAMS", programs)
+    device = "cuda" if WITH_GPU else "cpu"
+    with references():
+        differ, taken = differing(operation, "cuda", device, range(100, 115))
+    assert differ == []
+    assert taken > 3
 
 
 # --- what holds of kernels alone ------------------------------------------------------------------

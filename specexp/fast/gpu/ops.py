@@ -54,7 +54,7 @@ def _tried() -> bool:
         token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
         text, tree = Sequences.empty(1, 4, device="cuda"), Tree.chain(1).nodes("cuda")
         noise, logits = Noise(0), torch.zeros(1, 2, 2, device="cuda")
-        p = sampling.law(Sampling(1.0), logits)
+        p = laws.law(Sampling(1.0), logits)
         draft = text.draft(tree, token, p)
         draft.keys = draft.tokens
         sampling.race(noise, p, draft.keys, 1)
@@ -69,7 +69,7 @@ def _tried() -> bool:
 
 
 if importlib.util.find_spec("triton") is not None:
-    from specexp.fast.gpu import attention, layers, rows, sampling
+    from specexp.fast.gpu import attention, laws, layers, rows, sampling
     from specexp.fast.gpu import rules as judging
 
     kernels: dict[Any, Any] = {
@@ -81,7 +81,7 @@ if importlib.util.find_spec("triton") is not None:
         fused.gated_products: layers.gated_products,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
-        Sampling.law: sampling.law,
+        Sampling.law: laws.law,
         rules.follow: judging.followed,
         engine.judged: judging.judged,
         Noise.keys: rows.keys,

@@ -14,18 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexp.fast.gpu.sampling import (
-    BLOCK,
-    arrival,
-    best_of,
-    better,
-    chance,
-    drawn,
-    plain,
-    shaped,
-    split,
-    uniform,
-)  # fmt: skip
+from specexp.fast.gpu.laws import chance, counters, is_last, shaped, split, worthless
+from specexp.fast.gpu.sampling import arrival, best_left, better, drawn, leave, plain, uniform
 from specexp.rules import Block, Match, Reject, follow
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, likeliest
 from specexp.sequences import Draft, Verdict
@@ -58,7 +48,7 @@ def left(p, q, token, notes, count, lenience):
 def try_children(
     logits, laws, q, tokens, keys, children, ok, notes, stride, temperature, min_p, lenience, salt,
     children_b, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    DRAWN: tl.constexpr,
+    COUNT: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """Reject at one node: which child is accepted, to `ok` [B, N], and `notes` [B, N, K, 4] of
     those that were refused."""
@@ -77,7 +67,7 @@ def try_children(
         x = tl.where((x < V) & (took < 0), x, -1)
         tl.store(notes + rank * 4, x.to(tl.float32, bitcast=True))
         if x >= 0:
-            px = chance(logits, laws, place, x, x >= 0, stride, temperature, min_p)
+            px = chance(logits, laws, place, x, x >= 0, stride, temperature, min_p, COUNT)
             qx = 0.0 * px
             if DRAWN:
                 qx = tl.load(q + place * V + x)
@@ -93,7 +83,7 @@ def try_children(
                 for first in range(0, V, BLOCK):
                     token = first + tl.arange(0, BLOCK)
                     real = token < V
-                    p = chance(logits, laws, place, token, real, stride, temperature, min_p)
+                    p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
                     d = 0.0 * p
                     if DRAWN:
                         d = tl.load(q + place * V + token, real, other=0.0)
@@ -111,7 +101,7 @@ def try_children(
 @triton.jit
 def weigh_prefix(
     logits, laws, q, tokens, keys, ok, notes, stride, temperature, min_p, salt, N: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, DRAWN: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """Block at one node of a chain: does the prefix that ends there pass? Its note: the draft token
     after it, whether that counts as chosen, and the weight of the prefix."""
@@ -122,7 +112,7 @@ def weigh_prefix(
         i = tl.full([], 0, tl.int32) + step
         if i > 0:
             place = row * N + i - 1
-            px = chance(logits, laws, place, x, exists, stride, temperature, min_p)
+            px = chance(logits, laws, place, x, exists, stride, temperature, min_p, COUNT)
             qx = 0.0 * px
             if DRAWN:
                 qx = tl.load(q + place * V + x, exists, other=0.0)
@@ -141,7 +131,7 @@ def weigh_prefix(
         for first in range(0, V, BLOCK):
             token = first + tl.arange(0, BLOCK)
             real = token < V
-            p = chance(logits, laws, place, token, real, stride, temperature, min_p)
+            p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
             d = (token == x).to(tl.float32)
             if DRAWN:
                 d = tl.where(chosen, d, tl.load(q + place * V + token, real & exists, other=0.0))
@@ -187,14 +177,15 @@ def at_depth(route, level, WIDE: tl.constexpr):
 
 @triton.jit
 def draw_last(
-    logits, laws, q, tokens, keys, ok, notes, depth, ancestors, bests, path, count, new, stride,
-    temperature, min_p, lenience, salt, depth_b, ancestors_b, D: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr, PART: tl.constexpr,
-    BLOCK: tl.constexpr, DRAWN: tl.constexpr, WHOLE: tl.constexpr,
+    logits, laws, q, tokens, keys, ok, notes, depth, ancestors, bests, ended, path, count, new,
+    stride, temperature, min_p, lenience, salt, depth_b, ancestors_b, D: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+    DRAWN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The path of a row, and of one part of its vocabulary the best tokens at its end: of what is
-    left of p, and of what was left before the last child was refused."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """The path of a row and the bonus token at its end: of what is left of p if anything is, else of
+    what was left before the last child was refused; any if p is NaN."""
+    row, part, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     node = tl.arange(0, WIDE)
     good = tl.load(ok + row * N + node, (node > 0) & (node < N), other=0) > 0
     n, stop, route = walk(good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, WHOLE)
@@ -209,52 +200,38 @@ def draw_last(
     chosen = tl.load(notes + last * 4 + 1, last >= 0, other=0.0) > 0
     scale = tl.load(notes + last * 4 + 2, last >= 0, other=0.0)
 
-    most, kept = tl.full([], -1.0, tl.float32), tl.full([], 0, tl.int32)
+    most, kept = tl.full([BLOCK], -1.0, tl.float32), tl.zeros([BLOCK], tl.int32)
     whole, plain = most, kept
-    for first in range(0, PART, BLOCK):
-        token = part * PART + first + tl.arange(0, BLOCK)
-        real = token < V
-        late = arrival(key, salt, token)
-        p = chance(logits, laws, place, token, real, stride, temperature, min_p)
-        d = 0.0 * p
-        if DRAWN:
-            d = tl.load(q + place * V + token, real, other=0.0)
-        p, d = left(p, d, token, notes, last, lenience)
-        d = tl.where(chosen, (token == refused).to(tl.float32), d)
-        rest = tl.maximum(scale * p - lenience * d, 0.0)
-        value, best = best_of(tl.where(real, rest / late, -1.0), token)
-        most, kept = better(most, kept, value, best)
-        value, best = best_of(tl.where(real, p / late, -1.0), token)
-        whole, plain = better(whole, plain, value, best)
-    out = bests + (row * tl.num_programs(1) + part) * 4
-    tl.store(out, tl.where(last >= 0, most, -1.0))
-    tl.store(out + 1, kept.to(tl.float32, bitcast=True))
-    tl.store(out + 2, whole)
-    tl.store(out + 3, plain.to(tl.float32, bitcast=True))
+    for i in range(PART):
+        block = part * PART + i
+        if ~worthless(laws, place, block, temperature, min_p, COUNT):
+            token = block * BLOCK + tl.arange(0, BLOCK)
+            real = token < V
+            late = arrival(key, salt, token)
+            p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
+            d = 0.0 * p
+            if DRAWN:
+                d = tl.load(q + place * V + token, real, other=0.0)
+            p, d = left(p, d, token, notes, last, lenience)
+            d = tl.where(chosen, (token == refused).to(tl.float32), d)
+            rest = tl.maximum(scale * p - lenience * d, 0.0)
+            most, kept = better(most, kept, tl.where(real, rest / late, -1.0), token)
+            whole, plain = better(whole, plain, tl.where(real, p / late, -1.0), token)
+    bests += row * programs * 4
+    leave(bests, part, tl.where(last >= 0, most, -1.0), kept)
+    leave(bests + programs * 2, part, whole, plain)
+    level = tl.arange(0, LEVELS)
     if part == 0:
-        level = tl.arange(0, LEVELS)
         tl.store(count + row, n.to(tl.int64))
         to = row * D + level
         tl.store(path + to, at_depth(route, tl.minimum(level, n), WIDE).to(tl.int64), level < D)
         line = tl.load(tokens + row * N + at_depth(route, level + 1, WIDE), level < n, other=0)
         tl.store(new + to, line, level < n)
-
-
-@triton.jit
-def end(
-    bests, count, new, V: tl.constexpr, D: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr,
-    ROOM: tl.constexpr,
-):  # fmt: skip
-    """The bonus token, from what is left of p if anything is; any if p is NaN."""
-    row, part, level = tl.program_id(0).to(tl.int64), tl.arange(0, ROOM), tl.arange(0, LEVELS)
-    at, real = bests + (row * PARTS + part) * 4, part < PARTS
-    left = tl.load(at, real, other=-2.0)
-    kept = tl.load(at + 1, real, other=0.0).to(tl.int32, bitcast=True)
-    whole = tl.load(at + 2, real, other=-2.0)
-    plain = tl.load(at + 3, real, other=0.0).to(tl.int32, bitcast=True)
-    most, token = best_of(left, kept)
-    bonus = tl.minimum(tl.where(most > 0, token, best_of(whole, plain)[1]), V - 1).to(tl.int64)
-    tl.store(new + row * D + level, bonus, (level >= tl.load(count + row)) & (level < D))
+    if is_last(ended, row, programs):
+        some, token = best_left(bests, programs, ROOM)
+        other = best_left(bests + programs * 2, programs, ROOM)[1]
+        bonus = tl.minimum(tl.where(some > 0, token, other), V - 1).to(tl.int64)
+        tl.store(new + row * D + level, bonus, (level >= n) & (level < D))
 
 
 @triton.jit
@@ -331,7 +308,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     if type(noise) is Certain and not sampling.temperature:
         return followed(draft, likeliest(logits), first=type(rule) is Reject)
     rows = logits.reshape(B * N, V)
-    laws = shaped(sampling, rows, write=False) if type(noise) is Noise else None
+    laws = shaped(sampling, rows) if type(noise) is Noise else None
     if laws is None or (q is not None and (not plain(q) or q.shape != logits.shape)):
         return NotImplemented
     keys, tokens = draft.keys.contiguous(), draft.tokens.contiguous()
@@ -343,24 +320,22 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     ok, notes = keys.new_empty(B, N, dtype=torch.int32), laws.new_empty(B, N, K, 4)
     given = rows, laws, rows if q is None else q, tokens, keys
     warm = rows.stride(0), float(sampling.temperature), float(sampling.min_p)
-    block, lenience = min(4 * BLOCK, triton.next_power_of_2(V)), float(getattr(rule, "lenience", 1))
-    tile = {"N": N, "V": V, "BLOCK": block, "DRAWN": q is not None, "num_warps": 8}
+    lenience = float(getattr(rule, "lenience", 1))
+    parts, tile = split(B, V)
+    tile["DRAWN"] = q is not None
+    whole = {"N": N, "num_warps": 8, **{k: tile[k] for k in ("V", "BLOCK", "COUNT", "DRAWN")}}
     if type(rule) is Block:
-        weigh_prefix[B, N](*given, ok, notes, *warm, noise.salt(ACCEPT), **tile)
+        weigh_prefix[B, N](*given, ok, notes, *warm, noise.salt(ACCEPT), **whole)
     else:
         try_children[B, N](
             *given, nodes.children, ok, notes, *warm, lenience, noise.salt(ACCEPT),
-            shared(nodes.children), K=nodes.children.shape[-1], **tile,
+            shared(nodes.children), K=nodes.children.shape[-1], **whole,
         )  # fmt: skip
-    size, parts = split(B, V)
     bests = laws.new_empty(B, parts, 4)
     draw_last[B, parts](
-        *given, ok, notes, nodes.depth, nodes.ancestors, bests, result.path, result.n, result.new,
-        *warm, lenience, noise.salt(RESIDUAL), shared(nodes.depth), shared(nodes.ancestors),
-        K=K, V=V, PART=size, BLOCK=BLOCK, DRAWN=q is not None, WHOLE=type(rule) is Block,
-        **sizes(draft),
+        *given, ok, notes, nodes.depth, nodes.ancestors, bests, counters(bests.device, B),
+        result.path, result.n, result.new, *warm, lenience, noise.salt(RESIDUAL),
+        shared(nodes.depth), shared(nodes.ancestors), K=K, WHOLE=type(rule) is Block, **tile,
+        **sizes(draft), num_warps=8,
     )  # fmt: skip
-    room, D = triton.next_power_of_2(parts), result.new.shape[1]
-    levels = triton.next_power_of_2(D)
-    end[B,](bests, result.n, result.new, V=V, D=D, LEVELS=levels, PARTS=parts, ROOM=room)
     return result
