@@ -64,12 +64,18 @@ def processors(
     """What the config of the model called `name` makes of the logits [B, N, V] after a draft's
     nodes; V: `vocab`. Raises UserError if it has a setting that cannot be followed."""
     _refuse(settings(config, REFUSED), name)
-    steps = []
+    steps: dict[str, Processor] = {}
     for setting, value in followed(config).items():
         try:
-            steps.append(_step(setting, value, stops(config, name), vocab, device))
+            steps[setting] = _step(setting, value, stops(config, name), vocab, device)
         except (TypeError, ValueError) as e:
             raise UserError(f"{_sets(name, setting, value)}: {first_line(e)}") from e
+    banned = {n: s.alone.isneginf() for n, s in steps.items() if isinstance(s, SequenceBias)}
+    if banned and bool(torch.stack([*banned.values()]).any(0).all()):
+        raise UserError(
+            f"generation_config.json of {name} rules out every token by {' and '.join(banned)}: "
+            "allow some there"
+        )
     return Processors(steps) if steps else unprocessed
 
 

@@ -275,7 +275,7 @@ class LM:
         """What a fault in this row means. Reads from the device."""
         if bool(self.fault[row].isnan()):
             return f"{self.name} produced NaN or infinite logits (check its weights and dtype)"
-        return f"the generation config of {self.name} rules out every token"
+        return f"no token is left by {self.process} of the generation config of {self.name}"
 
     @property
     def _states(self) -> States:

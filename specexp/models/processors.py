@@ -8,7 +8,7 @@ generation configs; models/generation.py reads them. Shapes depend on the round'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,14 +31,17 @@ def unprocessed(draft: Draft, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Processors:
-    """Processors, one after the other, over a draft; in float32 or float64."""
+    """Processors by setting, one after the other, over a draft; in float32 or float64."""
 
-    steps: Sequence[Processor]
+    steps: Mapping[str, Processor]
+
+    def __str__(self) -> str:
+        return " and ".join(self.steps)
 
     def __call__(self, draft: Draft, logits: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         text, length = texts(draft)
-        for step in self.steps:
+        for step in self.steps.values():
             logits = step(text, length, logits)
         return logits
 
@@ -102,8 +105,6 @@ class SequenceBias:
     def __init__(
         self, biases: Mapping[tuple[int, ...], float], vocab: int, device: torch.device
     ) -> None:
-        if sum(len(row) == 1 and bias == -torch.inf for row, bias in biases.items()) == vocab:
-            raise ValueError("this rules out every token")
         longer = sorted((row for row in biases if len(row) > 1), key=len)
         self.alone = torch.zeros(vocab)
         for row, bias in biases.items():

@@ -88,7 +88,7 @@ def test_row_without_a_token_left_is_said(kind, tree, rule, temperature):
     made = processed(engine(kind, tree, rule, temperature=temperature), no_repeat_ngram_size=1)
     [tokens] = made.generate([PROMPTS[0]], V - 1).tokens
     assert sorted(PROMPTS[0] + tokens) == list(range(V))
-    said = "the generation config of target rules out every token in row 1: no token"
+    said = "no token is left by no_repeat_ngram_size of the generation config of target in row 1: "
     with pytest.raises(NonFiniteLogits, match=said):
         made.generate(PROMPTS[:2], V - 1)
     assert made.generate([PROMPTS[0]], V - 1).tokens == [tokens], "and the next text is unharmed"

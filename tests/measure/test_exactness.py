@@ -64,7 +64,7 @@ def test_cuts_at_min_p_are_exact():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_near_winners_of_processed_logits_are_processed(temperature):
     checked = engine(temperature, torch.bfloat16)
-    steps = [RepetitionPenalty(1.4), NoRepeatNgram(2)]
+    steps = {"penalty": RepetitionPenalty(1.4), "ngrams": NoRepeatNgram(2)}
     checked = Engine.of(checked, target=checked.target.apart(process=Processors(steps)))
     assert certify(checked, PROMPTS, 24).bugs == 0
     reference = Reference(checked.target)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import MinPLogitsWarper
 
 import specexp
-from specexp.errors import UserError
+from specexp.errors import NonFiniteLogits, UserError
 from specexp.models import generation
 from specexp.models.load import read_generation
 from specexp.models.processors import unprocessed
@@ -66,6 +66,20 @@ def test_a_setting_with_a_wrong_value_is_one_line(setting, value, folder):
     with pytest.raises(UserError, match=setting) as refusal:
         specexp.load(folder(**{setting: value}), "ngram")
     assert "\n" not in str(refusal.value)
+
+
+def test_settings_that_together_leave_no_token_are_named(folder):
+    most = {"suppress_tokens": list(range(1, 9999)), "no_repeat_ngram_size": 2}
+    said = "rules out every token by sequence_bias and suppress_tokens: allow some there"
+    with pytest.raises(UserError, match=said):
+        specexp.load(folder(**most, sequence_bias=[[[0], -math.inf]]), "ngram")
+    with pytest.raises(UserError, match="rules out every token by bad_words_ids and suppress_tok"):
+        specexp.load(folder(**most, bad_words_ids=[[0]]), "ngram")
+    specexp.load(folder(**most, bad_words_ids=[[0]], eos_token_id=0), "ngram")  # bans no EOS
+    pairing = specexp.load(folder(**most, eos_token_id=9999), "ngram")
+    said = "no token is left by no_repeat_ngram_size and suppress_tokens of the generation config"
+    with pytest.raises(NonFiniteLogits, match=said):
+        pairing.generate("a", 9)
 
 
 def test_a_generation_config_that_is_no_json_is_refused(folder):

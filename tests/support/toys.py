@@ -167,7 +167,7 @@ def processed_toy(rule: Rule, drafter: str) -> Engine:
     """An engine whose target's logits are processed, with three tokens; `after` says by_hand."""
     made = toy_engine(rule, drafter)
     bias = SequenceBias({(1, 2, 0): -torch.inf}, 3, torch.device("cpu"))
-    steps = [RepetitionPenalty(0.5), NoRepeatNgram(3), bias]
+    steps = {"penalty": RepetitionPenalty(0.5), "ngrams": NoRepeatNgram(3), "bias": bias}
     target = made.target.apart(process=Processors(steps))
     after = target.module.after
     target.module.after = lambda text: by_hand(tuple(text), after(text))
