@@ -9,7 +9,9 @@ restricted to the shared tokens: the q passed to the rule, so every exact rule s
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
+log = logging.getLogger("specexp")
 _LONGEST = 8  # pieces kept of one re-tokenized token
 _SLOTS = 3  # slots of the draft's cache per slot of the target's
 
@@ -154,6 +157,13 @@ class Crossed(Drafter):
             self.lm.keep(text, draft, replace(verdict, path=place.gather(1, verdict.path)))
 
 
+@cache
+def _report(target: str, draft: str, both: int, vocab: int) -> None:
+    if both < vocab:
+        log.warning("%s shares %d of its %d tokens with %s: only these are drafted",
+                    target, both, vocab, draft)  # fmt: skip
+
+
 def prepare(request: Request) -> Prepared:
     """`crossed:NAME`: a draft model with a different tokenizer from the target's."""
     if not request.argument:
@@ -162,10 +172,12 @@ def prepare(request: Request) -> Prepared:
     config, tokenizer = read_config(source).get_text_config(), read_tokenizer(source)
     all_rows(config, max(tokenizer.get_vocab().values()) + 1, request.argument)
     token_map = TokenMap(request.tokenizer, tokenizer, request.vocab)
-    if not (token_map.shared >= 0).any():
+    both = int((token_map.shared >= 0).sum())
+    if not both:
         raise UserError(f"{request.target} and {source} share no token: choose another draft")
 
     def make(target: LM) -> Crossed:
+        _report(request.target, request.argument, both, request.vocab)
         draft = load(source, Path(source).name, request.dtype, str(target.device))
         return Crossed(draft, token_map, request.sampling)
 

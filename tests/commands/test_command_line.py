@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import api, names
 from specexp.commands import app
@@ -172,6 +173,40 @@ def test_generate_follows_the_generation_config_of_the_target(run, tiny_folders,
     code, _, err = run("generate", *own, "--top-k", "3")
     assert (code, err.count("\n")) == (2, 1)
     assert "leave them out" in err
+
+
+def test_generate_with_a_draft_of_fewer_special_tokens_drafts_as_without(
+    run, tiny_folders, tmp_path, caplog
+):
+    """`crossed` maps tokens by their text, and says how many are shared."""
+    target = shutil.copytree(tiny_folders[0], tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|end|>"]})
+    model = AutoModelForCausalLM.from_pretrained(target)
+    vocab = model.config.vocab_size
+    model.resize_token_embeddings(vocab + 2)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    prompt, counts = ("--prompt", "def mean(values):", "--json"), []
+    for pair in ((tiny_folders[0], tiny_folders[0]), (target, f"crossed:{tiny_folders[0]}")):
+        code, out, _ = run("generate", "--target", str(pair[0]), "--drafter", pair[1], *prompt)
+        assert code == 0
+        counts.append(json.loads(out)["acceptance"]["rate"])
+    assert counts == [1.0, 1.0]
+    assert f"chat shares {vocab} of its {vocab + 2} tokens with " in caplog.text
+
+
+def test_generate_with_a_draft_that_reads_less_than_the_prompt_says_so(
+    run, tiny_folders, tmp_path, caplog
+):
+    short = shutil.copytree(tiny_folders[1], tmp_path / "of eight tokens")
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 8}
+    (short / "config.json").write_text(json.dumps(config))
+    words = ("--prompt", "def mean(values): return " * 4, "--json")
+    code, out, _ = run("generate", "--target", tiny_folders[0], "--drafter", str(short), *words)
+    shown = json.loads(out)
+    assert (code, shown["exact"]["pass"], shown["acceptance"]["drafted"]) == (0, True, 0)
+    assert "of eight tokens reads at most 8 tokens, and a prompt has no fewer" in caplog.text
 
 
 def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
