@@ -183,7 +183,7 @@ def draw_last(
     BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
     DRAWN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The path of a row and the bonus token at its end: of what is left of p if anything is, else of
+    """The path of a row and the bonus token at its end: of what is left of p, if anything is, or of
     what was left before the last child was refused; any if p is NaN."""
     row, part, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     node = tl.arange(0, WIDE)
