@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +47,7 @@ def report(
         check_writable(out)
     if pdf:
         reporting.chromium()
-    path = reporting.write(everything, out, [re.sub(r"\.ya?ml$", "", Path(what).name)])
+    path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
     for written in [path, *([reporting.print_pdf(path)] if pdf else [])]:
         console.print(str(relative(written)), soft_wrap=True)
 

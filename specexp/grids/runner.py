@@ -435,8 +435,9 @@ def _free() -> str:
 
 def _report(points: Sequence[Point], done: Sequence[report.Run], console: Terminal) -> None:
     """Write a page of the points' results, and print its path."""
+    names = {f"{point.grid}.yaml" for point in points}
     try:
-        page = report.write(done, names={p.grid for p in points}) if done else "no result yet"
+        page = report.write(done, names=names) if done else "no result yet"
     except OSError as e:
         page = f"none, {e.strerror}: {e.filename or results.root()}"
     console.print(Text(f"{'report':10s} {page}"), soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -13,15 +12,13 @@ from rich.text import Text
 from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
-HEADLINES = ("acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s")
 MOST = 100  # rows of a table in the terminal
 NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
 
 
 def headline(result: Path) -> str:
-    """The headline figures of one result, on one line."""
-    metrics = json.loads((result / results.RESULT).read_text())["metrics"]
-    return "  ".join(f"{n.partition('/')[2]} {metrics[n]:.3g}" for n in HEADLINES if n in metrics)
+    """What one result answers, with intervals, on one line."""
+    return ", ".join(mlflow_view.briefs(results.load(result / results.RESULT)))
 
 
 def show(console: Console, runs: pd.DataFrame) -> None:
@@ -41,13 +38,20 @@ def show(console: Console, runs: pd.DataFrame) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of one experiment for the terminal; if it has speedups, without categories, so
-    that it fits."""
+    """The overview of one experiment for the terminal; without categories if they are not what it
+    asks about, so that it fits. What tells runs apart is never cut."""
     view = overview(runs.drop(columns="experiment"))
-    if "speedup" in view:
+    if {"speedup", "regret", "replicas"} & {*view}:
         view = view.drop(columns=[c for c in categories(runs) if c in view])
     title = Text(experiment, "table.title")
-    out = Table(*view, title=title, title_justify="left", box=None, header_style="bold")
+    mark = " simulated"
+    marked = [column for column in view if view[column].str.endswith(mark).all()]
+    view[marked] = view[marked].apply(lambda cells: cells.str.removesuffix(mark))  # once is enough
+    view = view.rename(columns={column: column + mark for column in marked})
+    out = Table(*view, title=title, title_justify="left", box=None, header_style="bold",
+                padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+    for column in out.columns:
+        column.no_wrap, column.overflow = column.header in ("drafter", "policy", "speedup"), "fold"
     for row in view.itertuples(index=False):
         out.add_row(*map(Text, row))
     return out
@@ -82,7 +86,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
         given[fact] = _differing(runs[f"tags.{fact}"])
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
     credible = _metric(runs, "speedup/credible", "{:.0f}")
-    view["timing"] = credible.map({"0": "not credible"}).fillna("")
+    view["timing"] = credible.map({"0": "doubtful"}).fillna("")
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
     for category in categories(runs):
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")

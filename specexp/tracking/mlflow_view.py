@@ -15,6 +15,7 @@ from specexp.tracking.results import is_simulated, runs_in
 KEY = "specexp"
 TAG = f"mlflow.sharedViewState.{KEY}"
 NOTE = "mlflow.note.content"
+SUPERSEDED = "superseded"  # the tag of a result of whose point there is a newer one
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
 _TAG = re.compile(r"\w[\w. -]{0,249}")
 _STEP = re.compile(r"-?\d{1,18}")
@@ -76,26 +77,35 @@ ANSWERS = (
 )  # fmt: skip
 
 
-def about(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
-    """The tags of a run that answer: `answer`, a column of the view, and its description, with a
-    link to its files if another run keeps them. A tag that the notebook logged stays as it is."""
-    metrics, own = record.get("metrics", {}), record.get("tags", {})
-    figures = {
+def answers(record: Mapping[str, Any]) -> dict[Answer, tuple[str, str]]:
+    """The figures of a run that answer, with their intervals; and a mark of those simulated."""
+    metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
+    return {
         a: (
             a.figure(metrics[a.metric], *a.interval(metrics)),
-            " simulated" * is_simulated(a.metric, own.get("simulated", "")),
+            " simulated" * is_simulated(a.metric, simulated),
         )
         for a in ANSWERS
         if a.metric in metrics
     }
+
+
+def briefs(record: Mapping[str, Any]) -> list[str]:
+    """The same in short, as in a column: `1.42x [1.21, 1.66]`, `61% [55%, 66%] accepted`."""
+    return [f"{figure}{a.brief}{mark}" for a, (figure, mark) in answers(record).items()]
+
+
+def about(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
+    """The tags of a run that answer: `answer`, a column of the view, and its description, with a
+    link to its files if another run keeps them. A tag that the notebook logged stays as it is."""
+    figures = answers(record)
     if not figures:
         return {}
-    briefs = [f"{figure}{a.brief}{mark}" for a, (figure, mark) in figures.items()]
     first, *rest = (f"{figure}{a.words}{mark}" for a, (figure, mark) in figures.items())
     description = "; ".join([f"**{first}**", *rest])
     description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
-    tags = {"answer": briefs[0], NOTE: description}
-    return {n: text for n, text in tags.items() if n not in own}
+    tags = {"answer": briefs(record)[0], NOTE: description}
+    return {n: text for n, text in tags.items() if n not in record.get("tags", {})}
 
 
 def run_name(params: Mapping[str, Any], varying: Collection[str]) -> str:
@@ -177,6 +187,7 @@ def shared(logged: Collection[str], at_ms: int) -> str:
         "columnWidths": WIDTHS,
         "orderByKey": f"metrics.`{best.metric}`" if best else "attributes.start_time",
         "orderByAsc": bool(best and best.least),
+        "searchFilter": f"tags.{SUPERSEDED} IS NULL",
         "runsHiddenMode": "SHOW_ALL",
         "compareRunCharts": charts,
         "compareRunSections": [section],

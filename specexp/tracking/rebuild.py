@@ -63,14 +63,17 @@ def rebuild(console: Console) -> Rebuilt:
 
 
 def describe(names: Collection[str]) -> None:
-    """Write question, today's answer, links and commands to the pages of these experiments, unless
-    somebody wrote a text there, and a report to their artifacts. Raises StoreUnreachable,
-    StoreCorrupt, or OSError."""
+    """Mark what newer results supersede, write question, today's answer, links and commands to the
+    pages of these experiments, unless somebody wrote a text there, and a report to their artifacts.
+    Raises StoreUnreachable, StoreCorrupt, or OSError."""
     folders = store.listed("results")
     every = (f for f in folders if presence.names(f)[0] in names and store.intact(f))
     newest, backend = report.newest(every), runs.backend()
     for experiment in backend.experiments() if newest and runs.has_database() else ():
         part = [run for run in newest if run.experiment == experiment.name]
+        if part:
+            current = {(run.folder.name, run.rival) for run in part}
+            runs.supersede(experiment.experiment_id, current)
         before = experiment.tags.get(mlflow_view.NOTE, "")
         if part and (not before or before.endswith(mlflow_view.OWN)):
             with backend.reaching():

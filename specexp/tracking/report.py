@@ -79,9 +79,11 @@ class Run:
 
     @property
     def point(self) -> tuple[str, ...]:
-        """What two results of the same point share, whatever code made them."""
-        params = repr(self.record["params"])
-        return self.experiment, self.tags.get("notebook", ""), params, self.rival
+        """What two results of a point on a kind of device share, whatever code made them."""
+        params, tags = repr(self.record["params"]), self.tags
+        return (
+            self.experiment, tags.get("notebook", ""), tags.get("device", ""), params, self.rival,
+        )  # fmt: skip
 
     @property
     def label(self) -> str:
@@ -309,12 +311,9 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     figures = list(islice(drawn, MOST_FIGURES))
     doubts = [run.doubts() for run in part]
     table = compare.overview(frame(part).drop(columns="experiment"))
-    table = table.drop(columns="timing", errors="ignore")  # part of what is doubted here
     labels = [run.label for run in part]
     table = table[[name for name in table if list(table[name]) != labels]]
     table.insert(0, "run", labels)
-    if any(doubts):
-        table.insert(1, "timing", ["doubtful" * bool(reasons) for reasons in doubts])
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
         "figures": figures, "more": next(drawn, None) is not None,
@@ -335,11 +334,12 @@ def _together(labels: Sequence[str], doubts: Sequence[list[str]]) -> list[tuple[
 
 
 def frame(part: Sequence[Run]) -> pd.DataFrame:
-    """The runs as `runs.runs` returns them."""
+    """The runs as `runs.runs` returns them; not credible are the timings of doubtful ones."""
     return pd.DataFrame(
         {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
         | {f"params.{k}": v for k, v in mlflow_view.as_params(run.record).items()}
         | {f"metrics.{k}": v for k, v in run.metrics.items()}
+        | ({"metrics.speedup/credible": 0.0} if run.doubts() else {})
         | {f"tags.{k}": v for k, v in run.tags.items()}
         for run in part
     )
@@ -372,7 +372,7 @@ def write(everything: Sequence[Run], out: Path | None = None, names: Collection[
     it is there, made of the same. Returns its path. Raises OSError."""
     if out is None:
         title = "+".join(sorted(names))
-        name = re.sub(r"[^\w+-]+", "-", title).strip("-")[:100] or "report"
+        name = re.sub(r"[^\w.+-]+", "-", title)[:100].strip("-+.") or "report"
         out = results.folder("reports") / f"{name}.html"
     if out.is_file() and _made_of(everything).encode() in out.read_bytes()[:1000]:
         return out

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ Series = Mapping[str, Sequence[float] | Mapping[int, float]]
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _RUNNERS = {
     "attempt", "ended", "error", "error.kind", "grid", "name", "notebook", "published", "rival",
-    "run_key", "seconds", "status", "store", "together", "where",
+    "run_key", "seconds", "status", "store", mlflow_view.SUPERSEDED, "together", "where",
 }  # fmt: skip
 
 
@@ -369,6 +369,19 @@ def _create_run(
     return str(run.info.run_id)
 
 
+def supersede(experiment: str, current: Collection[tuple[str, str]]) -> None:
+    """Mark the results that this store shows in the experiment of this id, but for those of these
+    keys and rivals: the view and `runs` leave out what a newer result of its point stands for."""
+    with backend().reaching():
+        for run in filter(is_ours, backend().runs(experiment, "attributes.status = 'FINISHED'")):
+            tags, run_id = run.data.tags, run.info.run_id
+            old = (tags["run_key"], rival_of(run)) not in current
+            if old and mlflow_view.SUPERSEDED not in tags:
+                client().set_tag(run_id, mlflow_view.SUPERSEDED, "yes")
+            elif not old and mlflow_view.SUPERSEDED in tags:
+                client().delete_tag(run_id, mlflow_view.SUPERSEDED)
+
+
 def is_whole(run: Any) -> bool:
     """Whether everything of this run was published."""
     return run.data.tags.get("published") == "1" and run.info.status != "RUNNING"
@@ -396,14 +409,16 @@ def has_database() -> bool:
 
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
-    """Finished runs, newest first: columns `params.x`, `metrics.group/name`, `tags.x`. `grid`: only
-    runs of this grid's points, whichever grid ran them. Raises StoreUnreachable, StoreCorrupt."""
+    """Finished runs that none supersedes, newest first: columns `params.x`, `metrics.group/name`,
+    `tags.x`. `grid`: only runs of this grid's points, whichever grid ran them. Raises
+    StoreUnreachable, StoreCorrupt."""
     store, keys = backend(), results.keys_of(grid or "")
     finished = [
         (e.name, run)
         for e in (store.experiments() if has_database() else [])
         if experiment in (None, e.name)
         for run in store.runs(e.experiment_id, "attributes.status = 'FINISHED'")
+        if mlflow_view.SUPERSEDED not in run.data.tags
         if grid in (None, run.data.tags.get("grid")) or run.data.tags.get("run_key") in keys
     ]
     return pd.DataFrame(

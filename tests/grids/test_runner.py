@@ -295,7 +295,7 @@ def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
             counting.setattr(
                 runs.client().__class__, name, lambda *_, **__: pytest.fail("searched")
             )
-        page = store / "reports" / "trivial.html"
+        page = store / "reports" / "trivial.yaml.html"
         before = page.stat().st_mtime_ns
         code, said = go(todo)
         assert page.stat().st_mtime_ns == before

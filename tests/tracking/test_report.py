@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from support.stores import active, go
+from support.stores import active, go, quiet
 
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.tracking import presence, report, results
+from specexp.tracking import audit, mlflow_view, presence, rebuild, report, results
 from specexp.tracking import runs as track
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
@@ -211,8 +211,24 @@ def test_a_point_is_shown_once_by_its_newest_intact_result(store):
     old, new = committed("a", SLOW), committed("b", FAST)
     damaged = committed("c", FAST)
     (damaged / "result.json").write_text("{}")
-    assert [run.folder for run in report.of("mine")] == [new]
+    on_gpu = committed("d", SLOW, tags={"device": "NVIDIA H100"})
+    assert [run.folder for run in report.of("mine")] == [new, on_gpu]
     assert [run.folder for run in report.of(str(old))] == [old]
+
+
+def test_a_result_of_a_changed_point_is_marked_and_left_out_of_the_view(store):
+    committed("a", FAST)
+    rebuild.rebuild(quiet())
+    assert set(track.runs()["tags.run_key"]) == {"a"}
+    committed("b", SLOW)
+    rebuild.rebuild(quiet())
+    assert set(track.runs()["tags.run_key"]) == {"b"}
+    [experiment] = [e for e in track.backend().experiments() if e.name == "mine"]
+    state = json.loads(json.loads(experiment.tags[mlflow_view.TAG])["state"])
+    in_view = track.backend().runs(experiment.experiment_id, state["searchFilter"])
+    assert [run.data.tags["run_key"] for run in in_view] == ["b"]
+    assert len(active()) == 2
+    assert audit.problems() == []
 
 
 def test_results_that_do_not_exist_are_one_line_with_what_there_is(store):
@@ -237,8 +253,8 @@ def test_grid_run_ends_with_the_path_of_its_report(store, written, monkeypatch):
     code, text = go(written(1, 2, 13))
     assert code == 1
     what, path = text.splitlines()[-1].split()
-    assert (what, path) == ("report", str(store / "reports" / "trivial.html"))
-    page = Reader((store / "reports" / "trivial.html").read_text())
+    assert (what, path) == ("report", str(store / "reports" / "trivial.yaml.html"))
+    page = Reader((store / "reports" / "trivial.yaml.html").read_text())
     assert "2 runs" in page.text
     monkeypatch.setattr(report, "page", lambda runs: (_ for _ in ()).throw(OSError(28, "full")))
     code, text = go(written(1, 2))

@@ -107,7 +107,7 @@ def setting(
     prompt, output = float(few.prompt.mean()), float(few.output.mean())
     conditional, context = summaries.pooled(accepted).conditional, prompt + output
     paces = {n: fleet.pace(costs, n, conditional, rows, context, prompt, output) for n in names}
-    limits = Limits(ttft_ms / 1e3, tpot_steps * costs.step_s(1, context))
+    limits = Limits(ttft_ms / 1e3, tpot_steps / paces["plain"].tokens_s[1])
     return Setting(day, paces, costs, limits)
 
 
