@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 from specexp.errors import first_line, ran_out
 from specexp.fast.cpu import build, passes
 from specexp.fast.cpu.passes import Native
-from specexp.models import heads, int8, lm
+from specexp.models import int8, lm
 from specexp.models.cache import SlotCache
+from specexp.models.heads import product
 from specexp.models.lm import Network
 from specexp.ops import kernel, op
 from specexp.tree import Branches
@@ -87,9 +88,9 @@ def few_rows(x: Tensor) -> bool:
     return x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
 
 
-@kernel(heads.product, "cpu")
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` of x [n, inputs]. For few rows x @ weight.T takes a CPU two to five times as long
+@kernel(product, "cpu")
+def product_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """For few rows x @ weight.T takes a CPU two to five times as long
     as weight @ x.T, and a single row uses only one core, so it is doubled (LOG.md)."""
     if not few_rows(x) or int8.is_quantised(weight):
         return F.linear(x, weight, bias)
@@ -128,6 +129,14 @@ def added(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     """x + y of [rows, E], and its norm."""
     x = x + y
     return x, norm(x) if norm else x
+
+
+@op
+def added_product(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """`added` of x [rows, E] and the product of y."""
+    return added(x, product(y, weight, bias), norm)
 
 
 @op
@@ -201,9 +210,9 @@ class Layer:
         qkv = product(read, self.qkv, self.qkv_bias)[: B * n]
         q, keys, values = turned(qkv, self, sight, cache)
         heads = attention(q, keys, values, sight, self.scale)
-        x, read = added(x, product(heads, self.out, self.out_bias), self.after)
+        x, read = added_product(x, heads, self.out, self.out_bias, self.after)
         read = gated_products(read, self.up, self.up_bias)
-        return added(x, product(read, self.down, self.down_bias), then)
+        return added_product(x, read, self.down, self.down_bias, then)
 
 
 class Fused:

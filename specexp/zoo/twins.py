@@ -227,8 +227,11 @@ def _bytes(shape: Shape, dtype: str) -> int:
 # weights
 
 
-def draw(name: str, size: torch.Size, dtype: torch.dtype, seed: int, damp: float = 1.0) -> Tensor:
-    """A weight, as a function of seed, name, size and damping.
+def draw(
+    name: str, size: torch.Size, dtype: torch.dtype, seed: int, damp: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> Tensor:  # fmt: skip
+    """A weight, as a function of seed, name, size, damping and kind of device.
 
     Matrices are normal with standard deviation gain / sqrt(columns), which makes the scale of
     activations independent of the width. Gains other than 1 were chosen from greedy outputs:
@@ -243,13 +246,13 @@ def draw(name: str, size: torch.Size, dtype: torch.dtype, seed: int, damp: float
     computed like any other and are never the most probable.
     """
     if len(size) == 1:
-        return torch.ones(size, dtype=dtype)
+        return torch.ones(size, dtype=dtype, device=device)
     kind = _kind(name)
     gain = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 8.0, "down_proj": 8.0, "embed_tokens": 3.4,
             "lm_head": 3.4}.get(kind, 1.0)  # fmt: skip
     key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    rng = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-    weight = torch.empty(size, dtype=dtype)
+    rng = torch.Generator(device).manual_seed(int.from_bytes(key[:7], "big"))
+    weight = torch.empty(size, dtype=dtype, device=device)
     weight.normal_(0, damp * gain / math.sqrt(size[1]), generator=rng)
     if kind in ("embed_tokens", "lm_head"):
         weight[VOCABULARY:] *= 0.25

@@ -1,6 +1,7 @@
 """The stages of `make gpu` keep what they learned, whatever fails."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from specexp.measure import prompts
 from specexp.measure.hardware import stages
 from specexp.measure.hardware.stages import Rows
 from specexp.models import memory
+from specexp.zoo import twins
 
 
 def fails() -> dict:
@@ -70,7 +72,7 @@ def test_missing_gpu_takes_more_than_a_line(raised, capsys, monkeypatch):
 def test_weights_that_do_not_fit_stop_smaller_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 3 << 30)
     monkeypatch.setattr(stages, "of_module", lambda module, name: SimpleNamespace(parameters=1))
-    made = SimpleNamespace(from_config=lambda config: None)
+    made = SimpleNamespace(from_config=lambda config: torch.nn.Identity())
     monkeypatch.setattr(stages, "AutoModelForCausalLM", made)
     monkeypatch.setattr(stages, "PASSES", [])
     rows = Rows(tmp_path / "gpu_passes.json")
@@ -97,6 +99,22 @@ def test_streams_and_training_have_no_figures(tmp_path, monkeypatch):
     assert stages.trained("medusa", rows, torch.device("cpu"), quick=True)["folder"]
     assert all(row["training/loss"] > 0 for row in rows.rows)
     assert rows.rows
+
+
+@pytest.mark.slow
+def test_pair_drawn_on_the_device_has_no_figures(tmp_path, monkeypatch):
+    shape = replace(twins.SHAPES["8B"], width=128, hidden=256, heads=4, kv_heads=2, rows=8192)
+    monkeypatch.setitem(twins.SHAPES, "8B", shape)
+    monkeypatch.setattr(stages, "NEW", 8)
+    monkeypatch.setattr(stages, "STREAMS", [2])
+    rows = Rows(tmp_path / "gpu_pair.json")
+    stages.pair(rows, torch.device("cpu"))
+    assert [row.get("error") for row in rows.rows] == [None] * 4
+    weights, round_, peers, batch = rows.rows
+    assert weights["draft"] == 4
+    assert round_["acceptance"]["rate"] > 0.3
+    assert all(row["their_tok_s"] for row in peers["rows"] if row["work"] != "vLLM plain")
+    assert batch["gamma 5"]["tok_s"] > 0
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ from triton.runtime import JITFunction, driver
 from specexp import ops
 from specexp.fast import fused
 from specexp.fast.fused import Fused
+from specexp.fast.gpu import dependent
 from specexp.measure.hardware.kernels import HIDDEN, E, H, K, calls
+from specexp.models import heads
 from specexp.models.cache import SlotCache
 
 CARDS = (80, 90)  # compute capabilities: A100, H100
@@ -59,10 +61,17 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         more = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
         more |= registers(kernel.asm["cubin"])
+        given = dict(zip(self.arg_names, args, strict=False))
+        if self.__name__ == "turn":  # of the cache it writes its own slots alone
+            given |= {"keys": None, "values": None}
+        moved = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x.nbytes
+                 for x in given.values() if torch.is_tensor(x)}  # fmt: skip
+        more["bytes"] = sum(moved.values())  # of all that it is given, read or written
         needs.append({"kernel": self.__name__, "sm": capability} | more)
 
     driver.set_active(Card(capability))
     JITFunction.run = compiled
+    dependent.able = lambda device: capability >= 90
     try:
         yield needs
     finally:
@@ -103,8 +112,9 @@ class Launched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer(B: int, n: int, S: int, dtype: torch.dtype) -> list[str]:
-    """What one layer of a pass launches, in order."""
+def layer(B: int, n: int, S: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What one layer of a pass launches, in order, and the least bytes that it can move: weights,
+    keys and values of all slots, and its input and output."""
     shape = {"num_attention_heads": H, "num_key_value_heads": K, "vocab_size": 1000}
     config = LlamaConfig(hidden_size=E, intermediate_size=HIDDEN, num_hidden_layers=3, **shape)
     with torch.device("meta"), torch.inference_mode():
@@ -113,14 +123,19 @@ def layer(B: int, n: int, S: int, dtype: torch.dtype) -> list[str]:
         net = Fused(base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight)
         tokens, cache = torch.empty(B, n, dtype=torch.int64), SlotCache(3, B, S)
         cache.aim(slice(0, B), tokens, S)
-        for operation in (fused.turned, fused.attention, fused.added, fused.gated_products):
+        for operation in (
+            fused.turned, fused.attention, fused.added, fused.added_product, fused.gated_products,
+            heads.product,
+        ):  # fmt: skip
             op = ops.OPS[operation]
             op.chosen[torch.device("meta")] = op.kernels["cuda"][0]
         with compiling(CARDS[-1]) as needs, Launched(needs):
             net(tokens, tokens, None, cache, (), 1)
     names = [need["kernel"] for need in needs]
     _, first, second = (at for at, name in enumerate(names) if name == "turn")
-    return names[first:second]
+    weights = sum(w.nbytes for w in base.layers[1].parameters())
+    least = weights + cache.layers[1].keys[:, :, :S].nbytes * 2 + 2 * B * n * E * dtype.itemsize
+    return {"launches": needs[first:second], "least": least}
 
 
 def table(name: str) -> list[dict[str, Any]]:

@@ -449,6 +449,16 @@ def added(dice: Dice) -> Case:
     return Case((x, dice.odd(y), fused.Norm(norm)), near=COARSE[dtype])
 
 
+def added_product(dice: Dice) -> Case:
+    dtype = dice.choice(KINDS if dice.device.type == "cuda" else KINDS[:2])
+    rows, E, depth = dice.choice([1, 3, 16, 17]), dice.choice([4, 33, 100]), dice.choice([5, 1024])
+    norm = SimpleNamespace(weight=dice.normal(E).to(dtype), variance_epsilon=1e-5)
+    shapes = (rows, E), (rows, depth), (E, depth)
+    x, y, weight = (dice.normal(*shape).to(dtype) for shape in shapes)
+    bias = dice.normal(E).to(dtype) if dice.often() else None
+    return Case((x, dice.odd(y), weight / depth**0.5, bias, fused.Norm(norm)), near=COARSE[dtype])
+
+
 def gated(dice: Dice) -> Case:
     dtype = dice.choice(KINDS)
     wide = 4 * dice.normal(dice.randint(1, 4), 2 * dice.choice([1, 7, 40, 1500])).to(dtype)
@@ -490,6 +500,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     fused.attention: attention,
     fused.turned: turned,
     fused.added: added,
+    fused.added_product: added_product,
     fused.gated: gated,
     fused.gated_products: gated_products,
 }

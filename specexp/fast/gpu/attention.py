@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.fused import Sight
+from specexp.fast.gpu.dependent import begin, late
 
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
@@ -24,14 +25,45 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
+def over(x, whole):
+    """x / whole; 0 where there is nothing."""
+    return x / tl.where(whole > 0, whole, 1.0)
+
+
+@triton.jit
+def together(
+    parts, stats, to, d, share, length, real, here, D: tl.constexpr, QUERIES: tl.constexpr,
+    WIDE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The means [QUERIES, WIDE] over all splits that have slots."""
+    part = tl.arange(0, SPLITS)
+    at = stats + (to[:, None] * SPLITS + part[None, :]) * 2
+    wrote = real[:, None] & (part * share < length)[None, :]
+    level = tl.load(at, wrote, other=-float("inf"), cache_modifier=".cg")
+    most = tl.max(level, 1)
+    weight = tl.exp2(level - tl.where(most == -float("inf"), 0.0, most)[:, None])
+    total = tl.load(at + 1, wrote, other=0.0, cache_modifier=".cg")
+    weight = over(weight, tl.sum(total * weight, 1)[:, None])
+    mean = tl.zeros([QUERIES, WIDE], tl.float32)
+    for first in range(0, tl.cdiv(length, share), 128 // QUERIES):
+        for more in tl.static_range(128 // QUERIES):  # none waits for another
+            one = first + more
+            its = parts + ((to * SPLITS + one) * D)[:, None] + d[None, :]
+            its = tl.load(its, here & (one * share < length), other=0.0, cache_modifier=".cg")
+            mean += its * tl.sum(tl.where(part[None, :] == one, weight, 0.0), 1)[:, None]
+    return mean
+
+
+@triton.jit
 def attend(
     q, keys, values, slots, roots, ancestors, out, parts, stats, ended, scale, n, slots_b, slots_n,
     q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b, anc_b, anc_n, M, HEADS: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """A block of queries (tokens times GROUP heads) of one row and key head, over one split of its
     slots. WIDE: D, rounded up to a power of two. scale: that of the scores in base 2."""
+    begin(LATE)
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0).to(tl.int64) % HEADS
     split = tl.program_id(1)
     query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
@@ -43,12 +75,14 @@ def attend(
 
     length = tl.max(own, 0) + 1  # no query sees a later slot
     share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
-    begin = split * share
-    end = tl.minimum(begin + share, length)
+    end = tl.minimum((split + 1) * share, length)
+    root = 0
+    if TREE:
+        root = tl.load(roots + row * roots_b).to(tl.int32)
     most = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
-    for first in range(begin, end, KEYS):
+    for first in range(split * share, end, KEYS):
         slot = first + tl.arange(0, KEYS)
         inside = slot < end
         there = inside[:, None] & (d < D)[None, :]
@@ -58,13 +92,13 @@ def attend(
         )
         score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
         sees = real[:, None] & inside[None, :]
-        if TREE:
-            place = (slot - tl.load(roots + row * roots_b).to(tl.int32))[None, :]
+        if not TREE:
+            sees = sees & (slot[None, :] <= own[:, None])
+        elif first + KEYS > root:  # its own nodes
+            place = (slot - root)[None, :]
             above = ancestors + row * anc_b + (token * anc_n)[:, None] + place
             above = tl.load(above, sees & (place >= 0) & (place < M), other=0) != 0
             sees = sees & ((place < 0) | above)
-        else:
-            sees = sees & (slot[None, :] <= own[:, None])
         score = tl.where(sees, score, -float("inf"))
         more = tl.maximum(most, tl.max(score, 1))
         level = tl.where(more == -float("inf"), 0.0, more)
@@ -75,32 +109,20 @@ def attend(
 
     to = (row * n + token) * HEADS * GROUP + at
     if SPLITS == 1:
-        mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+        mean = over(mean, total[:, None])
         tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here)
     else:
-        tl.store(parts + ((to * SPLITS + split) * D)[:, None] + d[None, :], mean, here)
-        tl.store(stats + (to * SPLITS + split) * 2, most, real)
-        tl.store(stats + (to * SPLITS + split) * 2 + 1, total, real)
+        if split * share < length:
+            tl.store(parts + ((to * SPLITS + split) * D)[:, None] + d[None, :], mean, here)
+            tl.store(stats + (to * SPLITS + split) * 2, most, real)
+            tl.store(stats + (to * SPLITS + split) * 2 + 1, total, real)
         tl.debug_barrier()  # all of this program has written before it says so
         ended += tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
         if tl.atomic_add(ended, 1, sem="acq_rel") == SPLITS - 1:
             tl.store(ended, 0)  # for the next launch
-            most = tl.full([QUERIES], -float("inf"), tl.float32)
-            total = tl.zeros([QUERIES], tl.float32)
-            mean = tl.zeros([QUERIES, WIDE], tl.float32)
-            for part in range(SPLITS):
-                its = to * SPLITS + part
-                new = tl.load(stats + its * 2, real, other=0.0, cache_modifier=".cg")
-                more = tl.maximum(most, new)
-                level = tl.where(more == -float("inf"), 0.0, more)
-                fading, weight = tl.exp2(most - level), tl.exp2(new - level)
-                sums = tl.load(stats + its * 2 + 1, real, other=0.0, cache_modifier=".cg")
-                total = total * fading + sums * weight
-                means = parts + (its * D)[:, None] + d[None, :]
-                means = tl.load(means, here, other=0.0, cache_modifier=".cg")
-                mean = mean * fading[:, None] + means * weight[:, None]
-                most = more
-            mean = mean / tl.where(total > 0, total, 1.0)[:, None]
+            mean = together(
+                parts, stats, to, d, share, length, real, here, D, QUERIES, WIDE, SPLITS
+            )
             tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here)
 
 
@@ -133,7 +155,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: floa
         counters(q.device), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
         ancestors.stride(1), ancestors.shape[2], HEADS=K, GROUP=H // K,
-        TREE=visible is not None, **tile,
+        TREE=visible is not None, **tile, **late(q),
     )  # fmt: skip
     return out
 
@@ -146,7 +168,7 @@ def shape(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[
     most = min(SPLITS, FILLED // programs, triton.cdiv(S, keys))
     splits = 1 << max(most, 1).bit_length() - 1
     wide = max(16, triton.next_power_of_2(d))
-    small = size < 64 and dtype.itemsize == 2
+    small = size < 32 and dtype.itemsize == 2
     more = {"num_warps": 4 if small else 8, "num_stages": 3 if dtype.itemsize == 2 else 2}
     return {"D": d, "WIDE": wide, "QUERIES": size, "KEYS": keys, "SPLITS": splits} | more
 

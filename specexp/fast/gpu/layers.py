@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.fused import Layer, Norm, Sight
+from specexp.fast.gpu.dependent import begin, late
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-FEW = 16  # rows: the least product
 WIDEST = 16384  # numbers of a row that one program holds
 
 
@@ -24,9 +24,10 @@ WIDEST = 16384  # numbers of a row that one program holds
 def turn(
     qkv, cos, sin, slots, q_norm, k_norm, q, keys, values, eps, n, qkv_r, slots_b, slots_n,
     k_b, k_h, k_s, v_b, v_h, v_s, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    WIDE: tl.constexpr, NORMS: tl.constexpr,
+    WIDE: tl.constexpr, NORMS: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: its query to q [B, H, n, D], or its key or value to their slot."""
+    begin(LATE)
     place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, token = place // n, place % n
     d = tl.arange(0, WIDE)
@@ -71,7 +72,7 @@ def turned(qkv: Tensor, layer: Layer, sight: Sight, cache: Any) -> tuple[Tensor,
         qkv, sight.cos, sight.sin, slots, *(norms or (qkv, qkv)), q, keys, values,
         layer.norms[0].eps if layer.norms else 0.0, n, qkv.stride(0), *slots.stride(),
         *keys.stride()[:3], *values.stride()[:3], H=H, K=K, D=d,
-        WIDE=triton.next_power_of_2(d), NORMS=bool(norms),
+        WIDE=triton.next_power_of_2(d), NORMS=bool(norms), **late(qkv),
     )  # fmt: skip
     return q, keys, values
 
@@ -81,32 +82,54 @@ def packed(x: Tensor) -> bool:
 
 
 @triton.jit
-def add(x, y, weight, total, normed, eps, E: tl.constexpr, WIDE: tl.constexpr):
-    """x + y of one row, and its norm."""
-    at, e = tl.program_id(0).to(tl.int64) * E, tl.arange(0, WIDE)
+def add(
+    x, y, bias, weight, total, normed, eps, E: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """x + y of one row, and its norm. PARTS: y [PARTS, rows, E] is to be summed first; 0: it is
+    not in parts."""
+    row, e = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     real = e < E
-    z = tl.load(x + at + e, real, other=0.0).to(tl.float32)
-    z += tl.load(y + at + e, real, other=0.0).to(tl.float32)
+    scale = tl.load(weight + e, real, other=0.0).to(tl.float32)
+    begin(LATE)
+    at = row * E + e
+    if PARTS:
+        more = tl.zeros([WIDE], tl.float32)
+        for part in tl.static_range(PARTS):
+            more += tl.load(y + part * tl.num_programs(0) * E + at, real, other=0.0)
+        if BIAS:
+            more += tl.load(bias + e, real, other=0.0).to(tl.float32)
+        more = more.to(total.dtype.element_ty).to(tl.float32)  # as a product is written
+    else:
+        more = tl.load(y + at, real, other=0.0).to(tl.float32)
+    z = tl.load(x + at, real, other=0.0).to(tl.float32) + more
     z = z.to(total.dtype.element_ty)  # what is normed is the sum as it is written
-    tl.store(total + at + e, z, real)
+    tl.store(total + at, z, real)
     z = z.to(tl.float32)
-    z = (
-        z
-        * tl.rsqrt(tl.sum(z * z, 0) / E + eps)
-        * tl.load(weight + e, real, other=0.0).to(tl.float32)
-    )
-    tl.store(normed + at + e, z.to(total.dtype.element_ty), real)
+    z = z * tl.rsqrt(tl.sum(z * z, 0) / E + eps) * scale
+    tl.store(normed + at, z.to(total.dtype.element_ty), real)
 
 
 def added(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    if norm is None or x.shape != y.shape or x.dtype not in KINDS or x.shape[1] > WIDEST:
+    if norm is None or not addable(x, norm) or x.shape != y.shape or y.dtype != x.dtype:
         return NotImplemented
-    if y.dtype != x.dtype or norm.weight.dtype != x.dtype or not (packed(x) and packed(y)):
-        return NotImplemented
+    return summed(x, y, None, norm, 0) if packed(y) else NotImplemented
+
+
+def addable(x: Tensor, norm: Norm) -> bool:
+    same = norm.weight.dtype == x.dtype and x.dtype in KINDS
+    return same and packed(x) and x.shape[1] <= WIDEST
+
+
+def summed(
+    x: Tensor, y: Tensor, bias: Tensor | None, norm: Norm, parts: int
+) -> tuple[Tensor, Tensor]:
+    """x [rows, E] + y, which may be in parts, and its norm."""
     total, normed, (rows, E) = torch.empty_like(x), torch.empty_like(x), x.shape
     wide = triton.next_power_of_2(E)
     add[rows,](
-        x, y, norm.weight, total, normed, norm.eps, E=E, WIDE=wide, num_warps=warps(wide)
+        x, y, x if bias is None else bias, norm.weight, total, normed, norm.eps, E=E, WIDE=wide,
+        PARTS=parts, BIAS=bias is not None, num_warps=warps(wide), **late(x),
     )  # fmt: skip
     return total, normed
 
@@ -117,7 +140,8 @@ def warps(wide: int) -> int:
 
 
 @triton.jit
-def gate(wide, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def gate(wide, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr):
+    begin(LATE)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < HIDDEN
@@ -131,50 +155,6 @@ def gated(wide: Tensor) -> Tensor:
         return NotImplemented
     hidden = wide.shape[1] // 2
     out = wide.new_empty(len(wide), hidden)
-    gate[len(wide), triton.cdiv(hidden, 1024)](wide, out, HIDDEN=hidden, BLOCK=1024)
-    return out
-
-
-@triton.jit
-def gate_products(
-    x, weight, bias, out, n, stride, E: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Some columns of both products of a few rows of x, and their gate."""
-    row, at, e = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.arange(0, DEPTH)
-    column = tl.program_id(0) * BLOCK + at
-    gates = tl.zeros([ROWS, BLOCK], tl.float32)
-    ups = tl.zeros([ROWS, BLOCK], tl.float32)
-    here = weight + column.to(tl.int64)[:, None] * E
-    for first in range(0, E, DEPTH):
-        deep = first + e
-        there = (column < HIDDEN)[:, None] & (deep < E)[None, :]
-        some = x + row[:, None] * stride + deep[None, :]
-        some = tl.load(some, (row < n)[:, None] & (deep < E)[None, :], other=0.0)
-        w = tl.load(here + deep[None, :], there, other=0.0)
-        gates = tl.dot(some, tl.trans(w), gates, input_precision="tf32x3")
-        w = tl.load(here + HIDDEN * E + deep[None, :], there, other=0.0)
-        ups = tl.dot(some, tl.trans(w), ups, input_precision="tf32x3")
-    if BIAS:
-        gates += tl.load(bias + column, column < HIDDEN, other=0.0).to(tl.float32)[None, :]
-        ups += tl.load(bias + HIDDEN + column, column < HIDDEN, other=0.0).to(tl.float32)[None, :]
-    y = (gates / (1 + tl.exp(-gates)) * ups).to(out.dtype.element_ty)
-    real = (row < n)[:, None] & (column < HIDDEN)[None, :]
-    tl.store(out + row[:, None] * HIDDEN + column[None, :], y, real)
-
-
-def gated_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of few rows, which wait for the weights alone; of more, torch's product is faster."""
-    n, (wide, E) = len(x), weight.shape
-    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous()
-    if n > FEW or x.dtype not in KINDS or weight.dtype != x.dtype or not plain:
-        return NotImplemented
-    if x.stride(1) != 1 or (bias is not None and not packed(bias)):
-        return NotImplemented
-    out, narrow = x.new_empty(n, wide // 2), x.dtype.itemsize == 2
-    gate_products[triton.cdiv(wide // 2, 32),](
-        x, weight, weight if bias is None else bias, out, n, x.stride(0), E=E, HIDDEN=wide // 2,
-        ROWS=FEW, BLOCK=32, DEPTH=128 if narrow else 64, BIAS=bias is not None,
-        num_stages=4 if narrow else 3,
-    )  # fmt: skip
+    grid = len(wide), triton.cdiv(hidden, 1024)
+    gate[grid](wide, out, HIDDEN=hidden, BLOCK=1024, **late(wide))
     return out

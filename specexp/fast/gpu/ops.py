@@ -16,6 +16,7 @@ from specexp import engine, rules
 from specexp.drafters.ngram import NGram
 from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
+from specexp.models import heads, lm
 from specexp.models.cache import Slots
 from specexp.ops import kernel
 from specexp.sampling import Noise, Sampling
@@ -69,7 +70,7 @@ def _tried() -> bool:
 
 
 if importlib.util.find_spec("triton") is not None:
-    from specexp.fast.gpu import attention, laws, layers, rows, sampling
+    from specexp.fast.gpu import attention, laws, layers, products, rows, sampling
     from specexp.fast.gpu import rules as judging
 
     kernels: dict[Any, Any] = {
@@ -78,7 +79,9 @@ if importlib.util.find_spec("triton") is not None:
         fused.turned: layers.turned,
         fused.added: layers.added,
         fused.gated: layers.gated,
-        fused.gated_products: layers.gated_products,
+        fused.added_product: products.added_product,
+        fused.gated_products: products.gated_products,
+        heads.product: products.product,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
         Sampling.law: laws.law,
@@ -87,6 +90,7 @@ if importlib.util.find_spec("triton") is not None:
         Noise.keys: rows.keys,
         Sequences.commit: rows.commit,
         Slots.keep: rows.keep,
+        lm.spoil: rows.spoil,
         NGram.propose: rows.look,
     }
     for operation, run in kernels.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specexp.drafters.ngram import NGram, first_leaf
 from specexp.fast.gpu.rules import shared
-from specexp.fast.gpu.sampling import mix
+from specexp.fast.gpu.sampling import BITS, mix
 from specexp.models.cache import Slots
 from specexp.sampling import Noise, Rng
 from specexp.sequences import Draft, Sequences, Verdict
@@ -162,6 +162,25 @@ def look(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         WIDE=triton.next_power_of_2(N), LEAVES=leaves, MATCH=self.n, AT_ONCE=AT_ONCE,
     )  # fmt: skip
     return Draft(tokens, nodes, seqs, None, grade)
+
+
+@triton.jit
+def peak(logits, tops, size, BLOCK: tl.constexpr):
+    """The largest logit of one part of a row; infinity where one is NaN."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * size + at, at < size, other=-float("inf")).to(tl.float32)
+    top = tl.max(tl.where(x != x, float("inf"), x), 0)
+    tl.store(tops + row * tl.num_programs(1) + tl.program_id(1), top)
+
+
+def spoil(fault: Tensor, logits: Tensor) -> Any:
+    if logits.dtype not in BITS or not logits.is_contiguous() or not logits.numel():
+        return NotImplemented
+    B, size = len(logits), logits[0].numel()
+    tops = torch.empty(B, triton.cdiv(size, 4 * AT_ONCE), device=logits.device)
+    peak[tops.shape](logits, tops, size, BLOCK=4 * AT_ONCE)
+    fault.add_(tops.amax(1), alpha=0)
+    return None
 
 
 def lines(*tensors: Tensor) -> bool:

@@ -34,12 +34,13 @@ from specexp.api import Pairing
 from specexp.errors import UserError, first_line
 from specexp.measure import break_even, interleave, prompts
 from specexp.measure.exactness import compare
-from specexp.measure.hardware import kernels, roofline, suites
+from specexp.measure.hardware import kernels, peers, roofline, suites
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import races, served
 from specexp.models import memory
 from specexp.models.lm import LM
 from specexp.models.load import of_module, smaller, weight_bytes
+from specexp.names import read_target
 from specexp.serving.cost_table import Costs
 from specexp.zoo import files, shelf, twins
 from specexp.zoo.heads import train_heads
@@ -57,7 +58,9 @@ TINY = {
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 NEW = 48  # tokens of a text
-STREAMS, TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256), 3
+FEW = 3  # texts of a pair of which transformers writes a token in 30 ms
+DAMP = 0.045  # of deeper layers: the first 4 of 32 then guess about 4 of 5 tokens
+STREAMS, GAMMAS, TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (2, 5), 3
 PASSES = [(B, n, S) for B in (1, 8, 32) for n in (1, 6) for S in (256, 4096)]
 
 
@@ -185,14 +188,17 @@ def random_weights(params: str, device: torch.device, made: list[LM]) -> dict[st
             f"the weights take {memory.gib(need)} GiB and {memory.gib(free)} GiB are free: "
             f"{smaller(config, torch.bfloat16, free)}"
         )
+    made.append(of_module(random_module(config, device), f"random-{params}"))
+    return {"parameters": made[0].parameters}
+
+
+def random_module(config: Any, device: torch.device) -> Any:
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            module = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config).eval()
         finally:
             torch.set_default_dtype(torch.float32)
-    made.append(of_module(module, f"random-{params}"))
-    return {"parameters": made[0].parameters}
 
 
 def one_pass(lm: Any, B: int, n: int, S: int, copy: Any) -> dict[str, Any]:
@@ -201,6 +207,47 @@ def one_pass(lm: Any, B: int, n: int, S: int, copy: Any) -> dict[str, Any]:
     read, pass_s = roofline.pass_bytes(lm, B, n, S), interleave.median_s(turns["pass"])
     share = interleave.ratio(turns["copy"], turns["pass"], read / copy[1])._asdict()
     return {"ms": 1e3 * pass_s, "bytes": read, "gb_s": 1e-9 * read / pass_s, "of_copy": share}
+
+
+def pair(rows: Rows, device: torch.device) -> None:
+    """Whole texts of a random model of 8 billion parameters and a draft that is its first layers:
+    where a round's time goes, transformers at the same work, and fixed batches of several sizes."""
+    made: list[Pairing] = []
+    rows.add("weights", partial(twin, "8B", device, made))
+    texts = prompts.load("all", limit=FEW)
+    for pairing, name in product(made, ("round", "peers")):
+        rows.add(name, partial(suites.run, name, pairing, texts, (1, 8), NEW, 2))
+    for pairing, streams in product(made, STREAMS):
+        rows.add(f"batch {streams}", partial(in_batch, streams, pairing))
+
+
+def in_batch(streams: int, pairing: Pairing) -> dict[str, Any]:
+    """How much faster each draft length is than plain decoding, all texts together."""
+    texts = pairing.encode([prompt.text for prompt in prompts.load("all", limit=20)])
+    batch = [texts[i % len(texts)] for i in range(streams)]
+    engines = {"plain": pairing.engine.plain()}
+    engines |= {f"gamma {g}": pairing.with_(gamma=g).engine for g in GAMMAS}
+    for engine in engines.values():
+        engine.eos = ()
+    arms = {name: peers.ours(engine, NEW) for name, engine in engines.items()}
+    turns = interleave.take(arms, [batch] * TURNS, pairing.target.device, f"batch {streams}")
+    return {name: peers.compared(turns["plain"], turns[name]) for name in engines}
+
+
+@torch.inference_mode()
+def twin(params: str, device: torch.device, made: list[Pairing]) -> dict[str, Any]:
+    """Adds a pairing to `made`: a twin as `zoo twin` writes it, but drawn on the device."""
+    shape = twins.SHAPES[params]
+    target = random_module(shape.config(), device)
+    for name, weight in target.named_parameters():
+        damp = DAMP if shape.is_deep(name) else 1.0
+        weight.copy_(twins.draw(name, weight.shape, weight.dtype, 0, damp, device))
+    draft = random_module(shape.first(shape.draft).config(), device)
+    draft.load_state_dict(target.state_dict(), strict=False, assign=True)
+    tokenizer = read_target("target-10m")[2]
+    tokenizer.add_tokens([f"<{token}>" for token in range(len(tokenizer), shape.rows)])
+    made.append(api.load(target, draft, tokenizer=tokenizer))
+    return {"parameters": made[0].target.parameters, "draft": shape.draft}
 
 
 def bench(rows: Rows, device: torch.device) -> None:
@@ -252,7 +299,7 @@ def trained(kind: str, rows: Rows, device: torch.device, quick: bool = False) ->
 
 STAGES: dict[str, Callable[[Rows, torch.device], None]] = {
     "smoke": smoke, "exactness": exactness, "kernels": kernel_times, "passes": passes,
-    "bench": bench, "sweep": sweep, "training": training,
+    "pair": pair, "bench": bench, "sweep": sweep, "training": training,
 }  # fmt: skip
 
 

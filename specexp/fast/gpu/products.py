@@ -1,0 +1,137 @@
+"""Products of a few rows with a matrix of weights: as fast as the weights can be read.
+
+A matrix with few columns is split along its depth, too, so that the whole GPU reads it; what is
+added to the product and normed anyway sums the parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specexp.fast.fused import Norm
+from specexp.fast.gpu.dependent import begin, late
+from specexp.fast.gpu.layers import KINDS, addable, packed, summed
+
+FEW = 16  # rows: the least product
+FILLED = 512  # programs that keep a large GPU busy
+DEEP = 256  # a share is a multiple of so many numbers
+
+
+@triton.jit
+def multiply(
+    x, weight, bias, out, n, stride, E: tl.constexpr, DEEP: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr,
+    LATE: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the product of a few rows of x [n, DEEP] with weight [E, DEEP], over a share
+    of its depth, to out [shares, n, E]."""
+    row, e, begins = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.program_id(1) * SHARE
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = weight + tl.minimum(column, E - 1).to(tl.int64) * DEEP + begins
+    begin(LATE)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, SHARE, DEPTH):
+        deep = begins + first + e
+        some = x + row[:, None] * stride + deep[None, :]
+        some = tl.load(some, (row < n)[:, None] & (deep < DEEP)[None, :], other=0.0)
+        there = (column < E)[:, None] & (deep < DEEP)[None, :]
+        w = tl.load(here[:, None] + (first + e)[None, :], there, other=0.0)
+        sums = tl.dot(some, tl.trans(w), sums, input_precision="tf32x3")
+    if BIAS:
+        sums += tl.load(bias + column, column < E, other=0.0).to(tl.float32)[None, :]
+    to = out + (tl.program_id(1) * n + row[:, None]) * E + column[None, :]
+    tl.store(to, sums.to(out.dtype.element_ty), (row < n)[:, None] & (column < E)[None, :])
+
+
+def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, block: int) -> None:
+    """x [n, depth] times weight to out [shares of the depth, n, E]."""
+    (shares, n, E), depth = out.shape, x.shape[1]
+    multiply[triton.cdiv(E, block), shares](
+        x, weight, x if bias is None else bias, out, n, x.stride(0), E=E, DEEP=depth,
+        SHARE=depth // shares, BLOCK=block, BIAS=bias is not None, **tile(x),
+    )  # fmt: skip
+
+
+def tile(x: Tensor) -> dict[str, Any]:
+    narrow = x.dtype.itemsize == 2
+    sizes = {"ROWS": FEW, "DEPTH": 128 if narrow else 64, "num_stages": 4 if narrow else 3}
+    return sizes | late(x)
+
+
+def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether x [n, depth] waits for the weights alone; of more rows torch's product is faster."""
+    plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous()
+    if not plain or x.dim() != 2 or not 0 < len(x) <= FEW or x.stride(1) != 1:
+        return False
+    same = x.dtype in KINDS and x.dtype == weight.dtype
+    return same and (bias is None or (packed(bias) and bias.dtype == x.dtype))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not few(x, weight, bias):
+        return NotImplemented
+    out = x.new_empty(len(x), len(weight))
+    multiplied(x, weight, bias, out[None], 32 if len(weight) >= 32 * FILLED else 16)
+    return out
+
+
+def added_product(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    if norm is None or not few(y, weight, bias) or not addable(x, norm) or y.dtype != x.dtype:
+        return NotImplemented
+    parts = torch.empty(shares(*weight.shape), *x.shape, device=x.device)
+    multiplied(y, weight, None, parts, 32)
+    return summed(x, parts, bias, norm, len(parts))
+
+
+def shares(E: int, depth: int) -> int:
+    """Into how many equal shares the depth of a matrix is split."""
+    most = min(8, FILLED // triton.cdiv(E, 32))
+    return next((n for n in (8, 4, 2) if n <= most and depth % (n * DEEP) == 0), 1)
+
+
+@triton.jit
+def gate_products(
+    x, weight, bias, out, n, stride, E: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """Some columns of both products of a few rows of x, and their gate."""
+    row, e = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    near = weight + tl.minimum(column, HIDDEN - 1).to(tl.int64) * E
+    begin(LATE)
+    gates = tl.zeros([ROWS, BLOCK], tl.float32)
+    ups = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, E, DEPTH):
+        deep = first + e
+        there = (column < HIDDEN)[:, None] & (deep < E)[None, :]
+        some = x + row[:, None] * stride + deep[None, :]
+        some = tl.load(some, (row < n)[:, None] & (deep < E)[None, :], other=0.0)
+        w = tl.load(near[:, None] + deep[None, :], there, other=0.0)
+        gates = tl.dot(some, tl.trans(w), gates, input_precision="tf32x3")
+        w = tl.load(near[:, None] + HIDDEN * E + deep[None, :], there, other=0.0)
+        ups = tl.dot(some, tl.trans(w), ups, input_precision="tf32x3")
+    if BIAS:
+        gates += tl.load(bias + column, column < HIDDEN, other=0.0).to(tl.float32)[None, :]
+        ups += tl.load(bias + HIDDEN + column, column < HIDDEN, other=0.0).to(tl.float32)[None, :]
+    y = (gates / (1 + tl.exp(-gates)) * ups).to(out.dtype.element_ty)
+    real = (row < n)[:, None] & (column < HIDDEN)[None, :]
+    tl.store(out + row[:, None] * HIDDEN + column[None, :], y, real)
+
+
+def gated_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not few(x, weight, bias):
+        return NotImplemented
+    n, (wide, E) = len(x), weight.shape
+    out = x.new_empty(n, wide // 2)
+    gate_products[triton.cdiv(wide // 2, 32),](
+        x, weight, x if bias is None else bias, out, n, x.stride(0), E=E, HIDDEN=wide // 2,
+        BLOCK=32, BIAS=bias is not None, **tile(x),
+    )  # fmt: skip
+    return out
