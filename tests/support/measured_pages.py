@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 import specexp
 from specexp import figures
+from specexp.figures import pairings, style
 from specexp.measure import statistics
 
 ROOT = Path(__file__).parents[2]
@@ -99,9 +101,57 @@ def under_load() -> str:
         f"{lost.min():.0%} to {lost.max():.0%} with {lost.index.min()} to {lost.index.max()} "
         f"streams. The load-aware policy stays within {aware['regret'].max():.1%} of the best "
         f"fixed choice at {aware['load'].min()} to {aware['load'].max()} streams "
-        "([all](data/measurements/load_aware.json)). No GPU is measured yet "
-        "(`make gpu PY=python3` does it). ".replace("%", " %")
+        "([all](data/measurements/load_aware.json)). ".replace("%", " %")
     )
+
+
+def stages(name: str) -> dict[str, Any]:
+    """The rows of a stage of `make gpu`, by name."""
+    return {row["name"]: row for row in load(f"gpu_{name}")["rows"]}
+
+
+def batches() -> pd.DataFrame:
+    """Speedups of fixed batches on the GPU, and of streams that come and go on the CPU."""
+    loops = pd.DataFrame(load("load_aware")["closed_loop"])
+    aware = loops[loops["policy"] == "always:1"].rename(columns={"load": "batch"})
+    tables = [aware.assign(arm="CPU, 1 draft token")]
+    for name, row in stages("pair").items():
+        if name.startswith("batch ") and row["ok"]:
+            for arm in ("gamma 2", "gamma 5"):
+                ratio = row[arm]["ratio"]
+                tables.append(pd.DataFrame([{
+                    "arm": f"H100, {arm[-1]} draft tokens", "batch": int(name[6:]),
+                    "speedup": ratio["value"], "low": ratio["low"], "high": ratio["high"],
+                    "plain": row[arm]["their_tok_s"]}]))  # fmt: skip
+    return pd.concat(tables)
+
+
+def gpu() -> str:
+    """README: what a pair of 8 billion parameters gains on a GPU, beside the zoo's on a CPU."""
+    pair, passes = stages("pair"), stages("passes")
+    table = batches()
+    sizes = sorted(table[table["arm"].str.startswith("H100")]["batch"].unique())
+    plain = table.dropna(subset="plain").groupby("batch")["plain"].first()
+    lines = [["streams", *map(str, sizes)], ["---", *["---:"] * len(sizes)],
+             ["H100, plain, tokens/s", *(f"{plain[b]:,.0f}" for b in sizes)]]  # fmt: skip
+    for arm, rows in table.groupby("arm", sort=False):
+        at = rows.set_index("batch")["speedup"]
+        lines.append([arm, *(f"{at[b]:.2f}x" if b in at else "" for b in sizes)])
+    lines = [*lines[:3], *lines[4:], lines[3]]
+    one, six = (passes[f"8B: 1 x {n} tokens, 256 slots"] for n in (1, 6))
+    peers = {(row["work"], row["batch"]): row for row in pair["peers"]["rows"]}
+    speedup, record = pair["round"]["speedup"], pair["round"]["acceptance"]
+    return paragraph(
+        f"On one H100 (bfloat16) a random model of Llama 3's 8B shape drafts with its first "
+        f"{pair['weights']['draft']} of 32 layers, acceptance rate {record['rate']:.0%}. Fixed "
+        "batches, beside streams of `target-10m` with `sibling-3m` on the CPU:".replace("%", " %")
+    ) + "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n" + paragraph(
+        f"A pass over one token reads its weights at {one['of_copy']['value']:.0%} of a copy's "
+        f"bandwidth, one over six takes {six['ms'] / one['ms']:.2f} of it; measured speedup over "
+        f"predicted {speedup['measured']['value'] / speedup['from_passes']:.2f}; transformers' "
+        f"assisted generation with the same two models, {peers['draft', 1]['ratio']['value']:.1f}x "
+        "slower ([all](data/measurements/README.md)).".replace("%", " %")
+    )  # fmt: skip
 
 
 def eight_bits() -> str:
@@ -173,7 +223,7 @@ def spread() -> str:
 
 
 TEXTS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (results, eight_bits, all_drafters, few_prompts, spread)
+    f.__name__: f for f in (results, gpu, eight_bits, all_drafters, few_prompts, spread)
 }
 
 
@@ -182,14 +232,28 @@ def written(page: str) -> str:
     return BLOCK.sub(lambda m: m[1] + TEXTS[m[2]]() + m[4], page)
 
 
+def under_batches(table: pd.DataFrame) -> Figure:
+    with style.canvas() as (figure, axes):
+        said = []
+        for name, look in style.marks(table["arm"].unique()).items():
+            rows = table[table["arm"] == name].sort_values("batch")
+            pairings.speedup_panel(axes, rows, "batch", label=name, **look)
+            said.append(f"{name}: {pairings.crossing(rows)}")
+        style.batch_axis(axes, sorted(table["batch"].unique()))
+        axes.legend()
+        style.title(figure, ". ".join(said), "")
+    return figure
+
+
 def draw() -> None:
-    """The two figures of README: its table, and the rounds of its snippet."""
+    """The figures of README: its two tables, and the rounds of its snippet."""
     columns = {"drafter": "arm", "speedup/measured": "speedup", "speedup/ci_low": "low",
                "speedup/ci_high": "high", "acceptance/length": "length"}  # fmt: skip
     table = drafters().rename(columns=columns)
     steps_s = 1e3 / load("drafters")["plain_step_ms"]
     table = table.assign(promised=table["speedup"].max(), doubt="", plain_tok_s=steps_s)
     figures.pairings.forest(table).savefig(MEASURED / "drafters.png", dpi=100)
+    under_batches(batches()).savefig(MEASURED / "gpu.png", dpi=100)
     pair = specexp.load("target-10m", drafter="sibling-3m", gamma=4)
     out = pair.generate(["def mean(values):"], max_new_tokens=64)
     figures.rounds.strip(out, most=12).savefig(MEASURED / "quickstart.png", dpi=100)
