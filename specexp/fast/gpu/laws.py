@@ -21,6 +21,7 @@ from torch import Tensor
 from specexp.sampling import Sampling
 
 BLOCK = 1024  # tokens at a time
+TILE = 8192  # tokens that a program holds at most
 PROGRAMS = 4096  # that keep a large GPU busy
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 20}  # of a float32 that is one of it
 DIGIT = 4  # bits of a bound that a pass finds
@@ -124,7 +125,7 @@ def measure(
 @triton.jit(do_not_specialize=["shift"])
 def narrow(
     logits, laws, found, sums, ended, temperature, scale, enough, shift, stride, V: tl.constexpr,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
     BITS: tl.constexpr, DIGIT: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One digit of the rank of the largest logit such that those not below it are `enough`; with
@@ -134,28 +135,31 @@ def narrow(
     law, programs, digit = laws + row * (4 + COUNT), tl.num_programs(1), tl.arange(0, DIGITS)
     first = shift == BITS - DIGIT
     known = tl.load(found + row, ~first, other=0).to(tl.uint32, bitcast=True)
-    tried = known + (digit << shift).to(tl.uint32)
     top, least = tl.load(law), tl.load(law + 1)
-    total = tl.zeros([DIGITS], tl.float32)
-    for i in range(PART):
-        block = part * PART + i
-        most = tl.load(law + 4 + block, block < COUNT, other=-float("inf"))
-        below = rank(most, BITS) < known + (1 << shift).to(tl.uint32)
-        if ~((below & ~(first & MASS)) | (tl.div_rn(most - top, temperature) < least)):
-            token = block * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(logits + row * stride + token, token < V, other=-float("inf"))
-            x = x.to(tl.float32)
-            w = tl.where(token < V, 1.0, 0.0)
-            if MASS:
-                w = tl.exp2((x - top) * scale)
-                if CUT:
-                    w = tl.where(tl.div_rn(x - top, temperature) < least, 0.0, w)
-            total += tl.sum(tl.where(rank(x, BITS)[:, None] >= tried[None, :], w[:, None], 0.0), 0)
-    tl.store(sums + (row * programs + part) * DIGITS + digit, total)
+    block = part * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
+    most = tl.load(law + 4 + block, block < COUNT, other=-float("inf"))
+    below = rank(most, BITS) < known + (1 << shift).to(tl.uint32)
+    none = (below & ~(first & MASS)) | (tl.div_rn(most - top, temperature) < least)
+    at = sums + (row * programs + part) * DIGITS
+    if tl.min(none.to(tl.int32), 0) > 0:
+        tl.store(at + digit, tl.zeros([DIGITS], tl.float32))
+    else:
+        token = part * TILE + tl.arange(0, TILE)
+        x = tl.load(logits + row * stride + token, token < V, other=-float("inf")).to(tl.float32)
+        w = tl.where(token < V, 1.0, 0.0)
+        if MASS:
+            w = tl.exp2((x - top) * scale)
+            if CUT:
+                w = tl.where(tl.div_rn(x - top, temperature) < least, 0.0, w)
+        ranks = rank(x, BITS)
+        for tried in tl.static_range(DIGITS):
+            reached = ranks >= known + (tried << shift).to(tl.uint32)
+            tl.store(at + tried, tl.sum(tl.where(reached, w, 0.0), 0))
     if is_last(ended, row, programs):
         parts = tl.arange(0, ROOM)
-        at = sums + ((row * programs + parts) * DIGITS)[:, None] + digit[None, :]
-        total = tl.sum(tl.load(at, (parts < programs)[:, None], other=0.0, cache_modifier=".cg"), 0)
+        its = sums + ((row * programs + parts) * DIGITS)[:, None] + digit[None, :]
+        its = tl.load(its, (parts < programs)[:, None], other=0.0, cache_modifier=".cg")
+        total = tl.sum(its, 0)
         if MASS:
             whole = tl.load(law + 3)
             if first:
@@ -252,6 +256,13 @@ def split(rows: int, V: int) -> tuple[int, dict[str, int]]:
     return triton.cdiv(count, part), tile
 
 
+def tiled(rows: int, V: int) -> tuple[int, int]:
+    """The programs of a row that each hold a tile of it at once, and the tile's tokens."""
+    parts = max(triton.cdiv(V, TILE), min(PROGRAMS // rows, triton.cdiv(V, BLOCK)))
+    tile = triton.next_power_of_2(triton.cdiv(V, parts))
+    return triton.cdiv(V, tile), tile
+
+
 def counters(device: torch.device, rows: int) -> Tensor:
     """How many programs of each row have ended: 0 between launches, which share a stream."""
     return zeros(device, triton.next_power_of_2(rows))
@@ -271,15 +282,18 @@ def shaped(sampling: Sampling, logits: Tensor) -> Tensor | None:
     parts, tile = split(rows, V)
     top_k, top_p, min_p = 0 < sampling.top_k < V, sampling.top_p < 1, float(sampling.min_p)
     laws = torch.empty(rows, 4 + tile["COUNT"], device=logits.device)
-    sums = laws.new_empty(rows, max(tile["COUNT"], parts << DIGIT))
+    holders, held = tiled(rows, V)
+    sums = laws.new_empty(rows, max(tile["COUNT"], 3 * parts, holders << DIGIT))
     ended, stride, scale = counters(logits.device, rows), logits.stride(0), LOG2_E / temperature
     measure[rows, parts](logits, laws, sums, ended, scale, stride, **tile)
     found = laws.new_empty(rows, dtype=torch.int32)
     for mass, enough in [(False, float(sampling.top_k))] * top_k + [(True, sampling.top_p)] * top_p:
         for shift in reversed(range(0, bits, DIGIT)):
-            narrow[rows, parts](
-                logits, laws, found, sums, ended, temperature, scale, enough, shift, stride,
-                BITS=bits, DIGIT=DIGIT, MASS=mass, CUT=top_k, num_warps=8, **tile,
+            narrow[rows, holders](
+                logits, laws, found, sums, ended, temperature, scale, enough, shift, stride, V=V,
+                BLOCK=tile["BLOCK"], COUNT=tile["COUNT"], TILE=held, BITS=bits, DIGIT=DIGIT,
+                ROOM=triton.next_power_of_2(holders), MASS=mass, CUT=top_k,
+                num_warps=4 if held <= BLOCK else 8,
             )  # fmt: skip
     if top_k or top_p or min_p:
         close[rows, parts](

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.drafters.ngram import NGram, first_leaf
+from specexp.fast.gpu.laws import BITS
 from specexp.fast.gpu.rules import shared
-from specexp.fast.gpu.sampling import BITS, mix
+from specexp.fast.gpu.sampling import mix
 from specexp.models.cache import Slots
 from specexp.sampling import Noise, Rng
 from specexp.sequences import Draft, Sequences, Verdict
