@@ -18,6 +18,7 @@ NOTE = "mlflow.note.content"
 SUPERSEDED = "superseded"  # the tag of a result of whose point there is a newer one
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
 _TAG = re.compile(r"\w[\w. -]{0,249}")
+_MARKUP = re.compile(r"([\\`*<]|(?<!\w)_|_(?!\w))")
 _STEP = re.compile(r"-?\d{1,18}")
 _LONGEST_NAME = 250  # MLflow rejects longer ones
 _LONGEST_TAG = 5000  # some of MLflow's stores reject longer ones
@@ -136,7 +137,7 @@ def note(
     """The Markdown on the pages of the experiment with this id: today's answer first, as MLflow's
     start page and a folded banner show the first line only; the question, links to the view and
     the report (or the command that writes it), and the commands that run it again."""
-    question, answer = (re.sub(r"([\\`*_<])", r"\\\1", text) for text in (question, answer))
+    question, answer = (_MARKUP.sub(r"\\\1", text) for text in (question, answer))
     runs = url(experiment, ".")
     parts = [
         answer.replace(". ", ".\n\n", 1),
@@ -218,8 +219,11 @@ def as_params(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """A record's metrics and series as MLflow stores them: (name, step, value)."""
-    points = [(n, 0, v) for n, v in record.get("metrics", {}).items()]
+    """A record's metrics and series as MLflow stores them: (name, step, value). What answers comes
+    first: MLflow compares runs by the first metric."""
+    metrics = record.get("metrics", {})
+    names = dict.fromkeys([*(a.metric for a in answers(record)), *metrics])
+    points = [(n, 0, metrics[n]) for n in names]
     for n, curve in record.get("series", {}).items():
         points += [(n, int(step), v) for step, v in curve.items()]
     return points

@@ -243,6 +243,8 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
         text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
     if "speedup/at_largest_batch" in best.metrics:
         text += f"; {best.metrics['speedup/at_largest_batch']:.2f}x at the largest batch"
+    if "fleet/replicas_plain" in best.metrics:
+        text += f"; plain decoding needs {best.metrics['fleet/replicas_plain']:.0f}"
     text += f". It is the best of {many} runs" if many > 1 else ""
     if many == 1 or not known:
         return f"{text}."

@@ -74,6 +74,6 @@ def test_note_of_runs_by_hand_has_no_grid_to_run(filled):
 
 
 def test_names_in_a_note_are_no_markup():
-    text = mlflow_view.note("1", "a_b_c?", "<b>*bold* `x`: 1.25x [1.20, 1.30]", [], "specexp")
-    assert r"**a\_b\_c?**" in text
+    text = mlflow_view.note("1", "a_b _c_?", "<b>*bold* `x`: 1.25x [1.20, 1.30]", [], "specexp")
+    assert r"**a_b \_c\_?**" in text
     assert r"\<b>\*bold\* \`x\`: 1.25x [1.20, 1.30]" in text
