@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.errors import UserError
+from specexp.errors import UserError, refusing
 from specexp.growth import Level, grow
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -32,7 +32,8 @@ class EarlyExit(Drafter):
     def __init__(self, target: LM, layers: int, sampling: Sampling) -> None:
         self.name = f"first {layers} layers of {target.name}"
         self.target, self.sampling = target, sampling
-        self.lm = of_module(lower(target.module, layers), self.name, target.vocab)
+        with refusing(f"early_exit cannot leave {target.name}"):
+            self.lm = of_module(lower(target.module, layers), self.name, target.vocab)
         self.models: tuple[LM, ...] = (self.lm,)
         self.context = target.context
 
@@ -91,5 +92,10 @@ def prepare(request: Request) -> Prepared:
         raise UserError(
             f"drafter early_exit:{layers}: {request.target} has {L} layers: leave before the "
             "last one"
+        )
+    if n := getattr(request.config, "num_kv_shared_layers", 0):
+        raise UserError(
+            f"early_exit cannot leave {request.target}: its last {n} layers have no keys of their "
+            "own: use another drafter"
         )
     return Prepared(lambda target: EarlyExit(target, layers, request.sampling), draws=True)

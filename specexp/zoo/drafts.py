@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from specexp.engine import Engine
-from specexp.errors import UserError
+from specexp.errors import UserError, refusing
 from specexp.zoo import cards, files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
@@ -62,7 +62,6 @@ def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:
         if isinstance(value, list) and len(value) == L:
             setattr(described, key, [value[i] for i in chosen])
     described.num_hidden_layers = layers
-    draft = type(target)(config).to(target.device, torch.float32)
     places = {str(i): str(place) for place, i in enumerate(chosen)}
     weights = {}
     for name, weight in target.state_dict().items():
@@ -71,12 +70,9 @@ def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:
             weights[name] = weight
         elif layer[2] in places:
             weights[_LAYER.sub(rf"\1.{places[layer[2]]}", name, count=1)] = weight
-    try:
+    with refusing(f"no draft can be cut from a {type(target).__name__}"):  # of layers that share
+        draft = type(target)(config).to(target.device, torch.float32)
         draft.load_state_dict(weights)
-    except RuntimeError as error:
-        raise UserError(
-            f"no draft can be cut from a {type(target).__name__}: its layers do not stand alone"
-        ) from error
     for part in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         part.requires_grad_(False)
     return draft

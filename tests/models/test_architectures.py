@@ -5,9 +5,17 @@ The page's table of architectures is what these tests observe; they print a row 
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import architectures
+
+from specexp.drafters import early_exit
+from specexp.drafters.early_exit import EarlyExit
+from specexp.errors import UserError
+from specexp.models.load import of_module
+from specexp.sampling import Sampling
+from specexp.zoo import drafts
 
 PAGE = Path(__file__).parents[2] / "specexp" / "models" / "README.md"
 ROWS = dict(re.findall(r"^\| (\S.*?) \| (r\S.*?) \|$", PAGE.read_text(), re.MULTILINE))
@@ -27,6 +35,25 @@ def test_the_table_names_every_variant_of_every_architecture():
 def test_short_texts_over_trees_are_those_of_transformers(name):
     served = architectures.outcome(name, (3, 40), ("ngram branching",))
     assert ROWS[name].startswith(served), f"| {name} | {served} |"
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_make_no_draft(name):
+    lm = of_module(architectures.build(name), "it")
+    for layers in (1, 2, 3):
+        with pytest.raises(UserError, match=r"^(early_exit cannot leave it|first 3 layers of it)"):
+            EarlyExit(lm, layers, Sampling())
+    with pytest.raises(UserError, match="no draft can be cut from a Gemma") as refusal:
+        drafts.cut(lm.module, 2)
+    assert "\n" not in str(refusal.value)
+
+
+def test_layers_that_share_keys_are_seen_before_weights_are_read():
+    request = SimpleNamespace(
+        config=architectures.config("gemma3n_text"), target="it", whole=lambda default: 2
+    )
+    with pytest.raises(UserError, match="its last 2 layers have no keys of their own: use another"):
+        early_exit.prepare(request)
 
 
 @pytest.mark.slow

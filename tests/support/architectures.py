@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.plain import Plain
@@ -32,7 +33,7 @@ from specexp.tree import Tree
 
 V, CONTEXT, WINDOW, NEW = 60, 320, 24, 12
 LENGTHS = (1, 7, 40, 266)  # of prompts
-MIXES = ("plain empty", "ngram chain", "ngram branching", "self grown")
+MIXES = ("plain empty", "ngram chain", "ngram branching", "self grown", "exit chain")
 SINGLE = {"inkling2_text", "xglm", "xlnet"}  # mix float32 with what they are given
 
 SMALL = {
@@ -216,13 +217,18 @@ def outcome(name: str, lengths: tuple[int, ...], mixes: tuple[str, ...]) -> str:
     expected = [greedy(module, text, NEW) for text in fitting]
     sampling = Sampling(0.0)
     drafters = {
-        "plain": Plain(),
-        "ngram": NGram(2),
-        "self": DraftModel(lm.apart("itself"), sampling),
+        "plain": Plain,
+        "ngram": lambda: NGram(2),
+        "self": lambda: DraftModel(lm.apart("itself"), sampling),
+        "exit": lambda: EarlyExit(lm, 2, sampling),
     }
     for mix in mixes:
         drafter, tree = mix.split()
-        engine = Engine(lm, drafters[drafter], Fixed(TREES[tree]), sampling)
+        try:
+            engine = Engine(lm, drafters[drafter](), Fixed(TREES[tree]), sampling)
+        except UserError:
+            assert drafter == "exit", mix
+            continue
         assert engine.generate(fitting, NEW).tokens == expected, f"{mix} in a ragged batch"
         assert engine.generate(fitting[-1:], NEW).tokens == expected[-1:], f"{mix} alone"
     if lm.cache:
