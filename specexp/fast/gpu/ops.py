@@ -19,7 +19,7 @@ from specexp.fast import cuda_graphs, fused, fused_eagle
 from specexp.models import heads, lm
 from specexp.models.cache import Slots
 from specexp.ops import kernel
-from specexp.sampling import Noise, Sampling
+from specexp.sampling import Noise, Sampling, likeliest
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -82,6 +82,7 @@ if importlib.util.find_spec("triton") is not None:
         fused.added_product: products.added_product,
         fused.gated_products: products.gated_products,
         heads.product: products.product,
+        likeliest: sampling.likeliest,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
         Sampling.law: laws.law,

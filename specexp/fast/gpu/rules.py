@@ -30,120 +30,170 @@ def over(w, whole, otherwise):
 
 
 @triton.jit
-def left(p, q, token, notes, count, lenience):
+def refused(p, q, token, note, scale, lenience):
+    """What is left of scale * p, and of q, at tokens once the child of a note was refused, neither
+    normalised; and the distribution behind that child."""
+    x = tl.load(note).to(tl.int32, bitcast=True)
+    drawn = tl.where(tl.load(note + 1) > 0, (token == x).to(tl.float32), q)
+    return tl.maximum(scale * p - lenience * drawn, 0.0), tl.where(token == x, 0.0, drawn), drawn
+
+
+@triton.jit
+def left(p, q, token, notes, count, lenience, K: tl.constexpr):
     """What is left of p and of q at tokens once the first children, so many, were refused."""
-    for j in range(count):
+    for j in range(K - 1):
         note = notes + j * 4
-        x = tl.load(note).to(tl.int32, bitcast=True)
-        whole, rest = tl.load(note + 2), tl.load(note + 3)
-        drawn_ = tl.where(tl.load(note + 1) > 0, (token == x).to(tl.float32), q)
-        uncovered = tl.maximum(p - lenience * drawn_, 0.0)
-        others = tl.where(token == x, 0.0, drawn_)
-        p = tl.where(x >= 0, over(uncovered, whole, p), p)
-        q = tl.where(x >= 0, over(others, rest, drawn_), q)
+        was = (j < count) & (tl.load(note).to(tl.int32, bitcast=True) >= 0)
+        some, others, drawn = refused(p, q, token, note, 1.0, lenience)
+        p = tl.where(was, over(some, tl.load(note + 2), p), p)
+        q = tl.where(was, over(others, tl.load(note + 3), drawn), q)
     return p, q
 
 
 @triton.jit
-def try_children(
-    logits, laws, q, tokens, keys, children, ok, notes, stride, temperature, min_p, lenience, salt,
-    children_b, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, DRAWN: tl.constexpr,
-):  # fmt: skip
-    """Reject at one node: which child is accepted, to `ok` [B, N], and `notes` [B, N, K, 4] of
-    those that were refused."""
-    row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = row * N + node
-    notes += place * K * 4
-    key, last = tl.load(keys + place), -1
-    for rank in range(K):
-        child = tl.load(children + row * children_b + node * K + rank)
-        x = tl.load(tokens + row * N + child, child > 0, other=-1)
-        last = tl.where((x >= 0) & (x < V), rank, last)
-    took = -1
-    for rank in range(K):
-        child = tl.load(children + row * children_b + node * K + rank)
-        x = tl.load(tokens + row * N + child, child > 0, other=-1).to(tl.int32)
-        x = tl.where((x < V) & (took < 0), x, -1)
-        tl.store(notes + rank * 4, x.to(tl.float32, bitcast=True))
-        if x >= 0:
-            px = chance(logits, laws, place, x, x >= 0, stride, temperature, min_p, COUNT)
-            qx = 0.0 * px
-            if DRAWN:
-                qx = tl.load(q + place * V + x)
-            px, qx = left(px, qx, x, notes, rank, lenience)
-            chosen = qx <= 0
-            odds = tl.div_rn(px, lenience * tl.where(chosen, 1.0, qx))
-            if uniform(key, salt, tl.full([], 0, tl.int32) + rank) <= odds:
-                took = rank
-            tl.store(notes + rank * 4 + 1, chosen.to(tl.float32))
-            tl.store(notes + rank * 4 + 2, 1.0)
-            if (took < 0) & (rank < last):
-                whole, rest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-                for first in range(0, V, BLOCK):
-                    token = first + tl.arange(0, BLOCK)
-                    real = token < V
-                    p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
-                    d = 0.0 * p
-                    if DRAWN:
-                        d = tl.load(q + place * V + token, real, other=0.0)
-                    p, d = left(p, d, token, notes, rank, lenience)
-                    d = tl.where(chosen, (token == x).to(tl.float32), d)
-                    whole += tl.maximum(p - lenience * d, 0.0)
-                    rest += tl.where(token == x, 0.0, d)
-                tl.store(notes + rank * 4 + 2, tl.sum(whole, 0))
-                tl.store(notes + rank * 4 + 3, tl.sum(rest, 0))
-        if child > 0:
-            tl.store(ok + row * N + child, tl.where(took == rank, 1, 0))
-        tl.debug_barrier()  # the notes are read by all
+def last_tried(notes, count, K: tl.constexpr):
+    """The last child with a note among the first, so many; or -1."""
+    last = -1
+    for j in range(K):
+        x = tl.load(notes + j * 4, j < count, other=-1.0).to(tl.int32, bitcast=True)
+        last = tl.where(x >= 0, j, last)
+    return last
 
 
 @triton.jit
-def weigh_prefix(
-    logits, laws, q, tokens, keys, ok, notes, stride, temperature, min_p, salt, N: tl.constexpr,
-    V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
+def weigh_left(
+    logits, laws, q, notes, sums, place, last, scale, stride, temperature, min_p, lenience,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Block at one node of a chain: does the prefix that ends there pass? Its note: the draft token
-    after it, whether that counts as chosen, and the weight of the prefix."""
-    row, node = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    P, exists = tl.full([], 1.0, tl.float32), tl.full([], 1, tl.int32) > 0
-    x, chosen = tl.full([], -1, tl.int32), exists
-    for step in range(node + 1):
-        i = tl.full([], 0, tl.int32) + step
-        if i > 0:
-            place = row * N + i - 1
-            px = chance(logits, laws, place, x, exists, stride, temperature, min_p, COUNT)
-            qx = 0.0 * px
-            if DRAWN:
-                qx = tl.load(q + place * V + x, exists, other=0.0)
-            odds = tl.div_rn(px, tl.where(qx > 0, qx, 1.0))
-            P = tl.where(exists, tl.minimum(P * odds, 1.0), 0.0)
-        x = tl.load(tokens + row * N + i + 1, i + 1 < N, other=-1).to(tl.int32)
-        exists = exists & (x >= 0) & (x < V)
-    place = row * N + node
-    x = tl.where(exists, x, -1)
-    chosen = exists
-    if DRAWN:
-        chosen = tl.load(q + place * V + x, exists, other=0.0) <= 0
-    passes = tl.full([], 0, tl.int32)
-    if (P > 0) & (node > 0):
-        sums = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, V, BLOCK):
-            token = first + tl.arange(0, BLOCK)
+    """How much the refusal of a node's last child leaves of p and of q in a part, to `sums`."""
+    part = tl.program_id(1)
+    whole, rest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for i in range(PART):
+        block = part * PART + i
+        if ~worthless(laws, place, block, temperature, min_p, COUNT) | DRAWN:
+            token = block * BLOCK + tl.arange(0, BLOCK)
             real = token < V
             p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
-            d = (token == x).to(tl.float32)
+            d = 0.0 * p
             if DRAWN:
-                d = tl.where(chosen, d, tl.load(q + place * V + token, real & exists, other=0.0))
-            sums += tl.maximum(P * p - d, 0.0)
-        S = tl.sum(sums, 0)
-        odds = over(S, S + 1 - P, 1.0)
-        u = uniform(tl.load(keys + place - 1), salt, tl.full([], 0, tl.int32))
-        passes = (u <= odds).to(tl.int32)
-    tl.store(ok + place, passes)
-    tl.store(notes + place * 4, x.to(tl.float32, bitcast=True))
-    tl.store(notes + place * 4 + 1, chosen.to(tl.float32))
-    tl.store(notes + place * 4 + 2, P)
+                d = tl.load(q + place * V + token, real, other=0.0)
+            p, d = left(p, d, token, notes, last, lenience, K)
+            some, others, _ = refused(p, d, token, notes + last * 4, scale, lenience)
+            whole += some
+            rest += others
+    sums += (place * tl.num_programs(1) + part) * 2
+    tl.store(sums, tl.sum(whole, 0))
+    tl.store(sums + 1, tl.sum(rest, 0))
+
+
+@triton.jit
+def weighed(sums, place, ROOM: tl.constexpr):
+    """The sums of all parts."""
+    part, programs = tl.arange(0, ROOM), tl.num_programs(1)
+    its = sums + (place * programs + part) * 2
+    whole = tl.load(its, part < programs, other=0.0, cache_modifier=".cg")
+    rest = tl.load(its + 1, part < programs, other=0.0, cache_modifier=".cg")
+    return tl.sum(whole, 0), tl.sum(rest, 0)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def try_child(
+    logits, laws, q, tokens, keys, ok, notes, sums, ended, children, children_b, rank, stride,
+    temperature, min_p, lenience, salt, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+    DRAWN: tl.constexpr,
+):  # fmt: skip
+    """Reject: is a node's child of this rank accepted, to `ok` [B, N], if none before it was? Its
+    note [B, N, K]: the draft token, whether that counts as chosen, and the sums of what is left of
+    p and q once it was refused, which are made by all programs before the next is tried."""
+    place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
+    row, node = place // N, place % N
+    notes += place * K * 4
+    siblings = children + row * children_b + node * K
+    child = tl.load(siblings + rank)
+    x = tl.load(tokens + row * N + child, child > 0, other=-1).to(tl.int32)
+    took = x >= V
+    for j in range(K - 1):
+        other = tl.load(siblings + j, j < rank, other=-1)
+        took = took | (tl.load(ok + row * N + other, other > 0, other=0) > 0)
+    x = tl.where(took, -1, x)
+    last = last_tried(notes, rank, K)
+    if (x >= 0) & (last >= 0):
+        weigh_left(
+            logits, laws, q, notes, sums, place, last, 1.0, stride, temperature, min_p, lenience,
+            K, V, BLOCK, COUNT, PART, DRAWN,
+        )  # fmt: skip
+        judges = is_last(ended, place, tl.num_programs(1))
+        if judges:
+            whole, rest = weighed(sums, place, ROOM)
+            tl.store(notes + last * 4 + 2, whole)
+            tl.store(notes + last * 4 + 3, rest)
+            tl.debug_barrier()  # the note is read by all
+    if judges:
+        px = chance(logits, laws, place, x, x >= 0, stride, temperature, min_p, COUNT)
+        qx = 0.0 * px
+        if DRAWN:
+            qx = tl.load(q + place * V + x, x >= 0, other=0.0)
+        px, qx = left(px, qx, x, notes, rank, lenience, K)
+        chosen = qx <= 0
+        odds = tl.div_rn(px, lenience * tl.where(chosen, 1.0, qx))
+        u = uniform(tl.load(keys + place), salt, tl.full([], 0, tl.int32) + rank)
+        tl.store(notes + rank * 4, x.to(tl.float32, bitcast=True))
+        tl.store(notes + rank * 4 + 1, chosen.to(tl.float32))
+        tl.store(notes + rank * 4 + 2, 1.0)
+        tl.store(ok + row * N + child, ((x >= 0) & (u <= odds)).to(tl.int32), child > 0)
+
+
+@triton.jit
+def weigh_prefixes(
+    logits, laws, q, tokens, notes, stride, temperature, min_p, N: tl.constexpr,
+    WIDE: tl.constexpr, V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
+    """Block: the note of every node of a chain: the draft token after it, whether that counts as
+    chosen, and the weight of the prefix that ends there."""
+    row, node = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    place = row * N + node
+    x = tl.load(tokens + place + 1, node + 1 < N, other=-1).to(tl.int32)
+    exists = tl.cumsum(((x < 0) | (x >= V)).to(tl.int32), 0) == 0
+    px = chance(logits, laws, place, x, exists, stride, temperature, min_p, COUNT)
+    qx = 0.0 * px
+    if DRAWN:
+        qx = tl.load(q + place * V + x, exists, other=0.0)
+    odds = tl.where(exists, tl.div_rn(px, tl.where(qx > 0, qx, 1.0)), 0.0)
+    P, weights = tl.full([], 1.0, tl.float32), tl.zeros([WIDE], tl.float32)
+    for i in range(N):
+        weights = tl.where(node == i, P, weights)
+        P = tl.minimum(P * tl.sum(tl.where(node == i, odds, 0.0), 0), 1.0)
+    x = tl.where(exists, x, -1).to(tl.float32, bitcast=True)
+    tl.store(notes + place * 4, x, node < N)
+    tl.store(notes + place * 4 + 1, (exists & (qx <= 0)).to(tl.float32), node < N)
+    tl.store(notes + place * 4 + 2, weights, node < N)
+
+
+@triton.jit
+def judge_prefix(
+    logits, laws, q, keys, ok, notes, sums, ended, stride, temperature, min_p, salt,
+    N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr,
+    ROOM: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
+    """Block: does the prefix that ends with a node pass, to `ok` [B, N]?"""
+    place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
+    notes += place * 4
+    P, inside = tl.load(notes + 2), place % N > 0
+    S = P  # q counts as 0 where no draft token follows
+    if (P > 0) & inside & (last_tried(notes, 1, 1) == 0):
+        weigh_left(
+            logits, laws, q, notes, sums, place, 0, P, stride, temperature, min_p, 1.0,
+            1, V, BLOCK, COUNT, PART, DRAWN,
+        )  # fmt: skip
+        judges = is_last(ended, place, tl.num_programs(1))
+        if judges:
+            S = weighed(sums, place, ROOM)[0]
+    if judges:
+        u = uniform(tl.load(keys + place - 1, inside, other=0), salt, tl.full([], 0, tl.int32))
+        passes = (P > 0) & inside & (u <= over(S, S + 1 - P, 1.0))
+        tl.store(ok + place, passes.to(tl.int32))
 
 
 @triton.jit
@@ -189,16 +239,19 @@ def draw_last(
     node = tl.arange(0, WIDE)
     good = tl.load(ok + row * N + node, (node > 0) & (node < N), other=0) > 0
     n, stop, route = walk(good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, WHOLE)
+    level = tl.arange(0, LEVELS)
+    if part == 0:
+        tl.store(count + row, n.to(tl.int64))
+        to = row * D + level
+        tl.store(path + to, at_depth(route, tl.minimum(level, n), WIDE).to(tl.int64), level < D)
+        line = tl.load(tokens + row * N + at_depth(route, level + 1, WIDE), level < n, other=0)
+        tl.store(new + to, line, level < n)
     place = row * N + stop
     key = tl.load(keys + place)
     notes += place * K * 4
-    last = -1
-    for rank in range(K):
-        tried = tl.load(notes + rank * 4).to(tl.int32, bitcast=True) >= 0
-        last = tl.where(tried, rank, last)
-    refused = tl.load(notes + last * 4, last >= 0, other=0.0).to(tl.int32, bitcast=True)
-    chosen = tl.load(notes + last * 4 + 1, last >= 0, other=0.0) > 0
-    scale = tl.load(notes + last * 4 + 2, last >= 0, other=0.0)
+    last = last_tried(notes, K, K)
+    note = notes + tl.maximum(last, 0) * 4
+    scale = tl.load(note + 2, last >= 0, other=0.0)
 
     most, kept = tl.full([BLOCK], -1.0, tl.float32), tl.zeros([BLOCK], tl.int32)
     whole, plain = most, kept
@@ -212,21 +265,13 @@ def draw_last(
             d = 0.0 * p
             if DRAWN:
                 d = tl.load(q + place * V + token, real, other=0.0)
-            p, d = left(p, d, token, notes, last, lenience)
-            d = tl.where(chosen, (token == refused).to(tl.float32), d)
-            rest = tl.maximum(scale * p - lenience * d, 0.0)
+            p, d = left(p, d, token, notes, last, lenience, K)
+            rest = refused(p, d, token, note, scale, lenience)[0]
             most, kept = better(most, kept, tl.where(real, rest / late, -1.0), token)
             whole, plain = better(whole, plain, tl.where(real, p / late, -1.0), token)
     bests += row * programs * 4
     leave(bests, part, tl.where(last >= 0, most, -1.0), kept)
     leave(bests + programs * 2, part, whole, plain)
-    level = tl.arange(0, LEVELS)
-    if part == 0:
-        tl.store(count + row, n.to(tl.int64))
-        to = row * D + level
-        tl.store(path + to, at_depth(route, tl.minimum(level, n), WIDE).to(tl.int64), level < D)
-        line = tl.load(tokens + row * N + at_depth(route, level + 1, WIDE), level < n, other=0)
-        tl.store(new + to, line, level < n)
     if is_last(ended, row, programs):
         some, token = best_left(bests, programs, ROOM)
         other = best_left(bests + programs * 2, programs, ROOM)[1]
@@ -316,26 +361,32 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
         sample = drawn(noise, rows, laws, sampling, keys, TOKEN)
         return follow(draft, sample)
 
-    K, result = max(nodes.children.shape[-1], 1), verdict(draft)
+    whole, result = type(rule) is Block, verdict(draft)
+    K = 1 if whole else nodes.children.shape[-1]
     ok, notes = keys.new_empty(B, N, dtype=torch.int32), laws.new_empty(B, N, K, 4)
-    given = rows, laws, rows if q is None else q, tokens, keys
+    drafted = rows if q is None else q
+    given, taken = (rows, laws, drafted), {"N": N, "DRAWN": q is not None}
     warm = rows.stride(0), float(sampling.temperature), float(sampling.min_p)
-    lenience = float(getattr(rule, "lenience", 1))
-    parts, tile = split(B, V)
-    tile["DRAWN"] = q is not None
-    whole = {"N": N, "num_warps": 8, **{k: tile[k] for k in ("V", "BLOCK", "COUNT", "DRAWN")}}
-    if type(rule) is Block:
-        weigh_prefix[B, N](*given, ok, notes, *warm, noise.salt(ACCEPT), **whole)
-    else:
-        try_children[B, N](
-            *given, nodes.children, ok, notes, *warm, lenience, noise.salt(ACCEPT),
-            shared(nodes.children), K=nodes.children.shape[-1], **whole,
+    lenience, ended = float(getattr(rule, "lenience", 1)), counters(laws.device, B * N)
+    parts, tile = split(B * N, V)
+    sums = laws.new_empty(B * N, parts, 2)
+    if whole:
+        size = {"V": V, "COUNT": tile["COUNT"], "WIDE": triton.next_power_of_2(N)}
+        weigh_prefixes[B,](*given, tokens, notes, *warm, num_warps=1, **size, **taken)
+        judge_prefix[B * N, parts](
+            *given, keys, ok, notes, sums, ended, *warm, noise.salt(ACCEPT), **taken, **tile
+        )
+    for rank in range(0 if whole else K):
+        try_child[B * N, parts if rank else 1](
+            *given, tokens, keys, ok, notes, sums, ended, nodes.children, shared(nodes.children),
+            rank, *warm, lenience, noise.salt(ACCEPT), K=K, num_warps=8, **taken, **tile,
         )  # fmt: skip
-    bests = laws.new_empty(B, parts, 4)
+    parts, tile = split(B, V)
+    bests = ok.new_empty(B, parts, 4)
     draw_last[B, parts](
-        *given, ok, notes, nodes.depth, nodes.ancestors, bests, counters(bests.device, B),
-        result.path, result.n, result.new, *warm, lenience, noise.salt(RESIDUAL),
-        shared(nodes.depth), shared(nodes.ancestors), K=K, WHOLE=type(rule) is Block, **tile,
-        **sizes(draft), num_warps=8,
+        *given, tokens, keys, ok, notes, nodes.depth, nodes.ancestors, bests, ended, result.path,
+        result.n, result.new, *warm, lenience, noise.salt(RESIDUAL), shared(nodes.depth),
+        shared(nodes.ancestors), K=K, WHOLE=whole, DRAWN=q is not None, num_warps=8, **tile,
+        **sizes(draft),
     )  # fmt: skip
     return result

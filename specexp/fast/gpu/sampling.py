@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
-from specexp.fast.gpu.laws import BLOCK, chance, counters, is_last, split, worthless
+from specexp.fast.gpu.laws import BITS, BLOCK, chance, counters, is_last, split, worthless
 from specexp.sampling import Noise, Sampling
 
 GOLDEN, M1, M2 = (tl.constexpr(x) for x in (sampling._GOLDEN, sampling._M1, sampling._M2))
@@ -73,19 +73,19 @@ def better(most, winner, value, token):
 
 @triton.jit
 def leave(bests, part, most, winner):
-    """Write the best of a part, of all its lanes, to `bests` [parts, 2] of a row."""
+    """Write the best of a part, of all its lanes, to `bests` [parts, 2] of a row; as an integer, in
+    whose order floats are from 0 on."""
     most, winner = best_of(most, winner)
-    tl.store(bests + part * 2, most)
-    tl.store(bests + part * 2 + 1, winner.to(tl.float32, bitcast=True))
+    tl.store(bests + part * 2, most.to(tl.int32, bitcast=True))
+    tl.store(bests + part * 2 + 1, winner)
 
 
 @triton.jit
 def best_left(bests, programs, ROOM: tl.constexpr):
     """The best of what all programs of a row have left, and its token."""
     part = tl.arange(0, ROOM)
-    most = tl.load(bests + part * 2, part < programs, other=-2.0, cache_modifier=".cg")
-    token = tl.load(bests + part * 2 + 1, part < programs, other=0.0, cache_modifier=".cg")
-    return best_of(most, token.to(tl.int32, bitcast=True))
+    most = tl.load(bests + part * 2, part < programs, -0x80000000, cache_modifier=".cg")
+    return best_of(most, tl.load(bests + part * 2 + 1, part < programs, 0, cache_modifier=".cg"))
 
 
 @triton.jit
@@ -119,6 +119,26 @@ def pick(
         tl.store(out + row, tl.minimum(token, V - 1).to(tl.int64))
 
 
+@triton.jit
+def lead(
+    w, bests, out, ended, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    PART: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """The token with the largest of every row of w; a NaN is above all."""
+    row, part, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    most, winner = tl.full([BLOCK], -0x80000000, tl.int32), tl.zeros([BLOCK], tl.int32)
+    for i in range(PART):
+        token = (part * PART + i) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(w + row * V + token, token < V, other=0.0).to(tl.float32)
+        bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: there are two zeros
+        order = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+        most, winner = better(most, winner, tl.where(token < V, order, -0x80000000), token)
+    bests += row * programs * 2
+    leave(bests, part, most, winner)
+    if is_last(ended, row, programs):
+        tl.store(out + row, best_left(bests, programs, ROOM)[1].to(tl.int64))
+
+
 def plain(*weights: Tensor) -> bool:
     """Whether these are float32, contiguous and not empty."""
     return all(w.dtype == torch.float32 and w.is_contiguous() and w.numel() for w in weights)
@@ -132,6 +152,17 @@ def addressed(w: Tensor, keys: Tensor) -> bool:
 def places(keys: Tensor) -> tuple[int, int, int]:
     """Keys in a row, and the strides of keys [n] or [B, n]."""
     return keys.shape[-1], keys.stride(0) if keys.dim() > 1 else 0, keys.stride(-1)
+
+
+def likeliest(w: Tensor) -> Tensor:
+    if w.dtype not in BITS or not w.is_contiguous() or not w.numel():
+        return NotImplemented
+    tokens = torch.empty(w.shape[:-1], dtype=torch.int64, device=w.device)
+    rows = tokens.numel()
+    parts, tile = split(rows, w.shape[-1])
+    bests = torch.empty(rows, parts, 2, dtype=torch.int32, device=w.device)
+    lead[rows, parts](w, bests, tokens, counters(w.device, rows), **tile)
+    return tokens
 
 
 def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
@@ -156,7 +187,7 @@ def drawn(
     """Tokens by weights w, or by logits w [..., V] and their laws."""
     rows = keys.numel()
     parts, tile = split(rows, w.shape[-1])
-    bests = torch.empty(rows, parts, 2, device=w.device)
+    bests = torch.empty(rows, parts, 2, dtype=torch.int32, device=w.device)
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
     pick[rows, parts](
         w, w if laws is None else laws, keys, bests, tokens, counters(w.device, rows),

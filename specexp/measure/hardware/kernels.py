@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specexp import engine, ops
+from specexp import engine, ops, sampling
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs, fused
@@ -89,6 +89,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     logits, warm = p.to(dtype), Sampling(0.8)
     for name, cut in (("", warm), (" of a nucleus", Sampling(0.8, top_k=50, top_p=0.9))):
         yield Call(f"law{name}", Sampling.law, (cut, logits), p.numel() * (size + 4))
+    yield Call("likeliest", sampling.likeliest, (logits,), p.numel() * size)
     yield Call("race", Noise.race, (noise, p, keys, 1), 8 * p.numel())
     yield Call("categorical", Noise.categorical, (noise, p, keys, 1), 4 * p.numel())
     seqs, chain = Sequences.empty(B, S, device=device), Tree.chain(n - 1)
