@@ -20,7 +20,7 @@ from specexp.tree import Tree
 # networks and recorders, which are compared whole: test_fused.py, test_cpu_replays.py, ...
 WHOLE = {lm.network, heads.network, load.settle, recorder_for, fused.spared}
 WITH_GPU = torch.cuda.is_available()
-SEEDS = {"cpu": 400, "cuda": 400, "interpreted": 30}
+SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compiled anew
 SLOWEST = {Noise.race, Noise.categorical}  # of those that are interpreted
 
 
@@ -35,7 +35,8 @@ def registered() -> list[object]:
             if call in WHOLE or kernel not in op.kernels:
                 continue
             if how == "interpreted" or op.kernels[kernel][1]():
-                cases.append(pytest.param(call, kernel, how, id=f"{call.__qualname__}-{how}"))
+                name, marks = f"{call.__qualname__}-{how}", [pytest.mark.cuda] * (how == "cuda")
+                cases.append(pytest.param(call, kernel, how, id=name, marks=marks))
     return cases
 
 

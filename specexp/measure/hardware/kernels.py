@@ -46,7 +46,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     """Every operation with a kernel, over n tokens of B rows, which fill half of S slots."""
 
     def some(*shape: int, of: torch.dtype = dtype) -> Any:
-        return torch.ones(shape, dtype=of, device=device)
+        return torch.randn(shape, device=device).to(of)  # zeros are faster
 
     def norm(width: int) -> Any:
         return Norm(SimpleNamespace(weight=some(width), variance_epsilon=1e-5))
@@ -84,9 +84,10 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
         one = some((H + 2 * K) * D, E)
         yield Call("product", heads.product, (x, one, None), one.numel() * size)
 
-    p, noise = some(B, n, V, of=torch.float32), Noise(0)
-    keys = torch.arange(B * n, device=device).view(B, n)
-    logits, warm = p.to(dtype), Sampling(0.8)
+    if n >= 64:  # a prompt gains one token
+        return
+    noise, logits, warm = Noise(0), 3 * some(B, n, V), Sampling(0.8)
+    p, keys = logits.float().softmax(-1), torch.arange(B * n, device=device).view(B, n)
     for name, cut in (("", warm), (" of a nucleus", Sampling(0.8, top_k=50, top_p=0.9))):
         yield Call(f"law{name}", Sampling.law, (cut, logits), p.numel() * (size + 4))
     yield Call("likeliest", sampling.likeliest, (logits,), p.numel() * size)
@@ -98,7 +99,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
         ("reject of drawn tokens", Reject(), p, chain), ("block", Block(), p, chain),
         ("reject of a tree", Reject(), p, Tree((-1, *(i // 2 for i in range(n - 1))))),
     ]  # fmt: skip
-    for name, rule, q, shape in ways[: None if n < 64 else 0]:
+    for name, rule, q, shape in ways:
         draft = seqs.draft(shape.nodes(device), keys[:, 1:], q)
         made: Any = SimpleNamespace(rule=rule, sampling=warm, rng=noise)
         made.law = partial(Engine.law, made)
@@ -106,14 +107,13 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
         read = p.numel() * size + (0 if q is None else 4 * of_q)
         yield Call(name, engine.judged, (draft, Forward(logits), made), read)
     yield Call("faults", lm.spoil, (some(B, of=torch.float32), logits), logits.numel() * size)
-    if n < 64:
-        nodes = chain.nodes(device)
-        yield Call("keys", Noise.keys, (noise, seqs.stream, seqs.length, nodes.depth), 16 * B * n)
-        verdict = Verdict(keys, seqs.length, keys)
-        yield Call("commit", Sequences.commit, (seqs, verdict), 16 * B * n)
-        moved = 4 * B * n * K * D * size
-        yield Call("keep", Slots.keep, (layer, slice(0, B), slots, slots), moved)
-        yield Call("lookup", NGram.propose, (NGram(3), seqs, chain, noise), 8 * B * S)
+    nodes = chain.nodes(device)
+    yield Call("keys", Noise.keys, (noise, seqs.stream, seqs.length, nodes.depth), 16 * B * n)
+    verdict = Verdict(keys, seqs.length, keys)
+    yield Call("commit", Sequences.commit, (seqs, verdict), 16 * B * n)
+    moved = 4 * B * n * K * D * size
+    yield Call("keep", Slots.keep, (layer, slice(0, B), slots, slots), moved)
+    yield Call("lookup", NGram.propose, (NGram(3), seqs, chain, noise), 8 * B * S)
 
 
 @torch.inference_mode()
