@@ -28,7 +28,9 @@ from specexp.fast.cpu.passes import Native
 from specexp.models import int8, lm
 from specexp.models.cache import SlotCache
 from specexp.models.heads import product
+from specexp.models.layers import layers
 from specexp.models.lm import Network
+from specexp.models.servable import reach
 from specexp.ops import kernel, op
 from specexp.tree import Branches
 
@@ -319,6 +321,8 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     family = type(module).__name__
     if family not in FAMILIES:
         return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
+    if not all(layer.reads_all for layer in layers(module.config, reach(module.config))):
+        return None, "its layers have a window"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
 

@@ -180,7 +180,9 @@ def needed(
     Heads are small beside their target and are left out. A draft model feeds a token again."""
     draft = prepared.config
     models = [request.config, *([draft] if draft else [])]
-    own = models[:1] if draft == request.config else models  # a target that drafts for itself
+    own = {
+        model.to_json_string(use_diff=False): model for model in models
+    }  # it may be its own draft
     size, slots = dtype.itemsize, rounded(tokens + request.tree.room)
     law = memory.law_bytes("any", request.sampling.temperature)
     caches = (
@@ -189,7 +191,7 @@ def needed(
         for model, times, again in zip(models, (1, prepared.slots), (0, 1), strict=False)
     )
     return memory.Need(
-        sum(weight_bytes(model, dtype) for model in own),
+        sum(weight_bytes(model, dtype) for model in own.values()),
         batch * sum(caches),
         memory.work_bytes(models, size, batch, slots, tokens, len(request.tree), law),
     )

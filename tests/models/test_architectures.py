@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support import architectures
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specexp.drafters import early_exit
 from specexp.drafters.early_exit import EarlyExit
 from specexp.errors import UserError
+from specexp.fast.fused import FAMILIES
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
 from specexp.zoo import drafts
@@ -34,6 +37,18 @@ def test_the_table_names_every_variant_of_every_architecture():
 @pytest.mark.parametrize("name", architectures.variants())
 def test_short_texts_over_trees_are_those_of_transformers(name):
     served = architectures.outcome(name, (3, 40), ("ngram branching",))
+    assert ROWS[name].startswith(served), f"| {name} | {served} |"
+
+
+def fused(name: str) -> bool:
+    kind, _ = architectures.variants()[name]
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] in FAMILIES
+
+
+@pytest.mark.parametrize("name", filter(fused, architectures.variants()))
+def test_long_texts_of_families_with_fused_passes_are_those_of_transformers(name):
+    """In float32, since what is fused or compiled takes no float64."""
+    served = architectures.outcome(name, (3, 266), ("ngram branching",), torch.float32)
     assert ROWS[name].startswith(served), f"| {name} | {served} |"
 
 

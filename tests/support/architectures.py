@@ -166,7 +166,7 @@ def config(kind: str, **changes: Any) -> Any:
     return cls(**fields | OWN.get(kind, {}) | changes)
 
 
-def build(name: str) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
     """The tiny model of a variant, in float64 where its library can: weights spread so widely that
     greedy texts do not repeat one token."""
     kind, changes = variants()[name]
@@ -180,7 +180,7 @@ def build(name: str) -> Any:
     for weight in module.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 1.5)
-    return module if kind in SINGLE else module.double()
+    return module if kind in SINGLE else module.to(dtype)
 
 
 @torch.no_grad()
@@ -201,13 +201,15 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [text[-length:].tolist() for length in lengths]
 
 
-def outcome(name: str, lengths: tuple[int, ...], mixes: tuple[str, ...]) -> str:
+def outcome(
+    name: str, lengths: tuple[int, ...], mixes: tuple[str, ...], dtype: torch.dtype = torch.float64
+) -> str:
     """How a variant is served: `right`, perhaps up to so many tokens, or the line that refuses it.
 
     Raises AssertionError where a text, of any of these mixes of drafter and tree, is another than
     transformers': of a ragged batch with prompts of these lengths, and of the longest alone.
     """
-    module = build(name)
+    module = build(name, dtype)
     try:
         lm = of_module(module, "it")
     except UserError as e:
