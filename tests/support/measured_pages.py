@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 import specexp
 from specexp import figures
-from specexp.figures import pairings, style
+from specexp.figures import style
 from specexp.measure import statistics
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,8 @@ def results() -> str:
     return (
         f"{head}\n"
         "| drafter | acceptance rate | tokens a pass | draft, in plain steps | verify | speedup |\n"
-        f"|---|---:|---:|---:|---:|---:|\n{rows}\n{paragraph(under_load() + real())}"
+        f"|---|---:|---:|---:|---:|---:|\n{rows}{gpu_row()}\n"
+        f"{paragraph(under_load() + gpu() + real())}"
     )
 
 
@@ -110,48 +111,53 @@ def stages(name: str) -> dict[str, Any]:
     return {row["name"]: row for row in load(f"gpu_{name}")["rows"]}
 
 
-def batches() -> pd.DataFrame:
-    """Speedups of fixed batches on the GPU, and of streams that come and go on the CPU."""
-    loops = pd.DataFrame(load("load_aware")["closed_loop"])
-    aware = loops[loops["policy"] == "always:1"].rename(columns={"load": "batch"})
-    tables = [aware.assign(arm="CPU, 1 draft token")]
-    for name, row in stages("pair").items():
-        if name.startswith("batch ") and row["ok"]:
-            for arm in ("gamma 2", "gamma 5"):
-                ratio = row[arm]["ratio"]
-                tables.append(pd.DataFrame([{
-                    "arm": f"H100, {arm[-1]} draft tokens", "batch": int(name[6:]),
-                    "speedup": ratio["value"], "low": ratio["low"], "high": ratio["high"],
-                    "plain": row[arm]["their_tok_s"]}]))  # fmt: skip
-    return pd.concat(tables)
+def verifying() -> pd.DataFrame:
+    """What a pass over six tokens takes, in passes over one, by batch; on the GPU and the CPU."""
+    passes, batches = stages("passes"), (1, 8, 32)
+    rows = []
+    for slots in (256, 4096):
+        for B in batches:
+            one, six = (passes[f"8B: {B} x {n} tokens, {slots} slots"]["ms"] for n in (1, 6))
+            rows.append((f"H100, 8B shape, {slots:,} slots", B, six / one))
+    costs = load("load_aware")["costs"]
+    at, slots = costs["gammas"].index(5), costs["contexts"].index(256)
+    for B in batches:
+        ms = costs["verify_ms"][costs["batches"].index(B)]
+        rows.append(("CPU, target-10m, 256 slots", B, ms[at][slots] / ms[0][slots]))
+    return pd.DataFrame(rows, columns=["arm", "batch", "steps"])
+
+
+def gpu_row() -> str:
+    """README's table: a pair of 8 billion parameters on a GPU."""
+    pair = stages("pair")
+    plain, fast = pair["round"]["plain"]["phases"], pair["round"]["fast"]["phases"]
+    step = sum(phase["ms"] for phase in plain.values())
+    speedup, record = pair["round"]["speedup"]["measured"], pair["round"]["acceptance"]
+    run = {
+        "acceptance/rate": record["rate"], "acceptance/length": record["length"],
+        "cost/draft_steps": fast["draft"]["ms"] / step,
+        "cost/verify_steps": fast["verify"]["ms"] / plain["verify"]["ms"],
+        "speedup/measured": speedup["value"], "speedup/ci_low": speedup["low"],
+        "speedup/ci_high": speedup["high"],
+    }  # fmt: skip
+    return row(pd.Series(run), f"H100, 8B shape, its first {pair['weights']['draft']} layers")
 
 
 def gpu() -> str:
-    """README: what a pair of 8 billion parameters gains on a GPU, beside the zoo's on a CPU."""
-    pair, passes = stages("pair"), stages("passes")
-    table = batches()
-    sizes = sorted(table[table["arm"].str.startswith("H100")]["batch"].unique())
-    plain = table.dropna(subset="plain").groupby("batch")["plain"].first()
-    lines = [["streams", *map(str, sizes)], ["---", *["---:"] * len(sizes)],
-             ["H100, plain, tokens/s", *(f"{plain[b]:,.0f}" for b in sizes)]]  # fmt: skip
-    for arm, rows in table.groupby("arm", sort=False):
-        at = rows.set_index("batch")["speedup"]
-        lines.append([arm, *(f"{at[b]:.2f}x" if b in at else "" for b in sizes)])
-    lines = [*lines[:3], *lines[4:], lines[3]]
-    one, six = (passes[f"8B: 1 x {n} tokens, 256 slots"] for n in (1, 6))
-    peers = {(row["work"], row["batch"]): row for row in pair["peers"]["rows"]}
-    speedup, record = pair["round"]["speedup"], pair["round"]["acceptance"]
-    return paragraph(
-        f"On one H100 (bfloat16) a random model of Llama 3's 8B shape drafts with its first "
-        f"{pair['weights']['draft']} of 32 layers, acceptance rate {record['rate']:.0%}. Fixed "
-        "batches, beside streams of `target-10m` with `sibling-3m` on the CPU:".replace("%", " %")
-    ) + "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n" + paragraph(
-        f"A pass over one token reads its weights at {one['of_copy']['value']:.0%} of a copy's "
-        f"bandwidth, one over six takes {six['ms'] / one['ms']:.2f} of it; measured speedup over "
-        f"predicted {speedup['measured']['value'] / speedup['from_passes']:.2f}; transformers' "
-        f"assisted generation with the same two models, {peers['draft', 1]['ratio']['value']:.1f}x "
-        "slower ([all](data/measurements/README.md)).".replace("%", " %")
-    )  # fmt: skip
+    """README: what passes and kernels take on a GPU."""
+    passes, judged = stages("passes"), stages("pair")["round"]
+    one, speedup = passes["8B: 1 x 1 tokens, 256 slots"], judged["speedup"]
+    steps = verifying().set_index(["arm", "batch"])["steps"]
+    return (
+        "On the H100 (bfloat16, random weights of Llama 3's shape, "
+        f"{judged['gamma']} draft tokens) the prediction was {speedup['from_passes']:.2f}x. "
+        f"A token takes {one['ms']:.1f} ms, "
+        f"{one['of_copy']['value']:.0%} of a copy's bandwidth; a pass over six takes "
+        f"{steps['H100, 8B shape, 256 slots', 1]:.2f} of that at batch 1 and "
+        f"{steps['H100, 8B shape, 256 slots', 32]:.2f} at batch 32, on the CPU "
+        f"{steps['CPU, target-10m, 256 slots', 1]:.2f} and "
+        f"{steps['CPU, target-10m, 256 slots', 32]:.2f} ([all](data/measurements/README.md)). "
+    ).replace("%", " %")
 
 
 def eight_bits() -> str:
@@ -223,7 +229,7 @@ def spread() -> str:
 
 
 TEXTS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (results, gpu, eight_bits, all_drafters, few_prompts, spread)
+    f.__name__: f for f in (results, eight_bits, all_drafters, few_prompts, spread)
 }
 
 
@@ -232,16 +238,18 @@ def written(page: str) -> str:
     return BLOCK.sub(lambda m: m[1] + TEXTS[m[2]]() + m[4], page)
 
 
-def under_batches(table: pd.DataFrame) -> Figure:
+def by_batch(table: pd.DataFrame) -> Figure:
     with style.canvas() as (figure, axes):
-        said = []
+        axes.axhline(1, color=style.PLAIN, lw=1.5)
         for name, look in style.marks(table["arm"].unique()).items():
-            rows = table[table["arm"] == name].sort_values("batch")
-            pairings.speedup_panel(axes, rows, "batch", label=name, **look)
-            said.append(f"{name}: {pairings.crossing(rows)}")
+            rows = table[table["arm"] == name]
+            axes.plot(rows["batch"], rows["steps"], label=name, **look)
         style.batch_axis(axes, sorted(table["batch"].unique()))
+        axes.set(ylabel="six tokens, in plain steps", ylim=(0, None))
         axes.legend()
-        style.title(figure, ". ".join(said), "")
+        first, last = (table[table["batch"] == B].set_index("arm")["steps"] for B in (1, 32))
+        said = [f"{first[arm]:.2f} to {last[arm]:.2f} ({arm})" for arm in first.index]
+        style.title(figure, f"Verifying six tokens at batch 1 to 32: {', '.join(said)}", "")
     return figure
 
 
@@ -253,7 +261,7 @@ def draw() -> None:
     steps_s = 1e3 / load("drafters")["plain_step_ms"]
     table = table.assign(promised=table["speedup"].max(), doubt="", plain_tok_s=steps_s)
     figures.pairings.forest(table).savefig(MEASURED / "drafters.png", dpi=100)
-    under_batches(batches()).savefig(MEASURED / "gpu.png", dpi=100)
+    by_batch(verifying()).savefig(MEASURED / "gpu.png", dpi=100)
     pair = specexp.load("target-10m", drafter="sibling-3m", gamma=4)
     out = pair.generate(["def mean(values):"], max_new_tokens=64)
     figures.rounds.strip(out, most=12).savefig(MEASURED / "quickstart.png", dpi=100)
