@@ -215,10 +215,13 @@ def pair(rows: Rows, device: torch.device) -> None:
     made: list[Pairing] = []
     rows.add("weights", partial(twin, "8B", device, made))
     texts = prompts.load("all", limit=FEW)
-    for pairing, name in product(made, ("round", "peers")):
-        rows.add(name, partial(suites.run, name, pairing, texts, (1, 8), NEW, 2))
-    for pairing, streams in product(made, STREAMS):
-        rows.add(f"batch {streams}", partial(in_batch, streams, pairing))
+    for pairing in made:
+        suite = partial(suites.run, pairing=pairing, prompts=texts, batches=(1, 8),
+                        max_new_tokens=NEW, repeats=2)  # fmt: skip
+        rows.add("round", partial(suite, "round"))
+        for streams in STREAMS:
+            rows.add(f"batch {streams}", partial(in_batch, streams, pairing))
+        rows.add("peers", partial(suite, "peers"))  # the slowest
 
 
 def in_batch(streams: int, pairing: Pairing) -> dict[str, Any]:
