@@ -35,8 +35,9 @@ Together = Annotated[
 
 
 def _points(
-    files: list[Path], only: list[str] | None, yes: bool, together: bool = False
-) -> list[Point]:
+    files: list[Path], only: list[str] | None, yes: bool, together: bool = False,
+    checked: bool = True,
+) -> list[Point]:  # fmt: skip
     """The points of grid files; at a terminal, very many need a confirmation."""
     from specexp.grids import points as grid
 
@@ -44,7 +45,7 @@ def _points(
         return yes or typer.confirm(f"{count:,} points: is that intended?")
 
     asking = ask if yes or sys.stdin.isatty() else None
-    return grid.load(files, asking, only or (), together)
+    return grid.load(files, asking, only or (), together, checked)
 
 
 @app.command("validate")
@@ -115,11 +116,14 @@ def run(
 def status(
     files: GridFiles, only: Only = None, together: Together = False, yes: Yes = False
 ) -> None:
-    """Show which points are done, running, failed or to run, and an estimate of the time left."""
+    """Show which points are done, running, failed or to run, and an estimate of the time left.
+
+    That a point can be built is what `validate` and `run` check.
+    """
     from specexp.grids import progress
     from specexp.tracking import runs
 
-    points = _points(files, only, yes, together)
+    points = _points(files, only, yes, together, checked=False)
     console.print(progress.status(points))
     for line in progress.changed(points):
         console.print(line, soft_wrap=True)

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specexp.errors import first_line, ran_out
 from specexp.fast.cpu import build, passes
@@ -294,6 +293,8 @@ class Fused:
 def network(module: Any, name: str, vocab: int) -> Network:
     """The module's fused passes, compiled if they can be; none after a warning that says why. All
     LMs of one module and vocabulary share them."""
+    from transformers import PreTrainedModel  # a second of imports, when a module is there
+
     if not isinstance(module, PreTrainedModel):
         return NotImplemented
     networks = _FUSED.setdefault(module, {})

@@ -171,6 +171,7 @@ class _Roots:
         self.folder, self.others = folder, others
         self.tops = {name.partition(".")[0] for name in others}
         self.roots: dict[str, Path] = {}
+        self.known: dict[str, list[Path]] = {}  # the files of each module
 
     def root(self, top: str) -> Path:
         """The folder from which a module is imported; the notebook's if it does not count."""
@@ -183,8 +184,13 @@ class _Roots:
                         self.roots[top] = Path(spec.origin).parents[bool(spec.parent)]
         return self.roots[top]
 
-    def files(self, name: str) -> Iterator[Path]:
+    def files(self, name: str) -> list[Path]:
         """The files that importing a module runs and that count: its own and its packages'."""
+        if name not in self.known:
+            self.known[name] = list(self._counting(name))
+        return self.known[name]
+
+    def _counting(self, name: str) -> Iterator[Path]:
         top = name.partition(".")[0]
         if top != NAME:
             yield from _files(name, self.root(top))

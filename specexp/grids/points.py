@@ -86,13 +86,14 @@ class Point:
 
 def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
-    only: Sequence[str] = (), together: bool = False,
+    only: Sequence[str] = (), together: bool = False, checked: bool = True,
 ) -> list[Point]:  # fmt: skip
     """The distinct points of these files, those that load the same models next to each other.
 
     `ask` is called with the number of points if there are more than MANY, and returns whether to
     go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
     `together`: points that measure time may run side by side, which is another experiment.
+    `checked`: False trusts what models, drafters and prompts are, so that none is read.
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
@@ -107,7 +108,9 @@ def load(
     if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
             once = onces[sheet.notebook.path.parent]  # relative paths start from here
-            for point in _points(sheet, Checks(sheet, once, surroundings), report):
+            for point in _points(
+                sheet, Checks(sheet, once if checked else None, surroundings), report
+            ):
                 first = points.setdefault(point.run_key, point)
                 if point.grid not in first.grids:
                     points[point.run_key] = replace(first, others=(*first.others, point.grid))
@@ -241,11 +244,14 @@ class Checks:
     """Checks the points of a sheet against their models. `wrong`: the problems, each with the lines
     of the values to change.
 
+    Without `once`, only what decides a point's identity is looked up.
     To save time, parameters that are judged alone are checked once per value, all others once per
     combination of values.
     """
 
-    def __init__(self, sheet: Sheet, once: api.Once, surroundings: identity.Surroundings) -> None:
+    def __init__(
+        self, sheet: Sheet, once: api.Once | None, surroundings: identity.Surroundings
+    ) -> None:
         self.sheet, self.once, self.surroundings = sheet, once, surroundings
         self.checked: set[Any] = set()
         alone = {name for name, parameter in parameters.PARAMETERS.items() if parameter.alone}
@@ -284,7 +290,7 @@ class Checks:
 
     def problems_of(self, params: dict[str, Any]) -> list[Problem]:
         try:
-            problems = parameters.problems_of(params, None, self.once)
+            problems = parameters.problems_of(params, None, self.once) if self.once else []
             if not problems:
                 self.surroundings.of(params, self.sheet.notebook)
             return problems

@@ -32,6 +32,7 @@ from specexp.models.cache import rounded
 from specexp.models.load import DTYPES, smaller, state_bytes, weight_bytes
 from specexp.models.servable import context as in_words
 from specexp.models.servable import reach
+from specexp.names import drafter_of
 from specexp.serving import fleet, policies
 from specexp.tree import Tree
 
@@ -220,21 +221,23 @@ def _combined(params: Params) -> Iterator[dict[str, Any]]:
 def sources(params: Params) -> set[str]:
     """The folders and hub ids of all models that these parameters name, zoo defaults included.
 
-    Raises UserError for a model that does not exist.
+    A shipped drafter asks for its model first, so none is read. Raises UserError for a model that
+    does not exist.
     """
     folders = {locate(name) for name in values(params, "target", "targets", "draft", "drafts")}
     for target in values(params, "target", "targets"):
-        parts = read_target(target)
-        drafts = {
-            options["drafter"]: options for options in each_pairing({**params, "target": target})
-        }
-        for options in drafts.values():
-            request = request_of(options | {"gamma": 1, "tree": "chain"}, *parts)
+        for drafter in values(params, "drafter", "drafters", "rivals") or [DEFAULTS["drafter"]]:
+            options = DEFAULTS | {"target": target, "drafter": drafter, "gamma": 1}
+            own = drafter_of(drafter)[2] is not None
+            request = request_of(options, *(read_target(target) if own else (None, 0, None)))
 
-            def source(method: str, name: str, find: Any = request.source) -> str:
+            def source(method: str, name: str, find: Any = request.source, own: bool = own) -> str:
                 folders.add(find(method, name))
-                return str(find(method, name))
+                if own:
+                    return str(find(method, name))
+                raise UserError("found")
 
-            with suppress(UserError):  # gamma 1 may not suit; `check` has passed the one named
+            # gamma 1 may not suit, and a drafter that names no model may ask for the config
+            with suppress(UserError, AttributeError):
                 drafters.prepare(replace(request, source=source))
     return folders

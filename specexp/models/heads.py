@@ -17,13 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
 
 from specexp.errors import UserError, first_line
 from specexp.models import head_files
@@ -109,8 +102,10 @@ class EagleShape:
     def fused(self) -> bool:
         return self.kind == "eagle3"
 
-    def config(self) -> LlamaConfig:
+    def config(self) -> Any:
         """The config of the one layer, for transformers."""
+        from transformers import LlamaConfig  # a second of imports, only where a head is built
+
         config = LlamaConfig(
             vocab_size=self.vocab, hidden_size=self.width, intermediate_size=self.hidden,
             num_hidden_layers=1, num_attention_heads=self.heads, head_dim=self.head_dim,
@@ -125,6 +120,8 @@ class Layer(nn.Module):
     """A Llama layer; for EAGLE-3, its attention reads embedding and feature concatenated."""
 
     def __init__(self, shape: EagleShape) -> None:
+        from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
         super().__init__()
         config = shape.config()
         self.self_attn = LlamaAttention(config, 0)
@@ -156,6 +153,8 @@ class Eagle(nn.Module):
     d2t: Tensor
 
     def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
         super().__init__()
         self.shape, self.config = shape, shape.config()
         self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved

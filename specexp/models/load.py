@@ -27,9 +27,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
-    PreTrainedModel,
 )
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTISED
 from transformers.utils import logging as transformers_logging
 
 from specexp.errors import UserError, first_line, ran_out, refusing
@@ -134,8 +132,11 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
             f"{name} ({config.model_type}) keeps its layers' states where they cannot be taken "
             "back: choose another model"
         )
-    if isinstance(lm.net, Unfused) and isinstance(module, PreTrainedModel):
-        probe(lm.apart())
+    if isinstance(lm.net, Unfused):
+        from transformers import PreTrainedModel  # a second of imports, when a module is there
+
+        if isinstance(module, PreTrainedModel):
+            probe(lm.apart())
     return lm
 
 
@@ -290,8 +291,11 @@ def _config(source: str, state: Any) -> Any:
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method and not {method, f"{method}_4bit"} & QUANTISED.keys():
-        raise UserError(f"{source} is quantised by {method}, which transformers does not know")
+    if method:
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTISED
+
+        if not {method, f"{method}_4bit"} & QUANTISED.keys():
+            raise UserError(f"{source} is quantised by {method}, which transformers does not know")
     return config
 
 

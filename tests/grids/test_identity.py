@@ -232,6 +232,20 @@ def test_every_module_that_a_point_loads_is_in_its_key(tiny_folders):
     assert counted - key == set()
 
 
+def test_points_without_checks_have_the_same_keys_and_read_no_model():
+    """Each shipped drafter asks for its model before it reads one."""
+    file = grid.ROOT / "notebooks" / "grids" / "drafters.yaml"
+    code = (
+        "import sys; from specexp.grids import points\n"
+        "print(*(p.run_key for p in points.load(sys.argv[1:], checked=False)))\n"
+        "sys.exit('transformers.modeling_utils' in sys.modules)"
+    )
+    unchecked = subprocess.run(
+        [sys.executable, "-c", code, file], capture_output=True, text=True, check=True
+    )
+    assert unchecked.stdout.split() == [point.run_key for point in grid.load([file])]
+
+
 # --- what else -----------------------------------------------------------------------------------
 
 
