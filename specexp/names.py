@@ -66,8 +66,8 @@ def split(drafter: str) -> tuple[str, str]:
         return method, argument
     if "/" in method or Path(drafter).is_dir():
         return "model", drafter
-    if difflib.get_close_matches(method, drafters.methods(), n=1):
-        return method, argument
+    if method in drafters.PLAIN or difflib.get_close_matches(method, drafters.methods(), n=1):
+        return method, argument  # refused, with what was meant
     return "model", drafter
 
 

@@ -157,13 +157,16 @@ def _as_dict(pairing: Pairing, text: str, output: Output, exact: Exactness) -> d
 def _show(pairing: Pairing, text: str, output: Output, rounds: bool) -> None:
     """The output by kind of token, in colours or, where there are none, in marks."""
     from specexp.figures import tokens
+    from specexp.tree import Tree
 
     trace = output.trace
     coloured = console.color_system is not None and not console.no_color
     parts = [tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text)]
     if rounds:
-        parts += [Text("\nround  accepted/drafted", "dim"),
-                  tokens.by_round(pairing, trace.rounds, output.tokens[0])]  # fmt: skip
+        tree = Tree.parse(pairing.options["tree"], pairing.options["gamma"])
+        parents = () if tree.is_chain or tree.width else tree.parents  # a grown one is not traced
+        drawn = tokens.by_round(pairing, trace.rounds, output.tokens[0], parents=parents)
+        parts += [Text("\nround  accepted/drafted", "dim"), drawn]
     for part in [*parts, Text("\n").append_text(tokens.legend())]:
         console.print(part if coloured else tokens.marked(part), soft_wrap=True)
     console.print(str(trace.acceptance), soft_wrap=True)

@@ -65,15 +65,39 @@ def stream(
 
 
 def by_round(
-    decoder: Pairing | Output, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0
-) -> Text:
-    """One line a round: accepted/drafted, the tokens emitted, then the rejected draft tokens."""
+    decoder: Pairing | Output, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0,
+    parents: Sequence[int] = (),
+) -> Text:  # fmt: skip
+    """One line a round: accepted/drafted, the tokens emitted, then the rejected draft tokens. Given
+    the parent of each node, drafts are drawn as trees, a token a line below its parent."""
     text = Text()
     for number, (step, kinds) in enumerate(by_kind(rounds, tokens, row), 1):
         text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
-        text.append(_coloured(decoder, kinds, visible=True))
+        if parents:
+            for depth, token, kind in _branches(parents, step, kinds[: step.emitted]):
+                text.append("\n       " + "   " * depth + "└─ ", "dim")
+                text.append(_coloured(decoder, [(token, kind)], visible=True))
+        else:
+            text.append(_coloured(decoder, kinds, visible=True))
         text.append("\n")
     return text
+
+
+def _branches(
+    parents: Sequence[int], step: Step, emitted: Sequence[tuple[int, str]], node: int = 0
+) -> Iterator[tuple[int, int, str]]:
+    """(depth, token, kind) of each node of a round's draft below one, depth first, and last of what
+    the target added to the accepted path. emitted: (token, kind) of the tokens kept below it."""
+    (kept, kind), *deeper = emitted or [(-1, "")]
+    for child in (i for i, p in enumerate(parents) if p == node and step.draft[i - 1] >= 0):
+        token = step.draft[child - 1]
+        accepted = kind == "accepted" and token == kept
+        yield 0, token, "accepted" if accepted else "rejected"
+        for depth, below, its in _branches(parents, step, deeper if accepted else (), child):
+            yield depth + 1, below, its
+        kind = "" if accepted else kind  # a sibling of the same token is none
+    if kind in ("corrected", "bonus"):
+        yield 0, kept, kind
 
 
 def by_kind(

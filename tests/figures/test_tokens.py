@@ -111,3 +111,18 @@ def test_edges_count_what_the_trace_counts(pairing):
     assert len(figure.axes[0].texts) == 6
     nothing = figures.rounds.trees(edges.head(0))
     assert "grown" in nothing.axes[0].texts[0].get_text()
+
+
+def test_trees_are_drawn_as_trees():
+    """Of two siblings of one token the first is accepted; what was not drafted has no line."""
+    steps = rounds(Step(0, 5, 2, 3, (1, 1, 3, 2, 4, -1)))
+    drawn = tokens.by_round(PAIRING, steps, [1, 2, 9], parents=(-1, 0, 0, 1, 1, 2, 2))
+    assert tokens.marked(drawn).plain.splitlines() == [
+        "  1  2/5  ",
+        "       └─ [1 ]",
+        "          └─ ~3 ~",
+        "          └─ [2 ]",
+        "             └─ <9 >",
+        "       └─ ~1 ~",
+        "          └─ ~4 ~",
+    ]
