@@ -251,7 +251,9 @@ def state_bytes(config: Any, dtype: torch.dtype) -> int:
         return 0
     described = config.to_json_string(use_diff=False), dtype
     if described not in _STATES:
-        net = Unfused.of(_without_weights(config, dtype))
+        module = _without_weights(config, dtype)
+        with _refusing(config.name_or_path or "the model", config, dtype):
+            net = Unfused.of(module)
         _STATES[described] = recurrent.state_bytes(net.parts)
     return _STATES[described]
 

@@ -82,7 +82,7 @@ def limits(config: Any) -> dict[str, int]:
             fields |= {ORIGINAL: kind.get(ORIGINAL)}
     if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
         fields |= {"floor_scale": config.floor_scale - 1}
-    return {name: length for name, length in fields.items() if length}
+    return {name: length for name, length in fields.items() if length and length > 0}  # XLNet: -1
 
 
 def reach(config: Any) -> int:

@@ -4,6 +4,7 @@ Sizes are shrunk by the names of their fields; what an architecture needs beyond
 context is longer than any window, chunk and other limit, and prompts go past all of them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -26,7 +27,7 @@ from specexp.measure.hardware.peak_memory import held_per_token
 from specexp.models import load, memory
 from specexp.models.load import of_module
 from specexp.models.recurrent import state_bytes
-from specexp.models.servable import ORIGINAL, context
+from specexp.models.servable import ORIGINAL, context, reach
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.tree import Tree
@@ -213,6 +214,10 @@ def outcome(
     try:
         lm = of_module(module, "it")
     except UserError as e:
+        own = module.config.get_text_config()
+        with contextlib.suppress(UserError):  # of a folder this is asked before its weights
+            assert reach(own) > 0
+            assert load.state_bytes(own, module.dtype) >= 0
         return f"refused: {reason(str(e))}"
     texts = prompts(*lengths)
     fitting = [text for text in texts if len(text) + NEW <= lm.context]
