@@ -101,6 +101,9 @@ def heat(
     with canvas(2.5 + 1.3 * len(order), 1.4 + 0.55 * lines * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=texts, fmt="", vmin=0, vmax=1, cmap="crest", ax=axes, cbar=False,
                     annot_kws={"fontsize": 10}, linewidths=1)  # fmt: skip
+        for text in axes.texts:
+            x, y = map(int, text.get_position())
+            text.set_color("black" if rates.iloc[y, x] < 0.5 else "white")  # whichever is clearer
         hatch = rates * 0 if hatched is None else hatched.reindex_like(rates)
         for y, x in np.argwhere(hatch.fillna(0).to_numpy(bool)):
             axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))

@@ -125,8 +125,7 @@ def over_batch(curves: pd.DataFrame) -> Figure:
         lines = {str(line.get_label()): line for line in axes.lines[1:]}
         axes.legend(lines.values(), list(lines))
         largest = curves[curves["step"] == curves["step"].max()]
-        title(figure,
-              f"At batch {largest['step'].iloc[0]} speedups of {largest['value'].min():.2f}x to "
-              f"{largest['value'].max():.2f}x"
-        )  # fmt: skip
+        speeds = (f"{value:.2f}x" for value in largest["value"].agg(["min", "max"]))
+        speedups = " to ".join(dict.fromkeys(speeds))
+        title(figure, f"Speedup at batch {largest['step'].iloc[0]}: {speedups}")
     return figure

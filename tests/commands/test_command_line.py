@@ -241,6 +241,7 @@ BAD = {
     "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
     "empty prompt": (["--prompt", "", "--drafter", "plain"], "empty"),
     "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "did you mean 'model'?"),
+    "plain by another name": (["--prompt", "a", "--drafter", "none"], "did you mean 'plain'?"),
     "like a method": (["--prompt", "a", "--drafter", "draft-model"], "draft model is model:NAME"),
     "draft without model": (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "ngram:x"),
     "unknown draft": (["--prompt", "a", "--draft", "siblin-3m"], "siblin-3m"),
