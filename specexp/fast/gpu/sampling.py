@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
-from specexp.fast.gpu.laws import BITS, BLOCK, chance, counters, is_last, split, worthless
+from specexp.fast.gpu.laws import BITS, BLOCK, counters, is_last, split, weight, worthless
 from specexp.sampling import Noise, Sampling
 
 GOLDEN, M1, M2 = (tl.constexpr(x) for x in (sampling._GOLDEN, sampling._M1, sampling._M2))
@@ -106,11 +106,10 @@ def pick(
         if SHAPED:
             skip = worthless(laws, row, block, temperature, min_p, COUNT)
         if ~skip:
-            if SHAPED:
-                p = chance(w, laws, row, token, real, stride, temperature, min_p, COUNT)
-            else:
-                p = tl.load(w + row * stride + token, real, other=0.0)
-            value = tl.where(real, p / arrival(key, salt, token), -1.0)
+            its = tl.load(w + row * stride + token, real, other=0.0).to(tl.float32)
+            if SHAPED:  # p but for its scale
+                its = weight(its, token, laws + row * (4 + COUNT), temperature, min_p)
+            value = tl.where(real, its / arrival(key, salt, token), -1.0)
             most, winner = better(most, winner, value, token)
     bests += row * programs * 2
     leave(bests, part, most, winner)
