@@ -16,42 +16,29 @@ HELD = 64  # rounds that a fixed plan lets pass before the policy is asked again
 
 
 class Plan(NamedTuple):
-    """What a round drafts: `tree`, cut per row to its `budget` (depth), if there are budgets, and
-    to the `reach` (depth) of its grade (`Draft.grade`), if the drafter has grades. hold: rounds
-    that may pass before the policy is asked again, unless a row ends."""
+    """What a round drafts: `tree`, cut per row to its `budget` (depth), if there are budgets.
+    hold: rounds that may pass before the policy is asked again, unless a row ends."""
 
     tree: Tree
     budget: tuple[int, ...] = ()
     hold: int = 1
-    reach: tuple[int, ...] = ()
 
     def depth(self, row: int) -> int:
         """How deep this row drafts."""
         return self.budget[row] if self.budget else self.tree.depth
 
-    def requested(self, step: Step) -> int:
-        """How many tokens deep this row was allowed to draft."""
-        depth = self.depth(step.row)
-        return min(depth, self.reach[step.grade]) if self.reach else depth
-
 
 class Stream(NamedTuple):
-    """The state of a live row. behind: tokens its drafter has not read. Exponentially fading sums
-    over recent rounds: requested, draft tokens its budgets allowed; drafted, those it got; judged,
-    those up to and including the first rejected or missing one; accepted. rounds: all so far."""
+    """The state of a live row. behind: tokens its drafter has not read; rounds: all so far."""
 
     behind: int = 0
-    judged: float = 0.0
-    accepted: float = 0.0
-    requested: float = 0.0
-    drafted: float = 0.0
     rounds: int = 0
 
 
 class Load(NamedTuple):
     """The situation before a round. rows: rows in the pass; context: slots it reads; waiting:
     requests in the queue; streams: one per row, None for a free row. Without `streams` rows are
-    not distinguished, and a plan has neither budgets nor reach."""
+    not distinguished, and a plan has no budgets."""
 
     rows: int
     context: int

@@ -51,13 +51,10 @@ class Draft:
         return self.text.keys(self.nodes.depth)
 
     def within(self) -> Draft:
-        """The same draft without the tokens deeper than their row's budget and reach allow."""
-        budget, reach = self.text.budget, self.text.reach
-        if budget is None:
+        """The same draft without the tokens deeper than their row's budget allows."""
+        if self.text.budget is None:
             return self
-        if reach is not None and self.grade is not None:
-            budget = torch.minimum(budget, reach[self.grade])
-        return replace(self, tokens=until(self.tokens, self.nodes.depth, budget))
+        return replace(self, tokens=until(self.tokens, self.nodes.depth, self.text.budget))
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
         """The verdict that accepts n [B] draft tokens along path [B, D+1], then adds bonus [B]."""
@@ -85,8 +82,7 @@ class Sequences:
     `rng`: gives noise addresses; the engine's, within its rounds.
     `first`: the number of row 0 in the caches and in the drafter's state (see `window`).
     budget [B] int64: how deep each row may draft this round, -1: the row sits the round out; None:
-    as deep as the tree. reach [grades] int64: how deep a row may draft at each `Draft.grade`.
-    slack: how many slots from the root on are kept free for drafts.
+    as deep as the tree. slack: how many slots from the root on are kept free for drafts.
     """
 
     tokens: Tensor
@@ -97,7 +93,6 @@ class Sequences:
     rng: Rng = NOISE
     first: int = 0
     budget: Tensor | None = None
-    reach: Tensor | None = None
     slack: int = 1
 
     @classmethod
@@ -178,8 +173,8 @@ class Sequences:
 
     @property
     def ragged(self) -> tuple[Tensor, ...]:
-        """The tensors that limit how deep each row may draft."""
-        return tuple(x for x in (self.budget, self.reach) if x is not None)
+        """The tensor that limits how deep each row may draft, if there is one."""
+        return () if self.budget is None else (self.budget,)
 
     @property
     def rows(self) -> slice:

@@ -54,7 +54,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
         **asdict(engine.sampling), "parameters": target.parameters,
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
-        "grades": engine.drafter.grades, "reads": engine.drafter.reads,
+        "reads": engine.drafter.reads,
         "passes": type(target.net).__name__.lower(),
         "rounds": "replayed" if engine.recorder.warm else "run",
         **fingerprint(target.device, target.dtype),

@@ -153,29 +153,18 @@ class Costs:
         return self.about.get("passes") == "native"
 
     @property
-    def grades(self) -> int:
-        """See `Drafter.grades`."""
-        return int(self.about.get("grades", 1))
-
-    @property
     def reads(self) -> bool:
         """See `Drafter.reads`."""
         return bool(self.about.get("reads"))
 
-    def level_s(self, rows: float, depth: int, context: float) -> float:
-        """Drafting from depth - 1 to `depth`, by so many rows."""
-        before = self.draft_s(rows, depth - 1, context) if depth > 1 else 0.0
-        return max(0.0, self.draft_s(rows, depth, context) - before)
-
     def plan_s(self, budget: Sequence[int], context: float) -> float:
-        """A round in which each row has a draft length of its own; -1: it is not decoded."""
+        """A round in which each row has a draft length of its own; -1: it is not decoded. All that
+        draft are taken to draft as deep as the deepest."""
         deepest = max(budget)
-        rows = sum(g >= 0 for g in budget) if self.packs else len(budget)
-        if not self.packs or min(budget) == deepest:
-            return self.round_s(rows, deepest, context)
-        drafted = sum(g for g in budget if g > 0)
-        levels = ((sum(g >= d for g in budget), d) for d in range(1, deepest + 1))
-        drafting = sum(self.level_s(n, d, context) for n, d in levels)
+        if not self.packs:
+            return self.round_s(len(budget), deepest, context)
+        rows, drafted = sum(g >= 0 for g in budget), sum(g for g in budget if g > 0)
+        drafting = self.draft_s(sum(g > 0 for g in budget), deepest, context) if deepest else 0.0
         return drafting + self.verify_s(rows, 1 + drafted / rows, context)
 
     def prefill_s(self, length: float) -> float:

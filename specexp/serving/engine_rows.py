@@ -94,10 +94,9 @@ class EngineRows:
         self.count = _allocated(engine, count, slots, slack)
         self.seqs = engine.rows.seqs
         device = engine.target.device
-        self._last_budget, self._last_reach = tuple[int, ...](), tuple[int, ...]()  # on the device
+        self._last_budget = tuple[int, ...]()  # on the device
         self._host_budget = np.zeros(self.count, dtype=np.int64)
         self._budget = torch.from_numpy(self._host_budget).to(device)  # on a CPU the same memory
-        self._reach = torch.full((engine.drafter.grades,), slack, device=device)
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
         engine.rows.clear(0)  # in which `_allocated` has run a pass
@@ -164,16 +163,13 @@ class EngineRows:
             self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
 
     @torch.inference_mode()
-    def round(
-        self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
-    ) -> list[Step]:
+    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
         """One round of the first len(budget) rows, of which none is longer than `longest`. A row
-        drafts as deep as its budget (-1: it is not decoded) and the reach of its grade, if
-        given."""
+        drafts as deep as its budget (-1: it is not decoded)."""
         if self._reads_used(self._covered(len(budget)), tree):
             longest = self.slots  # costs nothing, and one capture serves sequences of any length
         with _memory():
-            return self.engine.run(self._rows(budget, longest, tree.depth, reach), tree)
+            return self.engine.run(self._rows(budget, longest, tree.depth), tree)
 
     def rehearse(self, deepest: int) -> None:
         """Capture the rounds of every size with drafts up to that depth before the first request
@@ -201,12 +197,10 @@ class EngineRows:
         there are few sizes."""
         return min(bucket(rows), self.count) if self.engine.recorder.warm else rows
 
-    def _rows(
-        self, budget: Sequence[int], longest: int, depth: int, reach: tuple[int, ...] = ()
-    ) -> Sequences:
-        """The first rows with their budgets and reach; without, where none drafts and all are
-        decoded. Compiled passes leave out rows that are not decoded; CUDA graphs of plain rounds
-        compute them, which does no harm, as nothing of it is kept."""
+    def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
+        """The first rows with their budgets; without, where none drafts and all are decoded.
+        Compiled passes leave out rows that are not decoded; CUDA graphs of plain rounds compute
+        them, which does no harm, as nothing of it is kept."""
         rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
         stateless = not any(lm.net.parts for lm in self.engine.models)
@@ -217,9 +211,6 @@ class EngineRows:
             self._host_budget[: len(budget)], self._host_budget[len(budget) :] = budget, -1
             if self._budget.is_cuda:
                 self._budget.copy_(torch.from_numpy(self._host_budget))
-        if self._last_reach != reach:
-            self._last_reach = reach
-            self._reach.copy_(torch.tensor(reach or [self.slack] * len(self._reach)))
         return self._window(0, rows, longest, ragged=True)
 
     def _window(self, first: int, rows: int, longest: int, ragged: bool = False) -> Sequences:
@@ -227,7 +218,7 @@ class EngineRows:
         if at not in self._windows:
             seqs = self.seqs.window(*at[:3])
             if ragged:
-                seqs = replace(seqs, budget=self._budget[:rows], reach=self._reach)
+                seqs = replace(seqs, budget=self._budget[:rows])
             self._windows[at] = seqs
         return self._windows[at]
 

@@ -1,12 +1,10 @@
 """Greedy: draft the length that maximises expected tokens over measured seconds.
 
 The policy to read first (SmartSpec's objective: Liu et al. 2024, arXiv 2406.14066, section 4), and
-the one that `goodput` must beat. SIMULATED with 1 to 64 streams, it loses 0.5 to 3.3 % to the best
-fixed choice in the mean and 7.4 % at worst where the cost table is right (goodput 0.0 to 1.6 and
-5.5 %); where drafts take 1.3 times as long as the table says, 4.4 to 7.1 and 21 % (0.9 to 1.5 and
-3.4 %): `goodput` learns what its table has wrong, greedy does not. Measured on two shared CPU cores
-(target-10m with sibling-3m at 1, 4 and 16 streams): 6.5, 3.2 and -0.4 % (2.1, 1.4 and -1.5 %), give
-or take 5.
+the one that `goodput` must beat. SIMULATED with 1 to 64 streams, it loses 0.1 to 0.2 % to the best
+fixed choice in the mean and 1.0 % at worst where the cost table is right (goodput 0.2 to 1.3 and
+4.7 %); where drafts take 1.3 times as long as the table says, 2.1 to 6.4 and 19 % (0.3 to 2.5 and
+7.0 %): `goodput` learns what its table has wrong, greedy does not.
 """
 
 from __future__ import annotations
@@ -54,6 +52,6 @@ class Greedy:
         for counts in (self.judged, self.accepted):
             counts[:] = [fade * count + hope for count in counts]
         for step in steps:
-            for i in range(min(step.accepted + 1, plan.requested(step))):
+            for i in range(min(step.accepted + 1, plan.depth(step.row))):
                 self.judged[i] += 1
                 self.accepted[i] += i < step.accepted

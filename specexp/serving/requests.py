@@ -9,8 +9,6 @@ from typing import Literal
 from specexp.policy import Plan, Stream
 from specexp.trace import Step
 
-FADE = 0.8  # by which the counts of a row's acceptance shrink every round
-
 State = Literal["waiting", "reading", "writing", "done", "refused", "cancelled", "failed"]
 
 
@@ -57,7 +55,7 @@ class Response:
 @dataclass
 class Row:
     """An occupied row. In tokens: `length` of the sequence, `limit` that ends it, `read` by the
-    target's prefill and `draft_read` by the drafter, if it `reads`. The rest is as in `Stream`."""
+    target's prefill and `draft_read` by the drafter, if it `reads`."""
 
     response: Response
     length: int
@@ -65,10 +63,6 @@ class Row:
     reads: bool
     read: int = 0
     draft_read: int = 0
-    judged: float = 0.0
-    accepted: float = 0.0
-    requested: float = 0.0
-    drafted: float = 0.0
 
     @property
     def writing(self) -> bool:
@@ -82,8 +76,7 @@ class Row:
     @property
     def stream(self) -> Stream:
         """What a policy may know of the row."""
-        counts = self.judged, self.accepted, self.requested, self.drafted
-        return Stream(self.behind, *counts, self.response.passes)
+        return Stream(self.behind, self.response.passes)
 
     def advance(self, step: Step, plan: Plan, now: float) -> None:
         """Account for one round of the row."""
@@ -91,11 +84,6 @@ class Row:
         self.length += step.emitted
         if drafts:
             self.draft_read = self.length - 1
-        if drafts and (depth := plan.requested(step)):
-            self.judged = FADE * self.judged + min(step.accepted + 1, depth)
-            self.accepted = FADE * self.accepted + step.accepted
-            self.requested = FADE * self.requested + depth
-            self.drafted = FADE * self.drafted + step.drafted
         response = self.response
         response.drafted += step.drafted
         response.accepted += step.accepted

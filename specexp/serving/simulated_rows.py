@@ -82,9 +82,7 @@ class SimulatedRows:
         rows = sum(g > 0 for g in budget) if self.costs.packs else len(budget)
         self.time += self.costs.catch_up_s(rows * missed)
 
-    def round(
-        self, budget: Sequence[int], longest: int, tree: Tree, reach: tuple[int, ...] = ()
-    ) -> list[Step]:
+    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
         context = window(longest + self.slack, self.slots)
         depths = [min(g, tree.depth) for g in budget]
         drafts = [self._drafted(at, gamma) for at, gamma in enumerate(depths)]

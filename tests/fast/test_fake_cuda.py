@@ -83,7 +83,7 @@ def test_round_with_processed_logits_leaves_the_device(attention, tree):
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_round_of_served_rows_leaves_the_device(kind):
-    """Of rows that have moved, each with a budget and a reach; the drafter catches up with some."""
+    """Of rows that have moved, each with a budget; the drafter catches up with some."""
     [attention, _] = ATTENTION
     tree = TREES["grown" if kind in HEADS else "chain"]
     made = engine(kind, tree, "match", temperature=0.9, dtype=ATTENTION[attention])
@@ -91,8 +91,7 @@ def test_round_of_served_rows_leaves_the_device(kind):
         made.rows.move(0, 1, 8)
         made.rows.leave(0)
         made.rows.clear(0)
-        reach = seqs.length.new_empty(made.drafter.grades)
-        ragged = replace(seqs, budget=torch.empty_like(seqs.length), reach=reach)
+        ragged = replace(seqs, budget=torch.empty_like(seqs.length))
         if not isinstance(made.drafter, ON_HOST):
             made.drafter.catch_up(ragged, 2)
         assert made.round(ragged, tree).is_meta

@@ -108,7 +108,7 @@ def test_plan_pays_for_padding_unless_passes_pack():
         assert table.plan_s([3, 3], 64) == table.round_s(2, 3, 64)
     by_row = np.array([[[1e-3 * g * b] * 2 for g in GAMMAS] for b in BATCHES])
     uneven = replace(packed, draft=by_row)
-    assert uneven.plan_s([3, 1], 64) == pytest.approx(4 * 1e-3 + law.pass_s(6, 1, 64))
+    assert uneven.plan_s([3, 0], 64) == pytest.approx(3 * 1e-3 + law.pass_s(5, 1, 64))
 
 
 def test_free_drafts_reach_the_closed_form():

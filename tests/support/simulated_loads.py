@@ -28,17 +28,15 @@ def seconds(
     return floor + b * (gamma + 1) * token + guess * gamma
 
 
-def table(
-    dear: dict[int, float] | None = None, packs: bool = False, grades: int = 1, **law: float
-) -> Costs:
+def table(dear: dict[int, float] | None = None, packs: bool = False, **law: float) -> Costs:
     """`seconds` as a table; passes of a draft length in `dear` take so many times as long; packs:
-    guesses that are not made cost nothing; grades: so many the drafter tells apart."""
+    guesses that are not made cost nothing."""
     dear = dear or {}
     guess = law.pop("guess", 5e-4)
     verify = [[[seconds(b, g, guess=0, **law) * dear.get(g, 1)] for g in CHAINS] for b in BATCHES]
     draft = [[[guess * g] for g in CHAINS] for _ in BATCHES]
     return Costs(
-        {"passes": "native" if packs else "fused", "grades": grades},
+        {"passes": "native" if packs else "fused"},
         BATCHES, tuple(g + 1 for g in CHAINS), (512,), np.array(verify), CHAINS, np.array(draft),
         (1, 1000), np.array([1e-3, 1e-1]), np.array([1e-4, 1e-2]),
     )  # fmt: skip
@@ -68,8 +66,7 @@ def tuned(costs: Costs, gammas: tuple[int, ...] = GAMMAS, **knobs) -> Goodput:
         return kind(*args, **{name: knobs[name] for name in own})
 
     parts = (
-        part(Acceptance, costs.grades, deepest), part(Prices, costs, deepest),
-        part(Choice, gammas), part(Trials),
+        part(Acceptance, deepest), part(Prices, costs, deepest), part(Choice), part(Trials),
     )  # fmt: skip
     assert used == knobs.keys()
     return Goodput(costs, gammas, *parts)
@@ -78,15 +75,9 @@ def tuned(costs: Costs, gammas: tuple[int, ...] = GAMMAS, **knobs) -> Goodput:
 def informed(kept: list[int], costs: Costs, **knobs) -> Goodput:
     """Goodput that has seen long drafts of which so many tokens were kept, and believes exactly
     that."""
-    believing = {
-        "prior_tokens": 1e-9,
-        "row_weight": 1e-9,
-        "fade": 1.0,
-        "margin": 0.0,
-        "interval": 0,
-    }
+    believing = {"prior_tokens": 1e-9, "fade": 1.0, "margin": 0.0, "interval": 0}
     policy = tuned(costs, **(believing | knobs))
-    deepest = max(policy.choice.gammas)
+    deepest = max(policy.gammas)
     steps = [Step(0, deepest, k, k + 1) for k in kept]
     policy.learn(load(2), Plan(Tree.chain(deepest)), steps, None)
     policy.digest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -43,7 +42,6 @@ def simulate(
     parts = [*accepted.groupby("category"), (None, accepted)]
     by_kind = {kind: (pooled(part).conditional, drafted_share(part)) for kind, part in parts}
     alike = {r.stream: by_kind.get(r.kind, by_kind[None]) for r in offered.requests}
-    costs = replace(costs, about=costs.about | {"grades": 1})  # simulated drafts have no grades
     runs = {}
     for name in names:
         deepest = costs.gammas[-1] if name in (*policies.PRICED, "bandit") else policies.MOST

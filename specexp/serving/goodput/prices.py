@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from specexp.policy import Load, Plan, Stream
+from specexp.policy import Load, Plan
 from specexp.serving.cost_table import CALM
 from specexp.trace import Step
 
@@ -28,10 +29,8 @@ class CostTable(Protocol):
 
     @property
     def packs(self) -> bool: ...
-    @property
-    def grades(self) -> int: ...
     def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
-    def level_s(self, rows: float, depth: int, context: float) -> float: ...
+    def draft_s(self, batch: float, gamma: float, context: float) -> float: ...
     def catch_up_s(self, length: float) -> float: ...
 
 
@@ -52,9 +51,7 @@ class Prices:
     calm: int = CALM  # plain rounds after a draft that are not timed: its weights fill the caches
     memory: float = 64.0  # rounds without a request before the first, or it would seem a flood
 
-    tables: dict[tuple[int, int], tuple[list[list[float]], list[float]]] = field(
-        default_factory=dict, init=False
-    )  # see `table`, by (rows, context)
+    table_s: Callable[[int, int, int, int], float] = field(init=False)
     slowdowns: dict[int, Slowdown] = field(default_factory=dict, init=False)  # by size class
     plainly: int = field(init=False)  # rounds since somebody drafted
     # requests that arrived; all three fade
@@ -64,20 +61,35 @@ class Prices:
 
     def __post_init__(self) -> None:
         self.plainly, self.lasted = self.calm, self.memory
+        self.table_s = lru_cache(4096)(self._table_s)
 
-    def table(self, load: Load) -> tuple[list[list[float]], list[float]]:
-        """`levels` and `verify` of `Forecast`, read from the cost table once for each size: a
-        server's contexts are few."""
-        b, context = self._paid(load), load.context
-        if (b, context) not in self.tables:
-            levels = [
-                [0.0, *(self.costs.level_s(n, d, context) for n in range(1, b + 1))]
-                for d in range(1, self.deepest + 1)
-            ]
-            most = self.deepest * b
-            verify = [self.costs.verify_s(b, 1 + m / b, context) for m in range(most + 1)]
-            self.tables[b, context] = levels, verify
-        return self.tables[b, context]
+    def _table_s(self, rows: int, context: int, gamma: int, drafted: int) -> float:
+        """Seconds of a round by the cost table, in which so many draft tokens are verified."""
+        drafting = self.costs.draft_s(rows, gamma, context) if gamma else 0.0
+        return drafting + self.costs.verify_s(rows, 1 + drafted / rows, context)
+
+    def seconds(
+        self, load: Load, gammas: Sequence[int], filled: float, drafts: bool
+    ) -> list[float]:
+        """[gammas]: expected seconds of a round with that draft length. filled: the share of the
+        draft tokens that will be made, to which passes that leave out padding are linear; drafts:
+        whether rows draft now, so that catching up is no further cost."""
+        rows, slowdown = self._paid(load), self.slowdown(load)
+        start = 0.0
+        if self.arrived:
+            lacked = self.lacked / self.arrived
+            start = self.arrived / self.lasted * self.costs.catch_up_s(lacked)
+        if not drafts:
+            behind = [s.behind for s in load.streams if s and s.behind]
+            start += sum(map(self.costs.catch_up_s, behind)) / self.horizon
+        made = filled if self.costs.packs else 1.0
+        seconds = []
+        for gamma in gammas:
+            least = self.table_s(rows, load.context, gamma, 0)
+            most = self.table_s(rows, load.context, gamma, gamma * rows)
+            took = least + made * (most - least) + (start if gamma else 0.0)
+            seconds.append(slowdown.factor(gamma) * took)
+        return seconds
 
     def slowdown(self, load: Load) -> Slowdown:
         """That of rounds of this size class."""
@@ -92,53 +104,33 @@ class Prices:
                 self.slowdowns[size].mean = [x / 2 for x in min(others)[1]]
         return self.slowdowns[size]
 
-    def start_s(self, rows: Mapping[int, Stream], plan: Plan) -> list[float]:
-        """[rows]: seconds a round that are charged to a row if it drafts, `plan` being in force."""
-        arriving = 0.0
-        if self.arrived:
-            lacked = self.lacked / self.arrived
-            arriving = self.arrived / self.lasted * self.costs.catch_up_s(lacked)
-        behind = [0 if plan.depth(row) else s.behind for row, s in rows.items()]
-        share = arriving / len(rows)
-        return [share + self.costs.catch_up_s(n) / self.horizon if n else share for n in behind]
-
     def learn(self, rounds: Sequence[PastRound]) -> None:
         """Compare the times of rounds with the cost table, and count the requests that arrived."""
         ratios = defaultdict[tuple[int, int], list[float]](list)  # measured over predicted time
         for load, plan, steps, seconds in rounds:
-            depth, behind = plan.tree.depth, 0
-            self.plainly = 0 if depth else self.plainly + 1
+            gamma, behind = plan.tree.depth, 0
+            self.plainly = 0 if gamma else self.plainly + 1
             for row, stream in enumerate(load.streams):
                 if stream and (lacks := stream.behind):
                     if not stream.rounds:
                         self.arrived, self.lacked = self.arrived + 1, self.lacked + lacks
-                    if depth and plan.depth(row):
+                    if plan.depth(row):
                         behind += lacks
-            calm = depth or self.plainly > self.calm
+            calm = gamma or self.plainly > self.calm
             if calm and behind < LONG and seconds is not None:
-                predicted = self._table_s(load, plan, steps)
+                rows = self._paid(load)
+                drafted = sum([s.drafted for s in steps]) if self.costs.packs else gamma * rows
+                predicted = self.table_s(rows, load.context, gamma, drafted)
                 predicted += self.costs.catch_up_s(behind) if behind else 0.0
-                ratios[size_class(self._paid(load)), depth].append(seconds / predicted)
-        for (size, depth), each in ratios.items():
-            self._slowdown(size).observe(depth, median(each), len(each))
+                ratios[size_class(rows), gamma].append(seconds / predicted)
+        for (size, gamma), each in ratios.items():
+            self._slowdown(size).observe(gamma, median(each), len(each))
         self.lasted += len(rounds)
 
     def forget(self, share: float) -> None:
         """Let the counts of requests fade to this share."""
         self.arrived, self.lacked = share * self.arrived, share * self.lacked
         self.lasted *= share
-
-    def _table_s(self, load: Load, plan: Plan, steps: Sequence[Step]) -> float:
-        """Seconds of such a round by the table, catching up apart."""
-        levels, verify = self.table(load)
-        depth, drafted = plan.tree.depth, plan.tree.depth * load.rows
-        counts = [load.rows] * depth
-        if depth and self.costs.packs:
-            depths = [plan.depth(row) for row in decoding(load)]
-            counts = [len([g for g in depths if g > d]) for d in range(depth)]
-            drafted = sum(step.drafted for step in steps)
-        drafting = sum([level[n] for level, n in zip(levels, counts, strict=False)])
-        return drafting + verify[drafted]
 
     def _paid(self, load: Load) -> int:
         """Rows that a pass is paid for."""
@@ -149,12 +141,6 @@ def size_class(rows: int) -> int:
     """0, 1, 2, 3, ... for 1, 2, 3-4, 5-8, ... rows: the table errs in another way about one row
     than about eight."""
     return (rows - 1).bit_length()
-
-
-def decoding(load: Load) -> dict[int, Stream]:
-    """The rows being decoded; where nothing is known of rows, all of them, alike."""
-    streams = load.streams or (Stream(),) * load.rows
-    return {row: stream for row, stream in enumerate(streams) if stream}
 
 
 class Slowdown:

@@ -1,7 +1,8 @@
-"""Exploration: now and then a few rounds go to a plan that is not the best by what is known.
+"""Exploration: now and then a few rounds go to a draft length that is not the best by what is
+known.
 
-Every `gap` rounds, `trial` rounds go to the plan that would be best if its time, and, where nobody
-drafts, acceptance too, were a standard error better than it seems (optimism in the face of
+Every `gap` rounds, `trial` rounds go to the length that would be best if its time, and, where
+nobody drafts, acceptance too, were a standard error better than it seems (optimism in the face of
 uncertainty: Auer et al. 2002, Machine Learning 47): both may have changed since they were last
 seen. The gap doubles from `first_gap` up to `longest_gap`; while somebody drafts it is shorter
 where trials seem to cost less than `trial_share` of the time.
@@ -13,10 +14,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specexp.policy import Plan, Stream
 from specexp.serving.cost_table import CALM
-from specexp.serving.goodput.forecast import Forecast, budgeted
-from specexp.serving.goodput.prices import CostTable
+from specexp.serving.goodput.prices import Slowdown
 
 
 @dataclass
@@ -38,37 +37,25 @@ class Trials:
         self.gap = self.first_gap
         self.due = min(self.due, now + self.first_gap)
 
-    def best(self, forecast: Forecast, rates: Mapping[Plan, float], settled: Plan) -> Plan:
-        """The best plan if all but the settled one are a standard error faster than predicted."""
+    def best(self, rates: Mapping[int, float], slowdown: Slowdown, settled: int) -> int:
+        """The best draft length if all but the settled one are a standard error faster than
+        predicted."""
 
-        def bound(plan: Plan) -> float:
-            variance = forecast.slowdown.variance(plan.tree.depth) if plan != settled else 0.0
-            return rates[plan] * math.exp(math.sqrt(variance))
+        def bound(gamma: int) -> float:
+            variance = slowdown.variance(gamma) if gamma != settled else 0.0
+            return rates[gamma] * math.exp(math.sqrt(variance))
 
         return max(rates, key=bound)
-
-    def narrowed(
-        self, plan: Plan, rows: Mapping[int, Stream], costs: CostTable, plain_rate: float
-    ) -> Plan:
-        """The plan for only that row of it whose drafter lacks least, where to catch up all of them
-        takes longer than a trial."""
-        if not plan.budget:
-            return plan
-        behind = {row: s.behind for row, s in rows.items() if plan.budget[row]}
-        if sum(costs.catch_up_s(n) for n in behind.values() if n) <= self.trial / plain_rate:
-            return plan
-        least = min(behind, key=behind.__getitem__)
-        return budgeted(tuple(d * (row == least) for row, d in enumerate(plan.budget)))
 
     def next(self, now: int) -> None:
         """Set when the next trial is due after one in round `now`."""
         self.gap = min(2 * self.gap, self.longest_gap)
         self.due = now + self.gap
 
-    def begin(self, now: int, plan: Plan, loss: float | None) -> int:
-        """Rounds that the trial of this plan lasts. loss: the share of their time that it seems to
-        cost, if the next trial may come the sooner for that."""
-        lasts = self.trial + (0 if plan.tree.depth else self.calm)
+    def begin(self, now: int, gamma: int, loss: float | None) -> int:
+        """Rounds that the trial of this draft length lasts. loss: the share of their time that it
+        seems to cost, if the next trial may come the sooner for that."""
+        lasts = self.trial + (0 if gamma else self.calm)
         if loss is not None:
             self.gap = max(self.first_gap, min(self.gap, int(lasts * loss / self.trial_share)))
             self.due = now + self.gap
