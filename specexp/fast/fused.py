@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+import transformers  # imports a class when it is named: model classes take a second
 from torch import Tensor, nn
 
 from specexp.errors import first_line, ran_out
@@ -293,9 +294,7 @@ class Fused:
 def network(module: Any, name: str, vocab: int) -> Network:
     """The module's fused passes, compiled if they can be; none after a warning that says why. All
     LMs of one module and vocabulary share them."""
-    from transformers import PreTrainedModel  # a second of imports, when a module is there
-
-    if not isinstance(module, PreTrainedModel):
+    if not isinstance(module, transformers.PreTrainedModel):
         return NotImplemented
     networks = _FUSED.setdefault(module, {})
     key = vocab, build.off()

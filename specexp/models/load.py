@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+import transformers  # imports a class when it is named: model classes take a second
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import safe_open
 from transformers import (
@@ -132,11 +133,8 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
             f"{name} ({config.model_type}) keeps its layers' states where they cannot be taken "
             "back: choose another model"
         )
-    if isinstance(lm.net, Unfused):
-        from transformers import PreTrainedModel  # a second of imports, when a module is there
-
-        if isinstance(module, PreTrainedModel):
-            probe(lm.apart())
+    if isinstance(lm.net, Unfused) and isinstance(module, transformers.PreTrainedModel):
+        probe(lm.apart())
     return lm
 
 
