@@ -177,8 +177,7 @@ def _refusal(name: str, config: Any) -> str:
 
 
 def _probe_length(lm: LM) -> int:
-    """The tokens of the longer prefix: past every limit that lies below the context, if they can be
-    read in seconds."""
+    """The tokens of the longer prefix: past all limits below the context, if read in seconds."""
     fields = lm.config.to_dict().items() if hasattr(lm.config, "to_dict") else ()
     sizes = {k: v for k, v in fields if LIMITS.search(k) and type(v) is int}
     below = {k: v for k, v in sizes.items() if 6 <= v < lm.context - 3 * len(TREE)}
