@@ -149,14 +149,14 @@ def gpu() -> str:
     one, speedup = passes["8B: 1 x 1 tokens, 256 slots"], judged["speedup"]
     steps = verifying().set_index(["arm", "batch"])["steps"]
     return (
-        "On the H100 (bfloat16, random weights of Llama 3's shape, "
-        f"{judged['gamma']} draft tokens) the prediction was {speedup['from_passes']:.2f}x. "
+        f"On the H100 (bfloat16, random weights, {judged['gamma']} draft tokens) "
+        f"{speedup['from_passes']:.2f}x was predicted. "
         f"A token takes {one['ms']:.1f} ms, "
-        f"{one['of_copy']['value']:.0%} of a copy's bandwidth; a pass over six takes "
+        f"{one['of_copy']['value']:.0%} of a copy's bandwidth; six take "
         f"{steps['H100, 8B shape, 256 slots', 1]:.2f} of that at batch 1 and "
         f"{steps['H100, 8B shape, 256 slots', 32]:.2f} at batch 32, on the CPU "
         f"{steps['CPU, target-10m, 256 slots', 1]:.2f} and "
-        f"{steps['CPU, target-10m, 256 slots', 32]:.2f} ([all](data/measurements/README.md)). "
+        f"{steps['CPU, target-10m, 256 slots', 32]:.2f}. "
     ).replace("%", " %")
 
 
