@@ -100,9 +100,8 @@ def under_load() -> str:
     return (
         f"Under load the draft model's gain turns into a loss: one draft token costs "
         f"{lost.min():.0%} to {lost.max():.0%} with {lost.index.min()} to {lost.index.max()} "
-        "streams. The load-aware policy (then by row) stayed within "
-        f"{aware['regret'].max():.1%} of the best fixed choice "
-        "([all](data/measurements/load_aware.json)). ".replace("%", " %")
+        "streams ([all](data/measurements/load_aware.json)). The load-aware policy (then by row) "
+        f"stayed within {aware['regret'].max():.1%} of the best fixed choice. ".replace("%", " %")
     )
 
 
