@@ -134,8 +134,6 @@ class _Drafter(_Checked):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         draft: Draft = self.own.propose(seqs, tree, rng)
         _refuse(f"drafter {self.name}", _faults_of_draft(draft, seqs, tree, self.vocab))
-        if self.grades > 1:
-            _refuse(f"drafter {self.name}", _faults_of_grade(draft, self.grades))
         return draft
 
 
@@ -204,15 +202,6 @@ def _faults_of_q(draft: Draft, shape: tuple[int, int, int]) -> Iterator[str]:
             f"returned a q that sums to {worst:.4g}: it must be the distribution from which a "
             "node's children were drawn, with sum 1 (q=None: they were chosen)"
         )
-
-
-def _faults_of_grade(draft: Draft, grades: int) -> Iterator[str]:
-    grade = draft.grade
-    if grade is None or grade.shape != draft.tokens.shape[:1] or grade.dtype != torch.int64:
-        yield f"has {grades} grades and gave none: return seqs.draft(..., grade=[B] int64)"
-    assert grade is not None
-    if int(grade.min()) < 0 or int(grade.max()) >= grades:
-        yield f"gave grade {int(grade.max())}: with grades = {grades} use 0 to {grades - 1}"
 
 
 def _faults_of_verdict(verdict: Any, draft: Draft, V: int) -> Iterator[str]:

@@ -121,7 +121,7 @@ class Engine:
             note_emptied(self.target.fault[seqs.rows], seen.logits, verdict, counts[:, 1:2])
         drafted = draft.tokens.shape[1] > 1
         faults = [lm.fault[seqs.rows] for lm in (self.models if drafted else (self.target,))]
-        return round_report(counts, draft.tokens, faults, draft.grade if drafted else None)
+        return round_report(counts, draft.tokens, faults)
 
     def law(self, seen: Forward) -> Tensor:
         """What the rule reads of a pass: distributions, or logits if their argmax is enough."""
@@ -164,7 +164,7 @@ class Engine:
 
     def steps(self, rows: list[list[int]]) -> list[Step]:
         """The live rows of a report."""
-        return steps(rows, [lm.why for lm in self.models], self.drafter.grades > 1)
+        return steps(rows, [lm.why for lm in self.models])
 
     @torch.inference_mode()
     def begin(self, batch: Sequences) -> Sequences:

@@ -30,7 +30,7 @@ class Draft:
 
     `q[:, i]` [B, N, V]: the distribution from which the children of node i were drawn, without
     replacement in sibling order; None: they were chosen, not drawn. `text`: the sequences it
-    continues. `grade` [B] int64: the drafter's confidence in each row, 0..`Drafter.grades` - 1.
+    continues.
     `memo`: what the drafter wants back in `observe`: a tensor, or a tuple of tensors.
     """
 
@@ -38,7 +38,6 @@ class Draft:
     nodes: Nodes
     text: Sequences
     q: Tensor | None = None
-    grade: Tensor | None = None
     memo: Any = None
 
     @property
@@ -215,11 +214,10 @@ class Sequences:
         nodes: Nodes,
         drafted: Tensor | None = None,
         q: Tensor | None = None,
-        grade: Tensor | None = None,
     ) -> Draft:
         """A draft over `nodes` with draft tokens `drafted` [B, N-1]; None: the root alone."""
         tokens = self.root if drafted is None else torch.cat([self.root, drafted], 1)
-        return Draft(tokens, nodes, self, q, grade)
+        return Draft(tokens, nodes, self, q)
 
     def keys(self, depth: Tensor) -> Tensor:
         """[B, n] noise addresses of the tokens that follow nodes at `depth` [b, n]."""

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 class Step(NamedTuple):
     """One live row in one round. `draft`: its draft tokens in node order, -1 for none; `done`: this
-    was the row's last round; `broken`: what was wrong with a model's logits, if anything; `grade`:
-    the drafter's confidence (`Draft.grade`)."""
+    was the row's last round; `broken`: what was wrong with a model's logits, if anything."""
 
     row: int
     drafted: int
@@ -26,7 +25,6 @@ class Step(NamedTuple):
     draft: tuple[int, ...] = ()
     done: bool = False
     broken: str | None = None
-    grade: int = 0
 
 
 class Round(NamedTuple):

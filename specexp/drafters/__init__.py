@@ -63,7 +63,6 @@ class Drafter(ABC):
         on_host: It reads tensor values or decides shapes on the host, so its rounds cannot be
             recorded as graphs.
         shaped_by: Host numbers, besides the tree, that determine which operations it runs.
-        grades: How many confidence levels it reports (`Draft.grade`); 1 means that it reports none.
     """
 
     name: str
@@ -73,7 +72,6 @@ class Drafter(ABC):
     reads: bool = False
     context: int = 1 << 30
     on_host: bool = False
-    grades: int = 1
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

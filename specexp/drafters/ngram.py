@@ -3,7 +3,7 @@
 (Saxena 2023, prompt lookup decoding; Yang et al. 2023, LLMA.) Searches the whole row for the
 longest match with its last tokens, up to `n` of them, and proposes what followed the most recent
 one. It has no weights and no state; the search is vectorised over the batch and needs no host
-round trip. Longer matches are accepted more often, so the length of the match is the draft's grade.
+round trip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NGram(Drafter):
 
     def __init__(self, n: int = 3, vocab: int = 1 << 62) -> None:
         """vocab: ids from there on may occur in a prompt but are never drafted."""
-        self.n, self.grades, self.vocab = n, n + 1, vocab
+        self.n, self.vocab = n, vocab
 
     @op
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -43,7 +43,7 @@ class NGram(Drafter):
         at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where nothing was found, `end` is arbitrary
         token = seqs.tokens.gather(1, at)
         drafted = torch.where(matched & (token < self.vocab), token, -1)
-        return seqs.draft(nodes, drafted, grade=agrees[:, 0])
+        return seqs.draft(nodes, drafted)
 
     def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
         """Where the `count` best earlier matches end, longest first, then latest, and how many

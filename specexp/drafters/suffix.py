@@ -4,8 +4,7 @@
 match vote for each next token. A draft continues while its estimated probability, the product of
 the winners' vote shares, is at least `least`, and for at most `stretch` times the length of the
 match. A suffix automaton would find the same places; comparing the whole row at once keeps the
-search on the device. The length of the match is the draft's grade, up to `SURE` tokens: longer
-matches predict acceptance no better.
+search on the device.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
-SURE = 4
-
 
 class Suffix(Drafter):
     name = "suffix"
@@ -29,7 +26,6 @@ class Suffix(Drafter):
         self, vocab: int, longest: int = 16, least: float = 0.2, stretch: float = 3.0
     ) -> None:
         self.vocab, self.longest, self.least, self.stretch = vocab, longest, least, stretch
-        self.grades = min(longest, SURE) + 1
 
     @op
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -66,7 +62,7 @@ class Suffix(Drafter):
                 agree.append(agree[parent] & (follows == token) & likely)
                 confidence.append(probability)
                 drafted.append(torch.where(likely, token, -1))
-        return seqs.draft(nodes, torch.cat(drafted, 1), grade=most[:, 0].clamp(max=SURE))
+        return seqs.draft(nodes, torch.cat(drafted, 1))
 
     def _agreed(self, seqs: Sequences) -> Tensor:
         """[B, S]: the length of the match that ends at each place, up to `longest`."""

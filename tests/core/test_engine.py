@@ -2,7 +2,6 @@
 
 import copy
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -367,26 +366,6 @@ def test_non_finite_logits_stop_the_run_and_name_the_model(culprit, value):
     with pytest.raises(NonFiniteLogits, match=rf"{culprit} .* row 1"):
         made.generate([[1, 2], [3, 31]], 4)
     assert made.generate([[1, 2, 3]], 1).tokens[0] != []
-
-
-class Graded(DraftModel):
-    """Says of every draft, even of the root alone, that it is of grade 1."""
-
-    grades = 2
-
-    def propose(self, seqs, tree, rng):
-        return replace(super().propose(seqs, tree, rng), grade=torch.ones_like(seqs.length))
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_grade_of_a_draft_does_not_mark_a_row_broken(compiled, monkeypatch):
-    monkeypatch.setattr(ops, "fast", lambda: compiled)
-    made = engine("model", "chain")
-    made.drafter.__class__ = Graded
-    made.policy = Alternating((0, 3))
-    steps = made.generate(PROMPTS, NEW).trace.steps()
-    assert {(bool(step.draft), step.grade) for step in steps} == {(False, 0), (True, 1)}
-    assert not any(step.broken for step in steps)
 
 
 def test_padding_of_a_vocabulary_is_never_emitted():

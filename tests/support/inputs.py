@@ -244,8 +244,7 @@ def round_report(dice: Dice) -> Case:
     B, N = dice.randint(1, 4), dice.randint(1, 5)
     fault = torch.where(dice.uniform_(3, B + 2) < 0.3, torch.nan, 0.0)
     faults = [row[1 : B + 1] for row in fault[: dice.randint(1, 3)]]
-    grade = dice.choice([None, dice.whole(0, 3, B)])
-    return Case((dice.whole(0, 9, B, 3), dice.whole(-1, 9, B, N), faults, grade))
+    return Case((dice.whole(0, 9, B, 3), dice.whole(-1, 9, B, N), faults))
 
 
 # --- rules.py -------------------------------------------------------------------------------------

@@ -188,16 +188,12 @@ def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
 
 
 @compiled(report.round_report)
-def round_report(
-    counts: Tensor, tokens: Tensor, faults: Sequence[Tensor], grade: Tensor | None
-) -> Tensor:
-    grades = [] if grade is None else [grade]
-    if not integers(counts, tokens, *grades) or not floats(*faults):
+def round_report(counts: Tensor, tokens: Tensor, faults: Sequence[Tensor]) -> Tensor:
+    if not integers(counts, tokens) or not floats(*faults):
         return NotImplemented
-    (B, N), F, G = tokens.shape, len(faults), len(grades)
-    table = torch.empty(B, 3 + F + N - 1 + G, dtype=torch.int64)
-    more = build.addresses(faults), build.addresses(grades)
-    build.functions().report(B, N, F, G, counts, tokens, table, *more)
+    (B, N), F = tokens.shape, len(faults)
+    table = torch.empty(B, 3 + F + N - 1, dtype=torch.int64)
+    build.functions().report(B, N, F, counts, tokens, table, build.addresses(faults))
     return table
 
 
@@ -261,11 +257,11 @@ def lookup(self: ngram.NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         return NotImplemented
     device = seqs.device
     nodes, (leaves, branch) = tree.nodes(device), ngram.first_leaf(tree, device)
-    tokens, grade = _draft(seqs, tree)
+    tokens = torch.empty(len(seqs.length), len(tree), dtype=torch.int64)
     shape = *tokens.shape, self.n, leaves, self.vocab, seqs.tokens.stride(0)
     arguments = branch, nodes.depth, seqs.length, seqs.tokens
-    build.functions().lookup(*shape, *arguments, tokens, grade)
-    return Draft(tokens, nodes, seqs, grade=grade)
+    build.functions().lookup(*shape, *arguments, tokens)
+    return Draft(tokens, nodes, seqs)
 
 
 @compiled(suffix.Suffix.propose)
@@ -273,19 +269,12 @@ def vote(self: suffix.Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     if len(tree) == 1 or not integers(seqs.length) or not by_rows(seqs.tokens):
         return NotImplemented
     nodes = tree.nodes(seqs.device)
-    tokens, grade = _draft(seqs, tree)
-    shape = *tokens.shape, self.longest, suffix.SURE, self.vocab, seqs.tokens.stride(0)
+    tokens = torch.empty(len(seqs.length), len(tree), dtype=torch.int64)
+    shape = *tokens.shape, self.longest, self.vocab, seqs.tokens.stride(0)
     limits = float(self.least), float(self.stretch)
     arguments = nodes.parents, nodes.depth, seqs.length, seqs.tokens
-    build.functions().vote(*shape, *limits, *arguments, tokens, grade)
-    return Draft(tokens, nodes, seqs, grade=grade)
-
-
-def _draft(seqs: Sequences, tree: Tree) -> tuple[Tensor, Tensor]:
-    """Room for tokens [B, N] and grade [B]."""
-    B = len(seqs.length)
-    tokens = torch.empty(B, len(tree), dtype=torch.int64)
-    return tokens, torch.empty(B, dtype=torch.int64)
+    build.functions().vote(*shape, *limits, *arguments, tokens)
+    return Draft(tokens, nodes, seqs)
 
 
 @compiled(recycle.Table.read)

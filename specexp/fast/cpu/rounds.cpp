@@ -58,15 +58,13 @@ static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, c
     }
 }
 
-// Columns: counts [rows, 3], one per model's `faults`, the draft tokens, then `others`.
-static void report(int64_t rows, int64_t nodes, int64_t models, int64_t more,
-            const int64_t *counts, const int64_t *tokens, int64_t *out, const float *const *faults,
-            const int64_t *const *others) {
+// Columns: counts [rows, 3], one per model's `faults`, then the draft tokens.
+static void report(int64_t rows, int64_t nodes, int64_t models, const int64_t *counts,
+                   const int64_t *tokens, int64_t *out, const float *const *faults) {
     for (int64_t row = 0; row < rows; row++) {
         out = std::copy_n(counts + row * 3, 3, out);
         for (int64_t i = 0; i < models; i++) *out++ = faults[i][row] != 0;
         out = std::copy_n(tokens + row * nodes + 1, nodes - 1, out);
-        for (int64_t i = 0; i < more; i++) *out++ = others[i][row];
     }
 }
 
@@ -81,7 +79,7 @@ static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t 
 // (drafters/ngram.py). branch: for each draft token, which match it follows.
 static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t vocab,
             int64_t stride, const int64_t *branch, const int64_t *depth, const int64_t *length,
-            const int64_t *tokens, int64_t *out, int64_t *grade) {
+            const int64_t *tokens, int64_t *out) {
     struct End { int64_t agrees, at; };
     const auto better = [](End a, End b) {
         return a.agrees > b.agrees || (a.agrees == b.agrees && a.at > b.at);
@@ -96,7 +94,6 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
             std::inplace_merge(best.begin(), best.end() - 1, best.end(), better);
         }
         out[0] = tokens[last];
-        *grade++ = best[0].agrees;
         for (int64_t i = 1; i < nodes; i++) {
             const End end = best[branch[i - 1]]; // past the sequence's end, the copy repeats itself
             out[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
@@ -108,10 +105,9 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
 // Drafts what most often followed the longest earlier matches of a sequence's last tokens
 // (drafters/suffix.py). Every match votes for the token that followed it, as long as the draft
 // tokens so far agree with it: the voters of a node are adjacent, and are divided among its children.
-static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int64_t vocab,
+static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab,
                  int64_t stride, float least, float stretch, const int64_t *parents,
-                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *out,
-                 int64_t *grade) {
+                 const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *out) {
     struct Voter { int64_t says, end; };
     struct Party { int64_t from, to; float trust; };
     for (; rows--; tokens += stride, out += nodes) {
@@ -129,7 +125,6 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t sure, int
         };
         std::vector<Party> of(nodes);
         of[0] = {0, (int64_t)voters.size(), 1.0f};
-        *grade++ = voters.empty() ? 0 : std::min(most, sure);
         out[0] = tokens[last];
         for (int64_t parent = 0, i = 1; i < nodes; parent++) {
             const Party all = of[parent];

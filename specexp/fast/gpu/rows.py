@@ -116,7 +116,7 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
 
 @triton.jit
 def look_up(
-    text, length, depth, branch, out, grade, text_b, S, vocab, N: tl.constexpr, WIDE: tl.constexpr,
+    text, length, depth, branch, out, text_b, S, vocab, N: tl.constexpr, WIDE: tl.constexpr,
     LEAVES: tl.constexpr, MATCH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """See NGram.propose: leaf by leaf the best occurrence below the one before."""
@@ -140,13 +140,11 @@ def look_up(
             score = tl.where(matched > 0, matched * S + end, -1)
             best = tl.maximum(best, tl.max(tl.where(score < below, score, -1), 0))
         below = best
-        agrees, end = tl.maximum(best, 0) // S, tl.maximum(best, 0) % S
+        end = tl.maximum(best, 0) % S
         at = end + 1 + (step - 1) % tl.maximum(last - end, 1)
         at = tl.minimum(tl.maximum(at, 0), S - 1)
         token = tl.load(text + at, (mine == leaf) & (best >= 0), other=-1)
         tl.store(out + row * N + node, tl.where(token < vocab, token, -1), mine == leaf)
-        if leaf == 0:
-            tl.store(grade + row, agrees.to(tl.int64))
 
 
 def look(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -157,12 +155,12 @@ def look(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     nodes, (leaves, branch) = tree.nodes(text.device), first_leaf(tree, text.device)
     if leaves > S or (self.n + 1) * S >= 1 << 31:
         return NotImplemented
-    tokens, grade = text.new_empty(B, N), text.new_empty(B)
+    tokens = text.new_empty(B, N)
     look_up[B,](
-        text, seqs.length, nodes.depth, branch, tokens, grade, text.stride(0), S, self.vocab, N=N,
+        text, seqs.length, nodes.depth, branch, tokens, text.stride(0), S, self.vocab, N=N,
         WIDE=triton.next_power_of_2(N), LEAVES=leaves, MATCH=self.n, AT_ONCE=AT_ONCE,
     )  # fmt: skip
-    return Draft(tokens, nodes, seqs, None, grade)
+    return Draft(tokens, nodes, seqs)
 
 
 @triton.jit
