@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import nbformat
@@ -188,6 +189,21 @@ class _Client(PapermillNotebookClient):
     def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
         self._tell(cell_index)
         return super().execute_cell(cell, cell_index, *args, **kwargs)
+
+    def start_new_kernel_client(self) -> Any:
+        """Replies are waited for a second at a time: one that comes while a widget's output is sent
+        through the same socket may wake nobody, and its cell would never end."""
+        client = super().start_new_kernel_client()
+        get_msg = client.shell_channel.get_msg
+
+        async def patient(timeout: float | None = None) -> Any:
+            while timeout is None:
+                with contextlib.suppress(Empty):
+                    return await get_msg(timeout=1)
+            return await get_msg(timeout=timeout)
+
+        client.shell_channel.get_msg = patient
+        return client
 
     def _tell(self, cell_index: int, message: str = "") -> None:
         self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}  {message[:80]}")

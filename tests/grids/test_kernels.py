@@ -1,5 +1,6 @@
 """Kernels: they start from the same state, are isolated, and leave no process behind."""
 
+import asyncio
 import gc
 import json
 import os
@@ -12,6 +13,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
 
 import nbformat
 import papermill
@@ -20,9 +23,11 @@ import pytest
 import torch
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from papermill.clientwrap import PapermillNotebookClient
 from support.processes import alive, until
 
 from specexp.grids import kernels, notebooks
+from specexp.grids.execute import _Client
 
 MODULES = ("numpy", "torch", "matplotlib.pyplot", "specexp.api")
 ROOT = Path(__file__).resolve().parents[2]
@@ -475,6 +480,7 @@ import os, sys
 from pathlib import Path
 import nbclient, nbformat
 from specexp.grids import kernels, notebooks
+from specexp.grids.execute import _Client
 
 folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
 warm = {"target": str(folder / "loading"), "device": "cpu"} if state == "loading" else None
@@ -526,3 +532,22 @@ def test_kernels_are_forked_only_on_linux(monkeypatch):
         patch.setattr(sys, "platform", "darwin")
         assert kernels.Kernels().how == "plain kernels (no safe fork on darwin)"
     assert kernels.Kernels(forked=False).how == "plain kernels (as requested)"
+
+
+def test_reply_whose_arrival_woke_nobody_ends_a_cell(monkeypatch):
+    """The socket was being written to when it came."""
+    asked = []
+
+    async def get_msg(timeout=None):
+        asked.append(timeout)
+        if timeout is None:
+            await asyncio.Event().wait()  # for good
+        if len(asked) < 3:
+            raise Empty
+        return "the reply"
+
+    client = SimpleNamespace(shell_channel=SimpleNamespace(get_msg=get_msg))
+    monkeypatch.setattr(PapermillNotebookClient, "start_new_kernel_client", lambda self: client)
+    notebook = SimpleNamespace(nb=nbformat.v4.new_notebook())
+    _Client(notebook, log_file=None, watch=print).start_new_kernel_client()
+    assert asyncio.run(asyncio.wait_for(client.shell_channel.get_msg(), 600)) == "the reply"
