@@ -24,6 +24,7 @@ from specexp import ops
 from specexp.engine import Engine, judged
 from specexp.fast import fused
 from specexp.fast.fused import Fused
+from specexp.models import heads
 from specexp.models.lm import Forward
 from specexp.models.load import of_module
 from specexp.rules import Block, Match, Reject
@@ -109,6 +110,16 @@ def test_weights_that_are_nan_draw_a_token_outside_the_vocabulary():
             drawn.append(judged(draft, Forward(p), made).new)
     for tokens in drawn:
         assert ((tokens >= 0) & (tokens < V)).all()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("learns", [0, 1])
+def test_product_that_is_trained_through_has_no_gradient(learns):
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    (x, weight)[learns].requires_grad_()
+    with interpreted():
+        heads.product(x, weight, None).sum().backward()
+    assert (x, weight)[learns].grad.abs().sum() > 0
 
 
 class Largest(TorchDispatchMode):

@@ -64,7 +64,10 @@ def tile(x: Tensor) -> dict[str, Any]:
 
 
 def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether x [n, depth] waits for the weights alone; of more rows torch's product is faster."""
+    """Whether x [n, depth] waits for the weights alone; of more rows torch's product is faster, and
+    these kernels have no gradient."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous()
     if not plain or x.dim() != 2 or not 0 < len(x) <= FEW or x.stride(1) != 1:
         return False
