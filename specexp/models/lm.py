@@ -8,13 +8,14 @@ are not. A faster network may take the place of the module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from inspect import signature
+from inspect import getmodule, signature
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specexp.errors import UserError
 from specexp.models import memory
@@ -22,7 +23,15 @@ from specexp.models.cache import SlotCache
 from specexp.models.layers import layers
 from specexp.models.memory import PREFILL
 from specexp.models.processors import unprocessed
-from specexp.models.recurrent import States, Stepwise, examine, spans, state_bytes, stepwise
+from specexp.models.recurrent import (
+    States,
+    Stepwise,
+    examine,
+    spans,
+    state_bytes,
+    stepwise,
+    twin,
+)
 from specexp.models.servable import reach
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict
@@ -78,7 +87,7 @@ class Unfused:
     def of(cls, module: Any) -> Unfused:
         whole, parts = stepwise(module)
         if not parts:
-            return cls(module)
+            return cls(biased_by_position(module))
         net = cls(whole, parts, "cache_params" not in signature(whole.forward).parameters)
         if not parts[-1].states:
             cache = SlotCache(module.config.get_text_config().num_hidden_layers, 1, 8)
@@ -102,6 +111,60 @@ class Unfused:
         )  # fmt: skip
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
+
+
+class EachRow:
+    """A bias [b, H, n, S] where MPT's attention takes one for all rows, [H, n, S]."""
+
+    def __init__(self, bias: Tensor) -> None:
+        self.bias, self.shape = bias, bias.shape[1:]
+        self.size = self.shape.__getitem__
+
+    def __getitem__(self, part: Any) -> EachRow:
+        return self
+
+    def __radd__(self, scores: Tensor) -> Tensor:
+        return scores + self.bias
+
+
+def biased_by_position(module: Any) -> Any:
+    """A twin of an LM with ALiBi whose biases go by the place of a key among those that a token
+    sees: its position, which is not its slot in a tree. Another LM: itself."""
+    library: Any = getmodule(type(module))
+    mpt = hasattr(library, "build_mpt_alibi_tensor")
+    if not mpt and not (
+        hasattr(library, "build_alibi_tensor") and getattr(module.config, "alibi", True)
+    ):
+        return module
+    whole = twin(module)
+    blocks: dict[str, Any] = {}  # what they take in this pass
+
+    def enter(base: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        mask = inputs["attention_mask"]  # [b, 1, n, S]
+        b, S = len(mask), mask.shape[-1]
+        H, every = base.num_heads, mask.new_ones(b, S, dtype=torch.int64)
+        place = (mask == 0).cumsum(-1)[:, 0] - 1
+        if mpt:
+            table = library.build_mpt_alibi_tensor(H, S, device=mask.device)
+        else:
+            table = library.build_alibi_tensor(every[:1], H, mask.dtype)
+        bias = table[:, 0, place].transpose(0, 1)  # [b, H, n, S]
+        if mpt:
+            blocks.update(position_bias=EachRow(bias), attention_mask=mask.bool())
+        elif hasattr(base, "use_alibi"):  # Falcon, which adds them to the scores already divided
+            blocks.update(attention_mask=mask + bias / math.sqrt(base.embed_dim // H))
+        else:
+            blocks.update(alibi=bias.flatten(0, 1), attention_mask=mask)
+        return args, inputs | {"attention_mask": every}
+
+    def within(block: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        return args, inputs | blocks
+
+    whole.base_model.register_forward_pre_hook(enter, with_kwargs=True)
+    whole.base_model.register_forward_hook(lambda *_: blocks.clear())
+    for block in next(m for m in whole.base_model.children() if isinstance(m, nn.ModuleList)):
+        block.register_forward_pre_hook(within, with_kwargs=True)
+    return whole
 
 
 @op

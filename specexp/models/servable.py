@@ -15,7 +15,6 @@ CONTEXTS = ("max_position_embeddings", "max_seq_len")
 ORIGINAL = "original_max_position_embeddings"
 READ = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 READ |= {"moe", "mlp"}  # the kinds of layers served; these two have no attention
-ALIBI = {"bloom", "mpt"}  # always use ALiBi; Falcon's configs say whether they do
 
 MOST_LAYERS = 4096
 SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"}
@@ -99,8 +98,7 @@ def context(config: Any) -> str:
 
 
 def servable(config: Any, name: str) -> None:
-    """Refuse, by its config alone, a model whose state cannot be rolled back, or whose attention
-    depends on distances in slots."""
+    """Refuse, by its config alone, a model whose state cannot be rolled back."""
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder; use a decoder-only causal LM")
     if not hasattr(config, "num_hidden_layers"):
@@ -116,8 +114,3 @@ def servable(config: Any, name: str) -> None:
         )
     if not hasattr(config, "num_attention_heads") and not any(x.has_state for x in here):
         raise UserError(f"{name} ({config.model_type}) has no attention cache to roll back")
-    if config.model_type in ALIBI or getattr(config, "alibi", False):
-        raise UserError(
-            f"{name} has ALiBi in place of positions, which is wrong for drafts that branch: "
-            "choose a model without it"
-        )

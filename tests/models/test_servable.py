@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import (
-    BloomConfig,
-    FalconConfig,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     GPTNeoConfig,
@@ -50,9 +48,6 @@ def test_reach_reads_every_context_field():
     [
         (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "local_attention"),
         (T5Config(), "encoder-decoder"),
-        (MptConfig(), "ALiBi"),
-        (BloomConfig(), "ALiBi"),
-        (FalconConfig(alibi=True), "ALiBi"),
     ],
     ids=lambda x: getattr(x, "model_type", ""),
 )
