@@ -151,11 +151,9 @@ def break_even_batches(costs: Costs, samples: pd.DataFrame, context: float) -> p
     rows = []
     for gamma in range(1, costs.gammas[-1] + 1):
         tokens = tokens_of_round(samples, gamma)
-        batch, low, high = (break_even_batch(costs, gamma, t, context) for t in tokens[:3])
-        rows.append(
-            {"gamma": gamma, "tokens": tokens.value, "batch": batch, "low": low, "high": high}
-        )
-    return pd.DataFrame(rows)
+        ends = (break_even_batch(costs, gamma, t, context) for t in tokens[:3])
+        rows.append((gamma, tokens.value, *ends))
+    return pd.DataFrame(rows, columns=["gamma", "tokens", "batch", "low", "high"])
 
 
 def break_even_alpha(costs: Costs, batch: float, gamma: int, context: float) -> float:
@@ -169,22 +167,15 @@ def break_even_alpha(costs: Costs, batch: float, gamma: int, context: float) -> 
 
 
 def sweep(
-    pairing: Pairing,
-    prompts: Sequence[Prompt],
-    batches: Sequence[int],
-    gammas: Sequence[int],
-    max_new_tokens: int,
-    repeats: int = 2,
-) -> pd.DataFrame:
+    pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], gammas: Sequence[int],
+    max_new_tokens: int, repeats: int = 2,
+) -> pd.DataFrame:  # fmt: skip
     """`one_pairing.throughput` at every draft length, with the same columns; as in the cost table,
     `context` includes the slots of the longest draft."""
     arms = [pairing.with_(gamma=gamma, tree="chain") for gamma in gammas]
-    samples = pd.concat(
-        [one_pairing.throughput(arm, prompts, batches, max_new_tokens, repeats) for arm in arms],
-        ignore_index=True,
-    )
-    samples["context"] += max(gammas) + 1
-    return samples
+    parts = [one_pairing.throughput(a, prompts, batches, max_new_tokens, repeats) for a in arms]
+    samples = pd.concat(parts, ignore_index=True)
+    return samples.assign(context=samples["context"] + max(gammas) + 1)
 
 
 def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
@@ -201,7 +192,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
         own = summaries.pooled(part).conditional
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}
-            | {"speedup": measured.value, "low": measured.low, "high": measured.high}
+            | measured.columns("speedup")
             | {"predicted": costs.speedup(batch, gamma, usual, context)}
             | {"predicted_own": costs.speedup(batch, gamma, own, context)}
         )
@@ -225,20 +216,15 @@ def tax(
     )
     rows = []
     for batch, part in samples.groupby("batch"):
-        (more,) = statistics.together([summaries.speedup(part, inverse=True)])
-        rows.append(
-            {"batch": batch, "tax": more.value - 1, "low": more.low - 1, "high": more.high - 1}
-        )
+        (times,) = statistics.together([summaries.speedup(part, inverse=True)])
+        rows.append({"batch": batch} | times.plus(-1).columns("tax"))
     return pd.DataFrame(rows)
 
 
 def metrics(
-    costs: Costs,
-    accepted: pd.DataFrame,
-    compared: pd.DataFrame,
-    taxes: pd.DataFrame,
+    costs: Costs, accepted: pd.DataFrame, compared: pd.DataFrame, taxes: pd.DataFrame,
     context: float,
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, float], dict[str, Any]]:  # fmt: skip
     """Metrics and series of a map, for MLflow."""
     figures, series = summaries.acceptance_metrics(accepted)
     fit = costs.fit()

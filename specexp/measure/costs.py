@@ -21,7 +21,7 @@ from specexp import theory
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure.interleave import clock
-from specexp.models.int8 import held
+from specexp.models.int8 import by_address
 from specexp.sequences import Draft, Sequences
 from specexp.serving.cost_table import CALM, Costs
 from specexp.tree import Tree
@@ -49,11 +49,11 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def about(engine: Engine) -> dict[str, Any]:
     """`Costs.about` of a table of this engine."""
     target = engine.target
-    weights = {p.data_ptr(): p for p in held(target.module.parameters())}.values()
+    weights = by_address(target.module.parameters()).values()
     return {
         "target": target.name, "drafter": engine.drafter.name, "rule": engine.rule.name,
         **asdict(engine.sampling), "parameters": target.parameters,
-        "weight_bytes": sum(p.numel() * p.element_size() for p in weights),
+        "weight_bytes": sum(weight.nbytes for weight in weights),
         "reads": engine.drafter.reads,
         "passes": type(target.net).__name__.lower(),
         "rounds": "replayed" if engine.recorder.warm else "run",

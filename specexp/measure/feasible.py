@@ -13,17 +13,7 @@ from typing import Any
 import torch
 
 from specexp import drafters
-from specexp.api import (
-    DEFAULTS,
-    Once,
-    encode,
-    locate,
-    prepare,
-    read_target,
-    request_of,
-    usual_gamma,
-    where,
-)
+from specexp.api import DEFAULTS, Once, prepare, request_of, usual_gamma, where
 from specexp.errors import UserError, first_line
 from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
@@ -32,7 +22,7 @@ from specexp.models.cache import rounded
 from specexp.models.load import DTYPES, smaller, state_bytes, weight_bytes
 from specexp.models.servable import context as in_words
 from specexp.models.servable import reach
-from specexp.names import drafter_of
+from specexp.names import drafter_of, encode, locate, read_target
 from specexp.serving import fleet, policies
 from specexp.tree import Tree
 
@@ -58,9 +48,8 @@ class _Findings:
         try:
             return check(*args)
         except (UserError, OSError) as e:
-            what = str(e) if isinstance(e, UserError) else first_line(e)
             present = [name for name in names if name in self.params]
-            self.add(what, *by_mention(what, present, self.params))
+            self.add(first_line(e), *by_mention(first_line(e), present, self.params))
         return None
 
 
@@ -87,7 +76,7 @@ def problems_of(
     for policy in values(params, "policy", "policies"):
         if "requests_per_day" in params:
             findings.of(("policy", "policies"), fleet.check_policy, policy)
-        if policy not in ("plain", *policies.PRICED):
+        if policy not in policies.PRICED:
             findings.of(("policy", "policies", "drafter"), policies.of, policy, None, deepest)
     return findings.problems
 
@@ -171,19 +160,13 @@ def _check_memory(
 
 
 def needed(
-    request: drafters.Request,
-    prepared: drafters.Prepared,
-    dtype: torch.dtype,
-    batch: int,
+    request: drafters.Request, prepared: drafters.Prepared, dtype: torch.dtype, batch: int,
     tokens: int,
-) -> memory.Need:
+) -> memory.Need:  # fmt: skip
     """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
     Heads are small beside their target and are left out. A draft model feeds a token again."""
-    draft = prepared.config
-    models = [request.config, *([draft] if draft else [])]
-    own = {
-        model.to_json_string(use_diff=False): model for model in models
-    }  # it may be its own draft
+    models = [config for config in (request.config, prepared.config) if config]
+    own = {m.to_json_string(use_diff=False): m for m in models}  # it may be its own draft
     size, slots = dtype.itemsize, rounded(tokens + request.tree.room)
     law = memory.law_bytes("any", request.sampling.temperature)
     caches = (

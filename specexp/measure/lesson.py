@@ -201,10 +201,9 @@ def passes(
     turns = interleave.take(arms, range(3 * PASSES), pairing.target.device, "passes", lead=1)
     times = {n: interleave.ratio(turns[n], turns[1]) for n in tokens}
     return pd.DataFrame(
-        {"tokens": n, "ms": 1e3 * interleave.median_s(turns[n]), "times": t.value, "low": t.low,
-         "high": t.high}
+        {"tokens": n, "ms": 1e3 * interleave.median_s(turns[n])} | t.columns("times")
         for n, t in times.items()
-    )  # fmt: skip
+    )
 
 
 # --- when it pays --------------------------------------------------------------------------------

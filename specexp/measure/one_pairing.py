@@ -9,7 +9,7 @@ and intervals from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from specexp.measure.costs import LEAD
 from specexp.measure.interleave import clock, credibly
 from specexp.measure.prompts import Prompt
 from specexp.models.cache import rounded
-from specexp.models.int8 import held
+from specexp.models.int8 import by_address
 from specexp.models.lm import LM
 from specexp.policy import Load
 from specexp.sequences import Sequences
@@ -34,21 +34,18 @@ from specexp.serving.cost_table import CALM
 from specexp.trace import Step, Trace
 from specexp.tree import Tree
 
+TOGETHER = 16  # prompts that are decoded in one batch where nothing is timed
 WARM_UP_TOKENS = 8
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 
 
 def acceptance(
-    pairings: Sequence[Pairing],
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
+    pairings: Sequence[Pairing], prompts: Sequence[Prompt], max_new_tokens: int,
     temperatures: Iterable[float] | None = None,
-    batch: int = 16,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """How often each pairing's draft tokens are accepted; nothing is timed.
 
-    temperatures: run every pairing at each of these instead of at its own; batch: prompts that are
-    decoded together.
+    temperatures: run every pairing at each of these instead of at its own.
 
     One row a pairing, temperature and prompt, with columns pairing, rule, gamma, temperature,
     category, question_id; drafted, accepted, emitted and cut (tokens), passes (of the target);
@@ -57,15 +54,10 @@ def acceptance(
     if not all(lone_tree(pairing.engine).depth for pairing in pairings):
         raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
     rows: list[dict[str, Any]] = []
-    runs = (
-        [r.with_(temperature=t) for t in temperatures for r in pairings]
-        if temperatures
-        else pairings
-    )
-    chunks = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    runs = [r.with_(temperature=t) for t in temperatures or () for r in pairings] or pairings
     with tqdm(total=len(runs) * len(prompts), desc="acceptance", unit="prompt") as bar:
         for pairing in runs:
-            for chunk in chunks:
+            for chunk in _chunks(prompts):
                 trace = pairing.generate([p.text for p in chunk], max_new_tokens).trace
                 for row, prompt in enumerate(chunk):
                     rows.append(_row(pairing, prompt) | _outcome(trace, row))
@@ -107,8 +99,12 @@ def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
     return float(np.mean(distances))
 
 
+def _chunks(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+    return [prompts[i : i + TOGETHER] for i in range(0, len(prompts), TOGETHER)]
+
+
 def edges(
-    arms: Mapping[str, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, batch: int = 16
+    arms: Mapping[str, Pairing], prompts: Sequence[Prompt], max_new_tokens: int
 ) -> pd.DataFrame:
     """How often each draft token of a fixed tree is accepted where its parent is; nothing is timed.
     Trees that are grown have another shape each round and are left out.
@@ -121,9 +117,8 @@ def edges(
         if tree.width:
             continue
         accepted = np.zeros(len(tree), int)
-        for first in range(0, len(prompts), batch):
-            texts = [p.text for p in prompts[first : first + batch]]
-            output = pairing.generate(texts, max_new_tokens)
+        for chunk in _chunks(prompts):
+            output = pairing.generate([p.text for p in chunk], max_new_tokens)
             for row, tokens in enumerate(output.tokens):
                 new = iter(tokens)
                 for step in output.trace.steps(row):
@@ -145,12 +140,9 @@ def _path(tree: Tree, step: Step, emitted: list[int]) -> list[int]:
 
 
 def latency(
-    pairing: Pairing,
-    prompts: Sequence[Prompt],
-    gammas: Sequence[int],
-    max_new_tokens: int,
+    pairing: Pairing, prompts: Sequence[Prompt], gammas: Sequence[int], max_new_tokens: int,
     repeats: int = 1,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """One stream at a time at every draft length, beside plain decoding of the same turn: `duel`
     with a draft length as each arm, without the column arm."""
     arms: dict[Any, Pairing] = {gamma: pairing.with_(gamma=gamma) for gamma in gammas}
@@ -190,12 +182,9 @@ def duel(
 
 @credibly("batch")
 def throughput(
-    pairing: Pairing,
-    prompts: Sequence[Prompt],
-    batches: Sequence[int],
-    max_new_tokens: int,
+    pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
     repeats: int = 2,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Speculation and plain decoding by turns on static batches of each size.
 
     Every size sees the same prompts: the first max(batches), repeated to fill a batch. A size with
@@ -210,15 +199,14 @@ def throughput(
     fast.eos = plain.eos = ()
     prompts = prompts[: max(batches)]
     texts = pairing.encode([p.text for p in prompts])
-    starts = {batch: range(0, len(texts), batch) for batch in batches}
-    turns = {b: max(repeats, -(-statistics.FEWEST // len(firsts))) for b, firsts in starts.items()}
+    counts = {batch: -(-len(texts) // batch) for batch in batches}
+    turns = {b: max(repeats, -(-statistics.FEWEST // count)) for b, count in counts.items()}
     rows: list[dict[str, Any]] = []
-    total = 2 * sum(turns[batch] * len(firsts) for batch, firsts in starts.items())
+    total = 2 * sum(turns[batch] * counts[batch] for batch in batches)
     with tqdm(total=total, desc="throughput", unit="run") as bar:
         for batch in batches:
-            all_ids = [
-                [texts[(first + i) % len(texts)] for i in range(batch)] for first in starts[batch]
-            ]
+            endless = cycle(texts)
+            all_ids = [list(islice(endless, batch)) for _ in range(counts[batch])]
             _warm_up([plain, fast], all_ids, max_new_tokens)
             for repeat, (number, ids) in product(range(turns[batch]), enumerate(all_ids)):
                 arms = {"plain": plain, "fast": fast}
@@ -371,13 +359,9 @@ def lone_tree(engine: Engine) -> Tree:
 
 def added_bytes(engine: Engine) -> int:
     """Bytes of the drafter's weights that are not shared with the target."""
-    shared = {p.data_ptr() for p in held(engine.target.module.parameters())}
-    own = {
-        p.data_ptr(): p.numel() * p.element_size()
-        for module in _modules(engine.drafter)
-        for p in held(module.parameters())
-    }
-    return sum(size for pointer, size in own.items() if pointer not in shared)
+    own = by_address(p for part in _modules(engine.drafter) for p in part.parameters())
+    shared = by_address(engine.target.module.parameters())
+    return sum(weight.nbytes for address, weight in own.items() if address not in shared)
 
 
 def _modules(drafter: Any) -> Iterator[torch.nn.Module]:

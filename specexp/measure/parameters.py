@@ -28,9 +28,9 @@ _TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str"
 class Parameter:
     """`type`: as a notebook writes it. `help`: the comment behind it there. `check`: raises
     UserError, and gets the parameter's name and a value (of a list: each of its items). `default`:
-    of the command line and of `specexp.load`. `each`: the parameter whose values a list holds.
-    `empty`: whether a list may have no items. `alone`: it is checked by its own value only,
-    whatever the others are."""
+    of the command line and of `specexp.load`. `each`: the parameter whose values a list holds, and
+    whose check they pass. `empty`: whether a list may have no items. `alone`: it is checked by its
+    own value only, whatever the others are."""
 
     type: str
     help: str
@@ -66,28 +66,10 @@ def _positive(name: str, value: Any) -> None:
         raise UserError(f"{name} is {value}; it must be positive and finite")
 
 
-def _temperature(name: str, value: Any) -> None:
+def _sampling(name: str, value: Any) -> None:
     from specexp.sampling import Sampling
 
-    Sampling(value)
-
-
-def _top_k(name: str, value: Any) -> None:
-    from specexp.sampling import Sampling
-
-    Sampling(0.0, value, 1.0)
-
-
-def _top_p(name: str, value: Any) -> None:
-    from specexp.sampling import Sampling
-
-    Sampling(0.0, 0, value)
-
-
-def _min_p(name: str, value: Any) -> None:
-    from specexp.sampling import Sampling
-
-    Sampling(0.0, 0, 1.0, value)
+    Sampling(**{name: value})
 
 
 def _rule(name: str, value: Any) -> None:
@@ -148,7 +130,7 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "targets": Parameter("list", "target models", each="target"),
     "draft": Parameter("str", "draft model: zoo name, folder or hub id", _model),
-    "drafts": Parameter("list", "draft models", _model, each="draft"),
+    "drafts": Parameter("list", "draft models", each="draft"),
     "drafters": Parameter("list", "drafters", each="drafter"),
     "rivals": Parameter("list", "compared with it", each="drafter"),
     "gamma": Parameter("int", "draft length"),
@@ -159,17 +141,16 @@ PARAMETERS: dict[str, Parameter] = {
         "str", "auto (reject if the draft is sampled, else match), match, reject, block",
         _rule, "auto",
     ),
-    "rules": Parameter("list", "compared with it", _rule, each="rule"),
-    "temperature": Parameter("float", "sampling temperature; 0 is greedy", _temperature, 0.0),
-    "temperatures": Parameter(
-        "list", "sampling temperatures; 0 is greedy", _temperature, each="temperature", empty=False
-    ),
-    "top_k": Parameter("int", "sample from the k likeliest tokens; 0: from all", _top_k, 0),
+    "rules": Parameter("list", "compared with it", each="rule"),
+    "temperature": Parameter("float", "sampling temperature; 0 is greedy", _sampling, 0.0),
+    "temperatures": Parameter("list", "sampling temperatures; 0 is greedy", each="temperature",
+                              empty=False),
+    "top_k": Parameter("int", "sample from the k likeliest tokens; 0: from all", _sampling, 0),
     "top_p": Parameter(
-        "float", "sample from the likeliest tokens of this total probability", _top_p, 1.0
+        "float", "sample from the likeliest tokens of this total probability", _sampling, 1.0
     ),
     "min_p": Parameter(
-        "float", "sample from tokens at least so likely, relative to the likeliest", _min_p, 0.0
+        "float", "sample from tokens at least so likely, relative to the likeliest", _sampling, 0.0
     ),
     "sampling": Parameter(
         "str", "given (temperature and cuts), or model: that of generation_config.json",
@@ -178,7 +159,7 @@ PARAMETERS: dict[str, Parameter] = {
     "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
     "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),
     "seed": Parameter("int", "seed of sampled output", _least(0), 0, alone=True),
-    "seeds": Parameter("list", "seeds of sampled output", _least(0), each="seed", alone=True),
+    "seeds": Parameter("list", "seeds of sampled output", each="seed", alone=True),
     # what it is measured on
     "prompts": Parameter(
         "str", "a shipped category, all, or a file of your own (jsonl, txt, csv)", default="all"
@@ -188,11 +169,9 @@ PARAMETERS: dict[str, Parameter] = {
     "limit": Parameter("int", "number of prompts, evenly over the categories", _least(1)),
     "max_new_tokens": Parameter("int", "tokens to generate per prompt, at most", _least(1), 64),
     "batch": Parameter("int", "batch size", _least(1)),
-    "batches": Parameter("list", "batch sizes", _least(1), each="batch", empty=False),
-    "measured_batches": Parameter(
-        "list", "batch sizes at which the map is checked", _least(1), each="batch", empty=False,
-        alone=True,
-    ),
+    "batches": Parameter("list", "batch sizes", each="batch", empty=False),
+    "measured_batches": Parameter("list", "batch sizes at which the map is checked", each="batch",
+                                  empty=False, alone=True),
     "contexts": Parameter(
         "list", "KV cache slots of a row, for prompt, output and draft",
         _least(1), empty=False, alone=True,
@@ -312,21 +291,14 @@ def _alone(params: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         if value == [] and not parameter.empty:
             yield Problem(f"{name} is empty; give at least one", (name,))
-        kind = _TYPES[PARAMETERS[parameter.each or name].type]
+        own = parameter.each or name
         for item in value if isinstance(value, list) else [value]:
-            if parameter.each and not isinstance(item, kind):
+            if parameter.each and not isinstance(item, _TYPES[PARAMETERS[own].type]):
                 continue
-            if what := reason(parameter.check, parameter.each or name, item):
-                yield Problem(what, (name,))
-
-
-def reason(check: Callable[..., Any], *args: Any) -> str:
-    """The message of the UserError or OSError that a check raises, or ""."""
-    try:
-        check(*args)
-    except (UserError, OSError) as e:
-        return str(e) if isinstance(e, UserError) else first_line(e)
-    return ""
+            try:
+                PARAMETERS[own].check(own, item)
+            except (UserError, OSError) as e:
+                yield Problem(first_line(e), (name,))
 
 
 def values(params: Mapping[str, Any], *names: str) -> list[Any]:

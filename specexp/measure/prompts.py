@@ -81,27 +81,36 @@ def load(
     the file and its broken lines.
     """
     paths = files(path_or_name)
-    if path_or_name == "all":
-        prompts, source = [prompt for path in paths for prompt in _read(path)[0]], ""
-    elif path_or_name in NAMES:
-        prompts, source = _read(paths[0])[0], f" of {path_or_name}"
+    if path_or_name in (*NAMES, "all"):
+        prompts = [prompt for path in paths for prompt in _read(path)[0]]
+        source = "" if path_or_name == "all" else f" of {path_or_name}"
     elif os.path.isdir(path_or_name):
         prompts, source = _folder(Path(path_or_name), paths)
     else:
         prompts, source = _read(paths[0])
     if categories is not None:
-        prompts = _of(prompts, categories)
+        present = {prompt.category: None for prompt in prompts}
+        if unknown := [category for category in categories if category not in present]:
+            raise UserError(
+                f"no prompts of category {_names(unknown)}; there are {_names(present)}"
+            )
+        prompts = [prompt for prompt in prompts if prompt.category in categories]
     if limit is not None and limit < 1:
         raise UserError(f"limit must be at least 1 prompt, not {limit}")
-    return Prompts(_in_turns(prompts)[:limit], source)
+    counts: Counter[str] = Counter()
+
+    def turn(prompt: Prompt) -> int:
+        counts[prompt.category] += 1
+        return counts[prompt.category]
+
+    return Prompts(sorted(prompts, key=turn)[:limit], source)
 
 
 def files(path_or_name: str | Path) -> list[Path]:
     """The files that a name of prompts stands for."""
-    if path_or_name == "all":
-        return [SHIPPED / f"{name}.jsonl" for name in NAMES]
-    if path_or_name in NAMES:
-        return [SHIPPED / f"{path_or_name}.jsonl"]
+    if path_or_name in (*NAMES, "all"):
+        names = NAMES if path_or_name == "all" else [path_or_name]
+        return [SHIPPED / f"{name}.jsonl" for name in names]
     path = Path(path_or_name)
     return sorted(path.glob("*.txt")) if os.path.isdir(path) else [path]
 
@@ -152,22 +161,6 @@ def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
     return messages
-
-
-def _of(prompts: list[Prompt], categories: Sequence[str]) -> list[Prompt]:
-    present = {prompt.category: None for prompt in prompts}
-    if unknown := [category for category in categories if category not in present]:
-        raise UserError(f"no prompts of category {_names(unknown)}; there are {_names(present)}")
-    return [prompt for prompt in prompts if prompt.category in categories]
-
-
-def _in_turns(prompts: list[Prompt]) -> list[Prompt]:
-    counts: Counter[str] = Counter()
-    turn = []
-    for prompt in prompts:
-        turn.append(counts[prompt.category])
-        counts[prompt.category] += 1
-    return [prompts[at] for at in sorted(range(len(prompts)), key=turn.__getitem__)]
 
 
 def _folder(folder: Path, paths: list[Path]) -> tuple[list[Prompt], str]:

@@ -49,6 +49,10 @@ class Interval(NamedTuple):
     def __str__(self) -> str:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
+    def columns(self, name: str) -> dict[str, float]:
+        """Those of a table's row: `name`, low and high."""
+        return {name: self.value, "low": self.low, "high": self.high}
+
     def plus(self, more: float) -> Interval:
         return Interval(self.value + more, self.low + more, self.high + more, self.doubt)
 
@@ -194,12 +198,8 @@ def _over(
     lower and for the upper end."""
     n = data.shape[1]
     low, high = (statistic(*np.c_[data, row] @ _weights(n + 1)) for row in unseen)
-    return Draws(
-        float(statistic(*data.sum(1))),
-        low,
-        high,
-        _doubt(n, FEWEST, "repeats") if batch == inf else _doubt(n * batch, ENOUGH, "prompts"),
-    )
+    doubt = _doubt(n, FEWEST, "repeats") if batch == inf else _doubt(n * batch, ENOUGH, "prompts")
+    return Draws(float(statistic(*data.sum(1))), low, high, doubt)
 
 
 def _doubt(units: float, enough: int, name: str) -> str:

@@ -46,7 +46,7 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
     pairs = [part[columns].join(base, rsuffix="_base") for part in by_rule.values()]
     differences = [statistics.difference_draws(*pair.to_numpy().T) for pair in pairs]
     return pd.DataFrame(
-        {"rule": rule, "gain": gain.value, "low": gain.low, "high": gain.high}
+        {"rule": rule} | gain.columns("gain")
         for rule, gain in zip(by_rule, statistics.together(differences), strict=True)
     )
 
@@ -89,7 +89,8 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     timed = statistics.together([speedup(part) for part in parts.values()])
     records = map(pooled, parts.values())
     rows = [
-        {by: key, "speedup": s.value, "low": s.low, "high": s.high}
+        {by: key}
+        | s.columns("speedup")
         | {"doubt": s.doubt if theory.credible(s.value, record.length) else NOT_CREDIBLE}
         | {"tok_s": part["tokens"].sum() / part["s"].sum()}
         | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
@@ -115,10 +116,8 @@ def behind(samples: pd.DataFrame) -> pd.DataFrame:
     pairs = [part.join(best, how="inner").groupby("question_id").sum() for part in each.values()]
     draws = [statistics.speedup_draws(*rows.to_numpy().T) for rows in pairs]
     ratios = zip(each, statistics.together(draws) if draws else [], strict=True)
-    return pd.DataFrame(
-        [(arm, ratio.value, ratio.low, ratio.high) for arm, ratio in ratios],
-        columns=["arm", "times", "low", "high"],
-    )
+    rows = [{"arm": arm} | ratio.columns("times") for arm, ratio in ratios]
+    return pd.DataFrame(rows, columns=["arm", "times", "low", "high"])
 
 
 def speedup(samples: pd.DataFrame, inverse: bool = False) -> Draws:

@@ -79,6 +79,11 @@ def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield x
 
 
+def by_address(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """The plain tensors behind these by their address: one that is shared is there once."""
+    return {x.data_ptr(): x for x in held(tensors)}
+
+
 def is_quantised(x: Tensor) -> bool:
     """Whether a tensor is quantised."""
     return hasattr(x, "__tensor_flatten__")

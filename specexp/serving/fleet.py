@@ -88,7 +88,7 @@ def pace(
     if name in policies.PRICED:
         chosen = [max(gammas, key=partial(tokens_s, b)) for b in range(1, rows + 1)]
     else:
-        policy = policies.of("never" if name == "plain" else name, deepest=deepest)
+        policy = policies.of(name, deepest=deepest)
         plans = [policy.choose(Load(b, int(context))) for b in range(1, rows + 1)]
         chosen = [plan.tree.depth for plan in plans]
     chosen = [chosen[0], *chosen]

@@ -135,7 +135,7 @@ def of(policy: str | Policy, costs: Costs | None = None, deepest: int = MOST) ->
     deepest = min(deepest, MOST)
     gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
     try:
-        if name == "never":
+        if name in ("never", "plain"):  # plain: on an engine without a drafter
             return Fixed(Tree.chain(0))
         if name in PRICED:
             if costs is None:

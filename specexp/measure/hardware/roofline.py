@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specexp.api import Pairing
 from specexp.fast import cuda_graphs
 from specexp.measure import interleave
-from specexp.models.int8 import held
+from specexp.models.int8 import by_address
 from specexp.models.lm import LM
 from specexp.models.memory import free_memory
 from specexp.sequences import Sequences
@@ -37,10 +37,10 @@ def weight_bytes(module: nn.Module, tokens: int) -> int:
     looked_up: dict[int, Tensor] = {}
     read: dict[int, Tensor] = {}
     for part in module.modules():
-        for weight in held(part.parameters(recurse=False)):
-            (looked_up if isinstance(part, nn.Embedding) else read)[weight.data_ptr()] = weight
+        own = by_address(part.parameters(recurse=False))
+        (looked_up if isinstance(part, nn.Embedding) else read).update(own)
     rows = [w[:tokens] for pointer, w in looked_up.items() if pointer not in read]
-    return sum(w.numel() * w.element_size() for w in (*read.values(), *rows))
+    return sum(w.nbytes for w in (*read.values(), *rows))
 
 
 def pass_bytes(lm: LM, batch: int, tokens: int, context: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,13 +39,9 @@ PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affe
 
 
 def rows_for(
-    pairing: Pairing,
-    policy: str,
-    rows: int,
-    offered: Sequence[Request],
-    slack: int,
-    timer: Any = None,
-) -> EngineRows:
+    pairing: Pairing, policy: str, rows: int, offered: Sequence[Request], slack: int,
+    timer: Stopwatch | None = None,
+) -> EngineRows:  # fmt: skip
     """The rows of a server for these requests and drafts of up to `slack` slots; without a drafter
     for the policy `plain`."""
     engine = pairing.apart().engine
@@ -53,14 +49,15 @@ def rows_for(
     return EngineRows(engine, rows, slots_for(offered, slack), slack, timer)
 
 
-def policy(pairing: Pairing, name: str, costs: Costs | None) -> Policy:
-    """`policies.of`, and `plain`: never drafting, on an engine without a drafter."""
-    return policies.of("never" if name == "plain" else name, costs, pairing.deepest)
-
-
-def widest(pairing: Pairing, names: Iterable[str], costs: Costs | None) -> int:
-    """Slots of the largest draft of these policies."""
-    return max(policy(pairing, name, costs).widest for name in names)
+def _banks(
+    pairing: Pairing, chosen: Mapping[str, Policy], rows: int, offered: Sequence[Request]
+) -> Iterator[tuple[str, EngineRows, Stopwatch]]:
+    """For the server of each policy its rows, with slots for the largest draft of any of them, and
+    their stopwatch."""
+    slack = max(policy.widest for policy in chosen.values())
+    for name in chosen:
+        watch = Stopwatch()
+        yield name, rows_for(pairing, name, rows, offered, slack, watch), watch
 
 
 def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
@@ -82,15 +79,9 @@ def _alike(runs: Mapping[str, Run]) -> None:
 
 
 def race(
-    pairing: Pairing,
-    names: Sequence[str],
-    costs: Costs | None,
-    offered: Sequence[Request],
-    concurrency: int,
-    tokens: int,
-    turns: int,
-    chunk: int = 512,
-) -> tuple[pd.DataFrame, dict[str, Run]]:
+    pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Sequence[Request],
+    concurrency: int, tokens: int, turns: int, chunk: int = 512,
+) -> tuple[pd.DataFrame, dict[str, Run]]:  # fmt: skip
     """A closed loop of `concurrency` streams under every policy, by turns; the requests repeat.
 
     Returns a table and the runs. The table has one row a policy and turn, with columns policy, turn
@@ -99,14 +90,12 @@ def race(
     at a time. chunk: prompt tokens that are prefilled between two rounds. Raises UserError for
     requests that yield no tokens.
     """
-    slack = widest(pairing, names, costs)
-    watches = {name: Stopwatch() for name in names}
-    runs = {}
-    for name in names:
-        rows_of_server = rows_for(pairing, name, concurrency, offered, slack, watches[name])
-        chosen = policy(pairing, name, costs)
-        server = Server(rows_of_server, chosen, chunk, queue=len(offered))
+    chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
+    watches, runs = {}, {}
+    for name, bank, watch in _banks(pairing, chosen, concurrency, offered):
+        server = Server(bank, chosen[name], chunk, queue=len(offered))
         runs[name] = Run(server, Closed(offered, concurrency, again=True))
+        watches[name] = watch
     _alike(runs)
     begun = dict.fromkeys(runs, 0)
 
@@ -121,7 +110,7 @@ def race(
         watches[name].stop()
 
     for name, run in runs.items():
-        while not full(run, concurrency):
+        while sum(bool(a.deliveries) for a in run.responses) < concurrency:
             go(name, 1 + sum(t.emitted for t in run.steps))
     rows: list[dict[str, Any]] = []
     for turn in range(-LEARNING, turns):
@@ -142,20 +131,10 @@ def in_turn(names: Collection[str], number: int) -> list[str]:
     return random.Random(number).sample(list(names), len(names))
 
 
-def full(run: Run, concurrency: int) -> bool:
-    """Whether every row of a closed loop has been in use."""
-    return len([a for a in run.responses if a.deliveries]) >= concurrency
-
-
 def bake_off(
-    pairing: Pairing,
-    names: Sequence[str],
-    costs: Costs | None,
-    prompts: Sequence[Prompt],
-    concurrency: Sequence[int],
-    max_new_tokens: int,
-    turns: int = 12,
-) -> pd.DataFrame:
+    pairing: Pairing, names: Sequence[str], costs: Costs | None, prompts: Sequence[Prompt],
+    concurrency: Sequence[int], max_new_tokens: int, turns: int = 12,
+) -> pd.DataFrame:  # fmt: skip
     """`race` at every number of streams, `turns` turns each. One row a load, policy and turn, with
     columns policy, turn, those of `sums` and load (streams). Raises UserError as `race` does."""
     parts = []
@@ -174,32 +153,24 @@ def bake_off(
 
 
 def open_race(
-    pairing: Pairing,
-    names: Sequence[str],
-    costs: Costs | None,
-    offered: Traffic,
-    rows: int,
-    chunk: int = 512,
-    queue: int = 1024,
-    slice_s: float = 0.5,
-) -> dict[str, Run]:
+    pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Traffic, rows: int,
+    chunk: int = 512, queue: int = 1024, slice_s: float = 0.5,
+) -> dict[str, Run]:  # fmt: skip
     """The same traffic under every policy. Servers take turns of `slice_s` seconds of their own
     time, in which idle time is skipped. Before the first request arrives, the rounds of a server
     are captured and it has been full once, since first rounds of a size are slow."""
     arriving = offered.requests
-    slack = widest(pairing, names, costs)
-    watches = {name: Stopwatch() for name in names}
     filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in arriving[:rows]]
-    runs = {}
-    for name in names:
-        rows_of_server = rows_for(pairing, name, rows, arriving, slack, watches[name])
-        chosen = policy(pairing, name, costs)
-        rows_of_server.rehearse(chosen.widest - 1)
-        watches[name].start()
-        filled = Server(rows_of_server, policy(pairing, name, costs), chunk, queue=rows)
-        serve(filled, Timed(filling))
-        watches[name].stop()
-        runs[name] = Run(Server(rows_of_server, chosen, chunk, queue), offered.source())
+    chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
+    watches, runs = {}, {}
+    for name, bank, watch in _banks(pairing, chosen, rows, arriving):
+        bank.rehearse(chosen[name].widest - 1)
+        watch.start()
+        another = policies.of(name, costs, pairing.deepest)  # the server's own has learned nothing
+        serve(Server(bank, another, chunk, queue=rows), Timed(filling))
+        watch.stop()
+        runs[name] = Run(Server(bank, chosen[name], chunk, queue), offered.source())
+        watches[name] = watch
     _alike(runs)
     going, turn = list(names), 0
     with tqdm(total=len(arriving) * len(names), desc="serving", unit="request", delay=1) as bar:
@@ -231,9 +202,8 @@ def notes(runs: dict[str, Run]) -> list[str]:
     lines = []
     for name, run in runs.items():
         lines += [f"{name}: {line}" for line in run.server.notes]
-        lost = Counter(
-            (a.state, a.reason) for a in run.responses if a.state in ("refused", "failed")
-        )
+        lost = Counter((a.state, a.reason) for a in run.responses
+                       if a.state in ("refused", "failed"))  # fmt: skip
         lines += [f"{name}: {n} {state}: {reason}" for (state, reason), n in lost.items()]
     return lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,39 +42,39 @@ def sums(steps: Sequence[ServerStep]) -> dict[str, float]:
     """Totals over a server's steps: s and busy_s (seconds, and those of rounds and prefills),
     tokens (emitted), rows, stream_s (seconds times streams), speculated (rows that had draft
     tokens), drafted and accepted (draft tokens)."""
+    fields = ("busy_s", "rows", "speculated", "drafted", "accepted")
     return {
         "s": sum(t.end_s - t.begin_s for t in steps),
-        "busy_s": sum(t.busy_s for t in steps),
-        "tokens": sum(t.emitted for t in steps),
-        "rows": sum(t.rows for t in steps),
         "stream_s": sum(t.live * (t.end_s - t.begin_s) for t in steps),
-        "speculated": sum(t.speculated for t in steps),
-        "drafted": sum(t.drafted for t in steps),
-        "accepted": sum(t.accepted for t in steps),
-    }
+        "tokens": sum(t.emitted for t in steps),
+    } | {field: sum(getattr(t, field) for t in steps) for field in fields}
 
 
-def rates(samples: pd.DataFrame, base: str = "plain") -> pd.DataFrame:
+def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, statistics.Interval]]:
+    """Of each policy at one load: its name, its sums over turns, and its speedup over `base`."""
+    first = at[at["policy"] == base].set_index("turn")
+    for name, part in at.groupby("policy", sort=False):
+        here = part.set_index("turn").loc[first.index].drop(columns=["policy", "load"])
+        timed = first["s"], first["tokens"], here["s"], here["tokens"]
+        yield name, here.sum(), statistics.speedup(*timed, fixed=True)
+
+
+def rates(samples: pd.DataFrame) -> pd.DataFrame:
     """How fast each policy is at each load, from `bake_off`.
 
-    One row a load and policy, with columns load, policy, tok_s; the speedup over `base` with its
-    interval low, high over turns; and three shares: speculated (of rows), kept (of draft tokens
-    accepted), overhead (of the time, the scheduler's own)."""
+    One row a load and policy, with columns load, policy, tok_s; the speedup over plain decoding
+    with its interval low, high over turns; and three shares: speculated (of rows), kept (of draft
+    tokens accepted), overhead (of the time, the scheduler's own)."""
     rows = []
     for load, at in samples.groupby("load"):
-        plain = at[at["policy"] == base].set_index("turn")
-        for name, part in at.groupby("policy", sort=False):
-            here = part.set_index("turn").loc[plain.index]
-            s = statistics.speedup(
-                plain["s"], plain["tokens"], here["s"], here["tokens"], fixed=True
+        for name, total, s in _against(at, "plain"):
+            rows.append(
+                {"load": load, "policy": name, "tok_s": total["tokens"] / total["s"]}
+                | s.columns("speedup")
+                | {"speculated": total["speculated"] / total["rows"]}
+                | {"kept": total["accepted"] / max(1, total["drafted"])}
+                | {"overhead": 1 - total["busy_s"] / total["s"]}
             )
-            rows.append({
-                "load": load, "policy": name, "tok_s": here["tokens"].sum() / here["s"].sum(),
-                "speedup": s.value, "low": s.low, "high": s.high,
-                "speculated": here["speculated"].sum() / here["rows"].sum(),
-                "kept": here["accepted"].sum() / max(1, here["drafted"].sum()),
-                "overhead": 1 - here["busy_s"].sum() / here["s"].sum(),
-            })  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -93,10 +93,7 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
         if not fixed:
             raise UserError("regret needs a fixed policy to compare with: plain or always:GAMMA")
         oracle = str(speed[fixed].idxmax())
-        best = at[at["policy"] == oracle].set_index("turn")
-        for name, part in at.groupby("policy", sort=False):
-            here = part.set_index("turn").loc[best.index]
-            s = statistics.speedup(best["s"], best["tokens"], here["s"], here["tokens"], fixed=True)
+        for name, _, s in _against(at, oracle):
             rows.append({"load": load, "policy": name, "oracle": oracle, "regret": 1 - s.value,
                          "low": 1 - s.high, "high": 1 - s.low})  # fmt: skip
     return pd.DataFrame(rows)
@@ -183,7 +180,7 @@ def timeline(steps: Sequence[ServerStep], bins: int = 60) -> pd.DataFrame:
     UserError when nothing was served."""
     if not steps:
         raise UserError("nothing was served: every request was refused; see the responses' reasons")
-    table = pd.DataFrame([vars(t) for t in steps])
+    table = pd.DataFrame(map(vars, steps))
     at = pd.cut(table["end_s"], bins, labels=False)
     total = table.groupby(at)[["speculated", "rows", "drafted", "accepted", "emitted"]].sum()
     mean = table.groupby(at)[["end_s", "live", "waiting"]].mean()
@@ -196,13 +193,8 @@ def timeline(steps: Sequence[ServerStep], bins: int = 60) -> pd.DataFrame:
 def steps(runs: dict[str, Run]) -> pd.DataFrame:
     """One row a step and policy, in order, with the fields of `ServerStep` and policy as columns;
     logged as a table."""
-    return pd.concat(
-        [
-            pd.DataFrame(vars(t) for t in run.steps).assign(policy=name)
-            for name, run in runs.items()
-        ],
-        ignore_index=True,
-    )
+    every = [pd.DataFrame(map(vars, run.steps)).assign(policy=n) for n, run in runs.items()]
+    return pd.concat(every, ignore_index=True)
 
 
 def metrics(

@@ -20,19 +20,13 @@ COMPARED = {
     "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",
     "latency/tpot_p95_ms": "TPOT p95 (ms)", "latency/e2e_p95_ms": "E2E p95 (ms)",
 }  # fmt: skip
+LOGGED = ("throughput", "ttft_p95", "tpot_p95", "e2e_p95")  # the same figures, as they are logged
 
 
 def simulate(
-    costs: Costs,
-    accepted: pd.DataFrame,
-    names: Sequence[str],
-    offered: Traffic,
-    rows: int,
-    chunk: int = 512,
-    queue: int = 1024,
-    overhead_s: float = 0.0,
-    pace: tuple[float, float] = (1.0, 1.0),
-) -> dict[str, Run]:
+    costs: Costs, accepted: pd.DataFrame, names: Sequence[str], offered: Traffic, rows: int,
+    overhead_s: float = 0.0, pace: tuple[float, float] = (1.0, 1.0),
+) -> dict[str, Run]:  # fmt: skip
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
 
     accepted: rows of `one_pairing.acceptance`; a request has the acceptance of its category, and
@@ -45,13 +39,13 @@ def simulate(
     runs = {}
     for name in names:
         deepest = costs.gammas[-1] if name in (*policies.PRICED, "bandit") else policies.MOST
-        chosen = policies.of("never" if name == "plain" else name, costs, deepest)
+        chosen = policies.of(name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
         rows_of_server = SimulatedRows(
             costs.scaled(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
             overhead_s=overhead_s, filled=lambda stream: alike[stream][1],
         )  # fmt: skip
-        runs[name] = Run(Server(rows_of_server, chosen, chunk, queue), offered.source())
+        runs[name] = Run(Server(rows_of_server, chosen), offered.source())
         while runs[name].advance():
             pass
     return runs
@@ -103,6 +97,5 @@ def compare_runs(
 def simulation_metrics(compared: pd.DataFrame) -> dict[str, float]:
     """Relative error of the SIMULATED figures, the median over policies."""
     off = (compared["simulated"] / compared["real"] - 1).abs().groupby(compared["figure"]).median()
-    names = {"tokens/s": "throughput", "TTFT p95 (ms)": "ttft_p95", "TPOT p95 (ms)": "tpot_p95",
-             "E2E p95 (ms)": "e2e_p95"}  # fmt: skip
+    names = dict(zip(COMPARED.values(), LOGGED, strict=True))
     return {f"simulated/{names[figure]}_off": float(value) for figure, value in off.items()}
