@@ -24,8 +24,8 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
             left.plot(part["streams"], part["tok_s"], label=name, **look)
             right.plot(part["streams"], part["token_ms"], **look)
         limit = 1e3 * setting.limits.tpot_s
-        right.axhline(limit, color="k", lw=1, ls=":")
-        right.text(1, 1.04 * limit, f"limit {limit:.3g} ms", va="bottom")
+        right.axhline(limit, color="k", lw=1, ls=":", label=f"limit {limit:.3g} ms")
+        right.legend()
         for axes in (left, right):
             batch_axis(axes, [2**i for i in range(most.bit_length())])
             axes.set_xlabel("streams of a replica")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -33,6 +33,8 @@ from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals
 from specexp.serving.cost_table import Costs
 from specexp.serving.goodput import GAMMAS
+
+ALONE_S = 1e5  # between requests that each find a replica idle
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,6 @@ class _Replica:
     credit: float = 0.0
     begin: float = 0.0  # the credit at which the latest stream begins; no later one is before it
     streams: int = 0
-    version: int = 0
     busy_s: float = 0.0
     stream_s: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
@@ -184,8 +185,11 @@ class _Replica:
         need = tokens + pace.over[b] + pace.spread[b] * deviation
         heappush(self.ends, (begin + (need if need > first else first), request))
 
+    @property
     def next_s(self) -> float:
-        """When the next output ends."""
+        """When the next output ends; inf if there is none."""
+        if not self.streams:
+            return math.inf
         start = self.free if self.free > self.now else self.now
         return start + (self.ends[0][0] - self.credit) / self.pace.tokens_s[self.streams]
 
@@ -223,44 +227,36 @@ def simulate(
     deviations = (z * np.sqrt(arrivals.output)).tolist()
     first_s, end_s, where, load = [0.0] * n, [0.0] * n, [0] * n, [0] * replicas
     fleet = [_Replica(pace, first_s) for _ in range(replicas)]
-    events: list[tuple[float, int, int]] = []
+    next_s = [math.inf] * replicas  # when the next output of each ends
+
+    def join(r: int, i: int, waits: bool) -> None:
+        fleet[r].join(i, tokens[i], deviations[i], reads[i], waits)
 
     def end_until(time: float) -> None:
-        while events and events[0][0] <= time:
-            now, r, version = heappop(events)
-            replica = fleet[r]
-            if version == replica.version:
-                end_s[replica.end(now)] = now
-                load[r] -= 1
-                if replica.waiting:
-                    i = replica.waiting.popleft()
-                    replica.join(i, tokens[i], deviations[i], reads[i], False)
-                if replica.streams:
-                    schedule(r, replica)
-
-    def schedule(r: int, replica: _Replica) -> None:
-        replica.version += 1
-        heappush(events, (replica.next_s(), r, replica.version))
+        while (now := min(next_s)) <= time:
+            r = next_s.index(now)
+            end_s[fleet[r].end(now)] = now
+            load[r] -= 1
+            if fleet[r].waiting:
+                join(r, fleet[r].waiting.popleft(), False)
+            next_s[r] = fleet[r].next_s
 
     for i, now in enumerate(at_s):
         end_until(now)
         where[i] = r = load.index(min(load))
         load[r] += 1
-        replica = fleet[r]
-        if replica.streams < rows:
-            replica.write(now)
-            replica.join(i, tokens[i], deviations[i], reads[i], True)
-            schedule(r, replica)
+        if fleet[r].streams < rows:
+            fleet[r].write(now)
+            join(r, i, True)
+            next_s[r] = fleet[r].next_s
         else:
-            replica.waiting.append(i)
-    end_until(math.inf)
+            fleet[r].waiting.append(i)
+    end_until(1e300)  # the rest
     first, end = np.array(first_s), np.array(end_s)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        further = np.where(arrivals.output > 1, arrivals.output - 1, np.nan)
-        tpot_s = (end - first) / further
+    further = np.where(arrivals.output > 1, arrivals.output - 1, np.nan)
     return Served(
-        arrivals, first - arrivals.at_s, tpot_s, end - arrivals.at_s, np.array(where),
-        np.array([r.busy_s for r in fleet]), np.array([r.stream_s for r in fleet]),
+        arrivals, first - arrivals.at_s, (end - first) / further, end - arrivals.at_s,
+        np.array(where), np.array([r.busy_s for r in fleet]), np.array([r.stream_s for r in fleet]),
     )  # fmt: skip
 
 
@@ -280,14 +276,14 @@ class Limits:
     def kept(self, served: Served) -> bool:
         """Whether both percentiles are within the limits."""
         ttft_s, tpot_s = p95(served)
-        return ttft_s <= self.ttft_s and tpot_s <= self.tpot_s
+        return ttft_s <= self.ttft_s and not tpot_s > self.tpot_s
 
 
 def p95(served: Served) -> tuple[float, float]:
-    """The 95th percentiles of TTFT and TPOT in seconds; TPOT is 0 if all outputs are one token."""
+    """The 95th percentiles of TTFT and TPOT in seconds; NaN if all outputs are one token."""
     tpot_s = served.tpot_s[~np.isnan(served.tpot_s)]
-    many = float(np.percentile(tpot_s, 95)) if len(tpot_s) else 0.0
-    return float(np.percentile(served.ttft_s, 95)), many
+    tpot_p95 = np.percentile(tpot_s, 95) if len(tpot_s) else math.nan
+    return float(np.percentile(served.ttft_s, 95)), float(tpot_p95)
 
 
 def size(
@@ -302,7 +298,8 @@ def size(
 
     Raises UserError when requests miss the limits even on an idle replica.
     """
-    alone = simulate(_apart(arrivals, pace, read_s), pace, read_s, 1, seed=seed)
+    apart = replace(arrivals, at_s=ALONE_S * np.arange(len(arrivals)))
+    alone = simulate(apart, pace, read_s, 1, seed)
     if not limits.kept(alone):
         ttft_s, tpot_s = p95(alone)
         raise UserError(
@@ -321,11 +318,3 @@ def size(
         middle = (few + many) // 2
         few, many = (few, middle) if enough(middle) else (middle, many)
     return many
-
-
-def _apart(arrivals: Arrivals, pace: Pace, read_s: Callable[[float], float]) -> Arrivals:
-    """The same requests, so far apart that each is served alone."""
-    most = float(arrivals.output.max())
-    need = most + pace.round[1] + pace.over[1] + 9 * pace.spread[1] * math.sqrt(most)
-    longest = read_s(float(arrivals.prompt.max())) + need / pace.tokens_s[1]
-    return Arrivals(2 * longest * np.arange(len(arrivals)), arrivals.prompt, arrivals.output)

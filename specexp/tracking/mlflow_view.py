@@ -65,11 +65,12 @@ class Answer(NamedTuple):
     def figure(self, value: float, low: float, high: float) -> str:
         """A value with its interval, if it has one: `1.42x [1.21, 1.66]`."""
         number, *ends = (f"{each:{self.digits}}" for each in (value, low, high))
-        return f"{number}{self.unit}" + f" [{', '.join(ends)}]" * (low < high)
+        unit = self.unit.removesuffix("s") if number == "1" else self.unit
+        return f"{number}{unit}" + f" [{', '.join(ends)}]" * (low < high)
 
 
 ANSWERS = (
-    Answer("fleet/replicas", "", ".0f", "", " replicas", " replicas", least=True),
+    Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True),
     Answer("regret/worst", "", ".1%", "", " regret",
            " of tokens/s lost at worst to the best fixed policy", least=True),
     Answer("speedup/measured", "speedup/ci", ".2f", "x", "", " of plain decoding's speed", even=1),

@@ -399,12 +399,15 @@ def test_day_is_sized_by_hour_and_drawn():
     days, answers = fleets.whole_day(dataclasses.replace(setting, day=Day(900, 0.5, LENGTHS)), 2)
     assert (days["goodput/share"].between(0, 1)).all()
     assert (days["latency/e2e_p50_ms"] <= days["latency/e2e_p99_ms"]).all()
+    far = dataclasses.replace(setting, limits=Limits(9, 9))
     for figure in (
         fleet_day.paces(setting, fleets.pace_table(setting)),
+        fleet_day.paces(far, fleets.pace_table(far)),
         fleet_day.over_the_day(hours),
         under_load.latencies(answers, fleet_day.day_title(days, 2)),
     ):
         assert figure.get_suptitle().startswith("SIMULATED")
+        assert figure.get_tightbbox().height < 6
 
 
 def test_day_has_the_rates_of_its_hours():

@@ -314,6 +314,7 @@ INTERVALS = {"speedup/ci_low": 1.204, "speedup/ci_high": 1.3, "acceptance/rate_c
         ),
         (METRICS | {"speedup/ci_low": 1.25, "speedup/ci_high": 1.25}, {}, "1.25x",
          "**1.25x of plain decoding's speed**; 50% of draft tokens accepted"),
+        ({"fleet/replicas": 1.0}, {}, "1 replica", "**1 replica**"),
         ({"fleet/replicas": 12.0}, {"simulated": "fleet, load"}, "12 replicas simulated",
          "**12 replicas simulated**"),
         (METRICS, {"answer": "no", "mlflow.note.content": "mine"}, "no", "mine"),

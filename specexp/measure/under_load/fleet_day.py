@@ -25,6 +25,7 @@ from specexp.serving.fleet import Limits, Pace, Served
 
 ANSWERS = 5000  # of which latencies are drawn
 HOURS = 24
+TIMES = ("ttft_s", "tpot_s", "e2e_s")
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,6 @@ class Day:
         """All requests of the day."""
         return arrivals.day(self.mean, self.requests, self.lengths, self.seed, self.swing)
 
-    def window(self, rate: float, count: int) -> Arrivals:
-        """`count` requests at a constant rate, a sample of an hour."""
-        return arrivals.bursty(rate, count, self.lengths, self.seed)
-
 
 def lengths(prompt_tokens: int, output_tokens: int) -> Lengths:
     """Lognormal lengths with these medians, clipped at four times the longer one."""
@@ -71,14 +68,11 @@ class Setting:
     costs: Costs
     limits: Limits
 
-    def simulate(self, name: str, offered: Arrivals, replicas: int) -> Served:
-        """Serve requests on so many replicas under a policy."""
-        pace, read_s = self.paces[name], self.costs.prefill_s
-        return fleet.simulate(offered, pace, read_s, replicas, self.day.seed)
-
-    def size(self, name: str, offered: Arrivals, near: int = 1) -> float:
-        """The fewest replicas that keep the limits, NaN if no number does. Raises UserError instead
-        for plain decoding: then there is nothing to compare with."""
+    def size(self, name: str, rate: float, sample: int, near: int) -> float:
+        """The fewest replicas that keep the limits for `sample` requests at this rate, NaN if no
+        number does. Raises UserError instead for plain decoding: there is nothing to compare with.
+        """
+        offered = arrivals.bursty(rate, sample, self.day.lengths, self.day.seed)
         pace, read_s = self.paces[name], self.costs.prefill_s
         try:
             return fleet.size(offered, pace, read_s, self.limits, self.day.seed, near)
@@ -103,8 +97,8 @@ def setting(
     if "plain" not in names:
         raise UserError("the other policies are compared with plain decoding: name plain, too")
     costs = costs.sparing(summaries.drafted_share(accepted))
-    few = day.window(1.0, 20_000)
-    prompt, output = float(few.prompt.mean()), float(few.output.mean())
+    drawn = day.lengths.draw(20_000, np.random.default_rng(day.seed))
+    prompt, output = (float(tokens.mean()) for tokens in drawn)
     conditional, context = summaries.pooled(accepted).conditional, prompt + output
     paces = {n: fleet.pace(costs, n, conditional, rows, context, prompt, output) for n in names}
     limits = Limits(ttft_ms / 1e3, tpot_steps / paces["plain"].tokens_s[1])
@@ -128,11 +122,11 @@ def hourly(setting: Setting, sample: int) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for name in tqdm(setting.paces, desc="sizing", unit="policy", delay=1):
         sizes: dict[float, float] = {}
-        near = 1
+        near = 1.0
         for hour, rate in enumerate(setting.day.rates().round(9).tolist()):
             if rate not in sizes:
-                sizes[rate] = setting.size(name, setting.day.window(rate, sample), near)
-                near = near if np.isnan(sizes[rate]) else int(sizes[rate])
+                sizes[rate] = setting.size(name, rate, sample, int(near))
+                near = near if np.isnan(sizes[rate]) else sizes[rate]
             rows.append({"policy": name, "hour": hour, "rate": rate, "replicas": sizes[rate]})
     return pd.DataFrame(rows)
 
@@ -152,18 +146,17 @@ def whole_day(setting: Setting, replicas: int) -> tuple[pd.DataFrame, pd.DataFra
     """Every request of the day on one fleet, under every policy: one row of `served_metrics` a
     policy; and ttft_s, tpot_s and e2e_s of `ANSWERS` requests of each, evenly over the day."""
     offered = setting.day.whole()
-    names = tqdm(setting.paces, desc="day", unit="policy", delay=1)
-    days = {name: setting.simulate(name, offered, replicas) for name in names}
+    days = {
+        name: fleet.simulate(offered, pace, setting.costs.prefill_s, replicas, setting.day.seed)
+        for name, pace in tqdm(setting.paces.items(), desc="day", unit="policy", delay=1)
+    }
     some = np.unique(np.linspace(0, len(offered) - 1, ANSWERS).astype(int))
-    return pd.DataFrame(
-        {"policy": name} | served_metrics(day, setting.limits) for name, day in days.items()
-    ), pd.concat(
-        [
-            pd.DataFrame({"policy": name, "ttft_s": day.ttft_s[some], "tpot_s": day.tpot_s[some],
-                          "e2e_s": day.e2e_s[some]})
-            for name, day in days.items()
-        ]
-    )  # fmt: skip
+    latencies = [
+        pd.DataFrame({key: getattr(day, key)[some] for key in TIMES}).assign(policy=name)
+        for name, day in days.items()
+    ]
+    each = ({"policy": name} | served_metrics(day, setting.limits) for name, day in days.items())
+    return pd.DataFrame(each), pd.concat(latencies)
 
 
 def served_metrics(served: Served, limits: Limits) -> dict[str, float]:
@@ -178,11 +171,10 @@ def served_metrics(served: Served, limits: Limits) -> dict[str, float]:
         "load/occupancy": served.stream_s.sum() / served.busy_s.sum(),
         "load/busy": served.busy_s.mean() / served.seconds,
     }
-    for name in ("ttft", "tpot", "e2e"):
-        times = getattr(served, f"{name}_s")
-        times = times[~np.isnan(times)]
+    for key in TIMES:
+        times = pd.Series(getattr(served, key)).dropna()
         for q in QUANTILES if len(times) else ():
-            values[f"latency/{name}_p{q}_ms"] = 1e3 * float(np.percentile(times, q))
+            values[f"latency/{key[:-2]}_p{q}_ms"] = 1e3 * times.quantile(q / 100)
     return {key: float(value) for key, value in values.items()}
 
 
@@ -198,24 +190,21 @@ def metrics(
     setting: Setting, hours: pd.DataFrame, days: pd.DataFrame, accepted: pd.DataFrame, policy: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of one policy, for MLflow; all but `acceptance` are SIMULATED."""
-    values, series = summaries.acceptance_metrics(accepted)
+    values, accepted_at = summaries.acceptance_metrics(accepted)
+    series: dict[str, Any] = dict(accepted_at)
+    values["fleet/saved"] = saved(hours, policy)
+    by_hour = hours.set_index("hour").groupby("policy")["replicas"]
+    for name, suffix in ((policy, ""), ("plain", "_plain")):
+        mine = by_hour.get_group(name)
+        values[f"fleet/replicas{suffix}"] = peak(hours, name)
+        values[f"fleet/replica_hours{suffix}"] = mine.sum()
+        series[f"fleet/replicas{suffix}_at_hour"] = mine.to_dict()
     values |= {
-        "fleet/replicas": peak(hours, policy),
-        "fleet/replicas_plain": peak(hours, "plain"),
-        "fleet/saved": saved(hours, policy),
-        "fleet/replica_hours": hours.loc[hours["policy"] == policy, "replicas"].sum(),
-        "fleet/replica_hours_plain": hours.loc[hours["policy"] == "plain", "replicas"].sum(),
         "fleet/requests": setting.day.requests,
         "fleet/ttft_limit_ms": 1e3 * setting.limits.ttft_s,
         "fleet/tpot_limit_ms": 1e3 * setting.limits.tpot_s,
     }
     values |= days.set_index("policy").loc[policy].to_dict()
-    by_hour = {name: part.set_index("hour")["replicas"] for name, part in hours.groupby("policy")}
-    return values, series | {
-        "fleet/replicas_at_hour": by_hour[policy].to_dict(),
-        "fleet/replicas_plain_at_hour": by_hour["plain"].to_dict(),
-        "fleet/tok_s_at_streams": {
-            b: b * setting.paces[policy].tokens_s[b]
-            for b in range(1, setting.paces[policy].rows + 1)
-        },
-    }
+    tokens_s = enumerate(setting.paces[policy].tokens_s)
+    series["fleet/tok_s_at_streams"] = {b: b * each for b, each in tokens_s if b}
+    return values, series
