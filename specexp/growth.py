@@ -52,9 +52,10 @@ Step = Callable[[Level], Tensor]  # returns logits [B, n, V] of the token after 
 
 
 def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng | None) -> Draft:
-    """Draw each node's children from `sampling`'s distribution of the logits or, without an `rng`,
-    take the most likely tokens. A tree with a `width` is grown by confidence and never drawn. The
-    draft's memo [b, N]: the place in the drafter's cache of each node that was fed; else any."""
+    """Draw each node's children from `sampling`'s distribution of the logits or, at temperature 0
+    or without `rng`, take the most likely tokens. A tree with a `width` is grown by confidence and
+    never drawn. The draft's memo [b, N]: the place in the drafter's cache of each node that was
+    fed; else any."""
     if tree.width and tree.depth:
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
@@ -69,7 +70,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         fed = seqs.drafting(tokens, depth)
         logits = step(Level(depth, here, fed, rank, nodes.ancestors[:, here]))
         width = max(tree.parents.count(i) for i in range(here.start, here.stop))
-        if rng is None:
+        if rng is None or sampling.temperature == 0:
             picked = ranked(logits, width)
         else:
             laws.append(sampling.law(logits))

@@ -147,8 +147,7 @@ class Crossed(Drafter):
             here = logits[..., self.shared.clamp(min=0)]
             return here.masked_fill(self.shared < 0, -torch.inf)
 
-        drawn = rng if self.sampling.temperature > 0 else None
-        return grow(seqs, tree, step, self.sampling, drawn)
+        return grow(seqs, tree, step, self.sampling, rng)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         if not draft.nodes.is_chain:

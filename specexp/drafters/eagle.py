@@ -92,8 +92,7 @@ class EagleLayer(Drafter):
             features.append(hidden)
             return logits
 
-        drawn = rng if self.sampling.temperature > 0 else None
-        return grow(seqs, tree, step, self.sampling, drawn)
+        return grow(seqs, tree, step, self.sampling, rng)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None

@@ -45,8 +45,7 @@ class EarlyExit(Drafter):
         def step(level: Level) -> Tensor:
             return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
-        drawn = rng if self.sampling.temperature > 0 else None
-        return grow(seqs, tree, step, self.sampling, drawn)
+        return grow(seqs, tree, step, self.sampling, rng)
 
 
 def lower(module: Any, layers: int) -> Any:

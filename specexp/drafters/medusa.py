@@ -51,8 +51,7 @@ class MedusaHeads(Drafter):
             logits = self.heads.guess(level.depth, self.last[seqs.rows], self.vocab)
             return logits.expand(-1, level.tokens.shape[1], -1)
 
-        drawn = rng if self.sampling.temperature > 0 else None
-        return grow(seqs, tree, step, self.sampling, drawn)
+        return grow(seqs, tree, step, self.sampling, rng)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None

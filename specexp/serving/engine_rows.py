@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,19 +40,9 @@ def bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
 
 
-class Timer(Protocol):
-    def clock(self) -> float: ...
-    def wait(self, until: float) -> None: ...
-
-
-class Wall:
-    """Real time."""
-
-    def clock(self) -> float:
-        return time.perf_counter()
-
-    def wait(self, until: float) -> None:
-        time.sleep(max(0.0, until - self.clock()))
+def sleep(until: float) -> None:
+    """Wait for a time of `time.perf_counter`."""
+    time.sleep(max(0.0, until - time.perf_counter()))
 
 
 class Stopwatch:
@@ -86,13 +75,14 @@ class EngineRows:
     slots kept free behind a sequence for a draft. Raises UserError when not one row fits."""
 
     def __init__(
-        self, engine: Engine, count: int, slots: int, slack: int, timer: Timer | None = None
+        self, engine: Engine, count: int, slots: int, slack: int, timer: Stopwatch | None = None
     ) -> None:
         self.engine, self.slots, self.slack = engine, slots, slack
-        self.timer = timer or Wall()
-        self.clock, self.wait = self.timer.clock, self.timer.wait
+        self.clock = timer.clock if timer else time.perf_counter
+        self.wait = timer.wait if timer else sleep
         self.count = _allocated(engine, count, slots, slack)
-        self.seqs = engine.rows.seqs
+        self.seqs, self.reads = engine.rows.seqs, engine.drafter.reads
+        self.context, self.drafter_context = engine.target.context, engine.drafter.context
         device = engine.target.device
         self._last_budget = tuple[int, ...]()  # on the device
         self._host_budget = np.zeros(self.count, dtype=np.int64)
@@ -102,24 +92,9 @@ class EngineRows:
         engine.rows.clear(0)  # in which `_allocated` has run a pass
 
     @property
-    def context(self) -> int:
-        """The longest sequence that the target can continue."""
-        return self.engine.target.context
-
-    @property
-    def drafter_context(self) -> int:
-        """The longest sequence that the drafter can continue, its draft tokens included."""
-        return self.engine.drafter.context
-
-    @property
     def steady(self) -> bool:
         """See `Recorder.steady`."""
         return self.engine.recorder.steady
-
-    @property
-    def reads(self) -> bool:
-        """See `Drafter.reads`."""
-        return self.engine.drafter.reads
 
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:

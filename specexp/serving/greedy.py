@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
 
 from specexp.policy import Load, Plan
+from specexp.serving.cost_table import Costs
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -23,15 +23,11 @@ HOPE = 8.0  # draft tokens that count as accepted at first, and again after many
 TINY = 1e-9  # a depth that was not judged for thousands of rounds is hoped for, too
 
 
-class RoundCosts(Protocol):
-    def round_s(self, batch: float, gamma: float, context: float) -> float: ...
-
-
 class Greedy:
-    """costs: seconds of a round, as `cost_table.Costs`; gammas: the draft lengths to choose from.
+    """costs: seconds of a round; gammas: the draft lengths to choose from.
     All rows draft alike."""
 
-    def __init__(self, costs: RoundCosts, gammas: tuple[int, ...]) -> None:
+    def __init__(self, costs: Costs, gammas: tuple[int, ...]) -> None:
         self.costs, self.gammas = costs, gammas
         self.widest = Tree.chain(max(gammas)).room
         self.judged = [HOPE] * max(gammas)  # draft tokens at depth 1, 2, ... that were looked at

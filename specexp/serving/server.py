@@ -14,48 +14,20 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from specexp.errors import UserError
 from specexp.policy import Load, Plan, Policy
-from specexp.serving.engine_rows import OutOfMemory, window
+from specexp.serving.engine_rows import EngineRows, OutOfMemory, window
 from specexp.serving.requests import Request, Response, Row, ServerStep, State
+from specexp.serving.simulated_rows import SimulatedRows
 from specexp.trace import Step
-from specexp.tree import Tree
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Rows: TypeAlias = EngineRows | SimulatedRows
 
 NEAR = 16  # tokens: rows whose drafter lacks at most so many catch up together, in one pass
-
-
-class Rows(Protocol):
-    """The rows that requests are served on: see `engine_rows.EngineRows`. count: how many there
-    are; slots: of each; slack: slots kept free behind a sequence for a draft."""
-
-    count: int
-    slots: int
-    slack: int
-
-    @property
-    def context(self) -> int: ...
-    @property
-    def drafter_context(self) -> int: ...
-    @property
-    def steady(self) -> bool: ...
-    @property
-    def reads(self) -> bool: ...
-    def clock(self) -> float: ...
-    def wait(self, until: float) -> None: ...
-    def enter(self, row: int, text: Sequence[int], stream: int) -> None: ...
-    def read(self, row: int, start: int, stop: int) -> None: ...
-    def begin(self, row: int, limit: int) -> None: ...
-    def catch_up_row(self, row: int, start: int, stop: int) -> None: ...
-    def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None: ...
-    def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]: ...
-    def move(self, source: int, target: int, length: int) -> None: ...
-    def leave(self, row: int, broken: bool = False) -> None: ...
-    def text(self, row: int, start: int, stop: int) -> list[int]: ...
 
 
 class Server:
@@ -66,7 +38,9 @@ class Server:
     they are refused.
     """
 
-    def __init__(self, rows: Rows, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:
+    def __init__(
+        self, rows: EngineRows | SimulatedRows, policy: Policy, chunk: int = 512, queue: int = 1024
+    ) -> None:
         if policy.widest > rows.slack:
             raise UserError(
                 f"the rows leave {rows.slack} slots for a draft and the policy wants "

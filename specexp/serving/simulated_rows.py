@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from specexp.serving.cost_table import Costs
 from specexp.serving.engine_rows import window
-from specexp.serving.requests import Request
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -115,8 +114,3 @@ class SimulatedRows:
 
     def text(self, row: int, start: int, stop: int) -> list[int]:
         return []
-
-
-def requests(lengths: Sequence[tuple[float, int, int]]) -> list[Request]:
-    """Requests without text, from triples (at_s, prompt tokens, new tokens)."""
-    return [Request(range(p), n, at, stream=i) for i, (at, p, n) in enumerate(lengths)]

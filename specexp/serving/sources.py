@@ -4,70 +4,38 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
 from specexp.errors import UserError
 from specexp.serving.requests import Request, Response
 from specexp.serving.server import Server
 
 
-class Source(Protocol):
-    """A source of requests."""
+class Source:
+    """Requests that arrive at their own times, however many are unfinished; or, in a closed loop of
+    `concurrency` streams, as soon as one is done. `again`: the first follows the last, for ever."""
+
+    def __init__(
+        self, requests: Iterable[Request], concurrency: int | None = None, again: bool = False
+    ) -> None:
+        if concurrency is not None and concurrency < 1:
+            raise UserError(f"concurrency is {concurrency}; a closed loop needs 1 stream or more")
+        self.concurrency, self.again = concurrency, again
+        timed = sorted(requests, key=lambda r: r.at_s) if concurrency is None else requests
+        self.requests = deque(timed)
 
     def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
         """Requests that have arrived by now, with their times, while `open_` are unfinished."""
-        ...
-
-    def next_s(self) -> float | None:
-        """When the next one arrives; None if that is not known, or if none will."""
-        ...
-
-    @property
-    def left(self) -> int: ...
-
-
-class Timed:
-    """An open load: requests arrive at their own times, however many are unfinished."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self.requests = deque(sorted(requests, key=lambda r: r.at_s))
-
-    def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
-        due = []
-        while self.requests and self.requests[0].at_s <= now:
-            due.append((self.requests[0].at_s, self.requests.popleft()))
+        due: list[tuple[float, Request]] = []
+        while self.requests and (
+            self.requests[0].at_s <= now
+            if self.concurrency is None
+            else open_ + len(due) < self.concurrency
+        ):
+            request = self.requests.popleft()
+            due.append((request.at_s if self.concurrency is None else now, request))
+            if self.again:
+                self.requests.append(request)
         return due
-
-    def next_s(self) -> float | None:
-        return self.requests[0].at_s if self.requests else None
-
-    @property
-    def left(self) -> int:
-        return len(self.requests)
-
-
-class Closed:
-    """A closed loop: as soon as a request is done, the next one arrives; with `again`, the first
-    one follows the last, for ever."""
-
-    def __init__(self, requests: Iterable[Request], concurrency: int, again: bool = False) -> None:
-        if concurrency < 1:
-            raise UserError(f"concurrency is {concurrency}; a closed loop needs 1 stream or more")
-        self.requests, self.concurrency, self.again = deque(requests), concurrency, again
-
-    def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
-        count = min(len(self.requests), max(0, self.concurrency - open_))
-        due = [self.requests.popleft() for _ in range(count)]
-        if self.again:
-            self.requests.extend(due)
-        return [(now, request) for request in due]
-
-    def next_s(self) -> float | None:
-        return None
-
-    @property
-    def left(self) -> int:
-        return len(self.requests)
 
 
 def advance(server: Server, source: Source, responses: list[Response]) -> bool:
@@ -78,10 +46,9 @@ def advance(server: Server, source: Source, responses: list[Response]) -> bool:
         responses.append(server.submit(request, came_s))
     if server.step():
         return True
-    if (until := source.next_s()) is not None:
-        server.rows.wait(server.started + until)
-        return True
-    return source.left > 0
+    if source.requests and source.concurrency is None:
+        server.rows.wait(server.started + source.requests[0].at_s)
+    return bool(source.requests)
 
 
 def serve(server: Server, source: Source) -> list[Response]:

@@ -25,7 +25,7 @@ from specexp.serving.engine_rows import EngineRows
 from specexp.serving.policies import InTurn
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
-from specexp.serving.sources import Closed, serve
+from specexp.serving.sources import Source, serve
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -157,7 +157,7 @@ def test_served_texts_are_the_texts(kind):
     made = fast(kind)
     server = Server(EngineRows(made, count=4, slots=64, slack=5), InTurn(3), chunk=8)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
-    responses = serve(server, Closed(requests, 4))
+    responses = serve(server, Source(requests, 4))
     assert {a.request.stream: a.tokens for a in responses} == dict(enumerate(wanted))
     assert "round" in recorded(made)
 
@@ -188,7 +188,7 @@ def test_sparing_passes_record_one_round_for_texts_of_any_length(dtype, kinds):
 
     made.run = noted
     server = Server(bank, Fixed(TREES["empty"]))
-    [answer] = serve(server, Closed([Request(PROMPTS[0], 80)], 1))
+    [answer] = serve(server, Source([Request(PROMPTS[0], 80)], 1))
     assert len(answer.tokens) == 80
     assert len(seen) == kinds
 
@@ -215,7 +215,7 @@ class Hears(Fixed):
 def test_policy_learns_times_of_replayed_rounds_when_serving(pairing):
     hears = Hears(TREES["empty"])
     server = Server(EngineRows(pairing("null"), count=1, slots=64, slack=5), hears)
-    serve(server, Closed([Request(PROMPTS[0], 20, stream=0)], 1))
+    serve(server, Source([Request(PROMPTS[0], 20, stream=0)], 1))
     hears.check(pairing)
 
 

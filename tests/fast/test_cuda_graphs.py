@@ -31,7 +31,7 @@ from specexp.serving.engine_rows import EngineRows, bucket
 from specexp.serving.policies import InTurn
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
-from specexp.serving.sources import Closed, serve
+from specexp.serving.sources import Source, serve
 from specexp.tree import Tree
 
 FEW = ["chain", "branching", "grown"]
@@ -438,7 +438,7 @@ def test_served_texts_are_the_texts(kind, ragged, device):
     bank = EngineRows(made, count=6, slots=64, slack=5)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
     server = Server(bank, InTurn(3) if ragged else Turns(3, 0, 2), chunk=8)
-    responses = serve(server, Closed(requests, 5))
+    responses = serve(server, Source(requests, 5))
     texts = [a.tokens for a in sorted(responses, key=lambda a: a.request.stream)]
     plain = engine("null", "empty", **asked)
     assert compare(plain, PROMPTS * 2, texts, NEW, range(10)).bugs == 0

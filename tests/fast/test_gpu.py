@@ -15,7 +15,7 @@ from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineRows
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
-from specexp.serving.sources import Closed, serve
+from specexp.serving.sources import Source, serve
 from specexp.tree import Tree
 
 FEW = ["chain", "branching", "grown"]
@@ -114,7 +114,7 @@ def test_served_texts_are_those_of_the_cpu(kind, tree, device):
     made = engine(kind, tree, "match", dtype=torch.float32, device=device)
     bank = EngineRows(made, count=3, slots=64, slack=tree.room)
     requests = [Request(prompt, NEW, stream=i) for i, prompt in enumerate(PROMPTS)]
-    responses = serve(Server(bank, Fixed(tree)), Closed(requests, 4))
+    responses = serve(Server(bank, Fixed(tree)), Source(requests, 4))
     assert [a.state for a in responses] == ["done"] * len(PROMPTS)
     in_order = sorted(responses, key=lambda a: a.request.stream)
     assert bugs([a.tokens for a in in_order]) == 0

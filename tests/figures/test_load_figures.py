@@ -6,14 +6,15 @@ import pandas as pd
 import pytest
 from support.cost_tables import planted
 from support.served import ANSWERS, TICKS, tick
+from support.traces import requests
 
 from specexp import figures
 from specexp.measure import under_load
 from specexp.measure.under_load import served
 from specexp.policy import Fixed
 from specexp.serving.server import Server
-from specexp.serving.simulated_rows import SimulatedRows, requests
-from specexp.serving.sources import Closed, Timed, serve
+from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Source, serve
 from specexp.tree import Tree
 
 
@@ -35,7 +36,7 @@ def samples(**policies):
 
 
 def run(responses, steps):
-    return under_load.Run(SimpleNamespace(steps=steps), Timed([]), responses)
+    return under_load.Run(SimpleNamespace(steps=steps), Source([]), responses)
 
 
 def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=4, **options):
@@ -43,7 +44,7 @@ def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=
     bank = SimulatedRows(planted(), conditional, rows, 512, fixed.widest, **options)
     server = Server(bank, fixed)
     todo = requests([(0.0, 20, 300)] * count)
-    return server, serve(server, Closed(todo, rows))
+    return server, serve(server, Source(todo, rows))
 
 
 def drawn_of(axes) -> dict[str, list[float]]:

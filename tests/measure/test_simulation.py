@@ -9,13 +9,14 @@ import pytest
 from support.cost_tables import planted
 from support.questions import PROMPTS
 from support.served import answer, tick
+from support.traces import requests
 
 from specexp.measure import under_load
 from specexp.measure.under_load import served
 from specexp.policy import Fixed
 from specexp.serving.server import Server
-from specexp.serving.simulated_rows import SimulatedRows, requests
-from specexp.serving.sources import Closed, Timed, serve
+from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Source, serve
 from specexp.trace import Acceptance
 from specexp.tree import Tree
 
@@ -29,7 +30,7 @@ def few(monkeypatch):
 
 
 def run(responses, steps):
-    return under_load.Run(SimpleNamespace(steps=steps), Timed([]), responses)
+    return under_load.Run(SimpleNamespace(steps=steps), Source([]), responses)
 
 
 def test_compare_runs_pairs_real_with_simulated(few):
@@ -61,7 +62,7 @@ def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=
     bank = SimulatedRows(planted(), conditional, rows, 512, fixed.widest, **options)
     server = Server(bank, fixed)
     todo = requests([(0.0, 20, 300)] * count)
-    return server, serve(server, Closed(todo, rows))
+    return server, serve(server, Source(todo, rows))
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 2, 3, 5])
@@ -81,7 +82,7 @@ def test_simulated_misses_cost_only_unpacked_passes(packs):
     costs = planted(slot=0)
     costs = replace(costs, about=costs.about | {"passes": "native" if packs else "fused"})
     bank = SimulatedRows(costs, lambda stream: [0.6], 1, 512, 6, filled=lambda stream: 0.75)
-    responses = serve(Server(bank, Fixed(Tree.chain(1))), Timed(requests([(0.0, 20, 300)] * 40)))
+    responses = serve(Server(bank, Fixed(Tree.chain(1))), Source(requests([(0.0, 20, 300)] * 40)))
     passes, drafted = sum(a.passes for a in responses), sum(a.drafted for a in responses)
     kept = sum(a.accepted for a in responses)
     assert drafted / passes == pytest.approx(0.75, abs=0.02)

@@ -17,7 +17,7 @@ from specexp.errors import UserError
 from specexp.measure import under_load
 from specexp.measure.under_load import races, served
 from specexp.serving.requests import Request
-from specexp.serving.sources import Closed, Timed, serve
+from specexp.serving.sources import Source, serve
 
 LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
 
@@ -167,7 +167,7 @@ def test_regret_interval_has_low_below_high():
 
 
 def run(responses, steps):
-    return under_load.Run(SimpleNamespace(steps=steps), Timed([]), responses)
+    return under_load.Run(SimpleNamespace(steps=steps), Source([]), responses)
 
 
 def test_logged_metrics_are_the_policys_row(few):
@@ -208,7 +208,7 @@ def test_steps_table_keeps_order_by_policy():
 def test_closed_loop_repeats_mixed_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "closed:2", 5, 20)
     assert offered.concurrency == 2
-    assert isinstance(offered.source(), Closed)
+    assert offered.source().concurrency == 2
     assert [r.kind for r in offered.requests] == ["code", "messy", "code", "code", "messy"]
     assert "".join(map(chr, offered.requests[3].prompt)) == "def mean(values):"
     assert [r.stream for r in offered.requests] == list(range(5))
@@ -219,7 +219,7 @@ def test_open_traffic_keeps_times_and_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "poisson:4", 6, 20, seed=1)
     times = [r.at_s for r in offered.requests]
     assert offered.concurrency is None
-    assert isinstance(offered.source(), Timed)
+    assert offered.source().concurrency is None
     assert times == sorted(times)
     assert len(set(times)) == 6
     assert {r.new for r in offered.requests} == {20}

@@ -23,7 +23,7 @@ from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineRows
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
-from specexp.serving.sources import Closed, serve
+from specexp.serving.sources import Source, serve
 from specexp.tree import Tree
 
 FAMILIES = sorted(set(CONFIGS) - {"recurrent_gemma"})
@@ -127,7 +127,7 @@ def served_right(made: Engine, family: str) -> bool:
     rows = EngineRows(made, 3, 96, policy.widest)
     right = all(
         response.tokens == expected(family, tuple(response.request.prompt))[: response.request.new]
-        for response in serve(Server(rows, policy, chunk=4), Closed(todo, 3))
+        for response in serve(Server(rows, policy, chunk=4), Source(todo, 3))
     )
     whole = all(step.accepted == depth for depth, step in policy.learned if step.drafted)
     return right and (whole or made.drafter.name != "itself")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.cost_tables import planted, rough
-from support.traces import triples
+from support.traces import requests, triples
 
 from specexp.errors import UserError
 from specexp.figures import fleet_day, under_load
@@ -22,8 +22,8 @@ from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, bursty, day
 from specexp.serving.fleet import Limits, Pace, pace, simulate, size
 from specexp.serving.server import Server
-from specexp.serving.simulated_rows import SimulatedRows, requests
-from specexp.serving.sources import Timed, serve
+from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Source, serve
 from specexp.trace import Acceptance
 
 KEPT = (0.8, 0.75, 0.7, 0.6, 0.6)
@@ -286,7 +286,7 @@ def test_one_replica_matches_the_simulated_server(name, rate, reads):
     policy = policies.of("never" if name == "plain" else name, costs, 5)
     bank = SimulatedRows(costs, lambda _: KEPT, rows, 500, policy.widest)
     server = Server(bank, policy, queue=len(offered))
-    table = answered(serve(server, Timed(requests(triples(offered)))))
+    table = answered(serve(server, Source(requests(triples(offered)))))
     fluid = simulate(
         offered, pace(costs, name, KEPT, rows, 128, offered.prompt.mean(), offered.output.mean()),
         costs.prefill_s, 1,

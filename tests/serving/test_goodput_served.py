@@ -24,7 +24,7 @@ from specexp.serving.goodput import GAMMAS, Goodput
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
-from specexp.serving.sources import Closed, serve
+from specexp.serving.sources import Source, serve
 from specexp.tree import Tree
 
 
@@ -100,7 +100,7 @@ def test_stalls_are_not_blamed_on_a_draft_length(streams, chance, best):
     policy = Recorded(Goodput(table()))
     server = Server(Stalling(table(), alike(chance), streams, 512, policy.widest), policy)
     todo = [Request(range(20), 200, stream=i) for i in range(12 * streams)]
-    serve(server, Closed(todo, streams))
+    serve(server, Source(todo, streams))
     drafts = policy.drafts()[50:]
     assert drafts.count(best) > 0.93 * len(drafts)
 
@@ -125,7 +125,7 @@ def test_drafts_resume_after_a_busy_neighbour(packs):
     costs = table(packs=packs, guess=2.5e-3)
     policy = Recorded(Goodput(costs))
     bank = Busy(costs, alike(0.5), 2, 512, policy.widest, until=5)
-    serve(Server(bank, policy), Closed([Request(range(20), 200, stream=i) for i in range(60)], 2))
+    serve(Server(bank, policy), Source([Request(range(20), 200, stream=i) for i in range(60)], 2))
     busy, after = policy.drafts()[100:350], policy.drafts()[1000:2000]
     assert sum(gamma > 0 for gamma in busy) < 0.05 * len(busy)
     assert sum(gamma > 0 for gamma in after) > 0.9 * len(after)
@@ -158,7 +158,7 @@ def test_recorded_rounds_are_not_timed():
         banks = [Recording(truth, alike(0.8), 2, 512, 6, seed, says=says) for seed in range(6)]
         servers = [Server(bank, Goodput(said)) for bank in banks]
         for server in servers:
-            serve(server, Closed([Request(range(20), 200, stream=i) for i in range(40)], 2))
+            serve(server, Source([Request(range(20), 200, stream=i) for i in range(40)], 2))
         found[says] = sum(map(speed, servers)) / len(servers)
     assert found[True] > 0.97 * best
     assert found[False] < 0.95 * best
@@ -189,7 +189,7 @@ def test_cold_plain_steps_are_not_timed():
         banks = [Cooling(truth, alike(0.4), 2, 512, 6, seed) for seed in range(3)]
         servers = [Server(bank, tuned(said, calm=calm)) for bank in banks]
         for server in servers:
-            serve(server, Closed([Request(range(20), 200, stream=i) for i in range(60)], 2))
+            serve(server, Source([Request(range(20), 200, stream=i) for i in range(60)], 2))
         found[calm] = sum(map(speed, servers)) / len(servers) / plain
     assert found[CALM] > 0.93
     assert found[0] < 0.87
@@ -201,7 +201,7 @@ def test_prompt_reading_is_not_a_slowdown():
     policy = Goodput(costs)
     bank = SimulatedRows(costs, alike(0.9), 8, 4096, policy.widest)
     server = Server(bank, policy, chunk=1 << 20)
-    serve(server, Closed([Request(range(1000), 400, stream=i) for i in range(8)], 8))
+    serve(server, Source([Request(range(1000), 400, stream=i) for i in range(8)], 8))
     assert policy.prices.slowdowns
     for slowdown in policy.prices.slowdowns.values():
         assert slowdown.mean == pytest.approx([0] * len(slowdown.mean), abs=1e-3)

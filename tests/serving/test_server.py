@@ -25,7 +25,7 @@ from specexp.sampling import Sampling
 from specexp.serving.engine_rows import EngineRows, OutOfMemory
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
-from specexp.serving.sources import Closed, Timed, serve
+from specexp.serving.sources import Source, serve
 from specexp.tree import Tree
 
 SLOTS, SLACK = 96, 10
@@ -82,7 +82,7 @@ def test_responses_match_plain_decoding(kind, temperature):
     made = engine(kind, "chain", "match", temperature=temperature)
     todo = requests(9)
     policy = Restless(1, trees)
-    server, responses = served(made, policy, Closed(todo, 5), chunk=3)
+    server, responses = served(made, policy, Source(todo, 5), chunk=3)
     assert [a.request for a in responses] == todo
     for response in responses:
         assert response.state == "done"
@@ -100,7 +100,7 @@ def test_rehearsed_rounds_are_not_recorded_again(kind):
     rows.rehearse(3)
     known = set(made.recorder.replays)
     assert len(known) == 3 * (1 + 4)  # sizes; plain rounds of all rows, and those of some
-    responses = serve(Server(rows, Restless(1)), Closed(todo, 5))
+    responses = serve(Server(rows, Restless(1)), Source(todo, 5))
     assert set(made.recorder.replays) == known
     for response in responses:
         assert response.tokens == alone(made, response.request)
@@ -122,7 +122,7 @@ def test_rehearsal_stops_when_memory_is_short(monkeypatch):
     rows.rehearse(3)
     assert list(dict.fromkeys(sizes)) == [3, 2, 1]
     monkeypatch.undo()
-    for response in serve(Server(rows, Restless(1)), Closed(todo, 3)):
+    for response in serve(Server(rows, Restless(1)), Source(todo, 3)):
         assert response.tokens == alone(made, response.request)
 
 
@@ -180,9 +180,9 @@ def test_responses_do_not_depend_on_the_batch(rule, kind):
     fixed = Fixed(Tree.chain(3))
     made.policy = fixed
     todo = requests(8, seed=3)
-    _, responses = served(made, fixed, Closed(todo, 4))
+    _, responses = served(made, fixed, Source(todo, 4))
     for response in responses:
-        _, [by_itself] = served(made, fixed, Closed([response.request], 1), rows=1)
+        _, [by_itself] = served(made, fixed, Source([response.request], 1), rows=1)
         assert response.tokens == by_itself.tokens
 
 
@@ -242,7 +242,7 @@ def test_end_of_text_frees_the_row():
     made = engine("model", "chain", "match")
     todo = requests(6)
     made.eos = (alone(made, todo[1])[0],)
-    _, responses = served(made, Fixed(Tree.chain(3)), Closed(todo, 3))
+    _, responses = served(made, Fixed(Tree.chain(3)), Source(todo, 3))
     for response in responses:
         text = alone(made, response.request)
         assert response.tokens == text
@@ -253,7 +253,7 @@ def test_catching_up_leaves_no_gap():
     """The target as its own draft: after any number of rounds without it, nothing is missing."""
     made = engine("self", "chain", "match")
     policy = Restless(5)
-    _, responses = served(made, policy, Closed(requests(9), 4), chunk=7)
+    _, responses = served(made, policy, Source(requests(9), 4), chunk=7)
     drafted = [step for step in policy.learned if step.drafted]
     assert len(drafted) > 20
     assert all(step.accepted == step.drafted for step in drafted)
@@ -297,7 +297,7 @@ def test_nan_fails_one_request_and_leaves_the_row_clean():
         good = [Request(p, 12, stream=i) for i, p in enumerate(PROMPTS[:4])]
         bad = [Request([1] * 20 + [V - 1] * 2, 12), Request([3, V - 1], 12)]
         todo = [good[0], bad[0], good[1], bad[1], *good[2:]]
-        _, responses = served(made, made.policy, Closed(todo, 2), rows=2)
+        _, responses = served(made, made.policy, Source(todo, 2), rows=2)
         for response in responses:
             if V - 1 in response.request.prompt:
                 assert response.state == "failed"
@@ -317,7 +317,7 @@ def test_nan_fails_one_request_and_leaves_the_row_clean():
 )
 def test_invalid_requests_are_refused_with_the_reason(request_, reason):
     made = engine("model", "chain", "match")
-    _, responses = served(made, Fixed(Tree.chain(3)), Closed([request_, *requests(2)], 2))
+    _, responses = served(made, Fixed(Tree.chain(3)), Source([request_, *requests(2)], 2))
     assert responses[0].state == "refused"
     assert reason in responses[0].reason
     assert [a.state for a in responses[1:]] == ["done", "done"]
@@ -326,14 +326,14 @@ def test_invalid_requests_are_refused_with_the_reason(request_, reason):
 def test_text_may_fill_row_and_context():
     made = engine("model", "chain", "match")
     rows = EngineRows(made, 1, CONTEXT + SLACK, SLACK)
-    [response] = serve(Server(rows, Fixed(Tree.chain(3))), Closed([Request([1] * 100, 28)], 1))
+    [response] = serve(Server(rows, Fixed(Tree.chain(3))), Source([Request([1] * 100, 28)], 1))
     assert response.tokens == alone(made, response.request)
 
 
 def test_full_queue_refuses_in_order():
     made = engine("null", "empty", "match")
     todo = [Request([1, 2], 3, stream=i) for i in range(12)]
-    _, responses = served(made, Fixed(Tree.chain(0)), Timed(todo), rows=2, queue=4)
+    _, responses = served(made, Fixed(Tree.chain(0)), Source(todo), rows=2, queue=4)
     assert [a.state for a in responses] == ["done"] * 6 + ["refused"] * 6
     begun = [a.begun_s for a in responses[:6]]
     assert begun == sorted(begun)
@@ -341,7 +341,7 @@ def test_full_queue_refuses_in_order():
 
 def test_closed_loop_needs_a_stream():
     with pytest.raises(UserError, match="needs 1 stream or more"):
-        Closed(requests(2), 0)
+        Source(requests(2), 0)
 
 
 def test_policy_wider_than_the_rows_is_refused():
@@ -394,7 +394,7 @@ def test_rows_take_their_memory_at_construction(room):
     todo = requests(7)
     for rows, made in zip(each_rows, (first, second), strict=True):
         server = Server(rows, Restless(2))
-        responses = serve(server, Closed(todo, 7))
+        responses = serve(server, Source(todo, 7))
         assert [a.tokens for a in responses] == [alone(made, r) for r in todo]
         assert server.notes == []
 
@@ -421,7 +421,7 @@ def test_rows_shrink_when_memory_runs_out(monkeypatch, at, temperature):
     todo = requests(7)
     texts = [alone(made, r) for r in todo]
     monkeypatch.setattr(LM, "_run", scarce)
-    server, responses = served(made, Restless(2), Closed(todo, 7), rows=6)
+    server, responses = served(made, Restless(2), Source(todo, 7), rows=6)
     assert [a.tokens for a in responses] == texts
     assert "out of memory with" in server.notes[0]
     assert server.usable <= 3
@@ -439,7 +439,7 @@ def test_request_beyond_memory_fails_with_the_reason(monkeypatch):
 
     monkeypatch.setattr(LM, "_run", scarce)
     todo = [Request([1] * 30, 4), Request([1, 2], 4)]
-    _, responses = served(made, Fixed(Tree.chain(0)), Closed(todo, 2), rows=2)
+    _, responses = served(made, Fixed(Tree.chain(0)), Source(todo, 2), rows=2)
     assert [a.state for a in responses] == ["failed", "done"]
     assert "out of memory with one request alone" in responses[0].reason
 
@@ -449,7 +449,7 @@ def test_other_errors_are_not_taken_for_memory(monkeypatch):
     rows = EngineRows(made, 1, SLOTS, SLACK)
     monkeypatch.setattr(LM, "_run", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
-        serve(Server(rows, Fixed(Tree.chain(0))), Closed(requests(2), 2))
+        serve(Server(rows, Fixed(Tree.chain(0))), Source(requests(2), 2))
     assert not issubclass(OutOfMemory, RuntimeError)
 
 

@@ -10,11 +10,10 @@ from specexp.serving.goodput import GAMMAS, Goodput
 from specexp.serving.goodput.acceptance import Acceptance
 from specexp.serving.goodput.choice import Choice
 from specexp.serving.goodput.prices import Prices
-from specexp.serving.goodput.trials import Trials
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
-from specexp.serving.sources import Closed, serve
+from specexp.serving.sources import Source, serve
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -58,18 +57,17 @@ def depths(plan: Plan, rows: int) -> list[int]:
 
 def tuned(costs: Costs, gammas: tuple[int, ...] = GAMMAS, **knobs) -> Goodput:
     """Goodput with these knobs, each given to the parts that have it."""
-    deepest, used = max(gammas), set()
+    policy, deepest, used = Goodput(costs, gammas), max(gammas), set()
 
-    def part(kind, *args):
-        own = {f.name for f in fields(kind) if f.init} & knobs.keys()
-        used.update(own)
-        return kind(*args, **{name: knobs[name] for name in own})
+    def own(names) -> dict:
+        used.update(names & knobs.keys())
+        return {name: knobs[name] for name in names & knobs.keys()}
 
-    parts = (
-        part(Acceptance, deepest), part(Prices, costs, deepest), part(Choice), part(Trials),
-    )  # fmt: skip
+    policy.acceptance = Acceptance(deepest, **own({f.name for f in fields(Acceptance)}))
+    policy.prices = Prices(costs, deepest, **own({f.name for f in fields(Prices)}))
+    policy.choice = type("Tuned", (Choice,), own(vars(Choice).keys()))()
     assert used == knobs.keys()
-    return Goodput(costs, gammas, *parts)
+    return policy
 
 
 def informed(kept: list[int], costs: Costs, **knobs) -> Goodput:
@@ -118,7 +116,7 @@ def closed_loop(
     bank = SimulatedRows(costs, conditional, streams, 512, policy.widest, seed)
     server = Server(bank, policy, chunk=4096)
     todo = [Request(range(20), new - 7 * (i % 5), stream=i) for i in range(count)]
-    serve(server, Closed(todo, streams))
+    serve(server, Source(todo, streams))
     return server
 
 

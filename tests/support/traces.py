@@ -3,12 +3,18 @@
 import csv
 
 from specexp.serving.arrivals import COLUMNS
+from specexp.serving.requests import Request
 
 
 def triples(arrivals):
     """(at_s, prompt tokens, output tokens) of each request."""
     columns = (arrivals.at_s, arrivals.prompt, arrivals.output)
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def requests(lengths):
+    """Requests without text, from triples (at_s, prompt tokens, new tokens)."""
+    return [Request(range(p), n, at, stream=i) for i, (at, p, n) in enumerate(lengths)]
 
 
 def write_csv(path, requests):

@@ -10,7 +10,7 @@ from specexp.api import Pairing
 from specexp.measure.prompts import Prompt
 from specexp.serving import arrivals
 from specexp.serving.requests import Request, Response
-from specexp.serving.sources import Closed, Source, Timed
+from specexp.serving.sources import Source
 
 
 def requests(
@@ -47,9 +47,7 @@ class Traffic:
 
     def source(self) -> Source:
         """A new source of these requests."""
-        if self.concurrency is None:
-            return Timed(self.requests)
-        return Closed(self.requests, self.concurrency)
+        return Source(self.requests, self.concurrency)
 
     def as_served(self, responses: Iterable[Response]) -> Traffic:
         """The same traffic with outputs as long as these, which may have ended before their

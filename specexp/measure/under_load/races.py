@@ -29,7 +29,7 @@ from specexp.serving.cost_table import Costs
 from specexp.serving.engine_rows import EngineRows, Stopwatch
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
-from specexp.serving.sources import Closed, Timed, serve
+from specexp.serving.sources import Source, serve
 
 LEARNING = 2  # first turns that do not count: rounds are captured and policies learn
 PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affects all of them
@@ -94,7 +94,7 @@ def race(
     watches, runs = {}, {}
     for name, bank, watch in _banks(pairing, chosen, concurrency, offered):
         server = Server(bank, chosen[name], chunk, queue=len(offered))
-        runs[name] = Run(server, Closed(offered, concurrency, again=True))
+        runs[name] = Run(server, Source(offered, concurrency, again=True))
         watches[name] = watch
     _alike(runs)
     begun = dict.fromkeys(runs, 0)
@@ -167,7 +167,7 @@ def open_race(
         bank.rehearse(chosen[name].widest - 1)
         watch.start()
         another = policies.of(name, costs, pairing.deepest)  # the server's own has learned nothing
-        serve(Server(bank, another, chunk, queue=rows), Timed(filling))
+        serve(Server(bank, another, chunk, queue=rows), Source(filling))
         watch.stop()
         runs[name] = Run(Server(bank, chosen[name], chunk, queue), offered.source())
         watches[name] = watch
@@ -217,7 +217,7 @@ def certify_served(pairing: Pairing, offered: Sequence[Request], concurrency: in
     turning = policies.InTurn(min(3, pairing.deepest))
     rows_of_server = rows_for(coupled, "in turn", concurrency, offered, turning.widest)
     server = Server(rows_of_server, turning, queue=len(offered))
-    texts = [a.tokens for a in serve(server, Closed(offered, concurrency))]
+    texts = [a.tokens for a in serve(server, Source(offered, concurrency))]
     prompts, streams = [list(r.prompt) for r in offered], [r.stream for r in offered]
     longest = max(r.new for r in offered)
     exact = compare(pairing.engine, prompts, texts, longest, streams)

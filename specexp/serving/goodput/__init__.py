@@ -4,8 +4,8 @@ One draft length g serves all rows of a round, the one with the highest
 
     rate(g) = E[tokens of a row's round with g draft tokens] / E[seconds of that round]
 
-(SmartSpec: Liu et al. 2024, arXiv 2406.14066, section 4). Four parts: `Acceptance` estimates the
-tokens, `Prices` the seconds; `Choice` settles a length, and `Trials` tries another now and then.
+(SmartSpec: Liu et al. 2024, arXiv 2406.14066, section 4). Three parts: `Acceptance` estimates the
+tokens, `Prices` the seconds; `Choice` settles a length, and tries another now and then.
 
 `greedy` (greedy.py) is the same idea without all that; its docstring says what is gained by it.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specexp.policy import Load, Plan
+from specexp.serving.cost_table import Costs
 from specexp.serving.goodput.acceptance import Acceptance
 from specexp.serving.goodput.choice import Choice
-from specexp.serving.goodput.prices import CostTable, PastRound, Prices
-from specexp.serving.goodput.trials import Trials
+from specexp.serving.goodput.prices import PastRound, Prices
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -26,32 +26,19 @@ GAMMAS = (1, 2, 3, 5)
 
 
 class Goodput:
-    """The policy that this file describes; one for one server, as it learns from every round. A
-    part that is not passed has its defaults. gammas: the draft lengths to choose from."""
+    """The policy that this file describes; one for one server, as it learns from every round.
+    gammas: the draft lengths to choose from."""
 
-    def __init__(
-        self,
-        costs: CostTable,
-        gammas: tuple[int, ...] = GAMMAS,
-        acceptance: Acceptance | None = None,
-        prices: Prices | None = None,
-        choice: Choice | None = None,
-        trials: Trials | None = None,
-    ) -> None:
+    def __init__(self, costs: Costs, gammas: tuple[int, ...] = GAMMAS) -> None:
         deepest = max(gammas)
         self.gammas, self.widest = (0, *gammas), Tree.chain(deepest).room
-        self.acceptance = acceptance or Acceptance(deepest)
-        self.prices = prices or Prices(costs, deepest)
-        self.choice = choice or Choice()
-        self.trials = trials or Trials()
+        self.acceptance, self.prices = Acceptance(deepest), Prices(costs, deepest)
+        self.choice = Choice()
         self.gamma = 0  # of this round: the settled one or a trial
-        self.rounds = 0
         self.unread: list[PastRound] = []  # rounds from which nothing was learned yet
 
     def choose(self, load: Load) -> Plan:
-        self.rounds += 1
-        late = self.choice.due(min(self.rounds, max(1, self.trials.due - self.rounds)))
-        if late:
+        if late := self.choice.due():
             self.digest()
         if late or self.choice.moved(load.rows, self.gamma):
             self.gamma = self._decide(load)
@@ -76,24 +63,12 @@ class Goodput:
 
     def _decide(self, load: Load) -> int:
         """The draft length of this round: the settled one, decided anew, or a trial of another."""
-        choice, trials = self.choice, self.trials
-        rates = self.rates(load)
-        if choice.decide(load.rows, rates):
-            # look again after a trial's time: the estimates may have been too high
-            trials.soon(self.rounds)
-            choice.left = min(choice.left, trials.trial - 1)
-        return self._try(load, rates) if self.rounds >= trials.due else choice.settled
-
-    def _try(self, load: Load, rates: dict[int, float]) -> int:
-        """The draft length to try now, which may be the settled one."""
-        choice, trials, settled = self.choice, self.trials, self.choice.settled
-        hopeful = rates if settled else self.rates(load, above=1.0)
-        gamma = trials.best(hopeful, self.prices.slowdown(load), settled)
-        trials.next(self.rounds)
-        if gamma != settled:
-            loss = 1 - rates[gamma] / rates[settled] if settled else None
-            choice.left = trials.begin(self.rounds, gamma, loss) - 1
-        return gamma
+        choice, rates = self.choice, self.rates(load)
+        choice.decide(load.rows, rates)
+        if choice.rounds < choice.trial_at:
+            return choice.settled
+        hopeful = rates if choice.settled else self.rates(load, above=1.0)
+        return choice.attempt(rates, hopeful, self.prices.slowdown(load))
 
     def rates(self, load: Load, above: float = 0.0) -> dict[int, float]:
         """Expected tokens a second of a row, for each draft length, with an acceptance `above`

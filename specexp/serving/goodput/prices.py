@@ -15,23 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from specexp.policy import Load, Plan
-from specexp.serving.cost_table import CALM
+from specexp.serving.cost_table import CALM, Costs
 from specexp.trace import Step
 
 LONG = 32  # tokens of catch-up in a round, from which on its time says little about drafting
-
-
-class CostTable(Protocol):
-    """What rounds cost on a calm machine: see `cost_table.Costs`."""
-
-    @property
-    def packs(self) -> bool: ...
-    def verify_s(self, batch: float, tokens: float, context: float) -> float: ...
-    def draft_s(self, batch: float, gamma: float, context: float) -> float: ...
-    def catch_up_s(self, length: float) -> float: ...
 
 
 class PastRound(NamedTuple):
@@ -45,7 +35,7 @@ class PastRound(NamedTuple):
 
 @dataclass
 class Prices:
-    costs: CostTable
+    costs: Costs
     deepest: int  # of a draft
     horizon: int = 32  # rounds over which catching up is spread
     calm: int = CALM  # plain rounds after a draft that are not timed: its weights fill the caches
