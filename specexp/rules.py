@@ -108,6 +108,7 @@ class Reject:
     likely.
     """
 
+    name = "reject"
     wants_q = True
     samples = chains_only = looks_ahead = False
 
@@ -115,7 +116,8 @@ class Reject:
         if not 0 < lenience <= 1:
             raise UserError(f"lenience is {lenience:g}; it must lie in (0, 1], and 1 is exact")
         self.lenience, self.lossy = lenience, lenience < 1
-        self.name = f"lenient {lenience:g} (lossy)" if self.lossy else "reject"
+        if self.lossy:
+            self.name = f"lenient {lenience:g} (lossy)"
 
     @op
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:

@@ -96,9 +96,8 @@ def generate(
     texts = in_chat(texts, pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         console.print(f"{texts}\n", style="dim")
-    plain = pairing.with_(drafter="plain")
     for number, text in enumerate(question.text for question in texts):
-        plain_s, speculative_s, output = _timed(plain, pairing, text, max_new_tokens)
+        plain_s, speculative_s, output = _timed(pairing, text, max_new_tokens)
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
             speeds = {"tokens_per_s": 1 / speculative_s, "plain_tokens_per_s": 1 / plain_s,
@@ -118,13 +117,12 @@ def generate(
             raise typer.Exit(1)
 
 
-def _timed(
-    plain: Pairing, pairing: Pairing, text: str, max_new_tokens: int
-) -> tuple[float, float, Output]:
+def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[float, float, Output]:
     """Seconds per token of plain and of speculative decoding, both warm; the latter's output."""
-    for warming in (plain, pairing):
-        warming.generate([text], max_new_tokens)
-    plain_s = plain.generate([text], max_new_tokens).trace.tpot_s
+    plain, ids = pairing.engine.plain(), pairing.encode([text])
+    for engine in (plain, pairing.engine):
+        engine.generate(ids, max_new_tokens)
+    plain_s = plain.generate(ids, max_new_tokens).trace.tpot_s
     output = pairing.generate([text], max_new_tokens)
     return plain_s, output.trace.tpot_s, output
 

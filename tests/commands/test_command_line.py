@@ -10,8 +10,9 @@ import sys
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specexp import api, names
+from specexp import names
 from specexp.commands import app
+from specexp.engine import Engine
 from specexp.measure import parameters
 
 
@@ -152,6 +153,17 @@ def test_generate_under_match_ignores_the_drafter(run, tiny_folders, drafter, te
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("rule", ["reject", "block", "lenient:0.5"])
+def test_generate_under_a_rule_that_weighs_q_is_compared_with_plain_decoding(
+    run, tiny_folders, rule
+):
+    pair = ("--target", tiny_folders[0], "--drafter", "model", "--draft", tiny_folders[1])
+    how = ("--temperature", "1", "--rule", rule, "--max-new-tokens", "8", "--prompt", "a b a b a")
+    code, out, err = run("generate", *pair, *how)
+    assert (code, err) == (0, "")
+    assert "x plain decoding" in out
+
+
 def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
     _, out, _ = run(
         "generate", "--target", tiny_folders[0], "--drafter", "ngram", "--rounds",
@@ -210,15 +222,15 @@ def test_generate_with_a_draft_that_reads_less_than_the_prompt_says_so(
 
 
 def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
-    generate, paces = api.Pairing.generate, iter([2.0, 1.0, 0.02, 0.01])
+    generate, paces = Engine.generate, iter([2.0, 1.0, 0.02, 0.01])
 
-    def timed(pairing, *asked):
-        made = generate(pairing, *asked)
-        pace = next(paces)
+    def timed(engine, *asked):
+        made = generate(engine, *asked)
+        pace = next(paces, 0.01)
         monkeypatch.setattr(type(made.trace), "tpot_s", pace)
         return made
 
-    monkeypatch.setattr(api.Pairing, "generate", timed)
+    monkeypatch.setattr(Engine, "generate", timed)
     options = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompt", "x y x")
     out = run(*options, "--max-new-tokens", "6")[1]
     assert "100 tokens/s, 2.00x plain decoding (50 tokens/s); one run of each" in out

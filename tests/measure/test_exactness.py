@@ -20,8 +20,8 @@ from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.models.processors import NoRepeatNgram, Processors, RepetitionPenalty
 from specexp.policy import Fixed
-from specexp.rules import Match, Reject, Typical, normalised
-from specexp.sampling import RESIDUAL, Sampling
+from specexp.rules import Match, Reject, Typical, follow, normalised
+from specexp.sampling import ACCEPT, RESIDUAL, Sampling
 from specexp.tree import Tree
 
 PROMPTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 1, 2, 3, 7, 8]]
@@ -92,7 +92,7 @@ def test_rule_that_accepts_everything_is_a_bug(monkeypatch, temperature):
     else:
         broken.rule = AcceptAll()  # greedy output is made by the engine's own rule
     exact = certify(broken, PROMPTS, 24)
-    assert exact.bugs == 3
+    assert [d.kind for d in exact.divergences] == ["bug"] * 3
     assert exact.metrics["exact/pass"] == 0
     assert "bugs" in str(exact)
 
@@ -193,6 +193,35 @@ class Misreported(DraftModel):
         return replace(draft, q=normalised(draft.q**2, draft.q))
 
 
+class Lucky(DraftModel):
+    """The planted bug: it keeps a draft token, the first of a round, only if the draw was likely.
+    That looks at the token's own luck."""
+
+    def propose(self, seqs, tree, rng):
+        draft = super().propose(seqs, tree, rng)
+        tokens = torch.full_like(draft.tokens, -1)
+        tokens[:, 0], first = draft.tokens[:, 0], draft.tokens[:, 1:2]
+        tokens[:, 1:2] = torch.where(draft.q[:, 0].gather(1, first) > 0.05, first, -1)
+        return replace(draft, tokens=tokens)
+
+
+class Coupled(DraftModel):
+    """The planted bug: true draws from q, by the noise with which the rule will accept them; those
+    that the target likes least where anything is accepted."""
+
+    target: LM
+
+    def propose(self, seqs, tree, rng):
+        draft = super().propose(seqs, tree, rng)
+        p = self.target.module(seqs.tokens).logits[torch.arange(len(seqs.length)), seqs.length - 1]
+        q, u = draft.q[:, 0], rng.uniform(draft.keys[:, :1], ACCEPT, torch.tensor([0]))[..., 0]
+        order = (self.sampling.law(p) / q).argsort(-1)
+        at = (q.gather(-1, order).cumsum(-1) < u).sum(-1, keepdim=True).clamp(max=q.shape[-1] - 1)
+        tokens = torch.full_like(draft.tokens, -1)
+        tokens[:, :2] = torch.cat([draft.tokens[:, :1], order.gather(1, at)], 1)
+        return replace(draft, tokens=tokens)
+
+
 class Uncorrected(Reject):
     """The planted bug: after a rejection it draws from p, not from what is left of p."""
 
@@ -213,6 +242,27 @@ class Late(Reject):
 
     def __call__(self, draft, p, rng):
         return super().__call__(draft, p[:, :1].expand_as(p), rng)
+
+
+class Unreduced(Reject):
+    """The planted bug: every sibling is tried against the p that the first one was."""
+
+    name = "unreduced"
+
+    def __call__(self, draft, p, rng):
+        ok, at_parent = torch.zeros_like(draft.tokens, dtype=torch.bool), draft.nodes.parents
+        x = draft.tokens.clamp(min=0)[..., None]
+        for node in range(1, draft.tokens.shape[1]):
+            parent = int(at_parent.flatten()[node])
+            ratio = p[:, parent].gather(1, x[:, node]) / draft.q[:, parent].gather(1, x[:, node])
+            ok[:, node] = rng.bernoulli(ratio[:, 0].clamp(max=1), draft.keys[:, parent], node)
+        path, n = draft.nodes.accepted(ok)
+        stop = path.gather(1, n[:, None])
+        owed = normalised((p - draft.q).clamp(min=0), p)
+        law = owed.gather(1, stop[..., None].expand(-1, 1, p.shape[-1]))[:, 0]
+        return draft.judged(
+            path, n, rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+        )
 
 
 class Favourite(Typical):
@@ -236,6 +286,54 @@ def test_q_that_is_not_what_was_drawn_from_is_a_bug(shape):
     broken.policy = Fixed(shape)
     broken.drafter = Misreported(broken.drafter.lm, broken.sampling)
     assert "draft tokens" in failed(broken)
+
+
+@pytest.mark.parametrize(("kind", "draw"), [(Lucky, "draft tokens"), (Coupled, "emitted tokens")])
+def test_drafter_that_looks_at_its_luck_or_at_the_noise_of_the_rule_is_a_bug(kind, draw):
+    broken = engine(0.8)
+    broken.drafter = kind(broken.drafter.lm, broken.sampling)
+    broken.drafter.target = broken.target
+    assert failed(broken) == [draw]
+
+
+def test_rule_that_does_not_reduce_p_for_a_sibling_is_a_bug():
+    broken = engine(0.8)
+    broken.policy, broken.rule = Fixed(Tree.branching(3)), Unreduced()
+    assert "tokens of unreduced on fresh noise" in failed(broken)
+
+
+class Lenient(Match):
+    """The planted bug, at temperature 0: a draft token whose logit is near the best will do."""
+
+    near = 0.5
+
+    def __call__(self, draft, p, rng):
+        child = draft.nodes.children[..., 0].expand_as(draft.tokens)
+        x = torch.where(child >= 0, draft.tokens.gather(1, child.clamp(min=0)), -1)
+        theirs = p.gather(-1, x.clamp(min=0)[..., None])[..., 0]
+        near = (x >= 0) & (theirs >= p.amax(-1) - self.near)
+        return follow(draft, torch.where(near, x, p.argmax(-1)))
+
+
+class LastOfTies(Match):
+    """The planted bug, at temperature 0: of tokens that are equally likely it takes the last."""
+
+    def __call__(self, draft, p, rng):
+        return follow(draft, p.shape[-1] - 1 - p.flip(-1).argmax(-1))
+
+
+@pytest.mark.parametrize("rule", [Lenient(), LastOfTies()], ids=lambda rule: type(rule).__name__)
+def test_greedy_rule_that_is_wrong_within_rounding_is_a_bug(rule):
+    """Beside plain decoding it is a near tie."""
+    checked = engine(dtype=torch.bfloat16)
+    head = checked.target.module.lm_head.weight
+    head.data[16:] = head.data[:16] * (1.0 if isinstance(rule, LastOfTies) else 0.99)
+    assert certify(checked, PROMPTS, 24).bugs == 0
+    checked.rule = rule
+    exact = certify(checked, PROMPTS, 24)
+    assert exact.ties
+    assert exact.unlikely == exact.bugs > 0
+    assert f"BUG: {exact.unlikely} of them are not the likeliest of their own round" in str(exact)
 
 
 @pytest.mark.parametrize("rule", [Uncorrected(), Favourite()], ids=lambda rule: rule.name)

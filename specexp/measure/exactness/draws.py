@@ -167,15 +167,15 @@ class Witness:
         if self.reach is None or self.engine.rule.looks_ahead:
             self.reach = torch.zeros_like(text.length)
         fresh = first & (position > self.reach[:, None]) & text.live[:, None]
-        self.reach = torch.maximum(self.reach, text.length + nodes.deepest - 1)
-        left = q
+        left, drafted = q, torch.zeros_like(draft.tokens, dtype=torch.bool)
         for rank in range(nodes.children.shape[-1]):
             child = nodes.children[..., rank].expand_as(draft.tokens)
             x = torch.where(child >= 0, draft.tokens.gather(1, child.clamp(min=0)), -1)
-            at = x.clamp(min=0)[..., None]
+            at, drafted = x.clamp(min=0)[..., None], drafted | (x >= 0)
             drawn = fresh & (x >= 0) & (left.gather(-1, at)[..., 0] > 0)  # others were chosen
             self.drafted.add(x, left, sets_of(left, self.p > left), drawn)
             left = left.scatter(-1, at, 0.0)
+        self.reach = torch.maximum(self.reach, torch.where(drafted, position, 0).amax(1))
 
     def _count_judged(self, draft: Draft) -> None:
         """The run's rule on the recorded p and q: draft tokens drawn anew from q (chosen ones as

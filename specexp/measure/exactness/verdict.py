@@ -17,6 +17,7 @@ from specexp.engine import Engine
 from specexp.measure.exactness.draws import ALARM, Check, Witness
 from specexp.measure.exactness.reference import Reference, near_winners
 from specexp.rules import Match
+from specexp.sampling import likeliest
 
 ALONE = 2  # rows of a batch that are compared with the module without a cache
 
@@ -40,7 +41,8 @@ class Exactness:
     `lossy`: name of the engine's rule if it changes the target's distribution, whatever the
     comparison shows; `replaced`: its name if Match was run in its place; both else "". `alone`:
     tokens whose logits were compared with those of the module without a cache; `strays`: how many
-    of them differ beyond rounding. checks: of draws of a sampled run."""
+    of them differ beyond rounding; `unlikely`: how many of a greedy run are not the likeliest by
+    the very logits that the rule saw. checks: of draws of a sampled run."""
 
     rows: int
     lossy: str = ""
@@ -49,6 +51,7 @@ class Exactness:
     divergences: list[Divergence] = field(default_factory=list)
     alone: int = 0
     strays: int = 0
+    unlikely: int = 0
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -57,10 +60,12 @@ class Exactness:
 
     @property
     def bugs(self) -> int:
-        """Rows that differ from plain decoding, tokens that differ from the module alone, and kinds
-        of draw that do not follow their distribution."""
+        """Rows that differ from plain decoding, tokens that differ from the module alone or that a
+        greedy rule should not have emitted, and kinds of draw that do not follow their
+        distribution."""
         differing = sum(d.kind == "bug" for d in self.divergences)
-        return differing + self.strays + sum(not check.passed for check in self.checks)
+        drawn = sum(not check.passed for check in self.checks)
+        return differing + self.strays + self.unlikely + drawn
 
     @property
     def detectable(self) -> float:
@@ -90,6 +95,8 @@ class Exactness:
         if self.alone:
             result = f"{self.strays} bugs" if self.strays else "equal but for rounding"
             parts.append(f"{self.alone} with the module without a cache: {result}")
+        if self.unlikely:
+            parts.append(f"BUG: {self.unlikely} of them are not the likeliest of their own round")
         parts += [str(check) for check in self.checks]
         if self.checks:
             parts[-1] += (
@@ -116,8 +123,8 @@ def watched(
     exact: Exactness, engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> Exactness:
     """Run the engine's own rule, add to `exact` whether logits are those of the module without a
-    cache (of the last rows) and, of a sampled run whose rule should keep p, whether draws follow
-    their distributions (of all rows)."""
+    cache and a greedy run's tokens the likeliest by them (of the last rows) and, of a sampled run
+    whose rule should keep p, whether draws follow their distributions (of all rows)."""
     counted = engine.sampling.temperature > 0 and not engine.rule.lossy
     prompts = prompts if counted else prompts[-ALONE:]
     kept = range(max(0, len(prompts) - ALONE), len(prompts))
@@ -129,6 +136,8 @@ def watched(
             text, logits = [*prompts[row], *tokens[:-1]], torch.cat(witness.logits[row])
             exact.alone += len(tokens)
             exact.strays += reference.strays(text, logits)
+            if engine.sampling.temperature == 0:
+                exact.unlikely += int((likeliest(logits).cpu() != torch.tensor(tokens)).sum())
     return exact
 
 
