@@ -229,3 +229,10 @@ def test_wrong_state_is_noticed(fault, monkeypatch):
     method, wrong, check = FAULTS[fault]
     monkeypatch.setattr(States, method, wrong)
     assert not check(made, "qwen3_5")
+
+
+@pytest.mark.parametrize(("family", "at_once"), [("lfm2", True), ("qwen3_5", False)])
+def test_only_short_convolutions_run_a_chain_in_one_call(family, at_once):
+    """Their states are the last columns, so one call leaves that of every node."""
+    parts = of_module(module(family)).net.parts
+    assert [part.by_columns for part in parts] == [at_once] * len(parts)
