@@ -75,14 +75,12 @@ def emulated(dtype: torch.dtype, device: torch.device) -> str:
     if dtype == torch.float32:
         return ""
     single = matrices(device)
-    times = [
-        min(pass_s(weights, 1) for _ in range(4))
-        for weights in ([w.to(dtype) for w in single], single)
-    ]
-    if times[0] < EMULATED * times[1]:
+    both = [w.to(dtype) for w in single], single
+    own_s, single_s = (min(pass_s(weights, 1) for _ in range(4)) for weights in both)
+    if own_s < EMULATED * single_s:
         return ""
     name = str(dtype).removeprefix("torch.")
     return (
-        f"{name} is emulated here: a one-token pass takes {times[0] / times[1]:.0f}x as long as in "
+        f"{name} is emulated here: a one-token pass takes {own_s / single_s:.0f}x as long as in "
         f"float32, so figures do not hold for hardware with {name}; use --dtype float32"
     )

@@ -112,9 +112,7 @@ def peaks(
     As plain data, all in bytes: a row per batch with batch, slots, weights, cache, work, predicted,
     measured and their ratio; a row per model with stated and held bytes a token."""
     ids, rows, models = pairing.encode(texts), [], []
-    if (
-        pairing.target.device.type == "cuda"
-    ):  # the first matrix product allocates a lasting workspace
+    if pairing.target.device.type == "cuda":  # its first product allocates a lasting workspace
         pairing.apart().engine.generate(ids[:1], 2)
     for batch in sorted(set(batches)):
         engine = pairing.apart().engine
@@ -136,9 +134,5 @@ def peaks(
             for lm in engine.models
             if lm is engine.target or lm.cache is not engine.target.cache
         ]
-    return {
-        "drafter": pairing.drafter,
-        "new_tokens": max_new_tokens,
-        "rows": rows,
-        "models": models,
-    }
+    work = {"drafter": pairing.drafter, "new_tokens": max_new_tokens}
+    return work | {"rows": rows, "models": models}

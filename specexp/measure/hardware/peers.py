@@ -46,12 +46,9 @@ TOGETHER = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
 
 
 def peers(
-    pairing: Pairing,
-    prompts: Sequence[Prompt],
-    batches: Sequence[int],
-    max_new_tokens: int,
+    pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
     repeats: int,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """One row per comparison: tokens/s of the peer (or why it is missing) and of specexp, their
     ratio, and how much of each output equals specexp's plain decoding (`equal`). The unit is a
     prompt and repeat, or the whole batch and a repeat."""
@@ -75,12 +72,9 @@ def peers(
         each = [[row] for row in ids]
         longest_first = sorted(each, key=lambda rows: -len(rows[0]))
         alone = interleave.take(arms, each * repeats, device, "peers", warm=longest_first)
-        packed = interleave.take(
-            {arm: arms[arm] for arm in few},
-            [crowd] * max(repeats, statistics.FEWEST),
-            device,
-            f"peers, batch {batch}",
-        )
+        several = [crowd] * max(repeats, statistics.FEWEST)
+        some = {arm: arms[arm] for arm in few}
+        packed = interleave.take(some, several, device, f"peers, batch {batch}")
     rows = [
         {"work": work, "batch": size}
         | compared(turns.get(("theirs", their)), turns["ours", our])
@@ -98,18 +92,14 @@ def peers(
 
 def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, Any]:
     """Delivered tokens/s of both sides over all turns, and the ratio of ours to theirs."""
-    own: dict[str, Any] = {"tok_s": float(_tokens(ours).sum() / sum(interleave.seconds(ours)))}
+    s, tokens = _timed(ours)
+    own: dict[str, Any] = {"tok_s": float(tokens.sum() / s.sum())}
     if not theirs:
         return own | {"their_tok_s": None, "ratio": None}
-    ratio = statistics.speedup(
-        interleave.seconds(theirs),
-        _tokens(theirs),
-        interleave.seconds(ours),
-        _tokens(ours),
-        fixed=True,
-    )
-    their_tok_s = float(_tokens(theirs).sum() / sum(interleave.seconds(theirs)))
-    return own | {"their_tok_s": their_tok_s, "ratio": ratio._asdict()}
+    their_s, their_tokens = _timed(theirs)
+    ratio = statistics.speedup(their_s, their_tokens, s, tokens, fixed=True)
+    return own | {"their_tok_s": float(their_tokens.sum() / their_s.sum()),
+                  "ratio": ratio._asdict()}  # fmt: skip
 
 
 def equal(
@@ -126,8 +116,9 @@ def equal(
     return {"share": share, "ties": exact.ties, "others": exact.bugs}
 
 
-def _tokens(turns: Sequence[Turn]) -> np.ndarray:
-    return np.array([sum(map(len, turn.result)) for turn in turns])
+def _timed(turns: Sequence[Turn]) -> np.ndarray:
+    """[2, n]: the seconds and the delivered tokens of each turn."""
+    return np.array([(turn.seconds, sum(map(len, turn.result))) for turn in turns]).T
 
 
 # --- the arms ------------------------------------------------------------------------------------
@@ -140,11 +131,11 @@ def ours(engine: Engine, max_new_tokens: int) -> Writer:
 def others(pairing: Pairing, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, str]]:
     """The peers available here, and why the others are not."""
     module, new = pairing.target.module, max_new_tokens
-    lookup = {
-        "prompt_lookup_num_tokens": pairing.options["gamma"],
-        "max_matching_ngram_size": SUFFIX,
-    }
-    writers = {"plain": transformers(module, new), "lookup": transformers(module, new, **lookup)}
+    lookup = transformers(
+        module, new,
+        prompt_lookup_num_tokens=pairing.options["gamma"], max_matching_ngram_size=SUFFIX,
+    )  # fmt: skip
+    writers = {"plain": transformers(module, new), "lookup": lookup}
     missing = {}
     if why := unassisted(pairing):
         missing["draft"] = why

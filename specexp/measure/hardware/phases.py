@@ -77,10 +77,8 @@ class PassTimed(Engine):
     def passes_s(self) -> float:
         """Seconds; 0 if rounds are not replayed or a model is not compiled: the phases are used
         instead."""
-        clocked = self.recorder.warm and all(
-            isinstance(lm.net, passes.Native) for lm in self.models
-        )
-        return passes.passes_s() - self.began_s if clocked else 0.0
+        compiled = all(isinstance(lm.net, passes.Native) for lm in self.models)
+        return passes.passes_s() - self.began_s if compiled and self.recorder.warm else 0.0
 
 
 def phases(
@@ -114,13 +112,11 @@ def phases(
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
     gamma = pairing.options["gamma"]
-    costs = pd.DataFrame(
-        {
-            "gamma": [0, gamma], "rest_s": 0.0,
-            "draft_s": [0.0, sides["fast"]["draft_passes_ms"] / 1e3],
-            "verify_s": [sides[side]["phases"]["verify"]["ms"] / 1e3 for side in sides],
-        }
-    )[["gamma", "draft_s", "verify_s", "rest_s"]]  # fmt: skip
+    costs = pd.DataFrame({
+        "gamma": [0, gamma], "draft_s": [0.0, sides["fast"]["draft_passes_ms"] / 1e3],
+        "verify_s": [side["phases"]["verify"]["ms"] / 1e3 for side in sides.values()],
+        "rest_s": 0.0,
+    })  # fmt: skip
     times = [[t.decode_s for t in of] for of in traces.values()]
     tokens = [[t.emitted for t in of] for of in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], fixed=True)

@@ -20,6 +20,7 @@ from specexp.measure.hardware.suites import WORK
 from specexp.measure.statistics import Interval
 
 MARGIN = 0.05
+WRITE = "write one with specexp bench --out"
 ALIKE = ("target", "drafter", "gamma", "temperature", "sampling", "dtype", "max_new_tokens",
          "prompts")  # fmt: skip
 LATER = {"sampling": "given"}  # what reports before there was this parameter were measured with
@@ -53,28 +54,17 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
         earlier, measured = LATER | report["parameters"], set(report["suites"])
         _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
     except OSError as e:
-        raise UserError(
-            f"cannot read {path}: {e.strerror}; write one with specexp bench --out"
-        ) from e
+        raise UserError(f"cannot read {path}: {e.strerror}; {WRITE}") from e
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise UserError(
-            f"{path} is not a report that this version reads; write one with specexp bench --out"
-        ) from e
+        raise UserError(f"{path} is not a report that this version reads; {WRITE}") from e
     parameters = LATER | parameters
-    differing = [
-        f"{name} {earlier.get(name)!r}, now {parameters[name]!r}"
-        for name in ALIKE
-        if earlier.get(name) != parameters[name]
-    ]
-    if differing:
-        raise UserError(
-            f"{path} was measured with {'; '.join(differing)}: use the same options for both"
-        )
+    changed = [name for name in ALIKE if earlier.get(name) != parameters[name]]
+    if changed:
+        each = "; ".join(f"{n} {earlier.get(n)!r}, now {parameters[n]!r}" for n in changed)
+        raise UserError(f"{path} was measured with {each}: use the same options for both")
     if not measured & {*suites} & {*SUITES}:
-        raise UserError(
-            f"{path} shares none of the suites {', '.join(SUITES)} with this run: nothing to "
-            "compare"
-        )
+        raise UserError(f"{path} shares none of the suites {', '.join(SUITES)} with this run: "
+                        "nothing to compare")  # fmt: skip
     return report
 
 

@@ -117,22 +117,18 @@ def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, 
         for tokens in (1, gamma + 1):
             arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
             arms[at, tokens, "bare"] = products(lm.module, tokens)
-    turns = interleave.take(
-        arms, range(repeats * PASSES), pairing.target.device, "roofline", lead=1
-    )
+    times = range(repeats * PASSES)
+    turns = interleave.take(arms, times, pairing.target.device, "roofline", lead=1)
     copy_s = interleave.median_s(turns["copy"])
     rows = []
     for at, lm in enumerate(causal(pairing)):
         for tokens in (1, gamma + 1):
             took, bare = turns[at, tokens], turns[at, tokens, "bare"]
             read = pass_bytes(lm, 1, tokens, _context(lm))
+            pass_s, bare_s = interleave.median_s(took), interleave.median_s(bare)
             rows.append(
                 {"model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read}
-                | {
-                    "ms": 1e3 * interleave.median_s(took),
-                    "bare_ms": 1e3 * interleave.median_s(bare),
-                }
-                | {"gb_s": 1e-9 * read / interleave.median_s(took)}
+                | {"ms": 1e3 * pass_s, "bare_ms": 1e3 * bare_s, "gb_s": 1e-9 * read / pass_s}
                 | {"of_copy": interleave.ratio(turns["copy"], took, read / copied)._asdict()}
                 | {"over_bare": interleave.ratio(took, bare)._asdict()}
                 | {"over_step": interleave.ratio(took, turns[at, 1])._asdict()}

@@ -313,20 +313,11 @@ def supervise(name: str, device: str, minutes: float, out: Path) -> dict[str, An
     """Run a stage in a process of its own; its report, which is also in its file."""
     file = out / f"gpu_{name}.json"
     file.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        MODULE,
-        "--inside",
-        "--stage",
-        name,
-        "--device",
-        device,
-        "--out",
-        str(out),
-    ]
+    options = ["--inside", f"--stage={name}", f"--device={device}", f"--out={out}"]
     begin = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE, *options], cwd=ROOT, start_new_session=True
+    )
     try:
         code = process.wait(60 * minutes)
         error = f"it ended with exit code {code}" if code else ""

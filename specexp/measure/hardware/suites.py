@@ -74,11 +74,8 @@ def report_path(out: Path, options: dict[str, Any]) -> Path:
 
 def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
     """Raises UserError with every problem, one line each, before any weight is loaded."""
-    problems = [
-        f"suite {name!r} is unknown; there are {', '.join(NAMES)}"
-        for name in names
-        if name not in NAMES
-    ]
+    unknown = [name for name in names if name not in NAMES]
+    problems = [f"suite {name!r} is unknown; there are {', '.join(NAMES)}" for name in unknown]
     if options["gamma"] == 0:
         problems.append("gamma is 0; to measure speculation it must be 1 or more")
     batches = options.get("batches", [1])
@@ -149,10 +146,8 @@ def scale(
            "bytes": weight_bytes(lm.module, 1)}
         for at, lm in models.items()
     ]  # fmt: skip
-    n, c, t = zip(
-        *((b * k, c, interleave.median_s(turns[b, k, c])) for b, k, c in points), strict=True
-    )
-    fit = Fit.of(n, c, t)
+    timed = [(b * n, c, interleave.median_s(turns[b, n, c])) for b, n, c in points]
+    fit = Fit.of(*zip(*timed, strict=True))
     return {
         "turns": repeats * PASSES, "context": short, "rows": rows,
         "fit": {"floor_ms": 1e3 * fit.floor_s, "per_token_us": 1e6 * fit.token_s(short),
@@ -163,12 +158,8 @@ def scale(
 
 def _row(axis: str, value: Any, took: Sequence[interleave.Turn], first: Any) -> dict[str, Any]:
     ratio = interleave.ratio(took, first)._asdict()
-    return {
-        "axis": axis,
-        "value": value,
-        "ms": 1e3 * interleave.median_s(took),
-        "over_first": ratio,
-    }
+    ms = 1e3 * interleave.median_s(took)
+    return {"axis": axis, "value": value, "ms": ms, "over_first": ratio}
 
 
 def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
