@@ -232,7 +232,7 @@ def twin(
         print(json.dumps(facts))
         return
     name, agreement = facts["name"], facts["agreement"]
-    path = relative(out or shelf.made("twins")) / name
+    path = relative(out or shelf.store() / "twins") / name
     reached = "acceptance not measured"
     if alpha is not None:
         measured = f"{agreement['reached']} ± {agreement['error']} on {agreement['on']}"

@@ -130,23 +130,16 @@ def written(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: 
 
 
 def train(
-    engine: Engine,
-    tokenizer: Any,
-    name: str,
-    prompts: Sequence[list[int]],
-    layers: int,
-    minutes: float,
-    out: Path | None = None,
-    work: Path | None = None,
-    source: str = "",
-) -> Path:
+    engine: Engine, tokenizer: Any, name: str, prompts: Sequence[list[int]], layers: int,
+    minutes: float, out: Path | None = None, work: Path | None = None, source: str = "",
+) -> Path:  # fmt: skip
     """Cut a draft from the target of an engine and train it for about so many minutes; returns the
     folder written, `zoo/drafts` of the store by default. The same command resumes a killed run.
 
     prompts: token ids of what the target is to answer; source: what they are, in words. Raises
     UserError if the answers are too few to learn from.
     """
-    target, work = engine.target.module, work or shelf.made("zoo")
+    target, work = engine.target.module, work or shelf.store() / "zoo"
     draft = cut(target, layers)
     digest = hashlib.sha256(f"{fingerprint(target)} {prompts} {minutes}".encode()).hexdigest()[:12]
     file = work / f"{name}-draft-{digest}.pt"
@@ -159,9 +152,7 @@ def train(
             f"{max(0, rows.tokens)} tokens of answers are too few to learn from: raise --minutes, "
             "or give more --text"
         )
-    device = str(target.device)
-
-    loss = loss_of(target, draft)
+    device, loss = str(target.device), loss_of(target, draft)
     steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file)
     draft.zero_grad(set_to_none=True)
     course = Course((Phase(steps, batch, LENGTH),), adam_lr=1e-3)
@@ -171,7 +162,13 @@ def train(
     figures = {"answers": agreement(target, draft, held)}
     answers = {"source": source, "answered": len(documents),
                "temperature": engine.sampling.temperature}  # fmt: skip
-    return _save(draft, tokenizer, name, course, losses, figures, answers, out or work / "drafts")
+    folder = (out or work / "drafts") / f"{name}-draft-{layers}"
+    about = cards.describe_draft(folder.name, name, draft, course, losses, figures, answers)
+    with files.whole(folder) as partial:
+        draft.to(torch.bfloat16).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        cards.write(partial, about, cards.card_of_draft(about))
+    return folder
 
 
 def _steps(loss: Loss, rows: Rows, course: Course, device: str, seconds: float, file: Path) -> int:
@@ -202,17 +199,3 @@ def agreement(
         overlap.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
     return {"agreement": round(float(torch.cat(same).mean()), 4),
             "overlap": round(float(torch.cat(overlap).mean()), 4)}  # fmt: skip
-
-
-def _save(
-    draft: PreTrainedModel, tokenizer: Any, target: str, course: Course, losses: Sequence[float],
-    figures: cards.Figures, answers: dict[str, Any], out: Path,
-) -> Path:  # fmt: skip
-    layers = draft.config.get_text_config().num_hidden_layers
-    name = f"{target}-draft-{layers}"
-    about = cards.describe_draft(name, target, draft, course, losses, figures, answers)
-    with files.whole(out / name) as partial:
-        draft.to(torch.bfloat16).save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        cards.write(partial, about, cards.card_of_draft(about))
-    return out / name

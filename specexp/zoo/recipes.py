@@ -1,7 +1,6 @@
 """Recipes of training: schedules with their mix of text, and heads of each kind.
 
-Also the tokens of the zoo's models, which the twins share. This file does not know about the text
-itself, files or training loops.
+Also the tokens of the zoo's models, which the twins share.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,13 @@
 """Cuts and tokenizes texts and packs them into training batches.
 
 Every document ends with the tokenizer's end of text. A batch depends on its step alone, so training
-can resume at any step without a saved data position. This file does not know about models.
+can resume at any step without a saved data position.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,8 @@ class Rows:
         return sum(map(len, self._each_epoch())) - 1
 
     def _each_epoch(self) -> Documents:
-        return [
-            document
-            for kind, documents in self.documents.items()
-            for document in documents * self.repeats.get(kind, 1)
-        ]
+        repeated = (texts * self.repeats.get(kind, 1) for kind, texts in self.documents.items())
+        return list(chain.from_iterable(repeated))
 
     def _rows(self, phase: int, epoch: int, length: int) -> np.ndarray:
         """All rows of an epoch, int32 [rows, length + 1]; documents are shuffled, then rows."""

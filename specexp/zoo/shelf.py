@@ -1,8 +1,7 @@
 """Lists and finds the zoo's models: those that ship in `data/zoo`, then those made here.
 
 It knows where things stand: the checkout, if the package is used from one, the zoo and the store.
-It reads each model's `zoo.json` and imports nothing heavy. It does not know how models are trained
-or loaded.
+It reads each model's `zoo.json` and imports nothing heavy.
 """
 
 import difflib
@@ -76,11 +75,6 @@ def store() -> Path:
     return (CHECKOUT or Path.home() / "specexp") / "mlruns"
 
 
-def made(what: str) -> Path:
-    """The folder `what` of the store, for models made here."""
-    return store() / what
-
-
 @cache
 def _whole(variable: str, folder: Path) -> Path:
     if not folder.is_absolute():
@@ -115,7 +109,7 @@ def models(shelf: Path | None = None) -> list[ZooModel]:
     """
     if shelf is None:
         zoo = shipped()
-        others = [model for folder in MADE for model in models(made(folder))]
+        others = [model for folder in MADE for model in models(store() / folder)]
         return (models(zoo) if zoo else []) + others
     listed = []
     for card in shelf.glob("*/zoo.json"):
@@ -131,30 +125,28 @@ def ships(name: str) -> bool:
     return zoo is not None and name in {model.name for model in models(zoo)}
 
 
-def find(name: str, shelf: Path | None = None) -> Path:
+def find(name: str) -> Path:
     """The folder of the zoo model called `name`. Raises UserError if there is none."""
-    paths = {model.name: model.path for model in models(shelf)}
+    paths = {model.name: model.path for model in models()}
     if name in paths:
         return paths[name]
-    if shelf is None and shipped() is None:
+    if shipped() is None:
         raise UserError(f"no zoo model {name!r} here: {GET}")
-    if not paths:
-        raise UserError(f"no zoo model {name!r}: no folder in {shelf or shipped()} has a zoo.json")
     near = difflib.get_close_matches(name, paths, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UserError(f"no zoo model is called {name!r}{hint} (there are {', '.join(paths)})")
 
 
-def drafts_for(target: str, method: str = "model", shelf: Path | None = None) -> list[ZooModel]:
+def drafts_for(target: str, method: str = "model") -> list[ZooModel]:
     """The models or heads trained to draft for a target by a method, in the order of `models`. A
     target is known by the last part of its name, folder or hub id."""
     roles, named = METHODS.get(method, ()), Path(target).name
-    return [model for model in models(shelf) if model.target == named and model.role in roles]
+    return [model for model in models() if model.target == named and model.role in roles]
 
 
-def default_draft(target: str, method: str = "model", shelf: Path | None = None) -> ZooModel:
+def default_draft(target: str, method: str = "model") -> ZooModel:
     """The model or heads that a method uses by default. Raises UserError if there are none."""
-    drafts = drafts_for(target, method, shelf)
+    drafts = drafts_for(target, method)
     if not drafts:
         what = "draft model" if method == "model" else f"{method} heads"
         raise UserError(

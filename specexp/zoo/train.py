@@ -3,8 +3,6 @@
 A killed run resumes at its last checkpoint and ends with the same weights as an uninterrupted one:
 batches and learning rates depend on the step alone, and nothing else in the loop is random. Muon
 (Jordan et al. 2024, as in `torch.optim.Muon`) trains the hidden matrices, AdamW the rest.
-
-This file does not know what the text is or how batches are formed (`rows.py`).
 """
 
 import hashlib
@@ -29,6 +27,7 @@ from specexp.zoo.rows import Documents, Rows
 
 CHECKPOINT_EVERY = 100
 GIVEN = 64  # tokens of a document that the target is given to continue
+TOGETHER, TEMPERATURE = 64, 0.8  # documents that it continues at once, and how
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -56,18 +55,10 @@ def continued_once(
 
 
 def fit(
-    name: str,
-    course: Course,
-    rows: Rows,
-    work: Path,
-    model: nn.Module,
-    loss_of: Loss,
-    device: str = "cpu",
-    compiled: bool = True,
-    checkpoint_every: int = CHECKPOINT_EVERY,
-    watch: Callable[[int, float], None] = lambda step, loss: None,
-    aim: object = None,
-) -> list[float]:
+    name: str, course: Course, rows: Rows, work: Path, model: nn.Module, loss_of: Loss,
+    device: str = "cpu", compiled: bool = True, checkpoint_every: int = CHECKPOINT_EVERY,
+    watch: Callable[[int, float], None] = lambda step, loss: None, aim: object = None,
+) -> list[float]:  # fmt: skip
     """Train a model in place for one course; returns the loss at every step.
 
     Resumes from the checkpoint in `work` of the same name, course, text, initial weights and `aim`.
@@ -101,17 +92,12 @@ def fit(
                 optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
             rate = batch[:, 1:].numel() * (bar.format_dict["rate"] or 0.0)
-            bar.set_postfix(
-                loss=f"{np.mean(losses[-20:]):.3f}", tokens_s=f"{rate:.0f}", refresh=False
-            )
+            recent = float(np.mean(losses[-20:]))
+            bar.set_postfix(loss=f"{recent:.3f}", tokens_s=f"{rate:.0f}", refresh=False)
             if (step + 1) % checkpoint_every == 0 or step + 1 == course.steps:
-                state = {
-                    "model": model.state_dict(),
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                    "losses": losses,
-                }
-                keep(path, state)
-                watch(step + 1, float(np.mean(losses[-20:])))
+                progress = [optimizer.state_dict() for optimizer in optimizers]
+                keep(path, {"model": model.state_dict(), "optimizers": progress, "losses": losses})
+                watch(step + 1, recent)
     model.eval()
     return losses
 
@@ -128,20 +114,14 @@ def flushing_denormals() -> Iterator[None]:
 
 @torch.no_grad()
 def continued(
-    target: LlamaForCausalLM,
-    documents: Documents,
-    count: int,
-    given: int = GIVEN,
-    new: int = 191,
-    temperature: float = 0.8,
-    batch: int = 64,
+    target: LlamaForCausalLM, documents: Documents, count: int, given: int = GIVEN, new: int = 191,
     end: int = END,
-) -> Documents:
+) -> Documents:  # fmt: skip
     """`count` documents of `given` real tokens, `new` sampled from the target, and the end."""
     rng = torch.Generator().manual_seed(0)
     long_enough = [document for document in documents if len(document) > given]
     continuations: Documents = []
-    batch = min(batch, count)
+    batch = min(TOGETHER, count)
     for _ in tqdm(range(0, count, batch), desc="the target continues the corpus"):
         drawn = torch.randint(len(long_enough), (batch,), generator=rng).tolist()
         starts = np.stack([long_enough[i][:given] for i in drawn]).astype(np.int64)
@@ -150,7 +130,7 @@ def continued(
             with torch.autocast(target.device.type, torch.bfloat16):
                 out = target(input_ids=text[-1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            law = (out.logits[:, -1].float() / temperature).softmax(-1).cpu()
+            law = (out.logits[:, -1].float() / TEMPERATURE).softmax(-1).cpu()
             text.append(torch.multinomial(law, 1, generator=rng).to(target.device))
         text.append(torch.full_like(text[-1], end))
         continuations += list(torch.cat(text, 1).cpu().numpy().astype(np.int32))

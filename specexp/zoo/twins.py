@@ -19,8 +19,6 @@ Random logits are flatter than learned ones: the best two of 4096 differ by a qu
 standard deviation. So bfloat16 rounding changes 4 to 7 % of the argmaxes (compared with float32 and
 the same weights), plain and speculative output diverge at near ties sooner than usual, and an alpha
 above 0.95 depends on the kernels. Use float32 where that matters.
-
-This file does not know how models are found (`shelf.py`) or described (`cards.py`).
 """
 
 from __future__ import annotations
@@ -109,15 +107,9 @@ LEAST, MOST = 1e-4, 4.0  # range of damping factors
 
 
 def make(
-    params: str,
-    alpha: float | None = None,
-    out: Path | None = None,
-    damp: float | None = None,
-    dtype: str = "bfloat16",
-    seed: int = 0,
-    vocab: int | None = None,
-    force: bool = False,
-) -> dict[str, Any]:
+    params: str, alpha: float | None = None, out: Path | None = None, damp: float | None = None,
+    dtype: str = "bfloat16", seed: int = 0, vocab: int | None = None, force: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Write `twin-PARAMS-target` and `twin-PARAMS-draft` to `out`, by default the store's `twins/`.
 
     alpha: the acceptance to calibrate the damping for, unless `damp` gives the factor. vocab: rows
@@ -125,7 +117,7 @@ def make(
     content of the target's `zoo.json`. Raises UserError, before it writes any weights, for an
     impossible request, existing folders, or too little disk or memory.
     """
-    shape, out = _shape_of(params, alpha, damp, dtype, vocab), out or shelf.made("twins")
+    shape, out = _shape_of(params, alpha, damp, dtype, vocab), out or shelf.store() / "twins"
     shelf.find("target-10m")  # whose tokenizer they get
     name = f"twin-{params.lower()}"
     folders = {f"{name}-draft": shape.first(shape.draft), f"{name}-target": shape}
@@ -142,12 +134,11 @@ def make(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(
-            f"cannot write to {out}: {e.strerror}; give another folder with --out"
-        ) from e
-    damping: dict[str, Any] = (
-        {"damp": damp} if alpha is None else calibrated(shape, alpha, dtype, seed)
-    )
+        why = f"cannot write to {out}: {e.strerror}; give another folder with --out"
+        raise UserError(why) from e
+    damping: dict[str, Any] = {"damp": damp}
+    if alpha is not None:
+        damping = calibrated(shape, alpha, dtype, seed)
     temporary = tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out)
     with temporary as part, _locked(Path(part)):
         total = sum(_bytes(shape, dtype) for shape in folders.values())

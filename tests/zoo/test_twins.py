@@ -228,7 +228,7 @@ def test_variety_of_a_loop_and_of_a_text_without_one():
 
 def test_the_shelf_finds_twins_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
-    assert shelf.made("twins") == results.root() / "twins"
+    assert shelf.store() / "twins" == results.root() / "twins"
     make("Tiny", None, None, damp=0.05)
     assert shelf.find("twin-tiny") == tmp_path / "twins" / "twin-tiny-target"
     assert shelf.default_draft("twin-tiny").path == tmp_path / "twins" / "twin-tiny-draft"

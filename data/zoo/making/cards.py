@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from making.recipes import CONTEXT, Recipe
-from specexp.zoo.cards import Figures, courses_of, schedule, table
+from specexp.zoo.cards import Figures, page, schedule, table, trained_on
 from specexp.zoo.recipes import VOCABULARY
 from specexp.zoo.rows import Documents
 
@@ -60,12 +60,7 @@ def describe(
     losses: Sequence[float],
 ) -> dict[str, Any]:
     """The content of `zoo.json`, of which `shelf.py` reads the fields of `ZooModel`."""
-    trained = {
-        "courses": courses_of(recipe.courses, losses),
-        "seed": recipe.seed,
-        "torch": torch.__version__.split("+")[0],
-        "corpus": dict(corpus),
-    }
+    trained = trained_on(recipe.courses, losses, recipe.seed, corpus=dict(corpus))
     return {
         "name": recipe.name,
         "role": recipe.role,
@@ -89,41 +84,36 @@ def describe(
 def card(facts: Mapping[str, Any]) -> str:
     """The model card, in Markdown, from the content of `zoo.json`."""
     trained = facts["trained"]
-    parts = [
-        "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        "tags: [speculative-decoding]\n---",
-        f"# {facts['name']}",
-        facts["about"],
-        "## Model",
-        f"A Llama ({facts['layers']} layers, width {facts['width']}, {facts['heads']} heads of "
-        f"which {facts['kv_heads']} for keys and values, tied embeddings) of "
+    sections = {
+        "Model": f"A Llama ({facts['layers']} layers, width {facts['width']}, {facts['heads']} "
+        f"heads of which {facts['kv_heads']} for keys and values, tied embeddings) of "
         f"{facts['parameters']:,} parameters in {facts['dtype']}, with a byte-level BPE of "
         f"{facts['vocabulary']} entries that the whole zoo shares and a context of "
         f"{facts['context']} tokens. Training documents are separated by `<|endoftext|>`, so a "
         "prompt should begin with it; the tokenizer adds it.",
-        "## Use",
-        "For demonstrating and testing speculative decoding on any machine without a download. It "
-        "is not a source of facts and follows no instructions.",
-    ]
+        "Use": "For demonstrating and testing speculative decoding on any machine without a "
+        "download. It is not a source of facts and follows no instructions.",
+    }
     run = f"specexp zoo train --only {facts['name']}"
     again = f"`{run}` runs the recipe in `data/zoo/making/recipes.py`"
     if trained:
-        parts[-1] += (
+        sections["Use"] += (
             " It was not trained on misspelt text, languages other than English, or truncated "
             "logs: on those acceptance is low, which some experiments use."
         )
-        parts += ["## Training data", corpus_paragraph(trained["corpus"])]
-        parts += ["## Training", _training(facts)]
+        sections["Training data"] = corpus_paragraph(trained["corpus"])
+        sections["Training"] = _training(facts)
         again += (
             " (on two CPU cores, about an hour for target-10m and a quarter of an hour for a draft "
             "model). A different Python version has a different standard library and gives "
             "different weights"
         )
     else:
-        parts += ["## Training", "None: the weights are random, from a fixed seed."]
-    parts += ["## Held-out text", _figures(facts)]
-    parts += ["## Reproduction", f"{again}.", "## Licence", licence(trained)]
-    return "\n\n".join(parts) + "\n"
+        sections["Training"] = "None: the weights are random, from a fixed seed."
+    sections |= {"Held-out text": _figures(facts), "Reproduction": f"{again}."}
+    sections |= {"Licence": licence(trained)}
+    header = "license: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+    return page(facts, header, sections)
 
 
 def _training(facts: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ def train_zoo(
 
     Raises UserError for an unknown model, an unavailable device, or a target not trained yet.
     """
-    work = work or shelf.made("zoo")
+    work = work or shelf.store() / "zoo"
     out = out or work / ("quick" if quick else "models")
     recipes = _chosen(only)
     check_device(device)
