@@ -21,7 +21,7 @@ from torch import nn
 
 from specexp import checked, drafters, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, refusing
 from specexp.models import generation
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
@@ -171,8 +171,11 @@ class Pairing:
         target = self.target.apart()
         options = dict(self.options)
         for part in ("drafter", "policy"):
-            if not isinstance(options[part], (str, type, nn.Module)) and options[part] is not None:
-                options[part] = _copied(part, options[part], self.target, target)
+            own = options[part]
+            if not isinstance(own, (str, type, nn.Module)) and own is not None:
+                about = f"{part} {type(own).__name__} cannot be copied"
+                with refusing(f"{about}; pass its class, or a function that makes it"):
+                    options[part] = checked.copied(own, self.target, target)
         return _assemble(target, self.tokenizer, **options)
 
 
@@ -258,7 +261,8 @@ def load(
         model = load_model(locate(target), name, dtype, where(device), vocab)
     else:
         model = of_module(target, name_of(target), facts[1])
-    model = model.apart(process=_processors(options, facts, model.device))
+    process = generation.processors(generation_of(target), name_of(target), facts[1], model.device)
+    model = model.apart(process=process)
     return _assemble(model, tokenizer, **options)
 
 
@@ -371,13 +375,6 @@ def _sampling(o: dict[str, Any]) -> Sampling:
     return generation.sampling(generation_of(o["target"]), name_of(o["target"]))
 
 
-def _processors(o: dict[str, Any], facts: Facts, device: torch.device) -> Any:
-    """What the target's generation config makes of its logits. Raises UserError for what cannot be
-    followed."""
-    target = o["target"]
-    return generation.processors(generation_of(target), name_of(target), facts[1], device)
-
-
 class Once:
     """Caches results (and UserError or OSError raised) by function and arguments, for many checks
     in a row while no file changes."""
@@ -410,15 +407,6 @@ def _prepared(o: dict[str, Any], facts: Facts) -> tuple[drafters.Request, drafte
     if max(widest, request.tree.width) > request.vocab:
         raise UserError(f"tree {o['tree']} is wider than the vocabulary of {request.vocab} tokens")
     _rule(o["rule"], request, prepared)
-    _processors(o, facts, torch.device("cpu"))
+    shaping = generation_of(o["target"])
+    generation.processors(shaping, request.target, request.vocab, torch.device("cpu"))
     return request, prepared
-
-
-def _copied(part: str, thing: Any, target: LM, apart: LM) -> Any:
-    try:
-        return checked.copied(thing, target, apart)
-    except Exception as e:  # it may hold a file, a lock or anything
-        raise UserError(
-            f"{part} {type(thing).__name__} cannot be copied ({first_line(e)}): pass its class, or "
-            "a function that makes it"
-        ) from e

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import NamedTuple
 
 
@@ -155,19 +154,15 @@ class Acceptance:
     def _reached(self) -> list[int]:
         return [sum(self.histogram[i:]) for i in range(len(self.histogram))]
 
-    def __add__(self, other: Acceptance) -> Acceptance:
-        long, short = sorted((self.histogram, other.histogram), key=len, reverse=True)
-        histogram = tuple(n + (short[i] if i < len(short) else 0) for i, n in enumerate(long))
-        return Acceptance(
-            self.drafted + other.drafted,
-            self.emitted + other.emitted,
-            self.cut + other.cut,
-            histogram,
-        )
-
     @classmethod
     def pooled(cls, parts: Iterable[Acceptance]) -> Acceptance:
-        return reduce(Acceptance.__add__, parts, cls(0, 0, 0, (0,)))
+        """All passes together."""
+        parts = list(parts)
+        counts = itertools.zip_longest((0,), *(p.histogram for p in parts), fillvalue=0)
+        return cls(
+            sum(p.drafted for p in parts), sum(p.emitted for p in parts),
+            sum(p.cut for p in parts), tuple(map(sum, counts)),
+        )  # fmt: skip
 
     def check(self) -> None:
         """Assert the identities that hold between the figures; raises AssertionError naming one."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, refusing
 from specexp.models.processors import (
     NoRepeatNgram,
     Processor,
@@ -66,10 +66,8 @@ def processors(
     _refuse(settings(config, REFUSED), name)
     steps: dict[str, Processor] = {}
     for setting, value in followed(config).items():
-        try:
+        with refusing(_sets(name, setting, value)):
             steps[setting] = _step(setting, value, stops(config, name), vocab, device)
-        except (TypeError, ValueError) as e:
-            raise UserError(f"{_sets(name, setting, value)}: {first_line(e)}") from e
     banned = {n: s.alone.isneginf() for n, s in steps.items() if isinstance(s, SequenceBias)}
     if banned and bool(torch.stack([*banned.values()]).any(0).all()):
         raise UserError(
@@ -102,10 +100,8 @@ def sampling(config: Any, name: str) -> Sampling:
         return Sampling()
     _refuse(settings(config, NO_CUTS), name)
     values = USUAL | settings(config, dict.fromkeys(USUAL, ()))
-    try:
+    with refusing(f"generation_config.json of {name} has {values}"):
         return Sampling(**values)
-    except TypeError as e:
-        raise UserError(f"generation_config.json of {name} has {values}: {first_line(e)}") from e
 
 
 def stops(config: Any, name: str) -> list[int]:

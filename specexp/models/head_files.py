@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, refusing
 from specexp.models import int8
 
 LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
@@ -98,10 +97,8 @@ def read(source: str | Path) -> Head:
     folder = _local(bare)
     if not (folder / "config.json").is_file():
         raise UserError(f"{source} has no config.json; point at a folder of {LAYOUTS}")
-    try:
+    with refusing(f"{source}: config.json is not JSON"):
         config = json.loads((folder / "config.json").read_text())
-    except ValueError as e:
-        raise UserError(f"{source}: config.json is not JSON: {e}") from e
     if not isinstance(config, dict):
         raise UserError(f"{source}: config.json holds no settings")
     file = _weights(folder, str(source))
@@ -141,14 +138,12 @@ def _kind(names: Mapping[str, str]) -> str | None:
 def _local(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
-    try:
+    with refusing(f"cannot read the heads {source}"):
         for pattern in _WEIGHTS:
             folder = Path(snapshot_download(source, allow_patterns=["config.json", pattern]))
             if any(folder.glob(pattern)):
                 break
-        return folder
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-        raise UserError(f"cannot read the heads {source}: {first_line(e)}") from e
+    return folder
 
 
 def _weights(folder: Path, source: str) -> Path:
@@ -163,14 +158,12 @@ def _weights(folder: Path, source: str) -> Path:
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    try:
+    with refusing(f"cannot read {file.name}"):
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
                 names = opened.keys()
                 return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
         return {name: tuple(t.shape) for name, t in _unpickled(file).items()}
-    except (SafetensorError, OSError, RuntimeError) as e:
-        raise UserError(f"cannot read {file.name}: {first_line(e)}") from e
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
@@ -188,43 +181,30 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def write(
-    folder: Path,
-    kind: str,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    target: str,
+    folder: Path, kind: str, config: dict[str, Any], tensors: Mapping[str, Tensor], target: str,
     architectures: Sequence[str] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Write heads in their published layout; EAGLE-3 in that of `speculators`, for vLLM.
 
-    config: for EAGLE the layer's, as transformers writes it, with `draft_vocab_size`, `taps` and
-    `norms`; for Medusa `heads`, `layers`, `hidden_size` and `vocab_size`. `target`, and the
-    `architectures` of its config if known, are recorded as the verifier.
+    config: sizes as they are published; for EAGLE the layer's, as transformers writes it, for
+    EAGLE-3 with `draft_vocab_size`, `taps` and `norms`. `target`, and the `architectures` of its
+    config if known, are recorded as the verifier.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps", "norms")}
     published: dict[str, Any]
     if kind == "medusa":
-        published = {
-            "model_type": "medusa",
-            "medusa_num_heads": config["heads"],
-            "medusa_num_layers": config["layers"],
-            "hidden_size": config["hidden_size"],
-            "vocab_size": config["vocab_size"],
-            "base_model_name_or_path": target,
-        }
+        published = {"model_type": "medusa"} | config | {"base_model_name_or_path": target}
     elif kind == "eagle":
-        published = layer | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}
+        published = config | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}
     else:
+        layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps", "norms")}
         tensors = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
         ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"].cpu()
         t2d = torch.zeros(config["vocab_size"], dtype=torch.bool)
         tensors["t2d"] = t2d.index_fill(0, ids, True)
-        proposal = {
-            "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }  # fmt: skip
+        proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0}  # fmt: skip
         published = {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, refusing
 from specexp.models import head_files
 from specexp.models.lm import Network, Unfused
 from specexp.ops import op
@@ -264,13 +264,8 @@ def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
             )
     if head.kind == "eagle" and head.norms:
         raise UserError(f"{subject} with {', '.join(head.norms)}, which only eagle3 heads have")
-    try:
-        with torch.device("meta"):
-            net = _build(head, config, None)
-    except UserError:
-        raise
-    except Exception as e:  # what transformers raises for such values in config.json
-        raise UserError(f"{subject}; config.json describes no such layer: {first_line(e)}") from e
+    with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
+        net = _build(head, config, None)
     if isinstance(net, Eagle):
         L = config.num_hidden_layers
         if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
@@ -279,10 +274,8 @@ def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
     shapes = {n: s for n, s in head.shapes.items() if n != EMBED}
     if expected.get("d2t") == (config.vocab_size,):
         shapes.setdefault("d2t", expected["d2t"])  # optional for a full vocabulary
-    for what, names in (
-        ("lacks", expected.keys() - shapes),
-        ("has unknown", shapes.keys() - expected),
-    ):
+    strange = {"lacks": expected.keys() - shapes, "has unknown": shapes.keys() - expected}
+    for what, names in strange.items():
         if names:
             raise UserError(f"{subject}; the file {what} {', '.join(sorted(names)[:5])}")
     for name, size in expected.items():
@@ -376,14 +369,11 @@ def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence
     tensors = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
     if isinstance(net, Medusa):
         vocab, width = net.readouts[0].shape
-        config = {
-            "heads": len(net), "layers": net.blocks, "hidden_size": width,
-            "vocab_size": vocab,
-        }  # fmt: skip
+        config = {"medusa_num_heads": len(net), "medusa_num_layers": net.blocks,
+                  "hidden_size": width, "vocab_size": vocab}  # fmt: skip
         return head_files.write(folder, "medusa", config, tensors, target)
     shape = net.shape
-    config = shape.config().to_diff_dict() | {
-        "vocab_size": shape.vocab, "draft_vocab_size": shape.draft_vocab, "taps": shape.taps,
-        "norms": shape.norms,
-    }  # fmt: skip
+    config = shape.config().to_diff_dict() | {"vocab_size": shape.vocab}
+    if shape.fused:
+        config |= {"draft_vocab_size": shape.draft_vocab, "taps": shape.taps, "norms": shape.norms}
     return head_files.write(folder, shape.kind, config, tensors, target, architectures)

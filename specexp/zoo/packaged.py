@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, refusing
 from specexp.zoo import files, shelf
 
 
@@ -112,12 +112,11 @@ def convert(file: Path, folder: Path, facts: dict[str, Any]) -> Path:
     quiet = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns of the quantisation that is dissolved here
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        read, report = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
-        )
-    except Exception as error:  # of its many parsers
-        raise UserError(f"cannot read {file}: {first_line(error)}") from error
+        with refusing(f"cannot read {file}"):
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            read, report = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
+            )
     finally:
         logging.set_verbosity(quiet)
     if missing := sorted(report["missing_keys"]):

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from specexp.errors import UserError, first_line
+from specexp.errors import refusing
 from specexp.zoo import files
 from specexp.zoo.recipes import END, Course
 from specexp.zoo.rows import Documents, Rows
@@ -36,10 +36,8 @@ def can_compile(device: str) -> bool:
 
 
 def check_device(device: str) -> None:
-    try:
+    with refusing(f"cannot train on {device!r}"):
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"cannot train on {device!r}: {first_line(error)}") from error
 
 
 def continued_once(
