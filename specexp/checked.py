@@ -6,8 +6,6 @@ checking wrappers. What drafts and judges afterwards is the user's own object, w
 so a round costs what it costs.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ A model is a zoo name, a folder, a hub id or a transformers module; NAME+int8 is
 object. No weight is loaded here.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

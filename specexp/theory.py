@@ -12,8 +12,6 @@ takes an acceptance rate per position and the times of real passes instead.
 This file knows nothing about models, tensors or clocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

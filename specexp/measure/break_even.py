@@ -7,8 +7,6 @@ bootstrapped, and that of the break-even batch follows from its ends, since the 
 tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

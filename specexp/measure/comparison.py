@@ -4,8 +4,6 @@ What `Pairing.compare_with_plain` returns. The timing is that of `one_pairing.du
 of `exactness.certify`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Rounds and prefills are timed with every draft token made, after a warm-up, in b
 What comes out is a table (serving/cost_table.py) that knows nothing of how it was measured.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable, Sequence

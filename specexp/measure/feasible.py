@@ -1,8 +1,6 @@
 """Whether the pairings that parameters name can be built, fit their context and memory, and may run
 their policies: found from files' heads, before a weight is loaded."""
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence

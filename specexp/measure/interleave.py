@@ -5,8 +5,6 @@ turn, meet the same drift, so their ratios are reproducible where their seconds 
 every interval is the turn.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@
 `one_pairing` and `interleave`. `figures.lesson` draws the tables.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

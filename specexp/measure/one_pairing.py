@@ -6,8 +6,6 @@ decoding time without prefill. The tables hold raw counts and seconds; `summarie
 and intervals from them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice, product
 from typing import Any

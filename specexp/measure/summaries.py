@@ -4,8 +4,6 @@ The tables come from `one_pairing` and hold raw counts and seconds. Every ratio 
 computed here, so that a stored table gives the same figures as a fresh one.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Any
 

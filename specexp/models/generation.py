@@ -4,8 +4,6 @@ load.py reads it. What can be followed exactly whatever is drafted is followed: 
 tokens of a row alone. All else that would change the text is refused by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ published EAGLE-3 and Medusa files. Writing does the reverse, for EAGLE-3 in the
 (`weights_only`). This file knows files and names; heads.py knows what the tensors do.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile

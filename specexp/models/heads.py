@@ -6,8 +6,6 @@ norms and rotary positions are transformers' own. How they make drafts is in dra
 trained in zoo/heads.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

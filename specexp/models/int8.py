@@ -10,8 +10,6 @@ exactly.
 This file does not know where models come from (load.py) or what runs them (lm.py).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """What each layer of a model remembers, and how far back it reads: from its config alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ counted tensor by tensor for the passes of fused.py and the rules of rules.py (t
 is not included. Nothing here loads or allocates anything. `free_memory` says what there is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

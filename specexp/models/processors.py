@@ -6,8 +6,6 @@ those on the path from the root to the node. Names and meaning are those of tran
 generation configs; models/generation.py reads them. Shapes depend on the round's alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias

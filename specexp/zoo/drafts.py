@@ -6,8 +6,6 @@ as DistillSpec: Zhou et al. 2023, arXiv 2310.08461) on texts that the target wro
 quarter of the time goes to writing them.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import re

@@ -7,8 +7,6 @@ while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2), which
 loss of EAGLE-1 unnecessary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

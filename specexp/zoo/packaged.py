@@ -4,8 +4,6 @@ A GGUF file becomes a folder that every part of this library reads as it reads a
 weights are dequantised once, to float32, so the model is exactly the one that the file describes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -15,14 +15,3 @@ Four questions, each about what ran (verdict.py puts the answers together):
 
 from specexp.measure.exactness.reference import TOLERANCE, Reference, near_winners
 from specexp.measure.exactness.verdict import Divergence, Exactness, certify, compare, watched
-
-__all__ = [
-    "TOLERANCE",
-    "Divergence",
-    "Exactness",
-    "Reference",
-    "certify",
-    "compare",
-    "near_winners",
-    "watched",
-]

@@ -14,8 +14,6 @@ Bernstein's inequality the counts of a verdict then leave their ranges with prob
 `ALARM`, all together.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

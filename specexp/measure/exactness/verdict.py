@@ -6,8 +6,6 @@ way. At the first difference of a row the logits are computed again in float32 w
 difference is a `tie` if both tokens are within rounding of winning there, else a `bug`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """The kernels of a GPU at the sizes of a model of 8 billion parameters (Llama 3): their arguments,
 and how long they take beside their references, and beside a copy of as many bytes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

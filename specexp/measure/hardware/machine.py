@@ -1,7 +1,5 @@
 """What this machine is, and how long linear layers take on it over few and many tokens."""
 
-from __future__ import annotations
-
 import os
 import statistics
 

@@ -4,8 +4,6 @@ On a GPU the allocator reports the peak. On a CPU it is the largest total size o
 after any operation: what the program asked for, not what the process occupied.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

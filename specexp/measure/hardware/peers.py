@@ -11,8 +11,6 @@ Prompt lookup differs: among earlier occurrences of up to three tokens, transfor
 follows the first one, specexp what follows the latest.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ A clean loop has no clocks except the one at the end of every round. The phases 
 the same outputs again, round by round in the same state, with a clock between the stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar

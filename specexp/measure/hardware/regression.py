@@ -5,8 +5,6 @@ runs of the same code on an idle machine hardly ever differ that much; on a shar
 and core speeds drift, so repeat the run before trusting a ratio that looks worse.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

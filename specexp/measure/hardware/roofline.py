@@ -5,8 +5,6 @@ Two references are timed in the same turns: a copy of a buffer larger than any c
 matrix products of the same model by torch, back to back (a compiled pass may beat those).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any

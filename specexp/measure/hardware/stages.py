@@ -7,8 +7,6 @@ by row: what fails keeps its error, and the next row runs. It needs torch, trans
 matplotlib and, for `exactness`, pytest; no typer, papermill or MLflow.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ time goes) and `scale` (how the cost of a pass grows). `memory` times nothing: i
 memory with the prediction from configs. Every suite returns plain data that JSON can hold.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -37,10 +37,3 @@ from specexp.measure.under_load.simulation import (
     simulated,
     simulation_metrics,
 )
-
-__all__ = [
-    "QUANTILES", "Run", "Traffic", "answered", "answers", "bake_off", "by_policy", "certify_served",
-    "compare_runs", "gaps", "in_turn", "metrics", "notes", "open_race", "overhead_s", "prices",
-    "race", "rates", "regrets", "requests", "served_metrics", "simulate", "simulated",
-    "simulation_metrics", "slots_for", "staggered", "steps", "sums", "timeline", "traffic",
-]  # fmt: skip

@@ -5,8 +5,6 @@ The times of rounds and the acceptance are measured; everything else here is SIM
 was measured on. Times are seconds inside, and milliseconds where they are shown or logged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

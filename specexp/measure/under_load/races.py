@@ -5,8 +5,6 @@ turn ends after a number of tokens in a closed loop, and after a stretch of the 
 open traffic. Confidence intervals are over turns, paired between policies.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the steps and responses of servers say: rates, regrets, latencies, goodput."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

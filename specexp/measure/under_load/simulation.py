@@ -1,7 +1,5 @@
 """SIMULATED: the same servers and policies on the cost table instead of the models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
