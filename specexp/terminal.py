@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
+ROWS = 100  # of a table
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _SURROGATES = range(0xD800, 0xE000)  # so Python keeps a byte that is no UTF-8; cannot be printed
 _SYMBOLS = {

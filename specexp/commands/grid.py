@@ -51,7 +51,9 @@ def _points(
 @app.command("validate")
 def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     """Check grid files completely, without running anything."""
-    points = _points(files, only, yes)
+    from specexp.commands.remembered import remembered
+
+    points = remembered(files, (only, False), True, lambda: _points(files, only, yes))
     of_files = f"{len(files)} file{'s' * (len(files) != 1)}"
     console.print(f"{len(points)} point{'s' * (len(points) != 1)} in {of_files}: ready to run")
 
@@ -120,10 +122,14 @@ def status(
 
     That a point can be built is what `validate` and `run` check.
     """
+    from specexp.commands.remembered import remembered
     from specexp.grids import progress
     from specexp.tracking import runs
 
-    points = _points(files, only, yes, together, checked=False)
+    def find() -> list[Point]:
+        return _points(files, only, yes, together, checked=False)
+
+    points = remembered(files, (only, together), False, find)
     console.print(progress.status(points))
     for line in progress.changed(points):
         console.print(line, soft_wrap=True)

@@ -18,12 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import try_to_load_from_cache
-
 from specexp.errors import UserError, first_line
 from specexp.grids import imports, notebooks, paths
-from specexp.measure import feasible, prompts
-from specexp.models import int8
+from specexp.measure import prompts
 from specexp.tracking import provenance
 
 if TYPE_CHECKING:
@@ -68,6 +65,8 @@ class Surroundings:
     def of(self, params: Mapping[str, Any], notebook: notebooks.Notebook) -> Around:
         """What is around a point whose paths are relative to the working directory; equal ones are
         one object. Raises UserError for a missing model."""
+        from specexp.measure import feasible  # of what needs torch; reading an identity does not
+
         named = imports.named_by(params)
         read = {n: params[n] for n in (*paths.MODELS, *paths.DATA, "device") if n in params}
         key = os.getcwd(), repr(read), named, notebook.path, notebook.digest
@@ -143,6 +142,8 @@ def _apart(text: str, other: str) -> str:
 
 
 def name_of(source: str) -> str:
+    from specexp.models import int8
+
     bare, how = int8.split(source)
     return Path(bare).name + how if os.path.isdir(bare) else source
 
@@ -150,8 +151,12 @@ def name_of(source: str) -> str:
 def model_digest(source: str) -> str:
     """Of a folder: a digest of its configuration, tokenizer and weights. Of a hub id: the revision
     in the local cache, or the id itself if it is not cached. `+int8` is ignored."""
+    from specexp.models import int8
+
     source, _ = int8.split(source)
     if not os.path.isdir(source):
+        from huggingface_hub import try_to_load_from_cache
+
         cached = try_to_load_from_cache(source, "config.json")
         return Path(cached).parent.name if isinstance(cached, str) else source
     folder = Path(source)

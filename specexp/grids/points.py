@@ -13,9 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specexp import api
 from specexp.errors import UserError, first_line
 from specexp.grids import identity, paths
 from specexp.grids import yaml_lines as lines
@@ -33,6 +32,9 @@ from specexp.grids.grid_file import (
 from specexp.grids.notebooks import Parameter, parameters_of, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
+
+if TYPE_CHECKING:
+    from specexp.api import Once
 
 __all__ = ["MANY", "ROOT", "Point", "load", "parameters_of"]
 
@@ -96,6 +98,8 @@ def load(
     `checked`: False trusts what models, drafters and prompts are, so that none is read.
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
+    from specexp.api import Once
+
     report = Report(list(map(Path, paths)))
     sheets = [sheet for path in report.files if (sheet := read(path, report))]
     if not report.problems:
@@ -103,7 +107,7 @@ def load(
     if not report.problems:
         _ask(sheets, ask, report)
     points: dict[str, Point] = {}
-    onces: dict[Path, api.Once] = defaultdict(api.Once)
+    onces: dict[Path, Once] = defaultdict(Once)
     surroundings = identity.Surroundings(together)
     if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
@@ -250,7 +254,7 @@ class Checks:
     """
 
     def __init__(
-        self, sheet: Sheet, once: api.Once | None, surroundings: identity.Surroundings
+        self, sheet: Sheet, once: Once | None, surroundings: identity.Surroundings
     ) -> None:
         self.sheet, self.once, self.surroundings = sheet, once, surroundings
         self.checked: set[Any] = set()

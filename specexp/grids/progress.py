@@ -21,7 +21,8 @@ from rich.text import Text
 
 from specexp.grids import identity
 from specexp.grids.points import Point
-from specexp.tracking import compare, presence, results, runs
+from specexp.terminal import ROWS
+from specexp.tracking import presence, results, runs
 
 RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
 STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
@@ -98,7 +99,7 @@ class Board:
 
 def status(points: Sequence[Point]) -> Table:
     """One row per point: done, running, failed (with its error) or to do (and why, if it has an
-    earlier result); the totals as caption. Of more than `compare.MOST` points, those done have no
+    earlier result); the totals as caption. Of more than ROWS points, those done have no
     row."""
     table = Table("state", "point", "run_key", "detail", box=None, header_style="bold")
     failures, reasons = failures_of(points), reasons_to_run(points)
@@ -117,7 +118,7 @@ def status(points: Sequence[Point]) -> Table:
         else:
             state, detail = "to do", reasons.get(point.run_key, "")
         counts[state] += 1
-        if state == "done" and len(points) > compare.MOST:
+        if state == "done" and len(points) > ROWS:
             continue
         table.add_row(Text(state, STATES[state]), Text(point.label), point.run_key, Text(detail))
     total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)

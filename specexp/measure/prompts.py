@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from specexp.errors import UserError
-from specexp.names import chat_text
 
 if TYPE_CHECKING:
     from specexp.api import Pairing
@@ -135,7 +134,7 @@ def in_chat(
 def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:
     answers: list[str] = []
     for number in range(len(prompt.turns)):
-        text = chat_text(pairing.tokenizer, _messages(prompt, answers))
+        text = _in_template(pairing.tokenizer, prompt, answers)
         several = len(prompt.turns) > 1
         question_id = f"{prompt.question_id}.{number + 1}" if several else prompt.question_id
         yield Prompt(question_id, prompt.category, (text,))
@@ -150,17 +149,19 @@ def longest(prompt: Prompt, tokenizer: Any) -> tuple[str, int]:
     """The text of a prompt's last turn without the answers that are still to be decoded, and how
     many those are."""
     answers = [*prompt.answers, *prompt.turns][: len(prompt.turns) - 1]
-    return chat_text(tokenizer, _messages(prompt, answers)), len(answers) - len(prompt.answers)
+    return _in_template(tokenizer, prompt, answers), len(answers) - len(prompt.answers)
 
 
-def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The conversation up to the turn behind these answers."""
+def _in_template(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> str:
+    """The conversation up to the turn behind these answers, in the target's chat template."""
+    from specexp.names import chat_text  # it imports torch, which reading a file does not need
+
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers):
         messages.append({"role": "user", "content": turn})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-    return messages
+    return chat_text(tokenizer, messages)
 
 
 def _folder(folder: Path, paths: list[Path]) -> tuple[list[Prompt], str]:

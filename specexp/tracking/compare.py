@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specexp.terminal import ROWS
 from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
-MOST = 100  # rows of a table in the terminal
 NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
 
 
@@ -22,12 +22,12 @@ def headline(result: Path) -> str:
 
 
 def show(console: Console, runs: pd.DataFrame) -> None:
-    """Print runs as tables, of each experiment the first MOST, then where to find everything."""
+    """Print runs as tables, of each experiment the first ROWS, then where to find everything."""
     for experiment, part in runs.groupby("experiment") if len(runs) else ():
         console.print()
-        console.print(table(str(experiment), part.head(MOST)))
-        if len(part) > MOST:
-            console.print(f"and {len(part) - MOST:,} more, in the report")
+        console.print(table(str(experiment), part.head(ROWS)))
+        if len(part) > ROWS:
+            console.print(f"and {len(part) - ROWS:,} more, in the report")
     console.print()
     for what, where in {
         "runs": track.where(),

@@ -19,9 +19,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from specexp.errors import UserError
 from specexp.tracking import mlflow_view, provenance, results
@@ -31,6 +29,9 @@ from specexp.tracking.mlflow_store import (
     StoreRejected,
     StoreUnreachable,
 )
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["StoreCorrupt", "StoreRejected", "StoreUnreachable"]
 REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
@@ -412,6 +413,8 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
     """Finished runs that none supersedes, newest first: columns `params.x`, `metrics.group/name`,
     `tags.x`. `grid`: only runs of this grid's points, whichever grid ran them. Raises
     StoreUnreachable, StoreCorrupt."""
+    import pandas as pd
+
     store, keys = backend(), results.keys_of(grid or "")
     finished = [
         (e.name, run)

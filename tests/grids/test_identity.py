@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from specexp.fast.cpu import build
 from specexp.grids import identity, imports, notebooks, progress
 from specexp.grids import points as grid
+from specexp.measure import feasible
 from specexp.tracking import provenance, results
 
 PACKAGE = imports.PACKAGE
@@ -108,7 +109,7 @@ def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
     with (package / "engine.py").open("a") as engine:
         engine.write("\nfrom specexp import ops\n")
     params, notebook = {"device": "cpu"}, notebooks.read(ACCEPTANCE)
-    monkeypatch.setattr(identity.feasible, "sources", lambda params: [])
+    monkeypatch.setattr(feasible, "sources", lambda params: [])
 
     def key() -> dict[str, str]:
         return identity.Surroundings().of(params, notebook).parts
@@ -441,7 +442,7 @@ def test_byte_of_weights_changes_the_key_in_any_format(tmp_path, name):
 def test_hub_id_stands_for_its_cached_revision(tmp_path, monkeypatch):
     assert identity.model_digest("nobody/nothing") == "nobody/nothing"
     cached = tmp_path / "snapshots" / "abc123" / "config.json"
-    monkeypatch.setattr(identity, "try_to_load_from_cache", lambda name, file: str(cached))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(cached))
     assert identity.model_digest("some/model") == "abc123"
 
 

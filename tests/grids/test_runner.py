@@ -285,7 +285,8 @@ def test_output_notebook_can_be_run_again(store, points, tmp_path):
 
 def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
     """No claim, no search of MLflow, no new page; the table is of the result folders."""
-    monkeypatch.setattr(compare, "MOST", 3)
+    for table in (compare, progress):
+        monkeypatch.setattr(table, "ROWS", 3)
     todo = written(1, 2, 3, 4, 5, 13)
     assert go(todo)[0] == 1
     claimed = []
