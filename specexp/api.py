@@ -263,7 +263,11 @@ def load(
         model = of_module(target, name_of(target), facts[1])
     process = generation.processors(generation_of(target), name_of(target), facts[1], model.device)
     model = model.apart(process=process)
-    return _assemble(model, tokenizer, **options)
+    pair = _assemble(model, tokenizer, **options)
+    if isinstance(target, str):
+        # not sooner: a refusal is one line
+        generation.warn_of_no_end(generation_of(target), facts[0], locate(target))
+    return pair
 
 
 @cache

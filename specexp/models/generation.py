@@ -4,8 +4,10 @@ load.py reads it. What can be followed exactly whatever is drafted is followed: 
 tokens of a row alone. All else that would change the text is refused by name.
 """
 
+import logging
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from specexp.models.processors import (
 )
 from specexp.sampling import Sampling
 from specexp.sequences import Draft
+
+log = logging.getLogger("specexp")
 
 # What is followed, and values with which it changes nothing.
 FOLLOWED: dict[str, tuple[Any, ...]] = {
@@ -109,6 +113,20 @@ def stops(config: Any, name: str) -> list[int]:
     if not all(isinstance(token, int) for token in listed):
         raise UserError(f"{_sets(name, 'eos_token_id', eos)}: use a token or a list of tokens")
     return listed
+
+
+def warn_of_no_end(config: Any, own: Any, name: str) -> None:
+    """Say so, once, if no token ends a text by the generation config, but one by config.json."""
+    if not stops(config, name) and own.eos_token_id is not None:
+        _warn_of_no_end(name, str(own.eos_token_id))
+
+
+@cache
+def _warn_of_no_end(name: str, eos: str) -> None:
+    log.warning(
+        "generation_config.json of %s names no EOS, so texts run to their limit, as in "
+        "transformers; the eos_token_id %s of config.json does not count", name, eos,
+    )  # fmt: skip
 
 
 def _refuse(found: dict[str, Any], name: str) -> None:

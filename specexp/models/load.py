@@ -353,19 +353,12 @@ def tokens_of(tokenizer: Any, text: str, **how: bool) -> list[int]:
 def _generation(source: str, state: Any) -> Any:
     with refusing(f"cannot read generation_config.json of {source}"):
         try:
-            config = GenerationConfig.from_pretrained(source)
+            return GenerationConfig.from_pretrained(source)
         except OSError:
             if (Path(source) / "generation_config.json").exists():
                 raise
             named = {"config_file_name": "config.json", "_from_model_config": True}
             return GenerationConfig.from_pretrained(source, **named)
-    elsewhere = _config(source, state).get_text_config().eos_token_id
-    if config.eos_token_id is None and elsewhere is not None:
-        log.warning(
-            "generation_config.json of %s names no EOS, so texts run to their limit, as in "
-            "transformers; the eos_token_id %s of config.json does not count", source, elsewhere,
-        )  # fmt: skip
-    return config
 
 
 def _check_device(dtype: str, device: str) -> None:

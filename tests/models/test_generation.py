@@ -118,6 +118,15 @@ def test_eos_of_generation_config_counts_alone(says, stops, folder, caplog):
     assert module.generation_config.eos_token_id == says.get("eos_token_id")
 
 
+def test_refusal_of_a_target_without_eos_is_one_line(folder, caplog):
+    source = folder(num_beams=4)
+    config = json.loads((Path(source) / "config.json").read_text())
+    (Path(source) / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    with caplog.at_level(logging.WARNING, "specexp"), pytest.raises(UserError, match="num_beams"):
+        specexp.load(source, "ngram")
+    assert not caplog.records
+
+
 def test_without_generation_config_eos_is_that_of_config(folder):
     source = Path(folder())
     (source / "generation_config.json").unlink()
