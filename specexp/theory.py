@@ -8,8 +8,6 @@ of 0.05 is a drafter twenty times faster than its target.
 The closed forms assume that draft tokens are accepted independently with one alpha, and that a pass
 over gamma + 1 tokens costs as much as a pass over one. Neither is quite true: `measured_speedup`
 takes an acceptance rate per position and the times of real passes instead.
-
-This file knows nothing about models, tensors or clocks.
 """
 
 import math

@@ -166,9 +166,8 @@ class Acceptance:
 
     def check(self) -> None:
         """Assert the identities that hold between the figures; raises AssertionError naming one."""
-        assert self.emitted == self.accepted + self.passes - self.cut, (
-            "emitted = accepted + passes - cut"
-        )
+        gained = self.accepted + self.passes - self.cut
+        assert self.emitted == gained, "emitted = accepted + passes - cut"
         assert 0 <= self.accepted <= self.drafted, "accepted <= drafted"
         if self.passes:
             assert abs(self.length - 1 - sum(self.marginal)) < 1e-9, "length = 1 + sum of marginals"

@@ -50,9 +50,5 @@ def with_plain(
     prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
     samples = one_pairing.duel({pairing.drafter: pairing}, prompts, max_new_tokens, repeats)
     (speedup,) = statistics.together([summaries.speedup(samples)])
-    return Comparison(
-        speedup,
-        len(prompts),
-        certify(pairing.engine, pairing.encode(texts), max_new_tokens),
-        summaries.pooled(samples),
-    )
+    exactness = certify(pairing.engine, pairing.encode(texts), max_new_tokens)
+    return Comparison(speedup, len(prompts), exactness, summaries.pooled(samples))

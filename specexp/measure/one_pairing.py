@@ -7,7 +7,8 @@ and intervals from them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle, islice, product
+from functools import partial
+from itertools import chain, cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from specexp import theory
 from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.measure import statistics
+from specexp.measure import interleave, statistics
 from specexp.measure.costs import LEAD
 from specexp.measure.interleave import clock, credibly
 from specexp.measure.prompts import Prompt
@@ -67,8 +68,7 @@ def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd
     """How far the rule bends the output: total variation (0 to 1) between the distribution of a
     round's first emitted token and the target's own, averaged over rounds. 0 for an exact rule. One
     value a prompt, indexed by question_id. For chains only."""
-    engine = pairing.engine
-    distances = []
+    engine, distances = pairing.engine, []
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
         seqs = Sequences.of(
             pairing.encode([prompt.text]), max_new_tokens, slack=engine.policy.widest,
@@ -284,27 +284,23 @@ def _phases(
 def _timed(
     kinds: Mapping[Any, tuple[Engine, Tree]], texts: Sequence[list[int]], repeats: int
 ) -> dict[Any, tuple[float, float, float]]:
-    whole: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
-    apart: dict[Any, list[tuple[float, ...]]] = {kind: [] for kind in kinds}
     deepest = max(tree.depth for _, tree in kinds.values())
     # one buffer size for all, so that rounds are recorded only once
     size = max(map(len, texts)) + (CALM + 2 * VISIT_ROUNDS) * (1 + deepest)
-    for visit in range(1 + -(-repeats // VISIT_ROUNDS)):
-        for kind in list(kinds) if visit % 2 else list(kinds)[::-1]:
-            engine, tree = kinds[kind]  # kinds share the target's cache: each prefills again
-            rounds, phases = _rounds(engine, tree, texts[visit % len(texts)], size)
-            if visit:
-                whole[kind] += rounds
-                apart[kind] += phases
+    # kinds share the target's cache: each prefills again
+    arms = {kind: partial(_rounds, engine, tree, size) for kind, (engine, tree) in kinds.items()}
+    visits = islice(cycle(texts), -(-repeats // VISIT_ROUNDS))
+    device = next(iter(kinds.values()))[0].target.device
     seconds = {}
-    for kind in kinds:
-        (all_s,), (draft, verify) = _typical(whole[kind]), _typical(apart[kind])
+    for kind, turns in interleave.take(arms, list(visits), device, "rounds").items():
+        whole, apart = zip(*(turn.result for turn in turns), strict=True)
+        (all_s,), (draft, verify) = _typical(chain(*whole)), _typical(chain(*apart))
         share = min(1.0, all_s / (draft + verify))
         seconds[kind] = draft * share, verify * share, max(0.0, all_s - draft - verify)
     return seconds
 
 
-def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
+def _typical(rounds: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
     """rounds: (tokens drafted, seconds ...). The median seconds of rounds that drafted as many
     tokens, averaged over that number by frequency: a lookup drafts more in some rounds than in
     others."""
@@ -314,7 +310,7 @@ def _typical(rounds: list[tuple[float, ...]]) -> tuple[float, ...]:
 
 @torch.inference_mode()
 def _rounds(
-    engine: Engine, tree: Tree, text: list[int], size: int
+    engine: Engine, tree: Tree, size: int, text: list[int]
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Time rounds that continue a prompt: (tokens drafted, seconds) of whole rounds, then (tokens
     drafted, seconds to draft, seconds to verify) of rounds timed by phase.

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,8 @@ def _model(name: str, value: Any) -> None:
 
 # --- the table -----------------------------------------------------------------------------------
 
+alone = partial(Parameter, alone=True)
+
 PARAMETERS: dict[str, Parameter] = {
     # the pairing
     "target": Parameter("str", "target model: zoo name, folder or hub id", default="target-10m"),
@@ -138,13 +141,16 @@ PARAMETERS: dict[str, Parameter] = {
     "tree": Parameter("str", "shape of a draft: chain, 3x2x1 or grown:16", default="chain"),
     "trees": Parameter("list", "other shapes of the draft; [] if none", each="tree"),
     "rule": Parameter(
-        "str", "auto (reject if the draft is sampled, else match), match, reject, block",
-        _rule, "auto",
+        "str",
+        "auto (reject if the draft is sampled, else match), match, reject, block",
+        _rule,
+        "auto",
     ),
     "rules": Parameter("list", "compared with it", each="rule"),
     "temperature": Parameter("float", "sampling temperature; 0 is greedy", _sampling, 0.0),
-    "temperatures": Parameter("list", "sampling temperatures; 0 is greedy", each="temperature",
-                              empty=False),
+    "temperatures": Parameter(
+        "list", "sampling temperatures; 0 is greedy", each="temperature", empty=False
+    ),
     "top_k": Parameter("int", "sample from the k likeliest tokens; 0: from all", _sampling, 0),
     "top_p": Parameter(
         "float", "sample from the likeliest tokens of this total probability", _sampling, 1.0
@@ -153,13 +159,14 @@ PARAMETERS: dict[str, Parameter] = {
         "float", "sample from tokens at least so likely, relative to the likeliest", _sampling, 0.0
     ),
     "sampling": Parameter(
-        "str", "given (temperature and cuts), or model: that of generation_config.json",
+        "str",
+        "given (temperature and cuts), or model: that of generation_config.json",
         default="given",
     ),
     "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
     "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),
-    "seed": Parameter("int", "seed of sampled output", _least(0), 0, alone=True),
-    "seeds": Parameter("list", "seeds of sampled output", each="seed", alone=True),
+    "seed": alone("int", "seed of sampled output", _least(0), 0),
+    "seeds": alone("list", "seeds of sampled output", each="seed"),
     # what it is measured on
     "prompts": Parameter(
         "str", "a shipped category, all, or a file of your own (jsonl, txt, csv)", default="all"
@@ -170,67 +177,50 @@ PARAMETERS: dict[str, Parameter] = {
     "max_new_tokens": Parameter("int", "tokens to generate per prompt, at most", _least(1), 64),
     "batch": Parameter("int", "batch size", _least(1)),
     "batches": Parameter("list", "batch sizes", each="batch", empty=False),
-    "measured_batches": Parameter("list", "batch sizes at which the map is checked", each="batch",
-                                  empty=False, alone=True),
-    "contexts": Parameter(
-        "list", "KV cache slots of a row, for prompt, output and draft",
-        _least(1), empty=False, alone=True,
+    "measured_batches": alone(
+        "list", "batch sizes at which the map is checked", each="batch", empty=False
     ),
-    "repeats": Parameter("int", "repeats of the whole measurement", _least(1), alone=True),
-    "force": Parameter("bool", "measure costs again even if they are stored", alone=True),
+    "contexts": alone(
+        "list", "KV cache slots of a row, for prompt, output and draft", _least(1), empty=False
+    ),
+    "repeats": alone("int", "repeats of the whole measurement", _least(1)),
+    "force": alone("bool", "measure costs again even if they are stored"),
     # requests under load
     "policy": Parameter(
-        "str", "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
+        "str",
+        "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
         default="goodput",
     ),
     "policies": Parameter("list", "compared with it and plain", each="policy"),
-    "streams": Parameter(
-        "list", "requests in flight in the closed loops", _least(1), empty=False, alone=True
+    "streams": alone("list", "requests in flight in the closed loops", _least(1), empty=False),
+    "turns": alone("int", "turns of each closed loop: the units of its intervals", _least(2)),
+    "arrivals": alone(
+        "str", "poisson; bursty,3 (variation of the gaps); day; trace:FILE", _arrivals
     ),
-    "turns": Parameter(
-        "int", "turns of each closed loop: the units of its intervals", _least(2), alone=True
+    "offered": alone(
+        "float", "rate of requests, as a share of what plain decoding can serve", _positive
     ),
-    "arrivals": Parameter(
-        "str", "poisson; bursty,3 (variation of the gaps); day; trace:FILE", _arrivals, alone=True
+    "count": alone(
+        "int", "how many: requests of the open traffic, rounds of the lesson", _least(1), 64
     ),
-    "offered": Parameter(
-        "float", "rate of requests, as a share of what plain decoding can serve",
-        _positive, alone=True,
-    ),
-    "count": Parameter(
-        "int", "how many: requests of the open traffic, rounds of the lesson", _least(1), 64,
-        alone=True,
-    ),
-    "rows": Parameter("int", "requests decoded at once, at most", _least(1), 32, alone=True),
-    "queue": Parameter(
-        "int", "requests that may wait; further ones are rejected", _least(0), 1024, alone=True
-    ),
-    "chunk": Parameter(
-        "int", "prompt tokens prefilled between two rounds", _least(1), 512, alone=True
-    ),
-    "ttft_ms": Parameter("float", "limit of the time to first token", _positive, 1000.0,
-                         alone=True),
-    "tpot_ms": Parameter(
-        "float", "limit of the time per token after the first", _positive, 50.0, alone=True
-    ),
+    "rows": alone("int", "requests decoded at once, at most", _least(1), 32),
+    "queue": alone("int", "requests that may wait; further ones are rejected", _least(0), 1024),
+    "chunk": alone("int", "prompt tokens prefilled between two rounds", _least(1), 512),
+    "ttft_ms": alone("float", "limit of the time to first token", _positive, 1000.0),
+    "tpot_ms": alone("float", "limit of the time per token after the first", _positive, 50.0),
     # a day of many requests, simulated
     "requests_per_day": Parameter("int", "requests of a day, all of them SIMULATED", _least(1)),
-    "swing": Parameter(
-        "float", "swing of the rate around its mean over the day, as a share", _swing, alone=True
+    "swing": alone("float", "swing of the rate around its mean over the day, as a share", _swing),
+    "prompt_tokens": alone("int", "tokens of the median prompt; lengths are lognormal", _least(1)),
+    "output_tokens": alone("int", "tokens of the median output", _least(1)),
+    "tpot_steps": alone(
+        "float", "limit of the p95 of TPOT, in plain steps of a single stream", _positive
     ),
-    "prompt_tokens": Parameter(
-        "int", "tokens of the median prompt; lengths are lognormal", _least(1), alone=True
-    ),
-    "output_tokens": Parameter("int", "tokens of the median output", _least(1), alone=True),
-    "tpot_steps": Parameter(
-        "float", "limit of the p95 of TPOT, in plain steps of a single stream",
-        _positive, alone=True,
-    ),
-    "sample": Parameter("int", "requests simulated for each hour", _least(1), alone=True),
+    "sample": alone("int", "requests simulated for each hour", _least(1)),
     # finished runs
-    "grid": Parameter("str", "only runs of this grid; empty: all runs", alone=True),
-    "newest": Parameter("int", "show at most so many runs, newest first", _least(1), alone=True),
-}  # fmt: skip
+    "grid": alone("str", "only runs of this grid; empty: all runs"),
+    "newest": alone("int", "show at most so many runs, newest first", _least(1)),
+}
 
 
 def help_of(name: str, more: str = "") -> str:

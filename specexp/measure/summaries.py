@@ -238,11 +238,10 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     if "category" in samples:
         for category, part in samples.groupby("category"):
             metrics[f"category/{category}"] = pooled(part).rate
-    series = {
+    return metrics, {
         "acceptance/at_position": list(record.marginal),
         "acceptance/conditional": list(record.conditional),
     }
-    return metrics, series
 
 
 def latency_metrics(
@@ -263,11 +262,10 @@ def latency_metrics(
         "latency/tpot_ms": 1e3 / best["tok_s"],
         "latency/plain_tpot_ms": 1e3 / best["plain_tok_s"],
     }
-    curves = {
+    return metrics, series | {
         "speedup/at_gamma": measured.set_index("gamma")["speedup"].to_dict(),
         "speedup/predicted_at_gamma": by_gamma,
     }
-    return metrics, series | curves
 
 
 def duel_metrics(
@@ -301,13 +299,12 @@ def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     losing = with_interval[with_interval["high"] < 1]["batch"]
     if len(losing):
         metrics["throughput/crossing_batch"] = losing.iloc[0]
-    columns = {
-        "speedup/at_batch": "speedup",
-        "throughput/at_batch": "tok_s",
-        "throughput/plain_at_batch": "plain_tok_s",
+    curves = by_batch.set_index("batch")
+    return metrics, series | {
+        "speedup/at_batch": curves["speedup"].to_dict(),
+        "throughput/at_batch": curves["tok_s"].to_dict(),
+        "throughput/plain_at_batch": curves["plain_tok_s"].to_dict(),
     }
-    curves = {n: by_batch.set_index("batch")[c].to_dict() for n, c in columns.items()}
-    return metrics, series | curves
 
 
 def _headline(

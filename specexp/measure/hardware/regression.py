@@ -69,11 +69,8 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Every ratio that both reports have."""
     before = {what: ratio for what, ratio, _ in _ratios(then["suites"])}
-    return [
-        Change(what, before[what], ratio, rises)
-        for what, ratio, rises in _ratios(now["suites"])
-        if what in before
-    ]
+    after = [ratio for ratio in _ratios(now["suites"]) if ratio[0] in before]
+    return [Change(what, before[what], ratio, rises) for what, ratio, rises in after]
 
 
 def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:

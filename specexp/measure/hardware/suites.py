@@ -164,11 +164,11 @@ def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
     """The LM head's product for one token, over a quarter, half and all of its vocabulary."""
     V, E = weight.shape
     x = torch.randn(1, E, device=weight.device, dtype=weight.dtype)
-    parts = {v: weight[:v] for v in sorted({max(1, V // 4), max(1, V // 2), V})}
-    return {
-        v: torch.inference_mode()(lambda _, w=part: nn.functional.linear(x, w))
-        for v, part in parts.items()
-    }
+
+    def product(rows: torch.Tensor) -> Callable[[Any], Any]:
+        return torch.inference_mode()(lambda _: nn.functional.linear(x, rows))
+
+    return {v: product(weight[:v]) for v in sorted({max(1, V // 4), max(1, V // 2), V})}
 
 
 def _models(pairing: Pairing) -> list[LM]:

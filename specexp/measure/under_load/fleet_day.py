@@ -81,14 +81,9 @@ class Setting:
 
 
 def setting(
-    costs: Costs,
-    accepted: pd.DataFrame,
-    names: Sequence[str],
-    day: Day,
-    rows: int,
-    ttft_ms: float,
-    tpot_steps: float,
-) -> Setting:
+    costs: Costs, accepted: pd.DataFrame, names: Sequence[str], day: Day, rows: int,
+    ttft_ms: float, tpot_steps: float,
+) -> Setting:  # fmt: skip
     """A setting for these policies. accepted: rows of `one_pairing.acceptance`; rows: streams of a
     replica at most; tpot_steps: the limit of TPOT in plain steps of a single stream, which means
     the same on every machine. Raises UserError."""

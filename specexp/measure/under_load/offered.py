@@ -58,13 +58,9 @@ class Traffic:
 
 
 def traffic(
-    pairing: Pairing,
-    prompts: Sequence[Prompt],
-    load: str,
-    count: int,
-    max_new_tokens: int,
+    pairing: Pairing, prompts: Sequence[Prompt], load: str, count: int, max_new_tokens: int,
     seed: int = 0,
-) -> Traffic:
+) -> Traffic:  # fmt: skip
     """The load of that name (see `arrivals.parse`) with these prompts, `max_new_tokens` of output
     each. A trace's lengths shorten both. Raises UserError for a load that is not one."""
     arriving = arrivals.parse(load, count, seed)
