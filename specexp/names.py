@@ -144,8 +144,7 @@ def target_of(target: Any, tokenizer: Any) -> Facts:
     """Config, vocabulary and tokenizer of a target, a name or a model in memory.
 
     The vocabulary V is one more than the largest id of the tokenizer. Logits beyond it are padding
-    and are never emitted. Raises UserError if the model has fewer logits.
-    """
+    and are never emitted. Raises UserError if the model has fewer logits."""
     named = isinstance(target, str)
     config = (read_config(locate(target)) if named else target.config).get_text_config()
     if not hasattr(tokenizer, "get_vocab"):

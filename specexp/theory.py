@@ -33,8 +33,7 @@ class Prediction:
 
     `tokens_per_pass`: mean tokens per target pass (the acceptance length); `speedup`: the factor in
     time; `operations`: the factor in arithmetic; `best_gamma`: the fastest draft length at this
-    alpha and cost.
-    """
+    alpha and cost."""
 
     tokens_per_pass: float
     speedup: float
@@ -45,8 +44,7 @@ class Prediction:
 def predict(alpha: float, gamma: int, cost: float) -> Prediction:
     """All closed forms at once. `cost` is both c (time) and c-hat (arithmetic) of one draft token.
 
-    Raises UserError unless 0 <= alpha <= 1, 0 <= gamma <= LONGEST and cost is finite and >= 0.
-    """
+    Raises UserError unless 0 <= alpha <= 1, 0 <= gamma <= LONGEST and cost is finite and >= 0."""
     return Prediction(
         tokens_per_pass=tokens_per_pass(alpha, gamma),
         speedup=speedup(alpha, gamma, cost),
@@ -58,8 +56,7 @@ def predict(alpha: float, gamma: int, cost: float) -> Prediction:
 def alpha_of(p: ArrayLike, q: ArrayLike) -> float:
     """P(a token drawn from q is accepted): the mean over contexts of sum(min(p, q)).
 
-    p, q: distributions [..., V] of target and drafter. Leviathan et al., Corollary 3.6.
-    """
+    p, q: distributions [..., V] of target and drafter. Leviathan et al., Corollary 3.6."""
     p, q = _laws("p", p), _laws("q", q)
     if p.shape != q.shape:
         raise UserError(f"p has shape {p.shape} and q {q.shape}; both must be [..., V]")
@@ -69,8 +66,7 @@ def alpha_of(p: ArrayLike, q: ArrayLike) -> float:
 def tokens_per_pass(alpha: float, gamma: int) -> float:
     """1 + alpha + ... + alpha^gamma = (1 - alpha^(gamma+1)) / (1 - alpha). Equation 1.
 
-    Summed term by term, which is exact at alpha = 1 too, where the quotient is undefined.
-    """
+    Summed term by term, which is exact at alpha = 1 too, where the quotient is undefined."""
     _check(alpha=alpha, gamma=gamma)
     return math.fsum(alpha**i for i in range(gamma + 1))
 
@@ -96,8 +92,7 @@ def best_gamma(alpha: float, cost: float, limit: int = LONGEST) -> int:
 
     Each further draft token adds fewer tokens and the same time, so the first length that the next
     one does not beat is the best. If drafting is free that is `limit`, or the last gamma at which
-    alpha^gamma is still positive as a float.
-    """
+    alpha^gamma is still positive as a float."""
     _check(alpha=alpha, gamma=limit, cost=cost)
     gamma, tokens, gain = 0, 1.0, alpha
     while gamma < limit and gain * (gamma * cost + 1) > cost * tokens:
@@ -109,8 +104,7 @@ def break_even_alpha(gamma: int, cost: float) -> float:
     """The alpha above which `speedup(alpha, gamma, cost)` exceeds 1; 1.0 if none does.
 
     At gamma = 1 it is the cost itself (Corollary 3.9). It never falls as gamma grows: later
-    tokens are accepted less often and cost the same.
-    """
+    tokens are accepted less often and cost the same."""
     _check(gamma=gamma, cost=cost)
     if gamma == 0 or cost >= 1:
         return 1.0
@@ -129,8 +123,7 @@ def measured_speedup(
     `conditional[i]`: P(draft token i + 1 accepted given that token i was); `draft`: time to
     propose them; `verify`: time of the target pass over gamma + 1 tokens, including the rule;
     `step`: time of a plain step. All three in one unit and at one load. Equals Theorem 3.8 for
-    constant conditionals and verify = step.
-    """
+    constant conditionals and verify = step."""
     _check_times(draft, verify, step)
     return tokens_of_round(conditional) * step / (draft + verify)
 

@@ -93,8 +93,7 @@ class Trace:
 class Acceptance:
     """The acceptance metrics. `histogram[k]`: target passes that accepted exactly k draft tokens.
 
-    `cut`: tokens that were accepted, or the bonus, but withheld by an EOS or the length limit.
-    """
+    `cut`: tokens that were accepted, or the bonus, but withheld by an EOS or the length limit."""
 
     drafted: int
     emitted: int

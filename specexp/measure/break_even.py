@@ -129,8 +129,7 @@ def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) ->
     longer than as many plain steps: 0 if there is none, the table's last if drafting still pays
     there.
 
-    Times are linear between the table's batches, and so is the time that a round saves.
-    """
+    Times are linear between the table's batches, and so is the time that a round saves."""
     at = costs.batches
     saved = [tokens * costs.step_s(b, context) - costs.round_s(b, gamma, context) for b in at]
     if saved[-1] >= 0:

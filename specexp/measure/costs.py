@@ -78,8 +78,7 @@ def measure(
     backwards, so that a machine that is slow for a while does not look like a slope. Settings
     whose passes over several tokens seem shorter than those over one are timed once more. `watch`
     receives how many settings are done, and of how many. Raises UserError for settings that fit no
-    buffer, or if the machine is too busy.
-    """
+    buffer, or if the machine is too busy."""
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
     _check(engine, ids, batches, gammas, contexts, repeats)
     engine = _Unpadded.of(engine)

@@ -203,8 +203,7 @@ def sources(params: Params) -> set[str]:
     """The folders and hub ids of all models that these parameters name, zoo defaults included.
 
     A shipped drafter asks for its model first, so none is read. Raises UserError for a model that
-    does not exist.
-    """
+    does not exist."""
     folders = {locate(name) for name in values(params, "target", "targets", "draft", "drafts")}
     for target in values(params, "target", "targets"):
         for drafter in values(params, "drafter", "drafters", "rivals") or [DEFAULTS["drafter"]]:

@@ -55,8 +55,7 @@ def take(
     Uncounted warm-up turns come first, on `warm` (where rounds are recorded: items of every shape),
     or else on the first item. Each arm is called `lead` more times just before every timed call, on
     the same item. about: the label of the progress bar. Returns the turns of each arm, one an item,
-    in the order of the items.
-    """
+    in the order of the items."""
     turns: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
     with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, unit="call") as bar:

@@ -246,8 +246,7 @@ def as_markdown() -> str:
 def check(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> list[str]:
     """Every problem with these parameters, one line each, without loading a weight.
 
-    texts: the prompts, by default those that the parameters name.
-    """
+    texts: the prompts, by default those that the parameters name."""
     from specexp.api import Once
 
     return [problem.what for problem in problems_of(params, texts, Once())]

@@ -77,8 +77,7 @@ def load(
     of each category in turn, so that the first few cover all categories.
 
     `categories`: use only these; `limit`: at most this many prompts. Raises UserError, which names
-    the file and its broken lines.
-    """
+    the file and its broken lines."""
     paths = files(path_or_name)
     if path_or_name in (*NAMES, "all"):
         prompts = [prompt for path in paths for prompt in _read(path)[0]]

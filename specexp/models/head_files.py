@@ -69,8 +69,7 @@ class Head:
         number is 1 the list is taken for layers, as SGLang does for Llama and most targets. A wrong
         assumption costs only acceptance. So does state L, which vLLM takes before the target's last
         norm and transformers after it. States are fused in the order of the layers, not of the
-        list.
-        """
+        list."""
         own, nested = self.config.get(_TAPS), self._nested.get(_TAPS)
         listed = own or nested or []
         if not isinstance(listed, list) or not all(type(t) is int for t in listed):
@@ -87,8 +86,7 @@ class Head:
 def read(source: str | Path) -> Head:
     """Identify heads by config and tensor names alone. `source`: a folder or hub id.
 
-    Raises UserError if they are in none of the known layouts.
-    """
+    Raises UserError if they are in none of the known layouts."""
     bare, suffix = int8.split(str(source))
     if suffix:
         raise UserError(f"{bare}: heads are read as they are; leave out {suffix}")
@@ -186,8 +184,7 @@ def write(
 
     config: sizes as they are published; for EAGLE the layer's, as transformers writes it, for
     EAGLE-3 with `draft_vocab_size`, `taps` and `norms`. `target`, and the `architectures` of its
-    config if known, are recorded as the verifier.
-    """
+    config if known, are recorded as the verifier."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     published: dict[str, Any]

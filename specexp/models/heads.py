@@ -44,8 +44,7 @@ class Medusa(nn.ModuleList):
     """Head k predicts the token k + 1 places after the one the target's own head predicts.
 
     (Cai et al. 2024, section 2.1.) hidden [..., E]: the state the target's LM head reads; returns
-    logits [heads, ..., V].
-    """
+    logits [heads, ..., V]."""
 
     def __init__(self, heads: int, layers: int, width: int, vocab: int) -> None:
         def head() -> nn.Sequential:
@@ -78,8 +77,7 @@ class EagleShape:
     `norms`: EAGLE-3's optional norms, by their names in the `speculators` format:
     `norm_before_residual` (the residual starts from the normed feature), `norm_before_fc` (the
     concatenated states are normed before they are fused), `fc_norm` (each state is normed by
-    itself) and `norm_output` (the next place inherits the normed feature).
-    """
+    itself) and `norm_output` (the next place inherits the normed feature)."""
 
     kind: str
     width: int
@@ -145,8 +143,7 @@ class Eagle(nn.Module):
     (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Called like a
     transformers model. `features` [B, n, E]: the target's (see `fuse`) or its own. Returns
     `hidden_states[-1]` [B, n, E], the features it made, and logits [B, n, V], or of the last
-    `logits_to_keep` places, which are -inf for tokens outside the draft vocabulary.
-    """
+    `logits_to_keep` places, which are -inf for tokens outside the draft vocabulary."""
 
     d2t: Tensor
 
@@ -245,8 +242,7 @@ def network(eagle: Eagle, name: str, vocab: int) -> Network:
 def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
     """Refuse heads of another kind, for another target, or with missing or unknown tensors.
 
-    config: the target's. Raises UserError with both numbers, or the names of the tensors.
-    """
+    config: the target's. Raises UserError with both numbers, or the names of the tensors."""
     subject = f"{head.source} are {head.kind} heads"
     if head.kind not in kinds:
         raise UserError(f"{subject}; this drafter takes {' or '.join(kinds)}: name its own method")

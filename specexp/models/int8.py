@@ -27,8 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)  # those torchao can quantise
 def split(name: str) -> tuple[str, str]:
     """The bare name, and `+int8` or "". An existing folder with such a name is that folder.
 
-    Raises UserError for `NAME+` followed by anything else.
-    """
+    Raises UserError for `NAME+` followed by anything else."""
     match = re.fullmatch(r"(.+)\+(\w+)", name)
     if not match or os.path.isdir(name):
         return name, ""

@@ -135,8 +135,7 @@ def train(
     folder written, `zoo/drafts` of the store by default. The same command resumes a killed run.
 
     prompts: token ids of what the target is to answer; source: what they are, in words. Raises
-    UserError if the answers are too few to learn from.
-    """
+    UserError if the answers are too few to learn from."""
     target, work = engine.target.module, work or shelf.store() / "zoo"
     draft = cut(target, layers)
     digest = hashlib.sha256(f"{fingerprint(target)} {prompts} {minutes}".encode()).hexdigest()[:12]

@@ -80,8 +80,7 @@ def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
 def loss_of(laws: Laws, device: str) -> Loss:
     """Soft cross-entropy summed over drafted positions, position i with the weight DECAY**i.
 
-    Tokens outside the draft vocabulary do not contribute.
-    """
+    Tokens outside the draft vocabulary do not contribute."""
 
     def loss(batch: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
@@ -98,8 +97,7 @@ def loss_of(laws: Laws, device: str) -> Loss:
 def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
     """For each drafted position, how often the most likely token is the target's.
 
-    rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it.
-    """
+    rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it."""
     with torch.autocast(device, torch.bfloat16):
         same = (logits.argmax(-1) == law.argmax(-1) for logits, law in laws(rows))
         return [float(hits.float().mean()) for hits in same]
@@ -156,8 +154,7 @@ def unrolled(T: int, number: int, like: Tensor) -> Tensor:
     """Additive mask [1, 1, T, (number + 1) * T] of pass `number`, with the dtype of `like`.
 
     The draft token in slot t belongs to a chain that starts at slot t - number: it sees pass 0 up
-    to that slot and, of each later pass r, its own ancestor in slot t - number + r.
-    """
+    to that slot and, of each later pass r, its own ancestor in slot t - number + r."""
     left = torch.arange(T, device=like.device)[:, None] - number
     slot = torch.arange(T, device=like.device)
     visible = [slot <= left, *(slot == left + r for r in range(1, number + 1))]
@@ -178,8 +175,7 @@ def train_heads(
     default `zoo/models` of the store; `work`: folder of the checkpoints. `quick`: a smoke test,
     whose heads are useless. A killed run resumes.
 
-    Raises UserError for an unknown kind, target, device or text.
-    """
+    Raises UserError for an unknown kind, target, device or text."""
     if kind not in HEADS:
         raise UserError(f"heads {kind!r} are unknown: use one of {', '.join(HEADS)}")
     last = Path(target).name

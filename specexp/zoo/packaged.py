@@ -62,8 +62,7 @@ def fetch(name: str, force: bool = False) -> Path:
 def folder_of(file: Path) -> Path:
     """The folder of a GGUF file's model, made when it is first named: a minute for 1B parameters.
 
-    Raises UserError if the file cannot be read.
-    """
+    Raises UserError if the file cannot be read."""
     state = file.stat()
     identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:8]

@@ -23,8 +23,7 @@ class Phase:
 class Course:
     """Consecutive phases with one mix of text and one learning-rate schedule.
 
-    `repeats`: how often a kind of text occurs per epoch; 1 if absent.
-    """
+    `repeats`: how often a kind of text occurs per epoch; 1 if absent."""
 
     phases: tuple[Phase, ...]
     repeats: Mapping[str, int] = field(default_factory=dict)
@@ -63,8 +62,7 @@ class HeadRecipe:
     """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE).
 
     `unroll`: passes of EAGLE in training, each on the output of the one before (training-time test,
-    Li et al. 2025, EAGLE-3, section 3.2).
-    """
+    Li et al. 2025, EAGLE-3, section 3.2)."""
 
     kind: str  # "medusa", "eagle" or "eagle3"
     about: str

@@ -68,8 +68,7 @@ def store() -> Path:
     """The folder of everything made here: SPECEXP_MLRUNS, or `mlruns/` of the checkout, which is
     not in git; for an installed package `specexp/mlruns` in the home folder.
 
-    Raises UserError if SPECEXP_MLRUNS is not a whole path.
-    """
+    Raises UserError if SPECEXP_MLRUNS is not a whole path."""
     if named := os.environ.get("SPECEXP_MLRUNS"):
         return _whole("SPECEXP_MLRUNS", Path(named))
     return (CHECKOUT or Path.home() / "specexp") / "mlruns"
@@ -105,8 +104,7 @@ def making(module: str) -> ModuleType:
 def models(shelf: Path | None = None) -> list[ZooModel]:
     """The models of a folder in the order of ROLES, the largest first within each role.
 
-    By default the models that ship, if they are here, then those made here.
-    """
+    By default the models that ship, if they are here, then those made here."""
     if shelf is None:
         zoo = shipped()
         others = [model for folder in MADE for model in models(store() / folder)]

@@ -61,8 +61,7 @@ def fit(
 
     Resumes from the checkpoint in `work` of the same name, course, text, initial weights and `aim`.
     `aim`: whatever else the loss depends on, compared by its `repr`. `watch(step, loss)` is called
-    at every checkpoint with the mean of the last 20 losses.
-    """
+    at every checkpoint with the mean of the last 20 losses."""
     path = work / f"{name}-{_digest((name, aim), course, rows, model)}.pt"
     model.train()
     optimizers = _optimizers(model, course)

@@ -115,8 +115,7 @@ def make(
     alpha: the acceptance to calibrate the damping for, unless `damp` gives the factor. vocab: rows
     of the head, by default those of the real shape. force: replace existing folders. Returns the
     content of the target's `zoo.json`. Raises UserError, before it writes any weights, for an
-    impossible request, existing folders, or too little disk or memory.
-    """
+    impossible request, existing folders, or too little disk or memory."""
     shape, out = _shape_of(params, alpha, damp, dtype, vocab), out or shelf.store() / "twins"
     shelf.find("target-10m")  # whose tokenizer they get
     name = f"twin-{params.lower()}"
@@ -234,8 +233,7 @@ def draw(
     3.4 for embeddings and head, so that the law over 4096 tokens has the entropy of a language
     model (ln V - 3.4² / 2, about 2.5 nats).
     Rows of the end of text and of ids that the tokenizer lacks get a quarter of that: they are
-    computed like any other and are never the most probable.
-    """
+    computed like any other and are never the most probable."""
     if len(size) == 1:
         return torch.ones(size, dtype=dtype, device=device)
     kind = _kind(name)
@@ -346,8 +344,7 @@ def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[T
     """Greedy continuations, `new` tokens each, of random prompts of 16 tokens.
 
     Returns the tokens [rows, new] and, bool [rows, new], whether the model's first `draft` layers
-    predict the same token from the same preceding tokens.
-    """
+    predict the same token from the same preceding tokens."""
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
     cache, text, agrees = None, [], []
@@ -365,8 +362,7 @@ def variety(text: Tensor) -> dict[str, float]:
     """How varied the outputs text [rows, n] are.
 
     `distinct`: distinct tokens of a row over its length. `repeated`: share of the 4-grams that
-    occurred earlier in the row. `commonest`: share of the most common token in all rows.
-    """
+    occurred earlier in the row. `commonest`: share of the most common token in all rows."""
     grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in text.tolist()]
     return {
         "distinct": round(sum(len(set(row)) for row in text.tolist()) / text.numel(), 4),

@@ -29,8 +29,7 @@ class PhaseClock:
     The device is synchronised at every border, and phases have no gaps between them. draft, verify,
     accept and commit are the engine's stages; host: everything between two rounds, which is reading
     the report and Python's work on it. rounds: their number. Rounds that are otherwise replayed
-    whole are split: draft and verify are replayed, the rest is launched one operation at a time.
-    """
+    whole are split: draft and verify are replayed, the rest is launched one operation at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

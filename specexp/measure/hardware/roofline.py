@@ -30,8 +30,7 @@ def weight_bytes(module: nn.Module, tokens: int) -> int:
     """Bytes of weights that a pass over `tokens` tokens reads.
 
     A tensor shared by several modules counts once. An embedding not tied to the LM head counts only
-    the rows looked up. All experts of a mixture are counted.
-    """
+    the rows looked up. All experts of a mixture are counted."""
     looked_up: dict[int, Tensor] = {}
     read: dict[int, Tensor] = {}
     for part in module.modules():

@@ -86,8 +86,7 @@ def race(
     and those of `sums`. The first turn begins when every row has been in use, and `LEARNING` turns
     come before those that count. In a turn each server generates at least `tokens` tokens, a piece
     at a time. chunk: prompt tokens that are prefilled between two rounds. Raises UserError for
-    requests that yield no tokens.
-    """
+    requests that yield no tokens."""
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
     watches, runs = {}, {}
     for name, bank, watch in _banks(pairing, chosen, concurrency, offered):

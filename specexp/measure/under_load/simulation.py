@@ -29,8 +29,7 @@ def simulate(
 
     accepted: rows of `one_pairing.acceptance`; a request has the acceptance of its category, and
     draft tokens as often. overhead_s: see `races.overhead_s`. pace: factors on the table's times of
-    rounds and of prefill, of which the policies do not know.
-    """
+    rounds and of prefill, of which the policies do not know."""
     parts = [*accepted.groupby("category"), (None, accepted)]
     by_kind = {kind: (pooled(part).conditional, drafted_share(part)) for kind, part in parts}
     alike = {r.stream: by_kind.get(r.kind, by_kind[None]) for r in offered.requests}
