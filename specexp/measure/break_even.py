@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from tqdm.auto import tqdm
 
 from specexp import theory
 from specexp.api import Pairing
@@ -41,14 +40,9 @@ FRESH = 6  # hours after which a stored table is warned about: a shared machine'
 
 
 def profile(
-    pairing: Pairing,
-    batches: Sequence[int] = BATCHES,
-    gammas: Sequence[int] = GAMMAS,
-    contexts: Sequence[int] | None = None,
-    repeats: int = 5,
-    force: bool = False,
-    longest: int = 0,
-) -> Costs:
+    pairing: Pairing, batches: Sequence[int] = BATCHES, gammas: Sequence[int] = GAMMAS,
+    contexts: Sequence[int] | None = None, repeats: int = 5, force: bool = False, longest: int = 0,
+) -> Costs:  # fmt: skip
     """The cost table of a pairing, in seconds over batch, draft length and context (slots).
 
     The stored one, if all that decides it is the same (`about`) and it has all these points; else,
@@ -82,13 +76,7 @@ def profile(
     batches, gammas, contexts = ([*{*a, *b}] for a, b in zip(measured, axes, strict=True))
     gammas = [g for g in gammas if g <= pairing.deepest]
     ids = pairing.encode([prompt.text for prompt in load("all", limit=10)])
-    with tqdm(desc="costs", unit="setting", delay=1) as bar:
-
-        def watch(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        table = costs.measure(pairing.engine, ids, batches, gammas, contexts, repeats, watch)
+    table = costs.measure(pairing.engine, ids, batches, gammas, contexts, repeats)
     table = replace(table, about=about(pairing))
     table.save(path)
     return table.upto(deepest)

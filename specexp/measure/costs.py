@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import cycle, islice, product
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
 
 from specexp import theory
 from specexp.engine import Engine
@@ -28,6 +29,8 @@ FULL = 8  # a batch of n < FULL is timed FULL // n times as often: short passes 
 BLOCK = 8  # rounds timed at one draft length before the next length takes its turn
 LEAD = 4  # rounds before them that are not timed, until the CPU's caches hold what such rounds use;
 # before plain steps CALM of them, since a drafter's weights leave the caches slowly
+
+Times: TypeAlias = dict[Any, list[tuple[float, float]]]
 
 
 def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -60,14 +63,9 @@ def about(engine: Engine) -> dict[str, Any]:
 
 
 def measure(
-    engine: Engine,
-    ids: Sequence[Sequence[int]],
-    batches: Sequence[int],
-    gammas: Sequence[int],
-    contexts: Sequence[int],
-    repeats: int = 5,
-    watch: Callable[[int, int], None] | None = None,
-) -> Costs:
+    engine: Engine, ids: Sequence[Sequence[int]], batches: Sequence[int], gammas: Sequence[int],
+    contexts: Sequence[int], repeats: int = 5,
+) -> Costs:  # fmt: skip
     """Time every setting after a warm-up that includes graph capture. Times are the lower quartile
     of `repeats` (more at small batches, see FULL), since disturbances only ever add time.
 
@@ -76,9 +74,8 @@ def measure(
     blocks, as they follow each other in use: a plain step right after a draft finds less of its
     weights in the caches. Draft lengths take turns, and the grid is walked forwards, then
     backwards, so that a machine that is slow for a while does not look like a slope. Settings
-    whose passes over several tokens seem shorter than those over one are timed once more. `watch`
-    receives how many settings are done, and of how many. Raises UserError for settings that fit no
-    buffer, or if the machine is too busy."""
+    whose passes over several tokens seem shorter than those over one are timed once more.
+    Raises UserError for settings that fit no buffer, or if the machine is too busy."""
     batches, gammas, contexts = (sorted(set(x)) for x in (batches, [0, *gammas], contexts))
     _check(engine, ids, batches, gammas, contexts, repeats)
     engine = _Unpadded.of(engine)
@@ -95,10 +92,8 @@ def measure(
 
     lead = {gamma: max(LEAD if gamma else CALM, 1 + engine.recorder.warm) for gamma in gammas}
     settings = list(product(batches, contexts))
-    rounds: dict[Any, list[tuple[float, float]]] = {
-        p: [] for p in product(batches, gammas, contexts)
-    }
-    reads: dict[Any, list[tuple[float, float]]] = {n: [] for n in lengths}
+    rounds: Times = {point: [] for point in product(batches, gammas, contexts)}
+    reads: Times = {n: [] for n in lengths}
 
     def visit(batch: int, context: int, times: int, way: int) -> None:
         seqs = rows(batch, longest + context - contexts[-1], context)
@@ -113,10 +108,8 @@ def measure(
                 rounds[batch, gamma, context] += turns[before:]
 
     for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
-        for at, (batch, context) in enumerate(settings[::way], 1):
-            visit(batch, context, times, way)
-            if watch:
-                watch(at + (way < 0) * len(settings), 2 * len(settings))
+        for setting in tqdm(settings[::way], desc="costs", unit="setting", delay=1):
+            visit(*setting, times, way)
         engine.rows.allocate(1, contexts[-1])
         for repeat in range(times + 1):
             for n in lengths[:: way * (-1) ** repeat]:
@@ -152,7 +145,7 @@ def _apart(draft: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return whole - verify, verify
 
 
-def _quartiles(times: dict[Any, list[tuple[float, float]]], *shape: int) -> np.ndarray:
+def _quartiles(times: Times, *shape: int) -> np.ndarray:
     """Lower quartiles [2, *shape] of both times, the keys being in order."""
     quartiles = [np.quantile(pairs, 0.25, axis=0) for pairs in times.values()]
     return np.array(quartiles).T.reshape(2, *shape)
