@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 
 # For make gpu: the machine's own Python on this checkout, how long a stage may take, the output
 # folder, and the options of bench on a twin.
-HERE  = PYTHONPATH=$(CURDIR) $(PY)
+HERE  = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY)
 OUT  ?= data/measurements
 MINUTES ?= 9
 BENCH ?= --device cuda --dtype bfloat16 --batches 1,2,4,8,16,32,64,128,256 --out $(OUT)
@@ -35,7 +35,7 @@ test-all: $(STAMP)  ## run all tests, slow ones included (no lint)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
 gpu:             ## a GPU's tests, kernels, passes and bench, in stages (STAGE=smoke, MINUTES=9), with PY's packages
-	$(HERE) -m specexp.measure.hardware.stages $(if $(STAGE),--stage $(STAGE)) --minutes $(MINUTES) --out $(OUT)
+	$(HERE) -m support.gpu_stages $(if $(STAGE),--stage $(STAGE)) --minutes $(MINUTES) --out $(OUT)
 ifdef TWIN
 	test -d $(PAIR)-target || $(HERE) -m specexp zoo twin --params $(TWIN) --alpha 0.8
 	$(HERE) -m specexp bench $(BENCH) --target $(notdir $(PAIR))

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import gpu_stages as stages
+from support.gpu_stages import Rows
 
 from specexp import api
 from specexp.measure import prompts
-from specexp.measure.hardware import stages
-from specexp.measure.hardware.stages import Rows
 from specexp.models import memory
 from specexp.zoo import twins
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from support.gpu_kernels import HIDDEN, E, H, K, calls
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from triton.backends.compiler import GPUTarget
@@ -23,7 +24,6 @@ from specexp import ops
 from specexp.fast import fused
 from specexp.fast.fused import Fused
 from specexp.fast.gpu import dependent
-from specexp.measure.hardware.kernels import HIDDEN, E, H, K, calls
 from specexp.models import heads
 from specexp.models.cache import SlotCache
 

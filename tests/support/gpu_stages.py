@@ -1,6 +1,6 @@
 """`make gpu`: what a GPU makes of this toolkit, in stages that each stand alone.
 
-    python -m specexp.measure.hardware.stages --stage smoke,kernels --minutes 9 --out FOLDER
+    python -m support.gpu_stages --stage smoke,kernels --minutes 9 --out FOLDER
 
 A stage runs in a process of its own, for so many minutes at most, and writes `gpu_STAGE.json` row
 by row: what fails keeps its error, and the next row runs. It needs torch, transformers, pandas,
@@ -25,6 +25,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import torch
+from support import gpu_kernels
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexp import api, ops
@@ -32,7 +33,7 @@ from specexp.api import Pairing
 from specexp.errors import UserError, first_line
 from specexp.measure import break_even, interleave, prompts
 from specexp.measure.exactness import compare
-from specexp.measure.hardware import kernels, peers, roofline, suites
+from specexp.measure.hardware import peers, roofline, suites
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import races, served
 from specexp.models import memory
@@ -43,7 +44,7 @@ from specexp.serving.cost_table import Costs
 from specexp.zoo import files, shelf, twins
 from specexp.zoo.heads import train_heads
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "opt")
 DRAFTERS = (
     "model", "sibling-1m", "eagle", "medusa", "early_exit:4", "ngram", "suffix", "recycle",
@@ -162,9 +163,9 @@ def tested(file: Path, out: Path) -> dict[str, Any]:
 def kernel_times(rows: Rows, device: torch.device) -> None:
     """Kernels beside their references and beside a copy of as many bytes."""
     for B, n, S in ((1, 6, 4096), (32, 6, 1024), (1, 512, 1024)):
-        for call in kernels.calls(B, n, S, torch.bfloat16, str(device)):
+        for call in gpu_kernels.calls(B, n, S, torch.bfloat16, str(device)):
             name = f"{call.name}, {B} x {n} tokens, {S} slots"
-            rows.add(name, partial(kernels.timed, call, device))
+            rows.add(name, partial(gpu_kernels.timed, call, device))
 
 
 def passes(rows: Rows, device: torch.device) -> None:
@@ -313,9 +314,11 @@ def supervise(name: str, device: str, minutes: float, out: Path) -> dict[str, An
     file.unlink(missing_ok=True)
     options = ["--inside", f"--stage={name}", f"--device={device}", f"--out={out}"]
     begin = time.perf_counter()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, *options], cwd=ROOT, start_new_session=True
-    )
+        [sys.executable, "-m", MODULE, *options], cwd=ROOT, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )  # fmt: skip
     try:
         code = process.wait(60 * minutes)
         error = f"it ended with exit code {code}" if code else ""
@@ -331,7 +334,7 @@ def supervise(name: str, device: str, minutes: float, out: Path) -> dict[str, An
     return report
 
 
-MODULE = "specexp.measure.hardware.stages"
+MODULE = "support.gpu_stages"
 
 
 def main(arguments: list[str] | None = None) -> int:
