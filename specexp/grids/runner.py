@@ -359,7 +359,9 @@ class Work:
 def _is_unsettled(key: str) -> bool:
     """Whether a point has a result that is damaged or not in MLflow."""
     result = results.result_of(key)
-    return result.exists() and not (runs.published(result) and runs.publishable(result))
+    if not (result.exists() and runs.published(result)):
+        return result.exists()
+    return not (results.unchanged(result, runs.marker(result)) or runs.publishable(result))
 
 
 def _ended(kept: Path) -> int:

@@ -314,6 +314,18 @@ def intact(result: Path) -> bool:
     return sound(as_committed)
 
 
+def unchanged(result: Path, since: Path) -> bool:
+    """Whether no file of a result changed since the file `since` was written: sooner known than
+    whether its megabyte is intact. Raises OSError as `intact` does."""
+
+    def as_then() -> bool:
+        then = os.stat(since).st_ctime_ns  # no program can set this time back
+        files = [MANIFEST, *load(result / MANIFEST)]
+        return all(os.stat(f"{result}/{name}").st_ctime_ns < then for name in files)
+
+    return sound(as_then)
+
+
 def sound(check: Callable[[], bool]) -> bool:
     """The result of `check`; False if a file it reads is torn or missing. Raises other OSErrors."""
     try:

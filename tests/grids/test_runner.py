@@ -284,7 +284,8 @@ def test_output_notebook_can_be_run_again(store, points, tmp_path):
 
 
 def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
-    """No claim, no search of MLflow, no new page; the table is of the result folders."""
+    """No claim, no search of MLflow, no look into files, no new page; the table is of the result
+    folders."""
     for table in (compare, progress):
         monkeypatch.setattr(table, "ROWS", 3)
     todo = written(1, 2, 3, 4, 5, 13)
@@ -292,6 +293,7 @@ def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
     claimed = []
     with monkeypatch.context() as counting:
         counting.setattr(results, "claim", lambda key: claimed.append(key) or claim(key))
+        counting.setattr(results, "intact", lambda result: pytest.fail("read whole"))
         for name in ("search_runs", "search_experiments"):
             counting.setattr(
                 runs.client().__class__, name, lambda *_, **__: pytest.fail("searched")
@@ -368,7 +370,7 @@ def test_unpublished_result_is_published_once(store, points):
     assert new.info.run_id != old.info.run_id
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "swapped"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "swapped", "swapped unseen"])
 def test_damaged_result_is_set_aside_and_rerun(store, points, damage):
     todo = points(x=[1])
     assert go(todo)[0] == 0
@@ -379,7 +381,10 @@ def test_damaged_result_is_set_aside_and_rerun(store, points, damage):
     elif damage == "gone":
         (result / "result.json").unlink()
     else:
-        (result / "result.json").write_text("{}")
+        before = (result / "result.json").stat()
+        (result / "result.json").write_text("{}".ljust(before.st_size))
+        if damage == "swapped unseen":
+            os.utime(result / "result.json", ns=(before.st_atime_ns, before.st_mtime_ns))
     assert go(todo)[0] == 0
     assert intact(result)
     assert list((store / "replaced").glob(f"{todo[0].run_key}-*"))
