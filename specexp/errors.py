@@ -1,7 +1,10 @@
 """The two errors a run may end with; any other exception is a bug."""
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 class UserError(Exception):
@@ -23,13 +26,40 @@ def panicked(e: BaseException) -> bool:
 def refusing(what: str) -> Iterator[None]:
     """Raise a UserError that begins with `what` for whatever a library raises over bad input."""
     try:
-        yield
+        with _one_report():
+            yield
     except UserError:
         raise
     except BaseException as e:
         if not (isinstance(e, Exception) or panicked(e)):
             raise
         raise UserError(f"{what}: {first_line(e)}") from e
+
+
+@contextmanager
+def _one_report() -> Iterator[None]:
+    """Drop the report that a panicking library writes to stderr, below Python: its exception says
+    it again. All else is written a little later. Stderr is the process's, so only its main thread
+    does so."""
+    alone = threading.current_thread() is threading.main_thread()
+    if not (alone and sys.__stderr__ and hasattr(os, "memfd_create")):
+        yield
+        return
+    panic, stderr = False, os.dup(2)
+    with open(os.memfd_create("stderr"), "w+b") as aside:
+        os.dup2(aside.fileno(), 2)
+        try:
+            yield
+        except BaseException as e:
+            panic = panicked(e)
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            aside.seek(0)
+            if not panic:
+                with suppress(OSError):  # nobody may read it
+                    os.write(2, aside.read())
 
 
 def first_line(e: BaseException) -> str:

@@ -257,6 +257,7 @@ class Checks:
         self, sheet: Sheet, once: Once | None, surroundings: identity.Surroundings
     ) -> None:
         self.sheet, self.once, self.surroundings = sheet, once, surroundings
+        self.folder = sheet.path.resolve().parent  # now: points are checked in other folders
         self.checked: set[Any] = set()
         alone = {name for name, parameter in parameters.PARAMETERS.items() if parameter.alone}
         self.together = [name for name in sheet.varying if name not in alone]
@@ -282,7 +283,7 @@ class Checks:
     def moved(self, written: dict[str, Any], entry: int | None) -> dict[str, Any]:
         """The parameters that the grid file sets and that may be paths, from the notebook's
         folder."""
-        folders = self.sheet.path.resolve().parent, self.sheet.notebook.path.parent
+        folders = self.folder, self.sheet.notebook.path.parent
         values = {}
         for name in filter(paths.may_name, written):
             if line := self.sheet.where(name, written, entry):

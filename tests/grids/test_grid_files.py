@@ -658,6 +658,10 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
     assert "write '../own/beside.jsonl'" in said
     [point] = load(spec | {"grid": {"prompts": ["../own/beside.jsonl"]}})
     assert point.params["prompts"] == "own/beside.jsonl"
+    monkeypatch.chdir(folder)
+    (folder / "here.yaml").write_text(yaml.safe_dump(spec))
+    assert grid.load(["here.yaml"])[0].params == grid.load([folder / "here.yaml"])[0].params
+    assert grid.load(["here.yaml"])[0].params["prompts"] == f"{folder.name}/mine.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Folders and texts as strangers have them: one line and exit code 2, before weights are read."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -13,9 +14,9 @@ from tokenizers import Tokenizer
 import specexp
 from specexp import names
 from specexp.commands import app
-from specexp.errors import UserError
+from specexp.errors import UserError, refusing
 from specexp.models import head_files
-from specexp.models.load import load, read_tokenizer
+from specexp.models.load import load, read_tokenizer, tokens_of
 from specexp.zoo.rows import encode as encode_documents
 
 
@@ -66,6 +67,16 @@ def test_pattern_that_blows_up_is_one_line_wherever_text_is_encoded(folder, refu
     pairing = specexp.load(str(folder), "ngram", 2)
     with pytest.raises(UserError, match="the tokenizer fails on a prompt"):
         pairing.generate(LONG, 4)
+
+
+def test_panic_is_reported_once(folder, capfd):
+    edit(folder / "tokenizer.json", pre_tokenizer=BACKTRACKS)
+    with pytest.raises(UserError, match="the tokenizer fails on a prompt"):
+        tokens_of(read_tokenizer(folder), LONG)
+    assert capfd.readouterr().err == ""
+    with refusing("a trial"):
+        os.write(2, b"a warning\n")
+    assert capfd.readouterr().err == "a warning\n"
 
 
 def test_panic_elsewhere_is_one_line_too(folder, refused, monkeypatch):
