@@ -53,13 +53,14 @@ def test_kernel_matches_reference(operation, kernel, how):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("programs", [4096, 7])
+@pytest.mark.parametrize("many", [1, 4096])
 @pytest.mark.parametrize("operation", [Sampling.law, engine.judged])
-def test_vocabulary_read_in_parts_matches_reference(operation, programs, monkeypatch):
-    """Parts of one block of tokens, or of several; what is not written is not read."""
+def test_vocabulary_read_in_blocks_matches_reference(operation, many, monkeypatch):
+    """Blocks of 8 tokens, of which a program takes several or one; what is not written is not
+    read."""
     laws = importlib.import_module("specexp.fast.gpu.laws")
-    monkeypatch.setattr(laws, "BLOCK", 8)
-    monkeypatch.setattr(laws, "PROGRAMS", programs)
+    for name, value in {"BLOCK": 8, "MANY": many}.items():
+        monkeypatch.setattr(laws, name, value)
     device = "cuda" if WITH_GPU else "cpu"
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is only made room for
     try:

@@ -190,7 +190,8 @@ def law(dice: Dice) -> Case:
     shape = dice.randint(1, 4), dice.randint(1, 4), dice.choice([1, 2, 5, 17, 40])
     cuts = {} if dice.often() else dice.choice(SHAPES)
     sampling = Sampling(dice.choice([0.0, 0.3, 1.7]), **cuts)
-    return Case((sampling, dice.odd(dice.logits(*shape))), near=ROUNDED)
+    near = (1e-5, 1e-37)  # on a GPU torch multiplies by the reciprocal of a temperature
+    return Case((sampling, dice.odd(dice.logits(*shape))), near=near)
 
 
 # --- sequences.py ---------------------------------------------------------------------------------
@@ -396,8 +397,8 @@ def sight(dice: Dice) -> tuple[fused.Sight, SimpleNamespace, torch.dtype]:
     visible = None
     if dice.often():
         b, M = dice.choice([1, B]), n + dice.randint(0, 2)
-        some = (dice.uniform_(b, n, M) < 0.5).tril(-1) | torch.eye(n, M, dtype=torch.bool)
-        visible = Branches(slots[:, :1], some.to(dice.device))
+        own = torch.eye(n, M, dtype=torch.bool, device=dice.device)
+        visible = Branches(slots[:, :1], (dice.uniform_(b, n, M) < 0.5).tril(-1) | own)
     angles = dice.normal(B, n, d // 2)
     cos, sin = (torch.cat([f(-angles), f(angles)], -1)[:, None] for f in (torch.cos, torch.sin))
     norms = None
@@ -436,7 +437,8 @@ def turned(dice: Dice) -> Case:
     (B, n), d = seen.slots.shape, seen.cos.shape[-1]
     [slots] = seen.cache.layers
     if dice.random() < 0.9:  # else this is the first pass of all
-        slots.lazy_initialization(*[torch.empty(B, layer.keys, n, d, dtype=dtype)] * 2)
+        one = dice.normal(B, layer.keys, n, d).to(dtype)
+        slots.lazy_initialization(one, one)
     qkv = dice.normal(B * n, (layer.heads + 2 * layer.keys) * d).to(dtype)
     return Case((dice.odd(qkv), layer, seen, slots), near=COARSE[dtype])
 

@@ -2,9 +2,10 @@
 
 A pass has few queries and many keys, so each program takes all query heads of one key head, and the
 keys of a row are split among programs (Dao et al. 2023, Flash-Decoding); the last of them to finish
-puts the parts together. They share the length that there is: the launch does not depend on it, so
-one graph serves every length. No mask is made: a line of tokens is masked by its own slots, a tree
-from its root on by the table of its ancestors.
+puts the parts together. They share the length that there is, in parts that take as long to read as
+all of them to be put together: the launch does not depend on it, so one graph serves every length.
+No mask is made: a line of tokens is masked by its own slots, a tree from its root on by the table
+of its ancestors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from specexp.fast.gpu.dependent import begin, late
 
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
+WEIGHT = 0.5  # slots that can be read while a query of a part is written and read
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,24 +47,60 @@ def together(
     total = tl.load(at + 1, wrote, other=0.0, cache_modifier=".cg")
     weight = over(weight, tl.sum(total * weight, 1)[:, None])
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
-    for first in range(0, tl.cdiv(length, share), 128 // QUERIES):
-        for more in tl.static_range(128 // QUERIES):  # none waits for another
+    parts += (to * SPLITS * D)[:, None] + d[None, :]
+    AT_ONCE: tl.constexpr = 8 if QUERIES < 32 else 2  # as registers allow
+    for first in range(0, tl.cdiv(length, share), AT_ONCE):
+        for more in tl.static_range(AT_ONCE):
             one = first + more
-            its = parts + ((to * SPLITS + one) * D)[:, None] + d[None, :]
-            its = tl.load(its, here & (one * share < length), other=0.0, cache_modifier=".cg")
+            its = tl.load(
+                parts + one * D, here & (one * share < length), other=0.0, cache_modifier=".cg"
+            )
             mean += its * tl.sum(tl.where(part[None, :] == one, weight, 0.0), 1)[:, None]
     return mean
 
 
 @triton.jit
+def seen(
+    x, keys, values, k_s, v_s, d, own, real, begins, stop, end, scale, root, table, M, most, total,
+    mean, D: tl.constexpr, KEYS: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """The largest score, sum of weights and weighted mean of queries x once they have seen the
+    slots from `begins` to `stop`, too, of a split that goes to `end`."""
+    for first in range(begins, stop, KEYS):
+        slot = first + tl.arange(0, KEYS)
+        inside = slot < end
+        there = inside[:, None] & (d < D)[None, :]
+        k = tl.load(keys + (slot * k_s)[:, None] + d[None, :], there, 0.0)
+        v = tl.load(values + (slot * v_s)[:, None] + d[None, :], there, 0.0)
+        score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
+        sees = real[:, None] & inside[None, :]
+        if TREE:
+            place = (slot - root)[None, :]
+            above = tl.load(table + place, sees & (place >= 0) & (place < M), other=0) != 0
+            sees = sees & ((place < 0) | above)
+        else:
+            sees = sees & (slot[None, :] <= own[:, None])
+        score = tl.where(sees, score, -float("inf"))
+        more = tl.maximum(most, tl.max(score, 1))
+        level = tl.where(more == -float("inf"), 0.0, more)
+        weight, fading = tl.exp2(score - level[:, None]), tl.exp2(most - level)
+        total = total * fading + tl.sum(weight, 1)
+        mean = mean * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="tf32x3")
+        most = more
+    return most, total, mean
+
+
+@triton.jit
 def attend(
     q, keys, values, slots, roots, ancestors, out, parts, stats, ended, scale, n, slots_b, slots_n,
-    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b, anc_b, anc_n, M, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr, LATE: tl.constexpr,
+    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b, anc_b, anc_n, M, heavy,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """A block of queries (tokens times GROUP heads) of one row and key head, over one split of its
-    slots. WIDE: D, rounded up to a power of two. scale: that of the scores in base 2."""
+    slots. WIDE: D, rounded up to a power of two. heavy: the slots that can be read while a part is
+    written and read. scale: that of the scores in base 2."""
     begin(LATE)
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0).to(tl.int64) % HEADS
     split = tl.program_id(1)
@@ -74,56 +112,48 @@ def attend(
     x = tl.load(q + row * q_b + (at * q_h + token * q_n)[:, None] + d[None, :], here, other=0.0)
 
     length = tl.max(own, 0) + 1  # no query sees a later slot
-    share = tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS
+    share = tl.maximum(tl.cdiv(length, SPLITS), tl.sqrt(length * heavy).to(tl.int32))
+    share = tl.cdiv(share, KEYS) * KEYS
     end = tl.minimum((split + 1) * share, length)
-    root = 0
-    if TREE:
-        root = tl.load(roots + row * roots_b).to(tl.int32)
+    keys, values = keys + row * k_b + head * k_h, values + row * v_b + head * v_h
     most = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
-    for first in range(split * share, end, KEYS):
-        slot = first + tl.arange(0, KEYS)
-        inside = slot < end
-        there = inside[:, None] & (d < D)[None, :]
-        k = tl.load(keys + row * k_b + head * k_h + (slot * k_s)[:, None] + d[None, :], there, 0.0)
-        v = tl.load(
-            values + row * v_b + head * v_h + (slot * v_s)[:, None] + d[None, :], there, 0.0
-        )
-        score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
-        sees = real[:, None] & inside[None, :]
-        if not TREE:
-            sees = sees & (slot[None, :] <= own[:, None])
-        elif first + KEYS > root:  # its own nodes
-            place = (slot - root)[None, :]
-            above = ancestors + row * anc_b + (token * anc_n)[:, None] + place
-            above = tl.load(above, sees & (place >= 0) & (place < M), other=0) != 0
-            sees = sees & ((place < 0) | above)
-        score = tl.where(sees, score, -float("inf"))
-        more = tl.maximum(most, tl.max(score, 1))
-        level = tl.where(more == -float("inf"), 0.0, more)
-        weight, fading = tl.exp2(score - level[:, None]), tl.exp2(most - level)
-        total = total * fading + tl.sum(weight, 1)
-        mean = mean * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="tf32x3")
-        most = more
+    begins = split * share
+    if TREE:  # what all of it see, and then its own nodes
+        root = tl.load(roots + row * roots_b).to(tl.int32)
+        table = ancestors + row * anc_b + (token * anc_n)[:, None]
+        before = tl.maximum(tl.minimum(root // KEYS * KEYS, end), begins)
+        most, total, mean = seen(
+            x, keys, values, k_s, v_s, d, own, real, begins, before, end, scale, root, table, M,
+            most, total, mean, D, KEYS, False,
+        )  # fmt: skip
+        begins = before
+    else:
+        root, table = 0, ancestors
+    most, total, mean = seen(
+        x, keys, values, k_s, v_s, d, own, real, begins, end, end, scale, root, table, M,
+        most, total, mean, D, KEYS, TREE,
+    )  # fmt: skip
 
     to = (row * n + token) * HEADS * GROUP + at
-    if SPLITS == 1:
+    last = split == 0
+    if share >= length:  # it has seen all
         mean = over(mean, total[:, None])
-        tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here)
-    else:
+    elif SPLITS > 1:
         if split * share < length:
             tl.store(parts + ((to * SPLITS + split) * D)[:, None] + d[None, :], mean, here)
             tl.store(stats + (to * SPLITS + split) * 2, most, real)
             tl.store(stats + (to * SPLITS + split) * 2 + 1, total, real)
         tl.debug_barrier()  # all of this program has written before it says so
         ended += tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-        if tl.atomic_add(ended, 1, sem="acq_rel") == SPLITS - 1:
+        last = tl.atomic_add(ended, 1, sem="acq_rel") == SPLITS - 1
+        if last:
             tl.store(ended, 0)  # for the next launch
             mean = together(
                 parts, stats, to, d, share, length, real, here, D, QUERIES, WIDE, SPLITS
             )
-            tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here)
+    tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here & last)
 
 
 @cache  # never freed: recorded graphs count in it
@@ -142,19 +172,18 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: floa
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
     tile = shape(H // K * n, d, S, B * K, q.dtype)
-    if visible is not None:
-        tile["num_warps"] = 8  # with four its table takes more registers than there are
     out = q.new_empty(B * n, H * d)
     splits = tile["SPLITS"]
     parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
     stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
     shared = ancestors.stride(0) if len(ancestors) > 1 else 0  # or of each row its own
-    blocks = triton.cdiv(H // K * n, tile["QUERIES"])
+    queries, size = H // K * n, tile["QUERIES"]
+    blocks, heavy = triton.cdiv(queries, size), WEIGHT * min(queries, size)
     attend[B * K, splits, blocks](
         q, keys, values, slots, root, ancestors, out, parts, stats,
         counters(q.device), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
-        ancestors.stride(1), ancestors.shape[2], HEADS=K, GROUP=H // K,
+        ancestors.stride(1), ancestors.shape[2], heavy, HEADS=K, GROUP=H // K,
         TREE=visible is not None, **tile, **late(q),
     )  # fmt: skip
     return out
@@ -168,8 +197,8 @@ def shape(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[
     most = min(SPLITS, FILLED // programs, triton.cdiv(S, keys))
     splits = 1 << max(most, 1).bit_length() - 1
     wide = max(16, triton.next_power_of_2(d))
-    small = size < 32 and dtype.itemsize == 2
-    more = {"num_warps": 4 if small else 8, "num_stages": 3 if dtype.itemsize == 2 else 2}
+    warps, stages = (4, 3) if dtype.itemsize == 2 else (8, 2)
+    more = {"num_warps": warps, "num_stages": stages}
     return {"D": d, "WIDE": wide, "QUERIES": size, "KEYS": keys, "SPLITS": splits} | more
 
 

@@ -1,6 +1,6 @@
 """From logits to a distribution, which is not written where it is only read.
 
-A row of logits is read in blocks; each program of a row takes some, and the last of them to finish
+A row of logits is read in blocks, one or a few a program, and the last program of a row to finish
 puts together what all have found. So one row, too, keeps a GPU busy, and a pass is one launch.
 
 What a row's logits are worth is in `laws` [rows, 4 + blocks]: the largest, the least that is kept
@@ -20,12 +20,9 @@ from torch import Tensor
 
 from specexp.sampling import Sampling
 
-BLOCK = 1024  # tokens at a time
-TILE = 8192  # tokens that a program holds at most
-PROGRAMS = 4096  # that keep a large GPU busy
+BLOCK = 1024  # tokens
+MANY = 64  # rows that keep a large GPU busy, even if a program takes several blocks
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 20}  # of a float32 that is one of it
-DIGIT = 4  # bits of a bound that a pass finds
-DIGITS = tl.constexpr(1 << DIGIT)
 LOG2_E = 1.4426950408889634
 
 
@@ -70,7 +67,7 @@ def chance(logits, laws, row, token, real, stride, temperature, min_p, COUNT: tl
 def worthless(laws, row, block, temperature, min_p, COUNT: tl.constexpr):
     """Whether all tokens of a block have p = 0."""
     law = laws + row * (4 + COUNT)
-    most = tl.load(law + 4 + block, block < COUNT, other=-float("inf"))
+    most = tl.load(law + 4 + block)
     whole = tl.load(law + 3)
     return (weight(most, 0, law, temperature, min_p) == 0) & (whole == whole)
 
@@ -96,55 +93,51 @@ def ranked(rank, BITS: tl.constexpr):
 @triton.jit
 def measure(
     logits, laws, sums, ended, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of every block, and the law of a row that keeps all tokens."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT
-    for i in range(PART):
-        block = part * PART + i
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + token, token < V, other=-float("inf")).to(tl.float32)
-        most = tl.max(x, 0)
-        level = tl.where(most == -float("inf"), 0.0, most)
-        total = tl.sum(tl.exp2((x - level) * scale), 0)
-        most = tl.where(total == total, most, float("nan"))  # that of a block with a NaN
-        tl.store(law + 4 + block, most, block < COUNT)
-        tl.store(sums + block, total, block < COUNT)
+    block = tl.program_id(1) * PART + tl.arange(0, PART)
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + row * stride + token, token < V, other=-float("inf")).to(tl.float32)
+    most = tl.max(x, 1)
+    level = tl.where(most == -float("inf"), 0.0, most)
+    total = tl.sum(tl.exp2((x - level[:, None]) * scale), 1)
+    most = tl.where(total == total, most, float("nan"))  # that of a block with a NaN
+    tl.store(law + 4 + block, most, block < COUNT)
+    tl.store(sums + block, total, block < COUNT)
     if is_last(ended, row, tl.num_programs(1)):
-        block = tl.arange(0, ROOM)
-        most = tl.load(law + 4 + block, block < COUNT, -float("inf"), cache_modifier=".cg")
-        total = tl.load(sums + block, block < COUNT, other=0.0, cache_modifier=".cg")
-        top = tl.max(most, 0)
+        its = tl.arange(0, ROOM)
+        tops = tl.load(law + 4 + its, its < COUNT, -float("inf"), cache_modifier=".cg")
+        totals = tl.load(sums + its, its < COUNT, other=0.0, cache_modifier=".cg")
+        top = tl.max(tops, 0)
         tl.store(law, top)
         tl.store(law + 1, -float("inf"))
         tl.store(law + 2, tl.full([], V, tl.int32).to(tl.float32, bitcast=True))
-        tl.store(law + 3, tl.sum(total * tl.exp2((most - top) * scale), 0))
+        tl.store(law + 3, tl.sum(totals * tl.exp2((tops - top) * scale), 0))
 
 
 @triton.jit(do_not_specialize=["shift"])
 def narrow(
     logits, laws, found, sums, ended, temperature, scale, enough, shift, stride, V: tl.constexpr,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr, ROOM: tl.constexpr,
-    BITS: tl.constexpr, DIGIT: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr,
+    DIGIT: tl.constexpr, DIGITS: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """One digit of the rank of the largest logit such that those not below it are `enough`; with
     MASS, such that they have this share of the weight of all, or of those that are kept after a
     CUT. The digits above `shift` are those of `found` [rows]. After the last it is the least."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    law, programs, digit = laws + row * (4 + COUNT), tl.num_programs(1), tl.arange(0, DIGITS)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    law, digit = laws + row * (4 + COUNT), tl.arange(0, DIGITS)
     first = shift == BITS - DIGIT
     known = tl.load(found + row, ~first, other=0).to(tl.uint32, bitcast=True)
-    top, least = tl.load(law), tl.load(law + 1)
-    block = part * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
-    most = tl.load(law + 4 + block, block < COUNT, other=-float("inf"))
+    top, least, most = tl.load(law), tl.load(law + 1), tl.load(law + 4 + block)
     below = rank(most, BITS) < known + (1 << shift).to(tl.uint32)
-    none = (below & ~(first & MASS)) | (tl.div_rn(most - top, temperature) < least)
-    at = sums + (row * programs + part) * DIGITS
-    if tl.min(none.to(tl.int32), 0) > 0:
+    at = sums + (row * COUNT + block) * DIGITS
+    if (below & ~(first & MASS)) | (tl.div_rn(most - top, temperature) < least):
         tl.store(at + digit, tl.zeros([DIGITS], tl.float32))
     else:
-        token = part * TILE + tl.arange(0, TILE)
+        token = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + token, token < V, other=-float("inf")).to(tl.float32)
         w = tl.where(token < V, 1.0, 0.0)
         if MASS:
@@ -155,10 +148,10 @@ def narrow(
         for tried in tl.static_range(DIGITS):
             reached = ranks >= known + (tried << shift).to(tl.uint32)
             tl.store(at + tried, tl.sum(tl.where(reached, w, 0.0), 0))
-    if is_last(ended, row, programs):
-        parts = tl.arange(0, ROOM)
-        its = sums + ((row * programs + parts) * DIGITS)[:, None] + digit[None, :]
-        its = tl.load(its, (parts < programs)[:, None], other=0.0, cache_modifier=".cg")
+    if is_last(ended, row, COUNT):
+        blocks = tl.arange(0, ROOM)
+        its = sums + ((row * COUNT + blocks) * DIGITS)[:, None] + digit[None, :]
+        its = tl.load(its, (blocks < COUNT)[:, None], other=0.0, cache_modifier=".cg")
         total = tl.sum(its, 0)
         if MASS:
             whole = tl.load(law + 3)
@@ -177,33 +170,29 @@ def narrow(
 @triton.jit
 def close(
     logits, laws, sums, ended, temperature, min_p, stride, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """The last token that is kept of those equal to the least, by MASS or all, and the sum of all
     weights."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    law, programs, at = laws + row * (4 + COUNT), tl.num_programs(1), tl.arange(0, BLOCK)
-    top, least = tl.load(law), tl.load(law + 1)
-    above, kept = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    equal = tl.zeros([BLOCK], tl.int32)
-    for i in range(PART):
-        block = part * PART + i
-        most = tl.load(law + 4 + block, block < COUNT, other=-float("inf"))
-        if ~(tl.div_rn(most - top, temperature) < least):
-            token = block * BLOCK + at
-            x = tl.load(logits + row * stride + token, token < V, other=-float("inf"))
-            x = tl.div_rn(x.to(tl.float32) - top, temperature)
-            w = tl.where((x > least) | (x != x), exp(x), 0.0)
-            above += w
-            kept += tl.where(w < min_p, 0.0, w)
-            equal += ((x == least) & (token < V)).to(tl.int32)
-    sums += row * programs * 3
-    tl.store(sums + part * 3, tl.sum(above, 0))
-    tl.store(sums + part * 3 + 1, tl.sum(kept, 0))
-    tl.store(sums + part * 3 + 2, tl.sum(equal, 0).to(tl.float32, bitcast=True))
-    if is_last(ended, row, programs):
-        parts = tl.arange(0, ROOM)
-        its, real = sums + parts * 3, parts < programs
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    law, sums = laws + row * (4 + COUNT), sums + row * COUNT * 3
+    top, least, most = tl.load(law), tl.load(law + 1), tl.load(law + 4 + block)
+    at, own = tl.arange(0, BLOCK), sums + block * 3
+    if tl.div_rn(most - top, temperature) < least:
+        for i in range(3):
+            tl.store(own + i, 0.0)
+    else:
+        token = block * BLOCK + at
+        x = tl.load(logits + row * stride + token, token < V, other=-float("inf"))
+        x = tl.div_rn(x.to(tl.float32) - top, temperature)
+        w = tl.where((x > least) | (x != x), exp(x), 0.0)
+        equal = tl.sum(((x == least) & (token < V)).to(tl.int32), 0)
+        tl.store(own, tl.sum(w, 0))
+        tl.store(own + 1, tl.sum(tl.where(w < min_p, 0.0, w), 0))
+        tl.store(own + 2, equal.to(tl.float32, bitcast=True))
+    if is_last(ended, row, COUNT):
+        blocks = tl.arange(0, ROOM)
+        its, real = sums + blocks * 3, blocks < COUNT
         more = tl.sum(tl.load(its, real, other=0.0, cache_modifier=".cg"), 0)
         whole = tl.sum(tl.load(its + 1, real, other=0.0, cache_modifier=".cg"), 0)
         many = tl.load(its + 2, real, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
@@ -212,19 +201,16 @@ def close(
             enough = tl.load(law + 3)
         before = tl.cumsum(many, 0) - many
         keeps = (many > 0) & (more + before.to(tl.float32) * each < enough)
-        end = tl.max(tl.where(keeps, parts, 0), 0)  # the part with the last that is kept
-        count = tl.sum(tl.where(parts == end, before, 0), 0)
-        last, ties = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
-        for i in range(PART):
-            token = (end * PART + i) * BLOCK + at
-            x = tl.load(logits + row * stride + token, token < V, other=-float("inf"))
-            x = tl.div_rn(x.to(tl.float32) - top, temperature)
-            same = ((x == least) & (token < V)).to(tl.int32)
-            index = count + tl.cumsum(same, 0) - same
-            good = (same > 0) & (more + index.to(tl.float32) * each < enough)
-            last = tl.maximum(last, tl.max(tl.where(good, token, -1), 0))
-            ties = tl.maximum(ties, tl.max(tl.where(good, index + 1, 0), 0))
-            count += tl.sum(same, 0)
+        end = tl.max(tl.where(keeps, blocks, 0), 0)  # the block with the last that is kept
+        there = end * BLOCK + at
+        y = tl.load(logits + row * stride + there, there < V, other=-float("inf"))
+        y = tl.div_rn(y.to(tl.float32) - top, temperature)
+        same = ((y == least) & (there < V)).to(tl.int32)
+        count = tl.sum(tl.where(blocks == end, before, 0), 0)
+        index = count + tl.cumsum(same, 0) - same
+        good = (same > 0) & (more + index.to(tl.float32) * each < enough)
+        last = tl.max(tl.where(good, there, -1), 0)
+        ties = tl.max(tl.where(good, index + 1, 0), 0)
         tl.store(law + 2, last.to(tl.float32, bitcast=True))
         tl.store(law + 3, whole + tl.where(each < min_p, 0.0, ties.to(tl.float32) * each))
 
@@ -232,35 +218,23 @@ def close(
 @triton.jit
 def write(
     logits, laws, p, temperature, min_p, stride, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    for i in range(PART):
-        block = part * PART + i
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        real = token < V
-        if worthless(laws, row, block, temperature, min_p, COUNT):
-            tl.store(p + row * V + token, tl.zeros([BLOCK], tl.float32), real)
-        else:
-            its = chance(logits, laws, row, token, real, stride, temperature, min_p, COUNT)
-            tl.store(p + row * V + token, its, real)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    real = token < V
+    if worthless(laws, row, block, temperature, min_p, COUNT):
+        tl.store(p + row * V + token, tl.zeros([BLOCK], tl.float32), real)
+    else:
+        its = chance(logits, laws, row, token, real, stride, temperature, min_p, COUNT)
+        tl.store(p + row * V + token, its, real)
 
 
-def split(rows: int, V: int) -> tuple[int, dict[str, int]]:
-    """The programs of a row, and how they read it: PART of COUNT blocks each."""
-    block = min(BLOCK, triton.next_power_of_2(V))
+def split(V: int, times: int = 1) -> dict[str, int]:
+    """How a row is read: in COUNT blocks, so many times larger than others."""
+    block = min(times * BLOCK, triton.next_power_of_2(V))
     count = triton.cdiv(V, block)
-    part = triton.cdiv(count, max(1, min(PROGRAMS // rows, count)))
-    room = triton.next_power_of_2(count)
-    tile = {"V": V, "BLOCK": block, "COUNT": count, "PART": part, "ROOM": room}
-    return triton.cdiv(count, part), tile
-
-
-def tiled(rows: int, V: int) -> tuple[int, int]:
-    """The programs of a row that each hold a tile of it at once, and the tile's tokens."""
-    parts = max(triton.cdiv(V, TILE), min(PROGRAMS // rows, triton.cdiv(V, BLOCK)))
-    tile = triton.next_power_of_2(triton.cdiv(V, parts))
-    return triton.cdiv(V, tile), tile
+    return {"V": V, "BLOCK": block, "COUNT": count, "ROOM": triton.next_power_of_2(count)}
 
 
 def counters(device: torch.device, rows: int) -> Tensor:
@@ -279,24 +253,25 @@ def shaped(sampling: Sampling, logits: Tensor) -> Tensor | None:
     if not warm or logits.dtype not in BITS or not logits.numel():
         return None
     (rows, V), bits, temperature = logits.shape, BITS[logits.dtype], float(sampling.temperature)
-    parts, tile = split(rows, V)
+    tile = split(V)
+    blocks, part = tile["COUNT"], 4 if rows >= MANY else 1
+    digit = 2 if rows >= MANY else 4  # bits of a bound that a pass finds
     top_k, top_p, min_p = 0 < sampling.top_k < V, sampling.top_p < 1, float(sampling.min_p)
-    laws = torch.empty(rows, 4 + tile["COUNT"], device=logits.device)
-    holders, held = tiled(rows, V)
-    sums = laws.new_empty(rows, max(tile["COUNT"], 3 * parts, holders << DIGIT))
+    laws = torch.empty(rows, 4 + blocks, device=logits.device)
+    sums = laws.new_empty(rows, blocks << digit)
     ended, stride, scale = counters(logits.device, rows), logits.stride(0), LOG2_E / temperature
-    measure[rows, parts](logits, laws, sums, ended, scale, stride, **tile)
+    measure[rows, triton.cdiv(blocks, part)](
+        logits, laws, sums, ended, scale, stride, PART=part, num_warps=4 if part == 1 else 8, **tile
+    )
     found = laws.new_empty(rows, dtype=torch.int32)
     for mass, enough in [(False, float(sampling.top_k))] * top_k + [(True, sampling.top_p)] * top_p:
-        for shift in reversed(range(0, bits, DIGIT)):
-            narrow[rows, holders](
-                logits, laws, found, sums, ended, temperature, scale, enough, shift, stride, V=V,
-                BLOCK=tile["BLOCK"], COUNT=tile["COUNT"], TILE=held, BITS=bits, DIGIT=DIGIT,
-                ROOM=triton.next_power_of_2(holders), MASS=mass, CUT=top_k,
-                num_warps=4 if held <= BLOCK else 8,
+        for shift in reversed(range(0, bits, digit)):
+            narrow[rows, blocks](
+                logits, laws, found, sums, ended, temperature, scale, enough, shift, stride,
+                BITS=bits, DIGIT=digit, DIGITS=1 << digit, MASS=mass, CUT=top_k, **tile,
             )  # fmt: skip
     if top_k or top_p or min_p:
-        close[rows, parts](
+        close[rows, blocks](
             logits, laws, sums, ended, temperature, min_p, stride, MASS=top_p, **tile
         )
     return laws
@@ -308,7 +283,7 @@ def law(self: Sampling, logits: Tensor) -> Tensor:
     if (laws := shaped(self, rows)) is None:
         return NotImplemented
     p = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-    parts, tile = split(*rows.shape)
+    tile = split(rows.shape[1])
     numbers = float(self.temperature), float(self.min_p), rows.stride(0)
-    write[len(rows), parts](rows, laws, p, *numbers, **tile)
+    write[len(rows), tile["COUNT"]](rows, laws, p, *numbers, **tile)
     return p

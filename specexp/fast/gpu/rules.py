@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.gpu.laws import chance, counters, is_last, shaped, split, worthless
-from specexp.fast.gpu.sampling import arrival, best_left, better, drawn, leave, plain, uniform
+from specexp.fast.gpu.sampling import (
+    arrival,
+    best_left,
+    drawn,
+    leave,
+    pass_over,
+    plain,
+    uniform,
+)
 from specexp.rules import Block, Match, Reject, follow
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, likeliest
 from specexp.sequences import Draft, Verdict
@@ -63,37 +71,35 @@ def last_tried(notes, count, K: tl.constexpr):
 @triton.jit
 def weigh_left(
     logits, laws, q, notes, sums, place, last, scale, stride, temperature, min_p, lenience,
-    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """How much the refusal of a node's last child leaves of p and of q in a part, to `sums`."""
-    part = tl.program_id(1)
-    whole, rest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for i in range(PART):
-        block = part * PART + i
-        if ~worthless(laws, place, block, temperature, min_p, COUNT) | DRAWN:
-            token = block * BLOCK + tl.arange(0, BLOCK)
-            real = token < V
-            p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
-            d = 0.0 * p
-            if DRAWN:
-                d = tl.load(q + place * V + token, real, other=0.0)
-            p, d = left(p, d, token, notes, last, lenience, K)
-            some, others, _ = refused(p, d, token, notes + last * 4, scale, lenience)
-            whole += some
-            rest += others
-    sums += (place * tl.num_programs(1) + part) * 2
-    tl.store(sums, tl.sum(whole, 0))
-    tl.store(sums + 1, tl.sum(rest, 0))
+    """How much the refusal of a node's last child leaves of p and of q in a block, to `sums`."""
+    block = tl.program_id(1)
+    sums += (place * COUNT + block) * 2
+    if worthless(laws, place, block, temperature, min_p, COUNT) & (not DRAWN):
+        tl.store(sums, 0.0)
+        tl.store(sums + 1, 0.0)
+    else:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        real = token < V
+        p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
+        d = 0.0 * p
+        if DRAWN:
+            d = tl.load(q + place * V + token, real, other=0.0)
+        p, d = left(p, d, token, notes, last, lenience, K)
+        some, others, _ = refused(p, d, token, notes + last * 4, scale, lenience)
+        tl.store(sums, tl.sum(some, 0))
+        tl.store(sums + 1, tl.sum(others, 0))
 
 
 @triton.jit
-def weighed(sums, place, ROOM: tl.constexpr):
-    """The sums of all parts."""
-    part, programs = tl.arange(0, ROOM), tl.num_programs(1)
-    its = sums + (place * programs + part) * 2
-    whole = tl.load(its, part < programs, other=0.0, cache_modifier=".cg")
-    rest = tl.load(its + 1, part < programs, other=0.0, cache_modifier=".cg")
+def weighed(sums, place, COUNT: tl.constexpr, ROOM: tl.constexpr):
+    """The sums of all blocks."""
+    block = tl.arange(0, ROOM)
+    its = sums + (place * COUNT + block) * 2
+    whole = tl.load(its, block < COUNT, other=0.0, cache_modifier=".cg")
+    rest = tl.load(its + 1, block < COUNT, other=0.0, cache_modifier=".cg")
     return tl.sum(whole, 0), tl.sum(rest, 0)
 
 
@@ -101,8 +107,7 @@ def weighed(sums, place, ROOM: tl.constexpr):
 def try_child(
     logits, laws, q, tokens, keys, ok, notes, sums, ended, children, children_b, rank, stride,
     temperature, min_p, lenience, salt, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
-    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """Reject: is a node's child of this rank accepted, to `ok` [B, N], if none before it was? Its
     note [B, N, K]: the draft token, whether that counts as chosen, and the sums of what is left of
@@ -122,11 +127,11 @@ def try_child(
     if (x >= 0) & (last >= 0):
         weigh_left(
             logits, laws, q, notes, sums, place, last, 1.0, stride, temperature, min_p, lenience,
-            K, V, BLOCK, COUNT, PART, DRAWN,
+            K, V, BLOCK, COUNT, DRAWN,
         )  # fmt: skip
-        judges = is_last(ended, place, tl.num_programs(1))
+        judges = is_last(ended, place, COUNT)
         if judges:
-            whole, rest = weighed(sums, place, ROOM)
+            whole, rest = weighed(sums, place, COUNT, ROOM)
             tl.store(notes + last * 4 + 2, whole)
             tl.store(notes + last * 4 + 3, rest)
             tl.debug_barrier()  # the note is read by all
@@ -174,7 +179,7 @@ def weigh_prefixes(
 @triton.jit
 def judge_prefix(
     logits, laws, q, keys, ok, notes, sums, ended, stride, temperature, min_p, salt,
-    N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr,
+    N: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     ROOM: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """Block: does the prefix that ends with a node pass, to `ok` [B, N]?"""
@@ -185,11 +190,11 @@ def judge_prefix(
     if (P > 0) & inside & (last_tried(notes, 1, 1) == 0):
         weigh_left(
             logits, laws, q, notes, sums, place, 0, P, stride, temperature, min_p, 1.0,
-            1, V, BLOCK, COUNT, PART, DRAWN,
+            1, V, BLOCK, COUNT, DRAWN,
         )  # fmt: skip
-        judges = is_last(ended, place, tl.num_programs(1))
+        judges = is_last(ended, place, COUNT)
         if judges:
-            S = weighed(sums, place, ROOM)[0]
+            S = weighed(sums, place, COUNT, ROOM)[0]
     if judges:
         u = uniform(tl.load(keys + place - 1, inside, other=0), salt, tl.full([], 0, tl.int32))
         passes = (P > 0) & inside & (u <= over(S, S + 1 - P, 1.0))
@@ -230,17 +235,16 @@ def draw_last(
     logits, laws, q, tokens, keys, ok, notes, depth, ancestors, bests, ended, path, count, new,
     stride, temperature, min_p, lenience, salt, depth_b, ancestors_b, D: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr,
-    DRAWN: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The path of a row and the bonus token at its end: of what is left of p, if anything is, or of
     what was left before the last child was refused; any if p is NaN."""
-    row, part, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    node = tl.arange(0, WIDE)
+    row, block, node = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
     good = tl.load(ok + row * N + node, (node > 0) & (node < N), other=0) > 0
     n, stop, route = walk(good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, WHOLE)
     level = tl.arange(0, LEVELS)
-    if part == 0:
+    if block == 0:
         tl.store(count + row, n.to(tl.int64))
         to = row * D + level
         tl.store(path + to, at_depth(route, tl.minimum(level, n), WIDE).to(tl.int64), level < D)
@@ -253,29 +257,26 @@ def draw_last(
     note = notes + tl.maximum(last, 0) * 4
     scale = tl.load(note + 2, last >= 0, other=0.0)
 
-    most, kept = tl.full([BLOCK], -1.0, tl.float32), tl.zeros([BLOCK], tl.int32)
-    whole, plain = most, kept
-    for i in range(PART):
-        block = part * PART + i
-        if ~worthless(laws, place, block, temperature, min_p, COUNT):
-            token = block * BLOCK + tl.arange(0, BLOCK)
-            real = token < V
-            late = arrival(key, salt, token)
-            p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
-            d = 0.0 * p
-            if DRAWN:
-                d = tl.load(q + place * V + token, real, other=0.0)
-            p, d = left(p, d, token, notes, last, lenience, K)
-            rest = refused(p, d, token, note, scale, lenience)[0]
-            most, kept = better(most, kept, tl.where(real, rest / late, -1.0), token)
-            whole, plain = better(whole, plain, tl.where(real, p / late, -1.0), token)
-    bests += row * programs * 4
-    leave(bests, part, tl.where(last >= 0, most, -1.0), kept)
-    leave(bests + programs * 2, part, whole, plain)
-    if is_last(ended, row, programs):
-        some, token = best_left(bests, programs, ROOM)
-        other = best_left(bests + programs * 2, programs, ROOM)[1]
-        bonus = tl.minimum(tl.where(some > 0, token, other), V - 1).to(tl.int64)
+    bests += row * COUNT * 4
+    if worthless(laws, place, block, temperature, min_p, COUNT):
+        pass_over(bests, block)
+        pass_over(bests + COUNT * 2, block)
+    else:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        real = token < V
+        late = arrival(key, salt, token)
+        p = chance(logits, laws, place, token, real, stride, temperature, min_p, COUNT)
+        d = 0.0 * p
+        if DRAWN:
+            d = tl.load(q + place * V + token, real, other=0.0)
+        p, d = left(p, d, token, notes, last, lenience, K)
+        rest = refused(p, d, token, note, scale, lenience)[0]
+        leave(bests, block, tl.where(real & (last >= 0), rest / late, -1.0), token)
+        leave(bests + COUNT * 2, block, tl.where(real, p / late, -1.0), token)
+    if is_last(ended, row, COUNT):
+        some, winner = best_left(bests, COUNT, ROOM)
+        other = best_left(bests + COUNT * 2, COUNT, ROOM)[1]
+        bonus = tl.minimum(tl.where(some > 0, winner, other), V - 1).to(tl.int64)
         tl.store(new + row * D + level, bonus, (level >= n) & (level < D))
 
 
@@ -368,25 +369,25 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     given, taken = (rows, laws, drafted), {"N": N, "DRAWN": q is not None}
     warm = rows.stride(0), float(sampling.temperature), float(sampling.min_p)
     lenience, ended = float(getattr(rule, "lenience", 1)), counters(laws.device, B * N)
-    parts, tile = split(B * N, V)
-    sums = laws.new_empty(B * N, parts, 2)
+    tile = split(V)
+    blocks = tile["COUNT"]
+    sums = laws.new_empty(B * N, blocks, 2)
     if whole:
         size = {"V": V, "COUNT": tile["COUNT"], "WIDE": triton.next_power_of_2(N)}
         weigh_prefixes[B,](*given, tokens, notes, *warm, num_warps=1, **size, **taken)
-        judge_prefix[B * N, parts](
+        judge_prefix[B * N, blocks](
             *given, keys, ok, notes, sums, ended, *warm, noise.salt(ACCEPT), **taken, **tile
         )
     for rank in range(0 if whole else K):
-        try_child[B * N, parts if rank else 1](
+        try_child[B * N, blocks if rank else 1](
             *given, tokens, keys, ok, notes, sums, ended, nodes.children, shared(nodes.children),
-            rank, *warm, lenience, noise.salt(ACCEPT), K=K, num_warps=8, **taken, **tile,
+            rank, *warm, lenience, noise.salt(ACCEPT), K=K, **taken, **tile,
         )  # fmt: skip
-    parts, tile = split(B, V)
-    bests = ok.new_empty(B, parts, 4)
-    draw_last[B, parts](
+    bests = ok.new_empty(B, blocks, 4)
+    draw_last[B, blocks](
         *given, tokens, keys, ok, notes, nodes.depth, nodes.ancestors, bests, ended, result.path,
         result.n, result.new, *warm, lenience, noise.salt(RESIDUAL), shared(nodes.depth),
-        shared(nodes.ancestors), K=K, WHOLE=whole, DRAWN=q is not None, num_warps=8, **tile,
+        shared(nodes.ancestors), K=K, WHOLE=whole, DRAWN=q is not None, **tile,
         **sizes(draft),
     )  # fmt: skip
     return result

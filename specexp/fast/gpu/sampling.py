@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
-from specexp.fast.gpu.laws import BITS, BLOCK, counters, is_last, split, weight, worthless
+from specexp.fast.gpu.laws import BITS, BLOCK, MANY, counters, is_last, split, weight, worthless
 from specexp.sampling import Noise, Sampling
 
 GOLDEN, M1, M2 = (tl.constexpr(x) for x in (sampling._GOLDEN, sampling._M1, sampling._M2))
@@ -66,76 +66,71 @@ def best_of(value, token):
 
 
 @triton.jit
-def better(most, winner, value, token):
-    """The better of two winners, of which the first has the lower tokens."""
-    return tl.maximum(most, value), tl.where(value > most, token, winner)
+def leave(bests, block, value, token):
+    """Write the best of a block to `bests` [blocks, 2] of a row; as an integer, in whose order
+    floats are from 0 on."""
+    most, winner = best_of(value, token)
+    tl.store(bests + block * 2, most.to(tl.int32, bitcast=True))
+    tl.store(bests + block * 2 + 1, winner)
 
 
 @triton.jit
-def leave(bests, part, most, winner):
-    """Write the best of a part, of all its lanes, to `bests` [parts, 2] of a row; as an integer, in
-    whose order floats are from 0 on."""
-    most, winner = best_of(most, winner)
-    tl.store(bests + part * 2, most.to(tl.int32, bitcast=True))
-    tl.store(bests + part * 2 + 1, winner)
+def pass_over(bests, block):
+    """`leave` nothing of a block."""
+    tl.store(bests + block * 2, -0x80000000)
+    tl.store(bests + block * 2 + 1, 0)
 
 
 @triton.jit
-def best_left(bests, programs, ROOM: tl.constexpr):
+def best_left(bests, blocks, ROOM: tl.constexpr):
     """The best of what all programs of a row have left, and its token."""
-    part = tl.arange(0, ROOM)
-    most = tl.load(bests + part * 2, part < programs, -0x80000000, cache_modifier=".cg")
-    return best_of(most, tl.load(bests + part * 2 + 1, part < programs, 0, cache_modifier=".cg"))
+    block = tl.arange(0, ROOM)
+    most = tl.load(bests + block * 2, block < blocks, -0x80000000, cache_modifier=".cg")
+    return best_of(most, tl.load(bests + block * 2 + 1, block < blocks, 0, cache_modifier=".cg"))
 
 
 @triton.jit
 def pick(
     w, laws, keys, bests, out, ended, salt, n, keys_b, keys_n, stride, temperature, min_p,
-    V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, PART: tl.constexpr,
-    ROOM: tl.constexpr, SHAPED: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
+    SHAPED: tl.constexpr,
 ):  # fmt: skip
     """A token of every row by its weights or, SHAPED, by its logits and law; any of the vocabulary
     if they are NaN."""
-    row, part, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    key = tl.load(keys + row // n * keys_b + row % n * keys_n)
-    most, winner = tl.full([BLOCK], -1.0, tl.float32), tl.zeros([BLOCK], tl.int32)
-    for i in range(PART):
-        block = part * PART + i
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bests += row * COUNT * 2
+    skip = block < 0
+    if SHAPED:
+        skip = worthless(laws, row, block, temperature, min_p, COUNT)
+    if skip:
+        pass_over(bests, block)
+    else:
         token = block * BLOCK + tl.arange(0, BLOCK)
-        real, skip = token < V, block < 0
-        if SHAPED:
-            skip = worthless(laws, row, block, temperature, min_p, COUNT)
-        if ~skip:
-            its = tl.load(w + row * stride + token, real, other=0.0).to(tl.float32)
-            if SHAPED:  # p but for its scale
-                its = weight(its, token, laws + row * (4 + COUNT), temperature, min_p)
-            value = tl.where(real, its / arrival(key, salt, token), -1.0)
-            most, winner = better(most, winner, value, token)
-    bests += row * programs * 2
-    leave(bests, part, most, winner)
-    if is_last(ended, row, programs):
-        token = best_left(bests, programs, ROOM)[1]
-        tl.store(out + row, tl.minimum(token, V - 1).to(tl.int64))
+        its = tl.load(w + row * stride + token, token < V, other=0.0).to(tl.float32)
+        if SHAPED:  # p but for its scale
+            its = weight(its, token, laws + row * (4 + COUNT), temperature, min_p)
+        key = tl.load(keys + row // n * keys_b + row % n * keys_n)
+        leave(bests, block, tl.where(token < V, its / arrival(key, salt, token), -1.0), token)
+    if is_last(ended, row, COUNT):
+        winner = best_left(bests, COUNT, ROOM)[1]
+        tl.store(out + row, tl.minimum(winner, V - 1).to(tl.int64))
 
 
 @triton.jit
 def lead(
     w, bests, out, ended, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    PART: tl.constexpr, ROOM: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     """The token with the largest of every row of w; a NaN is above all."""
-    row, part, programs = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    most, winner = tl.full([BLOCK], -0x80000000, tl.int32), tl.zeros([BLOCK], tl.int32)
-    for i in range(PART):
-        token = (part * PART + i) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(w + row * V + token, token < V, other=0.0).to(tl.float32)
-        bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: there are two zeros
-        order = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-        most, winner = better(most, winner, tl.where(token < V, order, -0x80000000), token)
-    bests += row * programs * 2
-    leave(bests, part, most, winner)
-    if is_last(ended, row, programs):
-        tl.store(out + row, best_left(bests, programs, ROOM)[1].to(tl.int64))
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(w + row * V + token, token < V, other=0.0).to(tl.float32)
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: there are two zeros
+    order = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    bests += row * COUNT * 2
+    leave(bests, block, tl.where(token < V, order, -0x80000000), token)
+    if is_last(ended, row, COUNT):
+        tl.store(out + row, best_left(bests, COUNT, ROOM)[1].to(tl.int64))
 
 
 def plain(*weights: Tensor) -> bool:
@@ -158,9 +153,11 @@ def likeliest(w: Tensor) -> Tensor:
         return NotImplemented
     tokens = torch.empty(w.shape[:-1], dtype=torch.int64, device=w.device)
     rows = tokens.numel()
-    parts, tile = split(rows, w.shape[-1])
-    bests = torch.empty(rows, parts, 2, dtype=torch.int32, device=w.device)
-    lead[rows, parts](w, bests, tokens, counters(w.device, rows), **tile)
+    tile = split(w.shape[-1], 4 if rows >= MANY else 1)
+    bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
+    lead[rows, tile["COUNT"]](
+        w, bests, tokens, counters(w.device, rows), num_warps=8 if rows >= MANY else 4, **tile
+    )
     return tokens
 
 
@@ -185,10 +182,10 @@ def drawn(
 ) -> Tensor:
     """Tokens by weights w, or by logits w [..., V] and their laws."""
     rows = keys.numel()
-    parts, tile = split(rows, w.shape[-1])
-    bests = torch.empty(rows, parts, 2, dtype=torch.int32, device=w.device)
+    tile = split(w.shape[-1])
+    bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
-    pick[rows, parts](
+    pick[rows, tile["COUNT"]](
         w, w if laws is None else laws, keys, bests, tokens, counters(w.device, rows),
         noise.salt(purpose), *places(keys), w.stride(-2), float(sampling.temperature),
         float(sampling.min_p), SHAPED=laws is not None, **tile,
