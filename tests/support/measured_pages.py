@@ -86,8 +86,8 @@ def real() -> str:
         for run in runs
     )
     return (
-        f"A pretrained 135M instruct model in its chat (`make demo REAL=1`): {each} "
-        "([all](data/measurements/real.json))."
+        "[A pretrained 135M instruct model](data/measurements/real.json) in its chat "
+        f"(`make demo REAL=1`): {each}."
     )
 
 
@@ -126,6 +126,18 @@ def verifying() -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["arm", "batch", "steps"])
 
 
+def batches() -> pd.DataFrame:
+    """Speedup of the pair of 8 billion parameters on the GPU, by draft length and batch size."""
+    rows = [
+        {"arm": arm.replace("gamma ", "γ = "), "batch": int(name.split()[1]), **side["ratio"]}
+        for name, sides in stages("pair").items()
+        if name.startswith("batch ")
+        for arm, side in sides.items()
+        if arm.startswith("gamma ")
+    ]
+    return pd.DataFrame(rows)
+
+
 def gpu_row() -> str:
     """README's table: a pair of 8 billion parameters on a GPU."""
     pair = stages("pair")
@@ -144,18 +156,17 @@ def gpu_row() -> str:
 
 def gpu() -> str:
     """README: what passes and kernels take on a GPU."""
-    passes, judged = stages("passes"), stages("pair")["round"]
-    one, speedup = passes["8B: 1 x 1 tokens, 256 slots"], judged["speedup"]
-    steps = verifying().set_index(["arm", "batch"])["steps"]
+    judged, peers = stages("pair")["round"], stages("pair")["peers"]["rows"]
+    one, speedup = stages("passes")["8B: 1 x 1 tokens, 256 slots"], judged["speedup"]
+    assisted = next(peer["ratio"] for peer in peers if peer["work"] == "draft")
+    loss = batches().query("arm == 'γ = 5'").set_index("batch")["value"]
     return (
-        f"On the H100 (bfloat16, random weights, {judged['gamma']} draft tokens) "
-        f"{speedup['from_passes']:.2f}x was predicted. "
-        f"A token takes {one['ms']:.1f} ms, "
-        f"{one['of_copy']['value']:.0%} of a copy's bandwidth; six take "
-        f"{steps['H100, 8B shape, 256 slots', 1]:.2f} of that at batch 1 and "
-        f"{steps['H100, 8B shape, 256 slots', 32]:.2f} at batch 32, on the CPU "
-        f"{steps['CPU, target-10m, 256 slots', 1]:.2f} and "
-        f"{steps['CPU, target-10m, 256 slots', 32]:.2f}. "
+        f"On the H100 (bfloat16, random weights, {judged['gamma']} draft tokens, "
+        f"{speedup['from_passes']:.2f}x predicted) a token takes {one['ms']:.1f} ms, "
+        f"{one['of_copy']['value']:.0%} of a copy's bandwidth; the pair is "
+        f"{assisted['value']:.1f}x [{assisted['low']:.1f}, {assisted['high']:.1f}] transformers' "
+        f"assisted generation, and {loss[loss.index.max()]:.2f}x plain decoding in a "
+        f"batch of {loss.index.max()}. "
     ).replace("%", " %")
 
 
@@ -237,18 +248,26 @@ def written(page: str) -> str:
     return BLOCK.sub(lambda m: m[1] + TEXTS[m[2]]() + m[4], page)
 
 
-def by_batch(table: pd.DataFrame) -> Figure:
-    with style.canvas() as (figure, axes):
-        axes.axhline(1, color=style.PLAIN, lw=1.5)
-        for name, look in style.marks(table["arm"].unique()).items():
-            rows = table[table["arm"] == name]
-            axes.plot(rows["batch"], rows["steps"], label=name, **look)
-        style.batch_axis(axes, sorted(table["batch"].unique()))
-        axes.set(ylabel="six tokens, in plain steps", ylim=(0, None))
-        axes.legend()
-        first, last = (table[table["batch"] == B].set_index("arm")["steps"] for B in (1, 32))
-        said = [f"{first[arm]:.2f} to {last[arm]:.2f} ({arm})" for arm in first.index]
-        style.title(figure, f"Verifying six tokens at batch 1 to 32: {', '.join(said)}", "")
+def by_batch(passes: pd.DataFrame, speedups: pd.DataFrame) -> Figure:
+    """What verifying takes, and what becomes of the speedup."""
+    with style.panels(2, 10.0, 4.2) as (figure, both):
+        looks = style.marks([*passes["arm"].unique(), *speedups["arm"].unique()])
+        sides = (
+            (passes, "steps", "six tokens, in plain steps"),
+            (speedups, "value", "speedup of a pair of 8B shape, H100"),
+        )
+        for axes, (table, column, label) in zip(both, sides, strict=True):
+            axes.axhline(1, color=style.PLAIN, lw=1.5)
+            for arm, rows in table.groupby("arm", sort=False):
+                axes.plot(rows["batch"], rows[column], label=arm, **looks[arm])
+            style.batch_axis(axes, sorted(table["batch"].unique()))
+            axes.set(ylabel=label, ylim=(0, None))
+            axes.legend()
+        wide = speedups[speedups["batch"] == speedups["batch"].max()].set_index("arm")["value"]
+        alone = speedups[speedups["batch"] == 1].set_index("arm")["value"]
+        said = [f"{alone[arm]:.2f}x becomes {wide[arm]:.2f}x ({arm})" for arm in alone.index]
+        batch = speedups["batch"].max()
+        style.title(figure, f"From one stream to {batch} on an H100, {', '.join(said)}", "")
     return figure
 
 
@@ -260,7 +279,7 @@ def draw() -> None:
     steps_s = 1e3 / load("drafters")["plain_step_ms"]
     table = table.assign(promised=table["speedup"].max(), doubt="", plain_tok_s=steps_s)
     figures.pairings.forest(table).savefig(MEASURED / "drafters.png", dpi=100)
-    by_batch(verifying()).savefig(MEASURED / "gpu.png", dpi=100)
+    by_batch(verifying(), batches()).savefig(MEASURED / "gpu.png", dpi=100)
     pair = specexp.load("target-10m", drafter="sibling-3m", gamma=4)
     out = pair.generate(["def mean(values):"], max_new_tokens=64)
     figures.rounds.strip(out, most=12).savefig(MEASURED / "quickstart.png", dpi=100)
