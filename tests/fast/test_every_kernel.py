@@ -72,6 +72,21 @@ def test_vocabulary_read_in_blocks_matches_reference(operation, many, monkeypatc
     assert taken > 3
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("cuts", SHAPES, ids=str)
+def test_law_of_a_row_is_that_of_the_row_alone(cuts, monkeypatch):
+    """To the bit, though many rows are read by fewer programs each, and bounded in more passes."""
+    laws = importlib.import_module("specexp.fast.gpu.laws")
+    for name, value in {"BLOCK": 8, "MANY": 3}.items():
+        monkeypatch.setattr(laws, name, value)
+    device = "cuda" if WITH_GPU else "cpu"
+    logits = (4 * torch.randn(5, 70, generator=torch.Generator().manual_seed(0))).to(device)
+    logits[:, ::9] = logits[:, 1:2]  # equals, at which bounds cut
+    sampling = Sampling(0.7, **cuts)
+    alone = [laws.law(sampling, row[None]) for row in logits]
+    assert torch.equal(laws.law(sampling, logits), torch.cat(alone))
+
+
 # --- what holds of kernels alone ------------------------------------------------------------------
 
 
