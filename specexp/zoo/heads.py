@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specexp.errors import UserError
 from specexp.models.heads import Eagle, EagleShape, Medusa, default_taps, save
@@ -125,7 +125,8 @@ def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws
         law = law[..., model.draft_ids] if model.shape.fused else law
         features = model.fuse(torch.cat([states[t][:, :-1] for t in model.shape.taps], -1))
         tokens, law = batch[:, 1:-1], law[:, 1:]
-        position, cache = torch.arange(tokens.shape[1], device=batch.device)[None], Passes()
+        position = torch.arange(tokens.shape[1], device=batch.device)[None]
+        cache = DynamicCache()  # of all passes: keys and values are concatenated
         for number in range(unroll):
             mask = unrolled(tokens.shape[1], number, features)
             predicted = model.features(
@@ -135,19 +136,6 @@ def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws
             features = predicted.roll(1, 1)
 
     return medusa if isinstance(model, Medusa) else eagle
-
-
-class Passes:
-    """A cache that concatenates the keys and values of all passes of the unrolled chain."""
-
-    def __init__(self) -> None:
-        self.past: tuple[Tensor, Tensor] | None = None
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        if self.past is not None:
-            keys, values = (torch.cat(p, 2) for p in zip(self.past, (keys, values), strict=True))
-        self.past = keys, values
-        return self.past
 
 
 def unrolled(T: int, number: int, like: Tensor) -> Tensor:
