@@ -59,7 +59,6 @@ def drafter_of(drafter: Any) -> tuple[str, str, Any]:
 def split(drafter: str) -> tuple[str, str]:
     """Method and argument of a drafter's name; a model's name alone means `model:NAME`."""
     method, _, argument = drafter.partition(":")
-    method = {"null": "plain"}.get(method, method)  # its name before
     if method in drafters.methods():
         return method, argument
     if "/" in method or Path(drafter).is_dir():

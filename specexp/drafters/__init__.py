@@ -28,7 +28,7 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-PLAIN = ("none", "off", "never", "baseline")  # what people call the drafter `plain`
+PLAIN = ("null", "none", "off", "never", "baseline")  # what people call the drafter `plain`
 log = logging.getLogger("specexp")
 
 

@@ -37,20 +37,20 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
                   label="floor + slope")  # fmt: skip
         left.set(ylabel=f"ms a pass and rule, {context:g} slots", yscale="log")
         left.legend(title="batch", title_fontsize=9, ncols=2)
-        milliseconds = [m * 10**e for e in range(-2, 5) for m in (1, 2, 5)]
-        least, longest = left.get_ylim()
-        shown = [t for t in milliseconds if least <= t <= longest]
-        left.set_yticks(shown, [f"{t:g}" for t in shown], minor=False)
-        left.minorticks_off()
         left.set_title(in_words(fit, context))
         _roofs(right, costs, n, seconds)
         for axes in (left, right):
+            low, high = axes.get_ylim()
+            steps = (m * 10**e for e in range(-3, 7) for m in (1, 2, 5))
+            shown = [step for step in steps if low <= step <= high]
+            axes.set_yticks(shown, [f"{step:g}" for step in shown])
             axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
             batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
+        until = f"{knee:.0f} token{'s' * (round(knee) != 1)}"
         title(figure,
-              f"{costs.about['target']}{doubt(costs)}: the floor ends at about {knee:.0f} tokens "
-              f"in a pass ({costs.about['device']}, {costs.about['dtype']})"
+              f"{costs.about['target']}{doubt(costs)}: the floor ends at about {until} in a pass "
+              f"({costs.about['device']}, {costs.about['dtype']})"
         )  # fmt: skip
     return figure
 
@@ -75,10 +75,8 @@ def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None
     axes.set_ylim(slope / 2, most * 2)
     bandwidth = costs.about["weight_bytes"] / seconds.min() / 1e9
     axes.text(1, most * 1.1, f"at most {most:.0f} GFLOP/s", color=INK, va="bottom")
-    axes.annotate(
-        f"at most {bandwidth:.0f} GB/s of weights", (2, 2 * slope), (16, -14), color=INK,
-        textcoords="offset points", va="top", arrowprops={"arrowstyle": "-", "color": PLAIN},
-    )  # fmt: skip
+    axes.text(0.98, 0.03, f"on the slope {bandwidth:.0f} GB/s of weights, at most", color=INK,
+              ha="right", transform=axes.transAxes)  # fmt: skip
     axes.set_title("Achieved, and the roofs that these passes reach")
 
 
@@ -148,7 +146,8 @@ def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
 
 def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
     """The acceptance probability from which on drafting pays, at each batch and draft length of
-    the table, one panel a context; it follows from costs alone. Grey: it would not pay at any."""
+    the table, one panel a context; it follows from costs alone. In
+    grey, never: it would not pay at any."""
     contexts = contexts or costs.contexts
     with _maps(costs, contexts) as (figure, every):
         for axes, context in zip(every, contexts, strict=True):
@@ -156,6 +155,8 @@ def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
             axes.set_facecolor("#b0b0b0")
             possible = np.ma.masked_greater(values, 1 - 1e-9)
             _paint(axes, possible, "{:.2f}", cmap="crest", vmin=0, vmax=1)
+            for y, x in np.argwhere(np.ma.getmaskarray(possible)):
+                axes.text(x, y, "never", ha="center", va="center", fontsize=9)
         alphas = [break_even_alpha(costs, b, 1, contexts[0]) for b in costs.batches]
         cheap, dear = min(alphas), alphas[-1]
         until = f"from {dear:.2f}" if dear < 1 else "never"

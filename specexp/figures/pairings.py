@@ -310,7 +310,7 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
     axes.legend()
     best, by_gamma = fastest(measured), predicted.set_index("gamma")["speedup"]
     return (
-        f"At γ = {best['gamma']:.0f} {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"
+        f"At γ = {best['gamma']:.0f}: {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"
         + busy(measured, by_gamma[measured["gamma"]])
     )
 

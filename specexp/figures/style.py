@@ -121,7 +121,7 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
 
 
 def per_cent(axes: Axes, which: str = "y") -> None:
-    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1, decimals=0))
+    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1))
 
 
 def ends(table: pd.DataFrame, column: str = "speedup") -> np.ndarray:

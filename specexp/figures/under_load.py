@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from specexp.figures.pairings import speedup_panel
 from specexp.figures.style import INK, PLAIN, batch_axis, ends, key, marks, panels, per_cent, title
@@ -74,10 +74,9 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
         each = [f"{s:.2f}x with {n}" for s, n in zip(ends["speedup"], ends["load"], strict=True)]
         parts.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
-        worst = aware.groupby("policy")["regret"].max()
-        parts.append(
-            f"{worst.idxmin()} loses {max(0, worst.min()):.1%} at worst to the best fixed choice"
-        )
+        worst = aware.groupby("policy", sort=False)["regret"].max().clip(lower=0)
+        each = [f"{name} {share:.1%}" for name, share in worst.items()]
+        parts.append(f"at worst {', '.join(each)} behind the best fixed choice")
     return "; ".join(parts)
 
 
@@ -93,7 +92,9 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
                 axes.plot(table["end_s"], table[column], label=name,
                           **looks[name] | wide | {"marker": "None"})  # fmt: skip
             axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
-            if column in ("speculated", "kept"):
+            share = column in ("speculated", "kept")
+            axes.yaxis.set_major_locator(MaxNLocator(5, integer=not share))
+            if share:
                 axes.set_ylim(0, 1.02)
                 per_cent(axes)
         key(figure, every[0])

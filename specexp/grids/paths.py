@@ -14,7 +14,7 @@ from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS
 
 DRAFTERS = ("drafter", "drafters", "rivals")
-MODELS = ("target", "targets", "draft", "drafts", *DRAFTERS)
+MODELS = ("target", "targets", *DRAFTERS)
 DATA = ("prompts", "arrivals")
 _QUANTISED = re.compile(r"(.+?)((?:\+int8)?)")
 

@@ -40,7 +40,7 @@ __all__ = ["MANY", "ROOT", "Point", "load", "parameters_of"]
 
 TIMEOUT_S = 900.0
 MANY = 1_000  # more points than this need a confirmation
-LOADED = ("target", "dtype", "device", "drafter", "draft")  # points are ordered by these first
+LOADED = ("target", "dtype", "device", "drafter")  # points are ordered by these first
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ def sources(params: Params) -> set[str]:
 
     A shipped drafter asks for its model first, so none is read. Raises UserError for a model that
     does not exist."""
-    folders = {locate(name) for name in values(params, "target", "targets", "draft", "drafts")}
+    folders = {locate(name) for name in values(params, "target", "targets")}
     for target in values(params, "target", "targets"):
         for drafter in values(params, "drafter", "drafters", "rivals") or [DEFAULTS["drafter"]]:
             options = DEFAULTS | {"target": target, "drafter": drafter, "gamma": 1}

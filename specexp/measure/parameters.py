@@ -115,12 +115,6 @@ def _device(name: str, value: Any) -> None:
         )
 
 
-def _model(name: str, value: Any) -> None:
-    from specexp.api import locate
-
-    locate(value)
-
-
 # --- the table -----------------------------------------------------------------------------------
 
 alone = partial(Parameter, alone=True)
@@ -132,8 +126,6 @@ PARAMETERS: dict[str, Parameter] = {
         "str", "a draft model, METHOD or METHOD:ARGUMENT (see: specexp models)", default="model"
     ),
     "targets": Parameter("list", "target models", each="target"),
-    "draft": Parameter("str", "draft model: zoo name, folder or hub id", _model),
-    "drafts": Parameter("list", "draft models", each="draft"),
     "drafters": Parameter("list", "drafters", each="drafter"),
     "rivals": Parameter("list", "compared with it", each="drafter"),
     "gamma": Parameter("int", "draft length"),

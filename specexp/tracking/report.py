@@ -349,9 +349,7 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
 
 def _environment(part: Sequence[Run]) -> list[tuple[str, str]]:
     """Each fact about machine, versions and settings, with all values that the runs have."""
-    logged = {name for run in part for name in run.record.get("tags", {})}
-    versions = sorted(name for name in logged if name.startswith("version."))
-    names = [*provenance.FACTS, *versions, "load", "where", "git.commit", "git.dirty"]
+    names = [*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty"]
     values = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in names}
     return [(name, " / ".join(texts)) for name, texts in values.items() if texts]
 

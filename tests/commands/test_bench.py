@@ -169,4 +169,4 @@ def test_bench_refuses_an_unreadable_report(bench, tmp_path, spoil, says):
 
 def test_check_refuses_an_unknown_suite(tiny_folders):
     with pytest.raises(UserError, match="unknown"):
-        suites.check(["x"], {"gamma": 1, "target": tiny_folders[0], "drafter": "null"}, PROMPTS)
+        suites.check(["x"], {"gamma": 1, "target": tiny_folders[0], "drafter": "plain"}, PROMPTS)

@@ -118,7 +118,7 @@ def test_output_has_text_tokens_trace_and_acceptance(load):
 
 
 def test_text_leaves_out_special_tokens(load, tokenizer, monkeypatch):
-    pair = load("null")
+    pair = load("plain")
     eos = tokenizer.eos_token_id
     monkeypatch.setattr(pair.engine, "generate", lambda *_: types.SimpleNamespace(
         tokens=[[40, eos]], trace=None))  # fmt: skip

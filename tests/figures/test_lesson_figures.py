@@ -85,7 +85,7 @@ def test_together_states_prediction_and_best():
     predicted = pd.DataFrame({"gamma": [0, 2, 4], "speedup": [1.0, 1.2, 0.9], "tokens": [1, 2, 2]})
     figure = figures.lesson.together(COSTS, predicted, MEASURED)
     assert title(figure.axes[0]) == "Predicted to pay at γ = 2"
-    assert figure.get_suptitle() == "At γ = 2 1.30x faster [1.20, 1.40]; predicted 1.20x"
+    assert figure.get_suptitle() == "At γ = 2: 1.30x faster [1.20, 1.40]; predicted 1.20x"
 
 
 def test_tension_leaves_out_batches_beyond_the_curve():

@@ -62,7 +62,7 @@ def test_bake_off_title_matches_its_table(tmp_path):
     both = pd.concat([few.assign(load=1), more.assign(load=9)])
     figure = figures.under_load.bake_off(under_load.rates(both), under_load.regrets(both))
     assert drawn(figure, tmp_path) == (
-        "always:3: 2.00x with 1 and 0.50x with 9 streams; goodput loses 5.0% at worst to the best "
+        "always:3: 2.00x with 1 and 0.50x with 9 streams; at worst goodput 5.0% behind the best "
         "fixed choice"
     )
     rate, ratio, regret = figure.axes
@@ -71,6 +71,9 @@ def test_bake_off_title_matches_its_table(tmp_path):
         [2.0, 0.5], pytest.approx([1.9, 77 / 80])
     ]  # fmt: skip
     assert len(regret.containers) == 1
+    aware = pd.concat([both, both[both["policy"] == "goodput"].assign(policy="bandit")])
+    figure = figures.under_load.bake_off(under_load.rates(aware), under_load.regrets(aware))
+    assert "at worst goodput 5.0%, bandit 5.0% behind" in drawn(figure, tmp_path)
     fixed = both[both["policy"] != "goodput"]
     title = drawn(
         figures.under_load.bake_off(under_load.rates(fixed), under_load.regrets(fixed)), tmp_path

@@ -135,6 +135,16 @@ def test_a_rule_is_lossy_by_its_kind_not_by_rounding():
     assert "Largest bias: typical (lossy)" in title(figures.pairings.bias_and_length(table))
 
 
+@pytest.mark.parametrize("bias", [0.02, 0.14, 0.9])
+def test_percentages_on_an_axis_are_those_of_its_ticks(bias):
+    table = pd.DataFrame({"rule": ["typical (lossy)"], "length": [2.0], "bias": [bias]})
+    figure = figures.pairings.bias_and_length(table)
+    figure.canvas.draw()
+    [axes] = figure.axes
+    shown = [label.get_text().replace("−", "-") for label in axes.get_xticklabels()]
+    assert [float(label.rstrip("%")) for label in shown] == pytest.approx(100 * axes.get_xticks())
+
+
 def test_a_name_keeps_its_colour_and_symbol():
     whole = figures.style.marks(["plain", "one", "two", "three"])
     assert figures.style.marks(["three"]) == {"three": whole["three"]}

@@ -773,9 +773,10 @@ def test_problem_of_no_parameter_has_the_line_of_the_grid(load, monkeypatch):
 
 
 def test_missing_model_of_an_unchecked_parameter_is_refused(load, folder):
-    parameters = 'draft: str = "sibling-3m"\nx: int = 0'
-    write(folder.parent / "reader.ipynb", "print(draft, x)", parameters=parameters)
-    [said] = refusal(load, HEAD + "grid:\n  draft: [sibling-1m,\n    sibling-2m]\n  x: [1, 2]")
+    parameters = 'targets: list = ["sibling-3m"]\nx: int = 0'
+    write(folder.parent / "reader.ipynb", "print(targets, x)", parameters=parameters)
+    axes = "grid:\n  targets: [[sibling-1m],\n    [sibling-2m]]\n  x: [1, 2]"
+    [said] = refusal(load, HEAD + axes)
     assert said.startswith("4: no zoo model is called 'sibling-2m'; did you mean")
 
 

@@ -92,7 +92,7 @@ def test_profile_depth_is_cut_to_request_and_drafter(pairing, measured):
     assert (deep.gammas, deep.tokens) == ((0, 1), (1, 2))
     assert len(measured) == 1
     with pytest.raises(UserError, match="drafts nothing"):
-        break_even.profile(pairing.with_(drafter="null"))
+        break_even.profile(pairing.with_(drafter="plain"))
 
 
 def test_old_profile_is_warned_about(pairing, measured, caplog):
@@ -321,6 +321,19 @@ def test_title_says_where_it_pays():
     assert "x predicted at batch 1 with γ = " in said
     assert "pays up to batch" in said
     assert "at no batch" in figures.break_even.paying(planted(draft=1.0), SAMPLES, 64)
+
+
+def test_every_cell_and_scale_of_the_maps_can_be_read():
+    table = planted(draft=1.0)  # nothing pays
+    [axes] = figures.break_even.alpha_map(table, [64]).axes
+    assert [text.get_text() for text in axes.texts] == ["never"] * (
+        len(table.batches) * len(table.gammas[1:])
+    )
+    for axes in figures.break_even.cost_curves(planted()).axes:
+        low, high = axes.get_ylim()
+        shown = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(shown) > 1
+        assert all(low <= float(label) <= high for label in shown)
 
 
 def test_disturbed_table_is_called_doubtful():
