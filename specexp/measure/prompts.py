@@ -95,13 +95,17 @@ def load(
         prompts = [prompt for prompt in prompts if prompt.category in categories]
     if limit is not None and limit < 1:
         raise UserError(f"limit must be at least 1 prompt, not {limit}")
+    return Prompts(in_turns(prompts)[:limit], source)
+
+
+def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, one of each category in turn."""
     counts: Counter[str] = Counter()
-
-    def turn(prompt: Prompt) -> int:
+    turns = []
+    for at, prompt in enumerate(prompts):
+        turns.append((counts[prompt.category], at))
         counts[prompt.category] += 1
-        return counts[prompt.category]
-
-    return Prompts(sorted(prompts, key=turn)[:limit], source)
+    return [prompts[at] for _, at in sorted(turns)]
 
 
 def files(path_or_name: str | Path) -> list[Path]:

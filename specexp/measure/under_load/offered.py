@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from specexp.api import Pairing
-from specexp.measure.prompts import Prompt
+from specexp.measure.prompts import Prompt, in_turns
 from specexp.serving import arrivals
 from specexp.serving.requests import Request, Response
 from specexp.serving.sources import Source
@@ -17,10 +16,7 @@ def requests(
     pairing: Pairing, prompts: Sequence[Prompt], count: int, max_new_tokens: int
 ) -> list[Request]:
     """`count` requests: the prompts, interleaved over their categories and repeated as needed."""
-    kinds: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        kinds.setdefault(prompt.category, []).append(prompt)
-    mixed = [p for row in itertools.zip_longest(*kinds.values()) for p in row if p]
+    mixed = in_turns(prompts)
     ids = pairing.encode([p.text for p in mixed])
     return [
         Request(ids[i % len(ids)], max_new_tokens, stream=i, kind=mixed[i % len(ids)].category)
