@@ -1,9 +1,10 @@
 """The two errors a run may end with; any other exception is a bug."""
 
+import difflib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 
@@ -74,3 +75,9 @@ def first_line(e: BaseException) -> str:
 def ran_out(message: str) -> bool:
     """Whether this is the message of the RuntimeError torch raises when CPU memory runs out."""
     return "not enough memory" in message or "can't allocate memory" in message
+
+
+def meant(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """`; did you mean 'this'?` of the nearest of these names, or `otherwise` if none is near."""
+    near = difflib.get_close_matches(name, [*names], 1)
+    return f"; did you mean {near[0]!r}?" if near else otherwise

@@ -7,7 +7,6 @@ lenient Reject are lossy: their names say so, and `emitted` says by how much.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specexp import objects
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 from specexp.ops import op
 from specexp.sampling import RESIDUAL, TOKEN, Rng
 from specexp.sequences import Draft, Verdict
@@ -276,8 +275,7 @@ def _named(name: str) -> Rule:
         raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
     if (own := objects.resolve("rule", name)) is not None:
         return of(own)
-    near = difflib.get_close_matches(kind, [*shipped, "lenient"], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = meant(kind, [*shipped, "lenient"])
     raise UserError(
         f"rule {name!r} is unknown{hint} (there are {', '.join(NAMES)}; one of your own is "
         "module:Class)"

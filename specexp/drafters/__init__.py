@@ -8,7 +8,6 @@ class of your own, and in Python an object stands for itself; README.md beside t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
@@ -22,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from specexp import objects
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
@@ -182,14 +181,6 @@ class Request:
             )
         return value
 
-    def nothing(self) -> None:
-        """Raise UserError if there is an argument."""
-        if self.argument:
-            raise UserError(
-                f"drafter {self.method} takes no argument: use {self.method} without "
-                f":{self.argument}"
-            )
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -227,10 +218,7 @@ def prepare(request: Request) -> Prepared:
     if request.own is not None:
         return _own(request)
     if request.method not in methods():
-        near = difflib.get_close_matches(request.method, methods(), n=1)
-        if request.method in PLAIN:
-            near = ["plain"]
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = meant("plain" if request.method in PLAIN else request.method, methods())
         raise UserError(
             f"drafter {request.method!r} is unknown{hint} (use one of {', '.join(methods())}; a "
             "draft model is model:NAME, a drafter of your own module:Class)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specexp.drafters import Drafter, Prepared, Request
+from specexp.errors import UserError
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -17,5 +18,6 @@ class Plain(Drafter):
 
 
 def prepare(request: Request) -> Prepared:
-    request.nothing()
+    if request.argument:
+        raise UserError(f"drafter plain takes no argument: use plain without :{request.argument}")
     return Prepared(lambda target: Plain())

@@ -13,8 +13,9 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, addressof, c_void_p
-from functools import cache, partial
+from ctypes import addressof, c_void_p
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -72,11 +73,6 @@ class Operation(NamedTuple):
         func, args, kwargs, results = self.func, self.args, self.kwargs, [*_tensors(self.result)]
         if self.writes and self.writes >= _memory(results):
             return partial(func, *args, **kwargs)
-        plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in _tensors((args, kwargs)))
-        if plain and not self.writes and (overload := _into(func)):
-            out, inputs, outputs = overload
-            kwargs = {name: x for name, x in kwargs.items() if name in inputs}
-            return partial(out, *args, **kwargs, **dict(zip(outputs, results, strict=True)))
 
         def copied() -> None:
             for place, x in zip(results, _tensors(func(*args, **kwargs)), strict=True):
@@ -97,22 +93,6 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 def _memory(x: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in _tensors(x)}
-
-
-@cache
-def _into(func: Any) -> tuple[Any, set[str], list[str]] | None:
-    """The `out=` overload of an operation: it, its other arguments, and the names of its outputs.
-    None if there is none. (Options such as dtype may be missing: the outputs have them.)"""
-    options = {"dtype", "layout", "device", "pin_memory"}
-    arguments = {(a.name, str(a.type)) for a in func._schema.arguments}
-    for name in func.overloadpacket.overloads():
-        other = getattr(func.overloadpacket, name)
-        outputs = [a.name for a in other._schema.arguments if a.is_out]
-        inputs = {(a.name, str(a.type)) for a in other._schema.arguments if not a.is_out}
-        spare = {name for name, _ in arguments - inputs}
-        if inputs <= arguments and spare <= options and len(outputs) == len(func._schema.returns):
-            return other, {name for name, _ in inputs}, outputs
-    return None
 
 
 Step: TypeAlias = build.Call | Operation
@@ -160,23 +140,16 @@ def recording() -> Iterator[Recording]:
         build.here.calls = before
 
 
-class _Call(Structure):
-    _fields_ = [("function", c_void_p), ("numbers", c_void_p)]
-
-
 class _Compiled:
     """Replays compiled calls. Keeps alive their arguments."""
 
-    def __init__(self, call: build.Call) -> None:
-        self.calls: list[build.Call] = []
-        self.code = build.replaying()
-        self.add(call)
-
-    def add(self, call: build.Call) -> None:
-        self.calls.append(call)
-        each = (_Call(call.function, addressof(call.numbers)) for call in self.calls)
-        self.list = (_Call * len(self.calls))(*each)
-        self.count, self.first = len(self.calls), addressof(self.list)
+    def __init__(self, calls: Sequence[build.Call]) -> None:
+        code = build.library()
+        assert code is not None
+        self.code, self.calls, self.count = code.rounds, calls, len(calls)
+        pairs = (x for call in calls for x in (call.function, addressof(call.numbers)))
+        self.list = (c_void_p * (2 * len(calls)))(*pairs)
+        self.first = addressof(self.list)
 
     def __call__(self) -> None:
         if not self.code.replay(self.count, self.first):
@@ -197,13 +170,9 @@ class _Compiled:
 def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
     """A function that runs these steps again; None if there is nothing to run."""
     todo: list[Callable[[], Any]] = []
-    for step in changing(steps):
-        if isinstance(step, Operation):
-            todo.append(step.again())
-        elif todo and isinstance(todo[-1], _Compiled):
-            todo[-1].add(step)
-        else:
-            todo.append(_Compiled(step))
+    for operation, together in groupby(changing(steps), lambda step: isinstance(step, Operation)):
+        part: list[Any] = list(together)
+        todo += [step.again() for step in part] if operation else [_Compiled(part)]
     if len(todo) == 1 and isinstance(todo[0], _Compiled):
         return todo[0]
 
@@ -242,7 +211,9 @@ def replays_for(target: LM) -> Recorder:
 
 
 class Calls:
-    """The tape of a CPU: lists of compiled calls and torch's operations."""
+    """The tape of a CPU: lists of compiled calls and torch's operations. Runs a function as a
+    warm-up, or records it. warm: warm-up calls before the recording. ahead: further replays that
+    may be running while the host reads a result."""
 
     warm, ahead = 1, 0
 
@@ -250,10 +221,15 @@ class Calls:
         return fn()
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
+        """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
+        and its result. A replay overwrites the result, and so may the replay or recording of any
+        other function of the same `kind` (None: of no kind). Raises Refused if nothing can be
+        recorded."""
         with recording() as recorded:
             result = fn()
         return again(recorded.steps) if recorded.whole else None, result
 
     def repeat(self, again: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
-        """Only a round that is one compiled call, and no longer than AWAY_S."""
+        """Replay a round up to `most` more times in one call, for at most AWAY_S, if it is one
+        compiled call; `report` is where it writes its report. Stops early when a row ends."""
         return again.rounds(most, report) if most and isinstance(again, _Compiled) else []

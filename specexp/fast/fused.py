@@ -85,16 +85,12 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def few_rows(x: Tensor) -> bool:
-    """Whether x has so few rows that a float32 product on a CPU is faster as weight @ x.T."""
-    return x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
-
-
 @kernel(product, "cpu")
 def product_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """For few rows x @ weight.T takes a CPU two to five times as long
     as weight @ x.T, and a single row uses only one core, so it is doubled (LOG.md)."""
-    if not few_rows(x) or int8.is_quantised(weight):
+    few = x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
+    if not few or int8.is_quantised(weight):
         return F.linear(x, weight, bias)
     rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
     products = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
@@ -187,7 +183,7 @@ def spared(head: Tensor) -> int:
 
 
 class Layer:
-    """A decoder layer over x [B * n, E], or over two equal rows in place of a single one."""
+    """A decoder layer over x [B * n, E]."""
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
@@ -208,8 +204,7 @@ class Layer:
         self, x: Tensor, read: Tensor, sight: Sight, cache: Any, then: Norm | None
     ) -> tuple[Tensor, Tensor]:
         """read: the input of attention. Returns the new x, and `then` of it."""
-        B, _, n, _ = sight.cos.shape
-        qkv = product(read, self.qkv, self.qkv_bias)[: B * n]
+        qkv = product(read, self.qkv, self.qkv_bias)
         q, keys, values = turned(qkv, self, sight, cache)
         heads = attention(q, keys, values, sight, self.scale)
         x, read = added_product(x, heads, self.out, self.out_bias, self.after)
@@ -249,8 +244,6 @@ class Fused:
         last norm."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
-        if len(x) == 1 and few_rows(x):
-            x, read = torch.cat([x, x]), torch.cat([read, read])
         sight = Sight(cache, visible, *self._turn(x, positions), self.group)
         states = {0: x} if 0 in taps else {}
         norms = [*(layer.before for layer in self.layers[1:]), self.norm]
@@ -260,9 +253,8 @@ class Fused:
             x, read = layer(x, read, sight, slots, then)
             states |= {t: x} if t in taps else {}
         states[-1] = x
-        states[len(self.layers)] = x = read[: B * n]
-        tapped = [states[t][: B * n] for t in taps]
-        hidden = torch.cat(tapped, -1).view(B, n, -1) if taps else None
+        states[len(self.layers)] = x = read
+        hidden = torch.cat([states[t] for t in taps], -1).view(B, n, -1) if taps else None
         if last == 0:
             return None, hidden
         x = x if last is None else x.view(B, n, -1)[:, -last:].flatten(0, 1)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from specexp.tree import Tree
 
 if TYPE_CHECKING:
     from specexp.engine import Engine
+    from specexp.fast.cpu_replays import Calls
+    from specexp.fast.cuda_graphs import Cuda
 
 log = logging.getLogger("specexp")
 T = TypeVar("T")
@@ -36,45 +37,23 @@ class Refused(Exception):
     """A function cannot be recorded and has not run; the message says why, in one line."""
 
 
-class Tape(Protocol):
-    """Runs a function as a warm-up, or records it. warm: warm-up calls before the recording.
-    ahead: further replays that may be running while the host reads a result."""
-
-    warm: int
-    ahead: int
-
-    def run(self, fn: Callable[[], T]) -> T: ...
-
-    def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
-        and its result. A replay overwrites the result, and so may the replay or recording of any
-        other function of the same `kind` (None: of no kind). Raises Refused if nothing can be
-        recorded."""
-        ...
-
-    def repeat(self, again: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
-        """Replay a round up to `most` more times in one call, if that is possible; `report` is
-        where it writes its report. Stops early when a row ends."""
-        ...
-
-
+@dataclass
 class Replay:
     """The recording of a function of tensors. It owns none of the memory it uses: `held` keeps
     tensors alive that the caller may drop."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.again: Callable[[], Any] | None = None
-        self.refused = False
-        self.inputs: tuple[Tensor, ...] = ()
-        self.held: tuple[Tensor, ...] = ()
-        self.result: Any = None
+    calls: int = 0
+    again: Callable[[], Any] | None = None
+    refused: bool = False
+    inputs: tuple[Tensor, ...] = ()
+    held: tuple[Tensor, ...] = ()
+    result: Any = None
 
 
 class Recordings(Recorder):
     """The recordings of one engine, each under its kind and a key: all it depends on."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Calls | Cuda) -> None:
         self.tape, self.warm, self.ahead = tape, tape.warm, tape.ahead
         self.replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self.latest: tuple[Any, Replay] = None, Replay()
@@ -119,13 +98,9 @@ class Recordings(Recorder):
         return run(*args)
 
     def run(
-        self,
-        kind: Hashable,
-        key: Hashable,
-        fn: Callable[..., T],
-        *inputs: Tensor,
+        self, kind: Hashable, key: Hashable, fn: Callable[..., T], *inputs: Tensor,
         held: tuple[Tensor, ...] = (),
-    ) -> T:
+    ) -> T:  # fmt: skip
         """fn(*inputs), replayed if it is recorded. Read the result before the next run of the same
         `kind`.
 
@@ -194,7 +169,7 @@ class HostCopy:
         """Start copying to the host, ahead of anything launched later. The returned function waits
         for the copy and gives it as nested lists."""
         if not self.far:
-            rows = self._view.tolist()
+            rows = self.x.tolist()
             return lambda: rows
         host = torch.empty(self.x.shape, dtype=self.x.dtype, pin_memory=True)
         host.copy_(self.x, non_blocking=True)
@@ -206,8 +181,3 @@ class HostCopy:
             return host.tolist()
 
         return wait
-
-    @cached_property
-    def _view(self) -> memoryview:
-        """The tensor's memory; reading it is ten times as fast as `Tensor.tolist`."""
-        return self.x.numpy().data

@@ -36,6 +36,7 @@ NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "erro
 REMOVED = "the notebook removed its attempt folder, where its result belongs"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
 WIDGET = "application/vnd.jupyter.widget-view+json"
+WARM = ("target", "drafter", "dtype", "device")  # which models a kernel finds loaded
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
 _HTML = threading.Lock()
 _SCRIPT = re.compile(r"<script\b.*?</script>", re.DOTALL | re.IGNORECASE)
@@ -57,12 +58,9 @@ class Failure(Exception):
 
 
 def of_error(e: OSError, folder: Path) -> Failure:
-    full = e.errno in results.FULL
-    return (
-        Failure("disk", f"{e.strerror}: {e.filename or folder}")
-        if full
-        else Failure("lost", str(e))
-    )
+    if e.errno in results.FULL:
+        return Failure("disk", f"{e.strerror}: {e.filename or folder}")
+    return Failure("lost", str(e))
 
 
 def execute(
@@ -90,7 +88,11 @@ def _tidy(folder: Path) -> None:
     if not results.is_folder(folder):
         raise Failure("invalid-result", REMOVED)
     results.only_files(folder)
-    _hide_secrets(folder)
+    for name in (NOTEBOOK, LOG, results.RESULT):
+        if (folder / name).exists():
+            text = (folder / name).read_text(errors="replace")
+            if (safe := redact.hide(text)) != text:
+                (folder / name).write_text(safe)
     _to_html(folder)
 
 
@@ -112,10 +114,11 @@ def _run(
         "MLFLOW_DISABLE_TELEMETRY": "true", "TOKENIZERS_PARALLELISM": "false",
         **environment,
     }  # fmt: skip
+    warm = {n: point.params[n] for n in WARM if n in point.params}
     try:
         with worker.kernel(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
-            seed=int(point.run_key[:8], 16), warm=_models(point.params),
+            seed=int(point.run_key[:8], 16), warm=warm if "target" in warm else None,
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             ran = papermill.execute_notebook(
                 _literal(point.notebook), _literal(folder / NOTEBOOK), parameters=point.params,
@@ -135,7 +138,7 @@ def _run(
         if isinstance(e, NoForkServer):
             raise Failure("lost", str(e)) from e
         if isinstance(e, DeadKernelError):
-            raise Failure("kernel-died", _death(worker.ended) if worker.ended else str(e)) from e
+            raise Failure("kernel-died", _death(worker.ended) or str(e)) from e
         if isinstance(e, OSError) and e.errno:  # not the notebook's: papermill wraps those
             raise of_error(e, folder) from e
         raise Failure("error", f"{type(e).__name__}: {e}") from e
@@ -152,13 +155,6 @@ def _literal(path: Path) -> str:
     return str(path).replace("{", "{{").replace("}", "}}")
 
 
-def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The parameters that say which models the kernel should find loaded, or None."""
-    if "target" not in params:
-        return None
-    return {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
-
-
 def _kind(name: str, value: str) -> str:
     if name == "OSError" and any(f"[Errno {n}]" in value for n in results.FULL):
         return "disk"
@@ -166,9 +162,10 @@ def _kind(name: str, value: str) -> str:
 
 
 def _death(ended: str) -> str:
+    why = "it crashed, or the notebook ended it"
     if "SIGKILL" in ended:
-        return f"the kernel {ended}: most likely the machine ran out of memory"
-    return f"the kernel {ended}: it crashed, or the notebook ended it"
+        why = "most likely the machine ran out of memory"
+    return ended and f"the kernel {ended}: {why}"
 
 
 class _Client(PapermillNotebookClient):
@@ -271,14 +268,6 @@ def _check(point: Point, folder: Path) -> None:
         raise Failure("invalid-result", "; ".join(problems))
 
 
-def _hide_secrets(folder: Path) -> None:
-    for name in (NOTEBOOK, LOG, results.RESULT):
-        if (folder / name).exists():
-            text = (folder / name).read_text(errors="replace")
-            if (safe := redact.hide(text)) != text:
-                (folder / name).write_text(safe)
-
-
 def _readable(ran: Any) -> Any:
     """The notebook with its first heading as its title, without widgets: no kernel moves them."""
     text = "\n".join(cell.source for cell in ran.cells if cell.cell_type == "markdown")
@@ -289,9 +278,7 @@ def _readable(ran: Any) -> Any:
     return ran
 
 
-@cache
-def _exporter() -> HTMLExporter:
-    return HTMLExporter()
+_exporter = cache(HTMLExporter)
 
 
 def _to_html(folder: Path) -> None:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 from specexp.grids import notebooks, yaml_lines
 from specexp.grids.notebooks import Notebook, Parameter, shown
 from specexp.measure.parameters import PARAMETERS
@@ -162,8 +162,8 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
     """Check the top-level keys, `experiment` and `timeout_s`."""
     strange = [name for name in spec if name not in KEYS]
     for name in strange:
-        near = difflib.get_close_matches(name, KEYS if len(strange) <= MAX_PROBLEMS else (), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(KEYS)}"
+        known = KEYS if len(strange) <= MAX_PROBLEMS else ()
+        hint = meant(name, known, f"; the keys are {', '.join(KEYS)}")
         wrong(f"unknown key {name!r:.60}{hint}", name)
     title = spec.get("experiment") or "none"
     fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
@@ -252,12 +252,9 @@ def _notebooks(folder: Path) -> list[Path]:
 
 
 def _fitted(
-    path: Path,
-    document: yaml_lines.Document,
-    notebook: Notebook,
-    shaped: dict[str, Any],
+    path: Path, document: yaml_lines.Document, notebook: Notebook, shaped: dict[str, Any],
     wrong: Wrong,
-) -> Sheet:
+) -> Sheet:  # fmt: skip
     """Check every value against its parameter. The sheet is valid if no problem was reported."""
     parameters = notebook.parameters
     entries = (shaped["fixed"], shaped["grid"], *shaped["include"], *shaped["exclude"])
@@ -370,9 +367,8 @@ def _name_problem(parameters: dict[str, Parameter], name: str, hints: bool) -> s
     if redact.NAME.search(name) and name not in parameters:
         return redact.REFUSED
     if name not in parameters:
-        near = difflib.get_close_matches(name, parameters if hints else [], 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(parameters)}"
-        return f"is not a parameter of the notebook; {hint}"
+        hint = meant(name, parameters if hints else [], f"; choose from {', '.join(parameters)}")
+        return f"is not a parameter of the notebook{hint}"
     return None
 
 

@@ -32,6 +32,7 @@ COMPILED = provenance.SOURCE[1:]
 OF_GPU = f"{NAME}/fast/gpu/"
 ELSEWHERE = " (elsewhere)"  # marks files that are neither specexp's nor beside the notebook
 
+PACKAGED = {"site-packages", "dist-packages"}
 _DRAFTERS = f"{NAME}.drafters."
 _OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*(?::.*)?")  # module:Class:ARGUMENT
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
@@ -180,8 +181,9 @@ class _Roots:
             if top not in sys.stdlib_module_names and not list(_files(top, self.folder)):
                 with suppress(ImportError, ValueError):
                     spec = importlib.util.find_spec(top)
-                    if spec and spec.origin and (top in self.tops or not _packaged(spec.origin)):
-                        self.roots[top] = Path(spec.origin).parents[bool(spec.parent)]
+                    file = Path(spec.origin) if spec and spec.origin else None
+                    if spec and file and (top in self.tops or not PACKAGED & {*file.parts}):
+                        self.roots[top] = file.parents[bool(spec.parent)]
         return self.roots[top]
 
     def files(self, name: str) -> list[Path]:
@@ -210,10 +212,6 @@ class _Roots:
         home = self.home(path)
         mark = "" if home in (PACKAGE.parent, self.folder) else ELSEWHERE
         return path.relative_to(home).as_posix() + mark
-
-
-def _packaged(origin: str) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(origin).parts)
 
 
 def _follow(names: Iterable[str], roots: _Roots) -> dict[Path, Source]:

@@ -84,14 +84,9 @@ class Kernels:
         self._stop(patience=2)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    @contextlib.contextmanager
-    def worker(self) -> Iterator[Worker]:
+    def worker(self) -> contextlib.closing[Worker]:
         """A worker, in which one thread runs points one after another."""
-        worker = Worker(self)
-        try:
-            yield worker
-        finally:
-            worker.close()
+        return contextlib.closing(Worker(self))
 
     def connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
         """A connection to a new worker, which the returned fork server forks if it is alive. Raises

@@ -7,7 +7,6 @@ itself only warns about a misspelt parameter and runs the default under the wron
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, first_line, meant
 from specexp.grids import identity, paths
 from specexp.grids import yaml_lines as lines
 from specexp.grids.grid_file import (
@@ -165,13 +164,13 @@ def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[
         if not name or not choice:
             wrong(text, "write NAME=VALUE or NAME=VALUE,VALUE")
         elif not having:
-            wrong(text, f"there is no parameter {name!r:.60}; {_near(name, names)}")
+            wrong(text, f"there is no parameter {name!r:.60}{_near(name, names)}")
         else:
             values = distinct([value for sheet in having for value in sheet.values(name)])
             choices = _choices(choice, having[0].notebook.parameters[name], values)
             for value in choices:
                 if norm(value) not in norms(values):
-                    wrong(text, f"no point has {name} {shown(value)}; {_near(value, values)}")
+                    wrong(text, f"no point has {name} {shown(value)}{_near(value, values)}")
             sheets = [_having(sheet, name, norms(choices)) for sheet in having]
     left = (sheet.size > MAX_POINTS or next(sheet.combinations(), None) for sheet in sheets)
     if only and not report.problems and not any(left):
@@ -180,8 +179,7 @@ def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[
 
 
 def _near(value: Any, candidates: list[Any]) -> str:
-    near = difflib.get_close_matches(str(value), map(str, candidates), 1)
-    return f"did you mean {near[0]!r}?" if near else f"choose from {listed(candidates)}"
+    return meant(str(value), map(str, candidates), f"; choose from {listed(candidates)}")
 
 
 def _choices(text: str, parameter: Parameter, values: list[Any]) -> list[Any]:

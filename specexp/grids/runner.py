@@ -41,14 +41,10 @@ ROOM_PER_POINT = 2_000_000
 
 
 def run(
-    points: Sequence[Point],
-    console: Terminal | None = None,
-    *,
-    machines: local.Machines | None = None,
-    jobs: int | None = None,
-    retry_failed: bool = False,
+    points: Sequence[Point], console: Terminal | None = None, *,
+    machines: local.Machines | None = None, jobs: int | None = None, retry_failed: bool = False,
     force: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Run the points that have no result yet, print the comparison, write the report
     and return the exit code.
 
@@ -204,17 +200,14 @@ class Work:
                 message = f"by another runner: {': '.join(others[key])}"
                 self.board.ended(point.label, "failed", message)
             else:
-                return self._attempt_alone(point, worker)
+                with self._room() as ours:
+                    if ours:
+                        self._attempt(point, worker)
+                    else:
+                        why = "it is timed, and another runner is timing"
+                        self.board.say(f"waiting with {point.label}: {why}", once=True)
+                    return ours
             return True
-
-    def _attempt_alone(self, point: Point, worker: local.Worker) -> bool:
-        with self._room() as ours:
-            if ours:
-                self._attempt(point, worker)
-            else:
-                message = f"waiting with {point.label}: it is timed, and another runner is timing"
-                self.board.say(message, once=True)
-            return ours
 
     def _report_done(self, point: Point, message: str) -> None:
         result = results.result_of(point.run_key)

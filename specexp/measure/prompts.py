@@ -21,7 +21,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import islice, zip_longest
 from pathlib import Path
 from string import whitespace
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 
 if TYPE_CHECKING:
     from specexp.api import Pairing
@@ -371,5 +370,4 @@ def _names(names: Iterable[str]) -> str:
 def _hint(path: Path) -> str:
     """A suggestion: the most similar shipped set or neighbouring file."""
     beside = (f.name for f in islice(path.parent.glob("*"), 1000) if f.suffix in FORMATS)
-    close = get_close_matches(path.name, [*NAMES, "all", *beside], n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; shipped are {', '.join(NAMES)}, all"
+    return meant(path.name, [*NAMES, "all", *beside], f"; shipped are {', '.join(NAMES)}, all")

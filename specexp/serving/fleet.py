@@ -60,14 +60,9 @@ class Pace:
 
 
 def pace(
-    costs: Costs,
-    name: str,
-    conditional: Sequence[float],
-    rows: int,
-    context: float,
-    prompt: float = 0.0,
-    output: float = 1.0,
-) -> Pace:
+    costs: Costs, name: str, conditional: Sequence[float], rows: int, context: float,
+    prompt: float = 0.0, output: float = 1.0,
+) -> Pace:  # fmt: skip
     """The pace of a policy: `plain`, one of `policies.PRICED`, or one that depends on the number
     of rows alone. Those of `PRICED` are the best of plain decoding and all draft lengths at every
     number of streams: they know costs and acceptance.
@@ -208,12 +203,8 @@ class _Replica:
 
 
 def simulate(
-    arrivals: Arrivals,
-    pace: Pace,
-    read_s: Callable[[float], float],
-    replicas: int,
-    seed: int = 0,
-) -> Served:
+    arrivals: Arrivals, pace: Pace, read_s: Callable[[float], float], replicas: int, seed: int = 0,
+) -> Served:  # fmt: skip
     """Serve all arrivals. read_s(tokens): seconds of a prompt's prefill, as `Costs.prefill_s`.
 
     The router gives a request to the first replica of those with the fewest requests, where it
@@ -287,13 +278,9 @@ def p95(served: Served) -> tuple[float, float]:
 
 
 def size(
-    arrivals: Arrivals,
-    pace: Pace,
-    read_s: Callable[[float], float],
-    limits: Limits,
-    seed: int = 0,
+    arrivals: Arrivals, pace: Pace, read_s: Callable[[float], float], limits: Limits, seed: int = 0,
     near: int = 1,
-) -> int:
+) -> int:  # fmt: skip
     """The fewest replicas that keep the limits, by bisection, beginning at `near`.
 
     Raises UserError when requests miss the limits even on an idle replica.

@@ -39,16 +39,10 @@ class SimulatedRows:
     steady = True  # no round is slower for being captured
 
     def __init__(
-        self,
-        costs: Costs,
-        conditional: Callable[[int], Sequence[float]],
-        count: int,
-        slots: int,
-        slack: int,
-        seed: int = 0,
-        overhead_s: float = 0.0,
+        self, costs: Costs, conditional: Callable[[int], Sequence[float]], count: int, slots: int,
+        slack: int, seed: int = 0, overhead_s: float = 0.0,
         filled: Callable[[int], float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
         self.filled = filled or (lambda stream: 1.0)
         self.count, self.slots, self.slack = count, slots, slack

@@ -151,14 +151,6 @@ def _functions(code: Library) -> SimpleNamespace:
     return SimpleNamespace(**{name: Function(part, name) for part, name in names})
 
 
-def replaying() -> CDLL:
-    """The library with `replay` and `replay_rounds` (rounds.cpp), which run lists of compiled
-    calls."""
-    code = library()
-    assert code is not None
-    return code.rounds
-
-
 def compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 

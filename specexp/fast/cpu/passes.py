@@ -7,16 +7,7 @@ pass, so verifying a chain gives exactly what plain decoding gives.
 
 from __future__ import annotations
 
-from ctypes import (
-    CDLL,
-    POINTER,
-    Structure,
-    addressof,
-    byref,
-    c_float,
-    c_int64,
-    c_void_p,
-)
+from ctypes import CDLL, POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 

@@ -8,39 +8,19 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from specexp.grids import kernels, notebooks
 from specexp.grids.execute import Watch, execute
 from specexp.grids.points import Point
 from specexp.tracking import results
 
+if TYPE_CHECKING:
+    from specexp.grids.machines.ray import OnRay
+
 # Runs a point into an attempt folder; returns the machine's name. Raises Failure.
-Worker = Callable[[Point, Path, Watch], str]
-
-
-class Machines(Protocol):
-    """Where points run; a context manager around all of them. `how` describes them to the user."""
-
-    @property
-    def how(self) -> str: ...
-
-    def __enter__(self) -> Machines: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def at_once(self, jobs: int | None, alone: bool) -> int:
-        """How many points run in parallel, given `jobs` or None. `alone`: those that each need a
-        machine to themselves."""
-
-    def alone(self) -> contextlib.AbstractContextManager[bool]:
-        """A lock around a timed point: yields False if another runner is timing there."""
-
-    def worker(self, number: int) -> contextlib.AbstractContextManager[Worker]:
-        """Worker 0, 1, 2 ..., each for one thread."""
-
-    def kill(self) -> None:
-        """Kill every running point at once. May be called from any thread."""
+Worker: TypeAlias = Callable[[Point, Path, Watch], str]
+Machines: TypeAlias = "Here | OnRay"  # where points run; a context manager around all of them
 
 
 def of(
@@ -66,12 +46,16 @@ class Here:
 
     @property
     def how(self) -> str:
+        """Where points run, in words."""
         return f"in {self._kernels.how}"
 
     def at_once(self, jobs: int | None, alone: bool) -> int:
+        """How many points run in parallel, given `jobs` or None. `alone`: those that each need a
+        machine to themselves."""
         return 1 if alone else jobs or 1
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
+        """A lock around a timed point: yields False if another runner is timing there."""
         return results.claim(f"timing-{socket.gethostname()}")
 
     def __enter__(self) -> Here:
@@ -83,12 +67,14 @@ class Here:
 
     @contextlib.contextmanager
     def worker(self, number: int) -> Iterator[Worker]:
+        """Worker 0, 1, 2 ..., each for one thread."""
         with self._kernels.worker() as worker:
             self._workers[number] = worker
             yield partial(_run, worker, number)
         del self._workers[number]
 
     def kill(self) -> None:
+        """Kill every running point at once. May be called from any thread."""
         for worker in list(self._workers.values()):
             worker.kill()
 

@@ -90,13 +90,12 @@ class OnRay:
             if needy and not self._gpus:
                 raise UserError(f"{needy[0].label} needs a GPU, and the Ray cluster has none")
             ray.get(self._mailbox.fetch.remote(0), timeout=STARTUP_S)
+        except UserError:
+            self.__exit__()
+            raise
         except Exception as e:
             self.__exit__()
-            raise (
-                e
-                if isinstance(e, UserError)
-                else UserError(f"no Ray worker can run specexp: {_line(e)}")
-            ) from e
+            raise UserError(f"no Ray worker can run specexp: {_line(e)}") from e
         return self
 
     def _connect(self) -> None:
@@ -109,8 +108,10 @@ class OnRay:
         else:
             options |= {"address": self._address, "runtime_env": self._shipped()}
             _check_port(self._address)
-            if self._address.startswith("ray://") and _has_token():  # Ray does it for the others
-                os.environ.setdefault("RAY_AUTH_MODE", "token")
+            if self._address.startswith("ray://"):  # for the others Ray does it
+                named = os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+                if named or (Path.home() / ".ray" / "auth_token").exists():
+                    os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         self._ours = not ray.is_initialized()
@@ -180,6 +181,7 @@ class OnRay:
         self._over.set()
 
     def run_point(self, point: Point, number: int, watch: Watch) -> Outcome:
+        """Run a point and wait for its outcome. Raises WorkerLost and Failure."""
         from ray import exceptions as ray
 
         gone = (
@@ -222,11 +224,6 @@ def _line(e: Exception) -> str:
 
 def _device(point: Point) -> str:
     return str(point.params.get("device", "cpu"))
-
-
-def _has_token() -> bool:
-    named = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    return named or (Path.home() / ".ray" / "auth_token").exists()
 
 
 def _check_port(address: str) -> None:

@@ -2,8 +2,7 @@
 
 On the worker, `run` executes a `Task` in a temporary folder and returns that folder as an
 `Outcome`: workers have no store, only the runner commits and publishes. In the runner,
-`run_elsewhere` gets the outcome through an `Executor` (`ray.OnRay`), and tries again if the worker
-was lost.
+`run_elsewhere` gets the outcome through `ray.OnRay`, and tries again if the worker was lost.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import os
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +26,9 @@ from specexp.grids import identity, kernels, notebooks
 from specexp.grids.execute import Failure, Watch, execute
 from specexp.grids.points import Point
 from specexp.tracking import provenance, results
+
+if TYPE_CHECKING:
+    from specexp.grids.machines.ray import OnRay
 
 MOST_BYTES = 200_000_000
 RETRIES = 3
@@ -145,27 +147,16 @@ class WorkerLost(Exception):
     """The machine or process that ran the task is gone."""
 
 
-class Executor(Protocol):
-    """Runs points on other machines. `say` reports lost workers to the user."""
-
-    say: Callable[[str], None]
-
-    def run_point(self, point: Point, number: int, watch: Watch) -> Outcome:
-        """Run a point and wait for its outcome. Raises WorkerLost and Failure."""
-
-
-def run_elsewhere(
-    executor: Executor, number: int, point: Point, attempt: Path, watch: Watch
-) -> str:
+def run_elsewhere(machines: OnRay, number: int, point: Point, attempt: Path, watch: Watch) -> str:
     """Run a point into an attempt folder; up to RETRIES times again if its machine is lost. Returns
     the machine's name. Raises Failure."""
     for tries in range(1, RETRIES + 2):
         try:
-            outcome = executor.run_point(point, number, watch)
+            outcome = machines.run_point(point, number, watch)
         except WorkerLost as e:
             why = f"its machine or process was lost (try {tries} of {RETRIES + 1}): {e}"
             if tries <= RETRIES:
-                executor.say(f"{point.label}: {why}; trying again")
+                machines.say(f"{point.label}: {why}; trying again")
         else:
             unpack(outcome.files, attempt)
             if outcome.failure:

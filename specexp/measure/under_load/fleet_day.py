@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from specexp.errors import UserError
 from specexp.measure import summaries
-from specexp.measure.under_load import QUANTILES
+from specexp.measure.under_load.served import answer_metrics
 from specexp.serving import arrivals, fleet
 from specexp.serving.arrivals import Arrivals, Lengths
 from specexp.serving.cost_table import Costs
@@ -130,45 +130,30 @@ def saved(hours: pd.DataFrame, name: str) -> float:
     return float(1 - total[name] / total["plain"])
 
 
-def within(served: Served, limits: Limits) -> np.ndarray:
-    """Whether each request is answered within both limits, bool [n]."""
-    return (served.ttft_s <= limits.ttft_s) & ~(served.tpot_s > limits.tpot_s)
-
-
 def whole_day(setting: Setting, replicas: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Every request of the day on one fleet, under every policy: one row of `served_metrics` a
     policy; and ttft_s, tpot_s and e2e_s of `ANSWERS` requests of each, evenly over the day."""
     offered = setting.day.whole()
-    days = {
-        name: fleet.simulate(offered, pace, setting.costs.prefill_s, replicas, setting.day.seed)
-        for name, pace in tqdm(setting.paces.items(), desc="day", unit="policy", delay=1)
-    }
     some = np.unique(np.linspace(0, len(offered) - 1, ANSWERS).astype(int))
-    latencies = [
-        pd.DataFrame({key: getattr(day, key)[some] for key in TIMES}).assign(policy=name)
-        for name, day in days.items()
-    ]
-    each = ({"policy": name} | served_metrics(day, setting.limits) for name, day in days.items())
-    return pd.DataFrame(each), pd.concat(latencies)
+    rows, answers = [], []
+    for name, pace in tqdm(setting.paces.items(), desc="day", unit="policy", delay=1):
+        read_s, seed = setting.costs.prefill_s, setting.day.seed
+        served = fleet.simulate(offered, pace, read_s, replicas, seed)
+        table = pd.DataFrame({"policy": name, "state": "done", "tokens": offered.output,
+                              **{key: getattr(served, key) for key in TIMES}})  # fmt: skip
+        rows.append({"policy": name} | served_metrics(table, served, setting.limits))
+        answers.append(table.loc[some, ["policy", *TIMES]])
+    return pd.DataFrame(rows), pd.concat(answers)
 
 
-def served_metrics(served: Served, limits: Limits) -> dict[str, float]:
-    """The metrics of `load.served_metrics` for a simulated fleet; `load/occupancy`: mean streams of
-    a busy replica; `load/busy`: the share of time that replicas are busy."""
-    good, offered = within(served, limits), served.arrivals
-    values = {
-        "throughput/tok_s": offered.output.sum() / served.seconds,
-        "throughput/req_s": len(offered) / served.seconds,
-        "goodput/share": good.mean(),
-        "goodput/req_s": good.sum() / served.seconds,
-        "load/occupancy": served.stream_s.sum() / served.busy_s.sum(),
-        "load/busy": served.busy_s.mean() / served.seconds,
+def served_metrics(table: pd.DataFrame, served: Served, limits: Limits) -> dict[str, float]:
+    """`answer_metrics` of a simulated fleet; `load/occupancy`: mean streams of a busy replica;
+    `load/busy`: the share of time that replicas are busy."""
+    limits_ms = 1e3 * limits.ttft_s, 1e3 * limits.tpot_s
+    return answer_metrics(table, served.seconds, *limits_ms) | {
+        "load/occupancy": float(served.stream_s.sum() / served.busy_s.sum()),
+        "load/busy": float(served.busy_s.mean() / served.seconds),
     }
-    for key in TIMES:
-        times = pd.Series(getattr(served, key)).dropna()
-        for q in QUANTILES if len(times) else ():
-            values[f"latency/{key[:-2]}_p{q}_ms"] = 1e3 * times.quantile(q / 100)
-    return {key: float(value) for key, value in values.items()}
 
 
 def peak(hours: pd.DataFrame, name: str) -> int:
@@ -197,7 +182,7 @@ def metrics(
         "fleet/ttft_limit_ms": 1e3 * setting.limits.ttft_s,
         "fleet/tpot_limit_ms": 1e3 * setting.limits.tpot_s,
     }
-    values |= days.set_index("policy").loc[policy].to_dict()
+    values |= days.set_index("policy").loc[policy].dropna().to_dict()
     tokens_s = enumerate(setting.paces[policy].tokens_s)
     series["fleet/tok_s_at_streams"] = {b: b * each for b, each in tokens_s if b}
     return values, series

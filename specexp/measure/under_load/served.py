@@ -133,21 +133,35 @@ def gaps(responses: Sequence[Response]) -> np.ndarray:
     return np.concatenate(each) if each else np.zeros(0)
 
 
-def served_metrics(
-    responses: Sequence[Response], steps: Sequence[ServerStep], ttft_ms: float, tpot_ms: float
+def answer_metrics(
+    table: pd.DataFrame, seconds: float, ttft_ms: float, tpot_ms: float, **more_s: np.ndarray
 ) -> dict[str, float]:
-    """The metrics that serving benchmarks report, for MLflow. Goodput: the requests answered within
-    both limits, as a share of all and a second. NaN where there are too few samples."""
-    table = answered(responses)
+    """Throughput, goodput and percentiles of latencies (and of `more_s`) from the columns state,
+    tokens, ttft_s, tpot_s, e2e_s of `answered`. Goodput: the requests answered within both limits,
+    as a share of all and a second. NaN where there are too few samples."""
     done = table[table["state"] == "done"]
-    seconds = (steps[-1].end_s - min(a.came_s for a in responses)) if steps else float("nan")
     within = (1e3 * done["ttft_s"] <= ttft_ms) & ~(1e3 * done["tpot_s"] > tpot_ms)
-    total = sums(steps)
     figures = {
         "throughput/tok_s": done["tokens"].sum() / seconds,
         "throughput/req_s": len(done) / seconds,
         "goodput/share": within.sum() / len(table),
         "goodput/req_s": within.sum() / seconds,
+    }
+    series = {name: done[f"{name}_s"].dropna() for name in ("ttft", "tpot", "e2e")} | more_s
+    for name, values in series.items():
+        for q in QUANTILES:
+            at = float(np.percentile(values, q)) if len(values) >= LEAST[q] else float("nan")
+            figures[f"latency/{name}_p{q}_ms"] = 1e3 * at
+    return figures
+
+
+def served_metrics(
+    responses: Sequence[Response], steps: Sequence[ServerStep], ttft_ms: float, tpot_ms: float
+) -> dict[str, float]:
+    """The metrics that serving benchmarks report, for MLflow: `answer_metrics`, and the load."""
+    table, total = answered(responses), sums(steps)
+    seconds = (steps[-1].end_s - min(a.came_s for a in responses)) if steps else float("nan")
+    return answer_metrics(table, seconds, ttft_ms, tpot_ms, itl=gaps(responses)) | {
         "load/occupancy": total["stream_s"] / (total["s"] or float("nan")),
         "load/speculated": total["speculated"] / max(1, total["rows"]),
         "load/refused": (table["state"] == "refused").sum(),
@@ -155,13 +169,6 @@ def served_metrics(
         "load/overhead": 1 - total["busy_s"] / (total["s"] or float("nan")),
         "served/rate": total["accepted"] / max(1, total["drafted"]),
     }
-    series = {"ttft": done["ttft_s"], "tpot": done["tpot_s"].dropna(), "e2e": done["e2e_s"],
-              "itl": gaps(responses)}  # fmt: skip
-    for name, values in series.items():
-        for q in QUANTILES:
-            at = float(np.percentile(values, q)) if len(values) >= LEAST[q] else float("nan")
-            figures[f"latency/{name}_p{q}_ms"] = 1e3 * at
-    return figures
 
 
 def by_policy(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFrame:

@@ -17,6 +17,8 @@ from functools import lru_cache
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from specexp.policy import Load, Plan
 from specexp.serving.cost_table import CALM, Costs
 from specexp.trace import Step
@@ -88,10 +90,11 @@ class Prices:
     def _slowdown(self, size: int) -> Slowdown:
         """At first with half of the errors of the nearest size class."""
         if size not in self.slowdowns:
-            others = [(abs(other - size), s.mean) for other, s in self.slowdowns.items()]
-            self.slowdowns[size] = Slowdown(self.deepest)
-            if others:
-                self.slowdowns[size].mean = [x / 2 for x in min(others)[1]]
+            new = Slowdown(self.deepest)
+            if self.slowdowns:
+                nearest = min(self.slowdowns, key=lambda other: abs(other - size))
+                new.mean = self.slowdowns[nearest].mean / 2
+            self.slowdowns[size] = new
         return self.slowdowns[size]
 
     def learn(self, rounds: Sequence[PastRound]) -> None:
@@ -143,43 +146,30 @@ class Slowdown:
     deviations: such a round was held up by something else.
     """
 
-    def __init__(
-        self,
-        drafts: int,
-        machine: float = 0.3,
-        plain: float = 0.3,
-        table: float = 0.15,
-        drift: float = 0.02,
-        noise: float = 0.15,
-        wander: float = 0.006,
-    ) -> None:
-        """Standard deviations of logarithms: the prior of `machine`, of the error of plain rounds
-        and of that of each of `drafts` draft lengths; the machine's drift a round; the noise of one
-        round; the drift of errors a round. Plain rounds have a prior of their own, and errors
-        drift, because neighbours that use memory slow down plain rounds more, and those that
-        compute slow down drafts more."""
-        self.prior = [x * x for x in (machine, plain, *[table] * drafts)]
-        self.mean = [0.0] * len(self.prior)
-        self.covariance = [
-            [x * (i == j) for j in range(len(self.prior))] for i, x in enumerate(self.prior)
-        ]
-        self.drift, self.noise, self.wander = drift**2, noise**2, wander**2
+    # Standard deviations of logarithms: the priors of `machine`, of the error of plain rounds and
+    # of that of a draft length; the machine's drift a round, the noise of one, the errors' drift.
+    # Errors drift, and plain rounds have a prior of their own, because neighbours that use memory
+    # slow down plain rounds more, and those that compute slow down drafts more.
+    MACHINE, PLAIN, TABLE, DRIFT, NOISE, WANDER = 0.3, 0.3, 0.15, 0.02, 0.15, 0.006
+
+    def __init__(self, drafts: int) -> None:
+        """For draft lengths up to `drafts`."""
+        self.prior = np.square([self.MACHINE, self.PLAIN, *[self.TABLE] * drafts])
+        self.mean, self.covariance = np.zeros(len(self.prior)), np.diag(self.prior)
 
     def observe(self, kind: int, ratio: float, rounds: int) -> None:
         """Update on `rounds` rounds of a kind with this median of measured over predicted time."""
-        covariance, mean, at = self.covariance, self.mean, 1 + kind
-        covariance[0][0] += self.drift * rounds
-        for i in range(1, len(mean)):
-            covariance[i][i] = min(self.prior[i], covariance[i][i] + self.wander * rounds)
-        shared = [row[0] + row[at] for row in covariance]
-        variance = shared[0] + shared[at] + self.noise / rounds
+        covariance, at = self.covariance, 1 + kind
+        covariance[0, 0] += self.DRIFT**2 * rounds
+        errors = np.arange(1, len(covariance))
+        drifted = covariance[errors, errors] + self.WANDER**2 * rounds
+        covariance[errors, errors] = np.minimum(self.prior[1:], drifted)
+        shared = covariance[0] + covariance[at]
+        variance = float(shared[0] + shared[at]) + self.NOISE**2 / rounds
         most = 2 * math.sqrt(variance)
-        error = min(max(math.log(max(ratio, 1e-9)) - mean[0] - mean[at], -most), most)
-        for i, part in enumerate(shared):
-            mean[i] += part * error / variance
-            covariance[i] = [
-                x - part * y / variance for x, y in zip(covariance[i], shared, strict=True)
-            ]
+        error = math.log(max(ratio, 1e-9)) - self.mean[0] - self.mean[at]
+        self.mean += shared * min(max(error, -most), most) / variance
+        covariance -= np.outer(shared, shared) / variance
 
     def factor(self, kind: int) -> float:
         """Expected measured over predicted time of a round of that kind."""
@@ -187,4 +177,4 @@ class Slowdown:
 
     def variance(self, kind: int) -> float:
         """Variance of the table's error about that kind, in logarithms."""
-        return self.covariance[1 + kind][1 + kind]
+        return float(self.covariance[1 + kind, 1 + kind])
