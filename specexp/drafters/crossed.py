@@ -7,8 +7,6 @@ up to `_LONGEST` pieces. Draft tokens are drawn from the draft model's distribut
 restricted to the shared tokens: the q passed to the rule, so every exact rule stays exact.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import cache

@@ -8,8 +8,6 @@ deepest draft so far can have accepted, over the entries that drafting wrote the
 continues with its own features.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ committed tokens, so there is nothing to catch up on, and verifying overwrites t
 while drafting. It pays for targets trained for early exit; for others, try several values of K.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

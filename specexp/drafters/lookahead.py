@@ -8,8 +8,6 @@ n-grams fill the other branches. Unlike in the paper, the line is part of the dr
 extra window beside it, so it costs no extra tokens. Every row has its own pool.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

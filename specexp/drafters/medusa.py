@@ -5,8 +5,6 @@ target predicted the root and predicts the token k positions after the root, ind
 tokens between. Drafting needs no pass over the sequence and no cache.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

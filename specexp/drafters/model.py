@@ -6,8 +6,6 @@ not the whole previous draft was accepted. The prompt, and tokens committed with
 fed by `catch_up`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path

@@ -6,8 +6,6 @@ one. It has no weights and no state; the search is vectorised over the batch and
 round trip.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

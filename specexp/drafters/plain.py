@@ -1,7 +1,5 @@
 """Draft nothing: every round is one plain decoding step, the baseline of every comparison."""
 
-from __future__ import annotations
-
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
 from specexp.sampling import Rng

@@ -8,8 +8,6 @@ the rule match; other rules have the same one at temperature 0 only. Prefill, an
 a whole plain generation.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -6,8 +6,6 @@ child of a node is the r-th candidate stored for its token. Every row has its ow
 with the token that followed each token in the prompt.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

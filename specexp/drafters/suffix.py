@@ -7,8 +7,6 @@ match. A suffix automaton would find the same places; comparing the whole row at
 search on the device.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ change not at all. A round that reads a value on the host, or whose shapes depen
 replayed.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -4,8 +4,6 @@ Every pass reads every weight and needs the address of every page: ten thousand 
 small model, or twenty of 2 MiB.
 """
 
-from __future__ import annotations
-
 import mmap
 from contextlib import suppress
 from typing import Any

@@ -6,8 +6,6 @@ result is complete, finite and has the point's parameters. Anything else raises 
 module commits and publishes nothing, so it also runs on workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -12,8 +12,6 @@ process, forks even if an import has started threads, and outlives a runner that
 import hangs.)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

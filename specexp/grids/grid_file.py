@@ -4,8 +4,6 @@ A `Sheet` knows which points its file means and the line of each value. It does 
 values mean to models (`grid`).
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import math

@@ -4,8 +4,6 @@ Nothing is executed and no notebook is changed. (Papermill's own inspection of p
 lines that it does not understand, keeps the last of two equal names and knows no line numbers.)
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -1,8 +1,6 @@
 """Paths in a grid file are relative to it. A notebook runs in its own folder: it gets them relative
 to that, so that a point's parameters do not depend on where the checkout is."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

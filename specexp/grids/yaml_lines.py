@@ -6,8 +6,6 @@ of grids. (ruamel.yaml's round-trip loader knows lines, too, but stops at the fi
 accepts anchors, merge keys, tags and 012 without a word: every check below would remain.)
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

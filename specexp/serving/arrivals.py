@@ -4,8 +4,6 @@ All are reproducible from a seed. A load is named as in notebooks and grids: `cl
 `poisson:4.5`, `bursty:4.5,3`, `day:2`, `trace:FILE`.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import dataclass
 from pathlib import Path

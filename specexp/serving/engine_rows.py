@@ -6,8 +6,6 @@ Nothing is decided here: server.py does that, and simulated_rows.py has rows wit
 that run no model.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Sequence

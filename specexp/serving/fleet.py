@@ -14,8 +14,6 @@ Simplifications:
   would have to read the prompt; that prefill is spread over the rounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ fixed choice in the mean and 1.0 % at worst where the cost table is right (goodp
 7.0 %): `goodput` learns what its table has wrong, greedy does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul

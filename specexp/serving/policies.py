@@ -5,8 +5,6 @@ It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `greedy`
 `bandit`.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ than are in use. The server does not know what its rows are made of: an engine (
 simulation (simulated_rows.py).
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The server, its policies and the requests are those of the real engine; only the
 simulated. Every figure made with it is SIMULATED.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

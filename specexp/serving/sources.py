@@ -1,7 +1,5 @@
 """Where requests come from, and the loop that serves them: an open load or a closed loop."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ the kernels of operations (ops.py). Without a C++ compiler, or with SPECEXP_NATI
 operations do the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -4,8 +4,6 @@ Besides passes, a round is few numbers in many operations, and each of torch's t
 kernel takes plain int64 and float32 tensors that are contiguous, where nothing else is said.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from ctypes import c_int64

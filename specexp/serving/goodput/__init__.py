@@ -10,8 +10,6 @@ tokens, `Prices` the seconds; `Choice` settles a length, and tries another now a
 `greedy` (greedy.py) is the same idea without all that; its docstring says what is gained by it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from specexp.policy import Load, Plan

@@ -1,8 +1,6 @@
 """How likely draft tokens are accepted at each depth: counts of accepted over judged draft tokens
 that fade with time and start from a prior."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

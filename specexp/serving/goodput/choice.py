@@ -12,8 +12,6 @@ seen. The gap doubles from `first_gap` up to `longest_gap`; while somebody draft
 where trials seem to cost less than `trial_share` of the time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
