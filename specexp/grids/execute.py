@@ -34,7 +34,6 @@ NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "erro
 REMOVED = "the notebook removed its attempt folder, where its result belongs"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
 WIDGET = "application/vnd.jupyter.widget-view+json"
-WARM = ("target", "drafter", "dtype", "device")  # which models a kernel finds loaded
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
 _HTML = threading.Lock()
 _SCRIPT = re.compile(r"<script\b.*?</script>", re.DOTALL | re.IGNORECASE)
@@ -112,11 +111,10 @@ def _run(
         "MLFLOW_DISABLE_TELEMETRY": "true", "TOKENIZERS_PARALLELISM": "false",
         **environment,
     }  # fmt: skip
-    warm = {n: point.params[n] for n in WARM if n in point.params}
     try:
         with worker.kernel(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
-            seed=int(point.run_key[:8], 16), warm=warm if "target" in warm else None,
+            seed=int(point.run_key[:8], 16), warm=_models(point.params),
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             ran = papermill.execute_notebook(
                 _literal(point.notebook), _literal(folder / NOTEBOOK), parameters=point.params,
@@ -151,6 +149,13 @@ def _run(
 def _literal(path: Path) -> str:
     """A path escaped for papermill, which would replace {names} by parameters."""
     return str(path).replace("{", "{{").replace("}", "}}")
+
+
+def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters that say which models the kernel should find loaded, or None."""
+    if "target" not in params:
+        return None
+    return {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
 
 
 def _kind(name: str, value: str) -> str:

@@ -107,11 +107,6 @@ def digest_of(sources: Iterable[str]) -> str:
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
-def parameters_of(path: Path) -> dict[str, Parameter]:
-    """The parameters of a notebook: a cell with one `name: type = literal  # help` per line."""
-    return read(path).parameters
-
-
 def unfit(value: Any) -> str | None:
     """Why a value cannot be a parameter of any type, or None."""
     if isinstance(value, list):

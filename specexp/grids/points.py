@@ -19,7 +19,6 @@ from specexp.grids import identity, paths
 from specexp.grids import yaml_lines as lines
 from specexp.grids.grid_file import (
     MAX_POINTS,
-    ROOT,
     Report,
     Sheet,
     distinct,
@@ -28,14 +27,12 @@ from specexp.grids.grid_file import (
     norms,
     read,
 )
-from specexp.grids.notebooks import Parameter, parameters_of, shown
+from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
 
 if TYPE_CHECKING:
     from specexp.api import Once
-
-__all__ = ["MANY", "ROOT", "Point", "load", "parameters_of"]
 
 TIMEOUT_S = 900.0
 MANY = 1_000  # more points than this need a confirmation

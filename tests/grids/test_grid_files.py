@@ -21,8 +21,8 @@ from specexp.measure import parameters
 from specexp.measure.parameters import Problem
 from specexp.models.load import read_tokenizer
 
-ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
-GRIDS = sorted((grid.ROOT / "notebooks" / "grids").glob("*.yaml"))
+ACCEPTANCE = grid_file.ROOT / "notebooks" / "10_acceptance.ipynb"
+GRIDS = sorted((grid_file.ROOT / "notebooks" / "grids").glob("*.yaml"))
 PARAMETERS = """\
 x: int = 1  # a number
 how: str = "well"  # how the run ends
@@ -174,7 +174,7 @@ def test_load_orders_points_by_models_across_files(folder):
 
 def test_run_key_covers_every_parameter_and_is_repeatable(load):
     one, two = load(GOOD)
-    assert set(one.params) == set(notebooks.parameters_of(one.notebook))
+    assert set(one.params) == set(notebooks.read(one.notebook).parameters)
     assert one.run_key != two.run_key
     assert [p.run_key for p in load(GOOD)] == [one.run_key, two.run_key]
 
@@ -852,7 +852,7 @@ def test_notebooks_call_insist_first_and_it_reports_all():
     with pytest.raises(UserError, match=r"^gammas is empty; .*\nlimit is 0; .*more$"):
         parameters.insist({"limit": 0, "gammas": []})
     for number in (10, 20, 30, 40, 60):
-        [file] = (grid.ROOT / "notebooks").glob(f"{number}_*.ipynb")
+        [file] = (grid_file.ROOT / "notebooks").glob(f"{number}_*.ipynb")
         cells = json.loads(file.read_text())["cells"]
         work = [cell["source"] for cell in cells if cell["cell_type"] == "code"][2]
         assert work[0] == "measure.parameters.insist(params)\n"
@@ -907,7 +907,7 @@ def test_load_checks_each_value_and_combination_once(load, monkeypatch):
 
 def test_problems_of_lone_parameters_ignore_the_others():
     """Points are left out of the checks in reliance on `Parameter.alone`."""
-    base = {n: p.default for n, p in notebooks.parameters_of(ACCEPTANCE).items()} | {"rivals": []}
+    base = {n: p.default for n, p in notebooks.read(ACCEPTANCE).parameters.items()} | {"rivals": []}
     wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
     assert all(parameters.PARAMETERS[name].alone for name in wrong)
     for name, value in wrong.items():
@@ -964,7 +964,7 @@ def test_any_text_round_trips_or_is_refused(load, text, name):
         assert notebooks.unfit(text) or yaml_lines.HIDDEN.search(text)
     else:
         assert point.params["how"] == text
-    if name not in notebooks.parameters_of(TRIVIAL):
+    if name not in notebooks.read(TRIVIAL).parameters:
         said = refusal(load, json.dumps({"notebook": "../reader.ipynb", "fixed": {name: 1}}))
         assert all(line.isprintable() for line in said)
 
@@ -1059,7 +1059,7 @@ def holds(load, text: str) -> None:
         assert line.isprintable()
         assert re.search(r"g\.yaml(:\d+)?: |are more than", line), line
     for point in points:
-        known = notebooks.parameters_of(point.notebook)
+        known = notebooks.read(point.notebook).parameters
         assert list(point.params) == list(known)
         assert not any(p.problem(point.params[n]) for n, p in known.items())
     assert len({p.run_key for p in points}) == len(points)

@@ -15,15 +15,15 @@ from conftest import TRIVIAL
 from safetensors.torch import load_file
 
 from specexp.fast.cpu import build
-from specexp.grids import identity, imports, notebooks, progress
+from specexp.grids import grid_file, identity, imports, notebooks, progress
 from specexp.grids import points as grid
 from specexp.measure import feasible
 from specexp.tracking import provenance, results
 
 PACKAGE = imports.PACKAGE
-NOTEBOOKS = sorted((grid.ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((grid_file.ROOT / "notebooks").glob("*.ipynb"))
 MEASURING = [path for path in NOTEBOOKS if path.stem != "90_compare"]
-ACCEPTANCE = grid.ROOT / "notebooks" / "10_acceptance.ipynb"
+ACCEPTANCE = grid_file.ROOT / "notebooks" / "10_acceptance.ipynb"
 
 
 # --- which files ---------------------------------------------------------------------------------
@@ -222,9 +222,9 @@ def test_every_module_that_a_point_loads_is_in_its_key(tiny_folders):
     )
     loaded = subprocess.run(
         [sys.executable, "-c", code, tiny_folders[0]],
-        cwd=grid.ROOT, capture_output=True, text=True, check=True,
+        cwd=grid_file.ROOT, capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
-    names = {Path(file).relative_to(grid.ROOT).as_posix() for file in loaded}
+    names = {Path(file).relative_to(grid_file.ROOT).as_posix() for file in loaded}
     rooms = tuple(f"specexp/{room}/" for room in imports.ROOMS)
     counted = {n for n in names if n.startswith(rooms) or n.count("/") == 1}
     counted.discard("specexp/drafters/suffix.py")
@@ -235,7 +235,7 @@ def test_every_module_that_a_point_loads_is_in_its_key(tiny_folders):
 
 def test_points_without_checks_have_the_same_keys_and_read_no_model():
     """Each shipped drafter asks for its model before it reads one."""
-    file = grid.ROOT / "notebooks" / "grids" / "drafters.yaml"
+    file = grid_file.ROOT / "notebooks" / "grids" / "drafters.yaml"
     code = (
         "import sys; from specexp.grids import points\n"
         "print(*(p.run_key for p in points.load(sys.argv[1:], checked=False)))\n"
