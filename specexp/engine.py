@@ -215,7 +215,9 @@ class Engine:
                     break
                 load = Load(len(prompts), slots)
                 plan = self.policy.choose(load)
-                room = max(0, self.drafter.context - max(lengths) - pending)
+                longest = max(lengths) + pending
+                too_short(self.drafter, longest)
+                room = max(0, self.drafter.context - longest)
                 tree = plan.tree.cut(room)
                 if tree.depth and behind:
                     self.drafter.catch_up(seqs, behind)
@@ -254,7 +256,6 @@ class Engine:
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the "
                 f"{context(self.target.config)} of {self.target.name} by {over}"
             )
-        too_short(self.drafter, longest)
 
     def _ended(self, rows: list[list[int]], tree: Tree, end_s: float) -> Round:
         live = self.steps(rows)

@@ -208,8 +208,8 @@ def too_short(drafter: Drafter, length: int) -> None:
 @cache
 def _never_drafts(drafter: str, context: int) -> None:
     log.warning(
-        "%s reads at most %d tokens, and a prompt has no fewer: nothing is drafted in its batch; "
-        "use shorter prompts or another drafter", drafter, context,
+        "%s reads at most %d tokens: nothing is drafted in a batch with a text as long; use "
+        "shorter prompts, fewer new tokens or another drafter", drafter, context,
     )  # fmt: skip
 
 

@@ -345,6 +345,8 @@ def tokens_of(tokenizer: Any, text: str, **how: bool) -> list[int]:
         what = f"the byte 0x{byte:02x}" if 0x80 <= byte <= 0xFF else "half a surrogate pair"
         before = text[: lone.start()][-20:]
         raise UserError(f"a prompt holds {what} after {before!r}: that is no UTF-8")
+    if isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+        how["verbose"] = False  # too long a prompt is refused where the context is known
     with refusing("the tokenizer fails on a prompt"):
         return list(tokenizer(text, **how).input_ids)
 

@@ -97,7 +97,6 @@ class EngineRows:
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
         """Give a row to a text of which no cache holds anything yet."""
-        too_short(self.engine.drafter, len(text))
         self.seqs.write(row, text, len(text), stream)
         self._hidden[row] = []
         for lm in self.engine.models:
@@ -139,6 +138,7 @@ class EngineRows:
     def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
         """One round of the first len(budget) rows, of which none is longer than `longest`. A row
         drafts as deep as its budget (-1: it is not decoded)."""
+        too_short(self.engine.drafter, longest)
         if self._reads_used(self._covered(len(budget)), tree):
             longest = self.slots  # costs nothing, and one capture serves sequences of any length
         with _memory():

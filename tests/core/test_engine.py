@@ -307,15 +307,16 @@ def test_prompt_beyond_the_context_is_refused():
         engine().generate([[1] * 120], 20)
 
 
-def test_shorter_draft_context_does_not_change_the_text():
+def test_shorter_draft_context_does_not_change_the_text(caplog):
     made = engine("self")
-    made.drafter.context = 16
+    made.drafter.context, made.drafter.name = 16, "a draft of sixteen tokens"
     found = made.generate(PROMPTS, NEW)
     assert found.tokens == expected("llama")
     drafted = [max(s.drafted for s in r.steps) for r in found.trace.rounds]
     assert drafted[0] == 4
     assert drafted[-1] == 0
     assert drafted == sorted(drafted, reverse=True)
+    assert "a draft of sixteen tokens reads at most 16 tokens: nothing is drafted" in caplog.text
 
 
 def test_drafter_that_can_never_run_says_so_once(caplog):
@@ -326,8 +327,8 @@ def test_drafter_that_can_never_run_says_so_once(caplog):
     assert found.tokens == expected("llama")
     assert found.trace.acceptance.drafted == 0
     assert [line for line in caplog.messages if "few tokens" in line] == [
-        "a draft model of few tokens reads at most 8 tokens, and a prompt has no fewer: nothing is "
-        "drafted in its batch; use shorter prompts or another drafter"
+        "a draft model of few tokens reads at most 8 tokens: nothing is drafted in a batch with a "
+        "text as long; use shorter prompts, fewer new tokens or another drafter"
     ]
 
 

@@ -126,11 +126,11 @@ def test_rehearsal_stops_when_memory_is_short(monkeypatch):
         assert response.tokens == alone(made, response.request)
 
 
-def test_text_beyond_drafter_context_spares_other_rows():
+def test_text_beyond_drafter_context_spares_other_rows(caplog):
     """The target drafts for itself: whatever is guessed is kept. While a longer text than the
     drafter can take is there nobody drafts."""
     made = engine("self", "chain", "match")
-    made.drafter.context = 40
+    made.drafter.context, made.drafter.name = 40, "a draft of forty tokens"
     server = Server(EngineRows(made, 2, SLOTS, SLACK), Fixed(Tree.chain(3)))
     long, short = server.submit(Request([3] * 30, 30)), server.submit(Request([1, 2, 5], 60))
     passes = 0
@@ -138,6 +138,7 @@ def test_text_beyond_drafter_context_spares_other_rows():
         server.step()
         passes += short.drafted == 0
     assert passes < short.passes < 40
+    assert caplog.text.count("a draft of forty tokens reads at most 40 tokens") == 1
     drafted, kept = short.drafted, short.accepted
     server.step()
     server.step()
