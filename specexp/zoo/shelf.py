@@ -68,10 +68,10 @@ def store() -> Path:
     """The folder of everything made here: SPECEXP_MLRUNS, or `mlruns/` of the checkout, which is
     not in git; for an installed package `specexp/mlruns` in the home folder.
 
-    Raises UserError if SPECEXP_MLRUNS is not a whole path."""
+    Raises UserError if SPECEXP_MLRUNS is not a whole path, or a file is in its place."""
     if named := os.environ.get("SPECEXP_MLRUNS"):
         return _whole("SPECEXP_MLRUNS", Path(named))
-    return (CHECKOUT or Path.home() / "specexp") / "mlruns"
+    return _whole("the store", (CHECKOUT or Path.home() / "specexp") / "mlruns")
 
 
 @cache
@@ -81,6 +81,8 @@ def _whole(variable: str, folder: Path) -> Path:
             f"{variable} is {str(folder)!r}, which is a different folder for every notebook: "
             "give the whole path"
         )
+    if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
+        raise UserError(f"{variable} is {str(folder)!r}, but {file} is a file: give a folder")
     return folder.resolve()
 
 

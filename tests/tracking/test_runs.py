@@ -153,6 +153,14 @@ def test_relative_store_path_is_refused(monkeypatch):
         root()
 
 
+@pytest.mark.parametrize("below", [".", "mlruns/deep"])
+def test_store_in_the_place_of_a_file_is_refused(monkeypatch, tmp_path, below):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "file" / below))
+    with pytest.raises(UserError, match=r"/file is a file: give a folder"):
+        root()
+
+
 def test_run_is_logged_without_git(store, monkeypatch):
     monkeypatch.setenv("PATH", str(store))
     track.log("mine", {"x": 1}, METRICS)
