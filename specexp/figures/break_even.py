@@ -14,7 +14,17 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from specexp.figures.style import DOUBTFUL, INK, PLAIN, PREDICTED, batch_axis, key, panels, title
+from specexp.figures.style import (
+    DOUBTFUL,
+    INK,
+    PLAIN,
+    PREDICTED,
+    batch_axis,
+    key,
+    log_axis,
+    panels,
+    title,
+)
 from specexp.measure.break_even import break_even_alpha, break_even_batches
 from specexp.measure.summaries import pooled
 from specexp.serving.cost_table import Costs, Fit
@@ -35,15 +45,12 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
         line = np.geomspace(1, n.max(), 200)
         left.plot(line, [1e3 * fit.pass_s(1, x, context) for x in line], "--", color=PREDICTED,
                   label="floor + slope")  # fmt: skip
-        left.set(ylabel=f"ms a pass and rule, {context:g} slots", yscale="log")
+        left.set(ylabel=f"ms a pass and rule, {context:g} slots")
         left.legend(title="batch", title_fontsize=9, ncols=2)
         left.set_title(in_words(fit, context))
         _roofs(right, costs, n, seconds)
         for axes in (left, right):
-            low, high = axes.get_ylim()
-            steps = (m * 10**e for e in range(-3, 7) for m in (1, 2, 5))
-            shown = [step for step in steps if low <= step <= high]
-            axes.set_yticks(shown, [f"{step:g}" for step in shown])
+            log_axis(axes)
             axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
             batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
@@ -71,7 +78,7 @@ def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None
     slope = _gflops(costs, 1, seconds.min())
     x = np.array([1, most / slope, max(n.max(), most / slope)])
     axes.plot(x, np.minimum(slope * x, most), "-", color=PLAIN, lw=2, zorder=0)
-    axes.set(ylabel="GFLOP/s (2 a weight and token)", yscale="log")
+    axes.set(ylabel="GFLOP/s (2 a weight and token)")
     axes.set_ylim(slope / 2, most * 2)
     bandwidth = costs.about["weight_bytes"] / seconds.min() / 1e9
     axes.text(1, most * 1.1, f"at most {most:.0f} GFLOP/s", color=INK, va="bottom")

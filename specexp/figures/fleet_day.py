@@ -48,7 +48,7 @@ def _paying(table: pd.DataFrame) -> str:
         return f"{name} is never faster than plain decoding"
     return (
         f"{name} over plain decoding: {gain.iloc[0]:.2f}x at one stream, {gain.max():.2f}x at "
-        f"best, faster up to {pays.max()} streams"
+        f"best, faster up to {pays.max()} stream{'s' * (pays.max() > 1)}"
     )
 
 

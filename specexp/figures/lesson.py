@@ -173,7 +173,8 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
         left.set(xlabel="draft length γ", xticks=predicted["gamma"],
                  ylabel="tokens, or plain steps", ylim=(0, None))  # fmt: skip
         left.legend()
-        left.set_title(f"Predicted to pay at γ = {', '.join(map(str, pays)) or 'none of these'}")
+        tried = f"γ = {', '.join(map(str, pays))}" if len(pays) else "no γ tried"
+        left.set_title(f"Predicted to pay at {tried}")
     return figure
 
 
@@ -189,8 +190,14 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
             left.plot(tokens, [start, start], ":", color=PREDICTED)
             left.annotate("", (tokens[1], end), (tokens[1], start),
                           arrowprops={"arrowstyle": "->", "color": PREDICTED, "lw": 2})  # fmt: skip
-            left.text(tokens[1], end, f"batch {batch}: {end / start:.1f}x  ", ha="right",
-                      va="bottom")  # fmt: skip
+            left.text(
+                tokens[1],
+                end,
+                f"batch {batch}: {end / start:.1f}x  ",
+                ha="right",
+                va="bottom",
+                bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 1},
+            )
         left.set_ylim(top=1.4 * passes["times"].max())
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
         speedup_panel(right, by_batch, "batch")

@@ -18,12 +18,13 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
 PLAIN, SPECULATIVE, PREDICTED, INK = "#7f7f7f", "#0b5394", "#e69f00", "#333333"
 COLOURS = (SPECULATIVE, PREDICTED, "#0f7a5c", "#d55e00", "#56b4e9", "#6a2c91", "#d88fc0", "#8a6d3b")
 SYMBOLS, HATCHES = "osD^vPX", ("", "//", "..", "xx", "--")
 DOUBTFUL = 0.8  # R² of a fit of costs below which the measurement was probably disturbed
+NARROW, WIDE = 5, 500  # ranges of a logarithmic axis, highest over lowest
 FEW = 0.5  # an interval of a share wider than this says nothing but that there are too few prompts
 SHEET: Any = {
     "figure.facecolor": "white", "axes.titlelocation": "left", "axes.titlesize": 12,
@@ -118,6 +119,24 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xticks(list(batches), [str(b) for b in batches])
     axes.minorticks_off()
     axes.set_xlabel("batch size (streams)")
+
+
+def log_axis(axes: Axes, which: str = "y") -> None:
+    """A logarithmic axis with numbers at 1, 2, 5, 10 ... of what is drawn; where these are too many
+    to be read, at 1, 10, 100 ..., and where they are too few, at even steps."""
+    axes.set(**{f"{which}scale": "log"})
+    low, high = sorted(getattr(axes, f"get_{which}lim")())
+    digits = (1, 2, 5) if high < WIDE * low else (1,)
+    steps = [digit * 10.0**power for power in range(-6, 12) for digit in digits]
+    if high < NARROW * low:
+        steps = list(MaxNLocator(4).tick_values(low, high))
+    ticks = [step for step in steps if low <= step <= high]
+    scales = [
+        (1e6, "M") if tick >= 1e6 else (1e3, "k") if tick >= 1e4 else (1, "") for tick in ticks
+    ]
+    texts = [f"{tick / scale:g}{unit}" for tick, (scale, unit) in zip(ticks, scales, strict=True)]
+    getattr(axes, f"set_{which}ticks")(ticks, texts)
+    getattr(axes, f"{which}axis").set_minor_locator(NullLocator())
 
 
 def per_cent(axes: Axes, which: str = "y") -> None:

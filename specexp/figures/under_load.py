@@ -8,10 +8,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from specexp.figures.pairings import speedup_panel
-from specexp.figures.style import INK, PLAIN, batch_axis, ends, key, marks, panels, per_cent, title
+from specexp.figures.style import (
+    INK,
+    PLAIN,
+    batch_axis,
+    ends,
+    key,
+    log_axis,
+    marks,
+    panels,
+    per_cent,
+    title,
+)
 
 LOAD_AWARE = ("goodput", "greedy", "bandit", "threshold", "table")
 SHOWN = {
@@ -118,10 +129,8 @@ def latencies(answers: pd.DataFrame, finding: str) -> Figure:
                 axes.step(1e3 * times, share, where="post", label=f"{name}, n = {len(times)}",
                           **look | {"markevery": 0.2, "markersize": 5})  # fmt: skip
             axes.axhline(0.95, color=INK, lw=0.8, ls=":")
-            axes.set(xlabel=f"{kind.upper()} (ms)", xscale="log", ylim=(0, 1.02))
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.minorticks_off()
+            axes.set(xlabel=f"{kind.upper()} (ms)", ylim=(0, 1.02))
+            log_axis(axes, "x")
         every[0].set_ylabel("share of requests")
         per_cent(every[0])
         key(figure, every[0])

@@ -38,11 +38,11 @@ def show(console: Console, runs: pd.DataFrame) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of one experiment for the terminal; without categories if they are not what it
-    asks about, so that it fits. What tells runs apart is never cut."""
+    """The overview of one experiment for the terminal; without categories and the check's power if
+    they are not what it asks about, so that it fits. What tells runs apart is never cut."""
     view = overview(runs.drop(columns="experiment"))
     if {"speedup", "regret", "replicas"} & {*view}:
-        view = view.drop(columns=[c for c in categories(runs) if c in view])
+        view = view.drop(columns=[c for c in (*categories(runs), "exact to") if c in view])
     title = Text(experiment, "table.title")
     mark = " simulated"
     marked = [column for column in view if view[column].str.endswith(mark).all()]

@@ -1,5 +1,6 @@
 """Figures of serving under load say what their tables say."""
 
+import itertools
 from types import SimpleNamespace
 
 import pandas as pd
@@ -112,6 +113,18 @@ def test_latencies_are_the_share_of_requests_answered_within(tmp_path):
     assert list(plain.get_xdata()) == sorted(1e3 * both.query("policy == 'plain'")["ttft_s"])
     assert plain.get_ydata()[-1] == 1
     assert figure.axes[0].lines[1].get_label() == "goodput, n = 1"
+
+
+@pytest.mark.parametrize("widest", [1.3, 4, 30, 400, 1e3, 3e5])
+def test_numbers_on_an_axis_of_times_are_apart(widest):
+    times = [0.03, 0.03 * widest]
+    table = pd.DataFrame({"policy": "plain", "ttft_s": times, "tpot_s": times, "e2e_s": times})
+    figure = figures.under_load.latencies(table, "title")
+    figure.canvas.draw()
+    for axes in figure.axes:
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert len(boxes) > 1
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
 
 
 def test_simulated_figure_says_simulated(tmp_path):
