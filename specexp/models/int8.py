@@ -7,6 +7,7 @@ biases and other kinds of layers are unchanged, and so are activations, keys and
 draft can only cost acceptance; a quantised target is a different target, whose output is kept
 exactly.
 
+Folders whose files are quantised already are read by transformers and the library of their method.
 This file does not know where models come from (load.py) or what runs them (lm.py).
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specexp.errors import UserError
+from specexp.errors import UserError, refusing
 
 DTYPES = (torch.float32, torch.bfloat16)  # those torchao can quantise
 
@@ -42,8 +43,26 @@ def check(config: Any, name: str) -> None:
     """Refuse, by its config alone, a model that cannot be quantised here."""
     if importlib.util.find_spec("torchao") is None:
         raise UserError(f'{name}+int8 needs torchao: pip install "specexp[quant]"')
-    if getattr(config, "quantization_config", None):
+    if method(config):
         raise UserError(f"{name} is quantised as it is: leave out +int8")
+
+
+def method(config: Any) -> str:
+    """The method by which the files of a model with this config are quantised, or ""."""
+    described = getattr(config, "quantization_config", None) or {}
+    return str(described.get("quant_method") or "unknown") if described else ""
+
+
+def unpack(module: Any, dtype: torch.dtype, refused: str) -> None:
+    """Let a library unpack the weights of a quantised folder, which some do at the first pass;
+    matrices that it left in fewer bits than `dtype` are widened. Raises UserError, a line
+    that begins with `refused`, if that pass fails."""
+    for name, weight in module.named_parameters():
+        narrow = weight.dtype in (torch.bfloat16, torch.float16)
+        if name.endswith(".weight") and narrow and type(weight.data) is Tensor:
+            weight.data = weight.data.to(dtype)
+    with torch.no_grad(), refusing(refused):
+        module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=module.device))
 
 
 def linears(module: Any) -> list[nn.Linear]:

@@ -106,7 +106,10 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         module = _read_weights(config, bare, name, dtype, device)
         if suffix:
             int8.quantise(module, device)
-        _IN_USE[key] = module = module.to(device)
+        module = module.to(device)
+        if method := int8.method(config):
+            int8.unpack(module, DTYPES[dtype], f"cannot load {name}, quantised by {method}")
+        _IN_USE[key] = module
         settle(module)
     return of_module(module, name, vocab)
 
@@ -234,7 +237,7 @@ def _difference(lm: LM, length: int) -> float:
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of the weights of a model, from its config alone; 0 (unknown) if its files are already
     quantised. Raises UserError for a dtype that `+int8` does not support."""
-    if getattr(config, "quantization_config", None):
+    if int8.method(config):
         return 0
     numbers, int8_bytes = _sizes(config)
     if int8_bytes and dtype not in int8.DTYPES:
@@ -289,8 +292,7 @@ def _config(source: str, state: Any) -> Any:
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method:
+    if method := int8.method(config):
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTISED
 
         if not {method, f"{method}_4bit"} & QUANTISED.keys():
