@@ -11,14 +11,18 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from support import tiny
+from support import architectures, tiny
 from support.fake_cuda import ATTENTION, ON_HOST, begun
 from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine, module, processed
 
+from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.fast import fused
 from specexp.models import int8
+from specexp.models.load import of_module
+from specexp.policy import Fixed
+from specexp.sampling import Sampling
 
 ROUNDS = [("chain", "reject", 0.9), ("grown", "match", 0.0), ("branching", "reject", 0.9)]
 EVERY = [(tree, rule, t) for rule, tree in SHAPES for t in (0.0, 0.9)]
@@ -63,10 +67,21 @@ def test_round_of_another_family_leaves_the_device(attention, family):
     stays(attention, "ngram", "branching", "reject", 0.9, family)
 
 
+@pytest.mark.parametrize("tree", ["chain", "grown"])
 @pytest.mark.parametrize("family", ["granite4", "jamba", "lfm2", "qwen3_5"])
 @layouts
-def test_round_over_states_leaves_the_device(attention, family):
-    stays(attention, "self", "grown", "match", 0.9, family)
+def test_round_over_states_leaves_the_device(attention, family, tree):
+    stays(attention, "self", tree, "match", 0.9, family)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+@layouts
+def test_round_with_alibi_leaves_the_device(attention, name):
+    target = of_module(architectures.build(name, ATTENTION[attention]))
+    own = DraftModel(target.apart("draft"), Sampling(0.0))
+    made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))
+    with begun(made, PROMPTS, TREES["grown"], attention) as seqs:
+        assert made.round(seqs, TREES["grown"]).is_meta
 
 
 @pytest.mark.parametrize("tree", ["chain", "grown"])

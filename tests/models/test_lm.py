@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from support import architectures
-from support.tiny import FAMILIES, NEW, PROMPTS, TREES, NoHostReads, module, slowly
+from support.tiny import FAMILIES, PROMPTS, module, slowly
 
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
@@ -54,17 +54,6 @@ def test_alibi_by_slot_is_noticed(name, monkeypatch):
     monkeypatch.setattr(lms, "biased_by_position", lambda module: module)
     with pytest.raises(UserError, match="over a tree"):
         of_module(architectures.build(name))
-
-
-@pytest.mark.parametrize("name", ["bloom", "mpt"])
-def test_round_with_alibi_reads_nothing_on_the_host(name):
-    target = of_module(architectures.build(name))
-    own = DraftModel(target.apart("draft"), Sampling(0.0))
-    made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))
-    seqs = made.begin(Sequences.of(PROMPTS, NEW, slack=TREES["grown"].room))
-    made.round(seqs, TREES["grown"])
-    with NoHostReads():
-        made.round(seqs, TREES["grown"])
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [9.0] * 4,
