@@ -145,13 +145,17 @@ class Backend:
     def reaching(self) -> Iterator[None]:
         """Translate errors of MLflow into StoreUnreachable, StoreRejected or StoreCorrupt; into
         OSError if a disk is full."""
-        from mlflow.exceptions import MlflowException
-        from requests import RequestException
-        from sqlalchemy.exc import SQLAlchemyError
-
         try:
             yield
-        except (MlflowException, RequestException, SQLAlchemyError, sqlite3.Error) as e:
+        except Exception as e:
+            from mlflow.exceptions import MlflowException  # it takes seconds; no error needs none
+            from requests import RequestException
+            from sqlalchemy.exc import SQLAlchemyError
+
+            if not isinstance(
+                e, MlflowException | RequestException | SQLAlchemyError | sqlite3.Error
+            ):
+                raise
             message = str(e).replace(self.uri, str(self))
             if "disk is full" in message or "No space left" in message:
                 raise OSError(errno.ENOSPC, "No space left on device", str(self)) from e

@@ -76,6 +76,16 @@ def test_points_are_found_anew_only_when_what_decides_them_has_changed(folder, c
             assert found(checked=True) == []
 
 
+def test_what_mlflow_shows_is_looked_up_without_importing_it(filled):
+    code = (
+        "import sys; from specexp.tracking import presence, results; "
+        "folders = results.listed('results'); assert len(folders) == 3; "
+        "assert presence.missing(folders) == presence.Missing([], [], []); print(*sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not HEAVY & set(ran.stdout.split())
+
+
 @pytest.mark.parametrize("command", ["validate", "status"])
 def test_a_grid_without_changes_is_listed_without_torch(folder, command):
     code = (
