@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError, refusing
 
+UNNAMED = "a method that its config does not name"  # as in the first files of bitsandbytes
 DTYPES = (torch.float32, torch.bfloat16)  # those torchao can quantise
 
 
@@ -48,9 +49,12 @@ def check(config: Any, name: str) -> None:
 
 
 def method(config: Any) -> str:
-    """The method by which the files of a model with this config are quantised, or ""."""
-    described = getattr(config, "quantization_config", None) or {}
-    return str(described.get("quant_method") or "unknown") if described else ""
+    """The method by which a model with this config is quantised already, or ""."""
+    described = getattr(config, "quantization_config", None)
+    if not described:
+        return ""
+    fields = described if isinstance(described, dict) else vars(described)  # of a module in memory
+    return str(fields.get("quant_method") or UNNAMED)
 
 
 def unpack(module: Any, dtype: torch.dtype, refused: str) -> None:

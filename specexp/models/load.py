@@ -292,7 +292,7 @@ def _config(source: str, state: Any) -> Any:
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
-    if method := int8.method(config):
+    if (method := int8.method(config)) and method != int8.UNNAMED:
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as QUANTISED
 
         if not {method, f"{method}_4bit"} & QUANTISED.keys():

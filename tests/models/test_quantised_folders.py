@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,15 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path):
     source = written(tmp_path, module, tensors, packed)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     assert text(source) == architectures.greedy(theirs, architectures.prompts(20)[0], NEW)
+
+
+@pytest.mark.parametrize(
+    ("described", "method"),
+    [(None, ""), ({}, ""), ({"quant_method": "gptq"}, "gptq"), ({"bits": 4}, int8.UNNAMED),
+     (SimpleNamespace(quant_method="awq"), "awq")],
+)  # fmt: skip
+def test_method_is_read_from_a_file_and_from_a_module_in_memory(described, method):
+    assert int8.method(SimpleNamespace(quantization_config=described)) == method
 
 
 def test_weights_that_a_library_unpacks_at_the_first_pass_are_unpacked():
