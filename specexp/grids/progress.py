@@ -35,7 +35,7 @@ class Board:
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.done, self.failed = console, total, 0, 0
-        self._note = ""
+        self._notes: set[str] = set()  # since the last point that ended
         self._lock = threading.RLock()
         self._running: dict[str, tuple[float, TaskID]] = {}  # label -> when it began, its row
         self._rows = Progress(
@@ -79,6 +79,7 @@ class Board:
                 begin, row = self._running.pop(label)
                 self._rows.remove_task(row)
                 took = f"{time.monotonic() - begin:6.1f} s"
+            self._notes.clear()
             self.done += state in ("done", "kept")
             self.failed += state == "failed"
             self._count()
@@ -86,11 +87,11 @@ class Board:
             self.console.print(line + Text(detail, "dim"), soft_wrap=True)
 
     def say(self, line: str, once: bool = False) -> None:
-        """Print a message; with `once`, not if it was the last one printed."""
+        """Print a message; with `once`, not if no point has ended since it was printed."""
         with self._lock:
-            if not once or line != self._note:
+            if not once or line not in self._notes:
                 self.console.print(Text(line), soft_wrap=True)
-            self._note = line
+            self._notes.add(line)
 
     def _count(self) -> None:
         counts = f"{self.done} done, {self.failed} failed of {self.total}"

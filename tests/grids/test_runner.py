@@ -408,6 +408,18 @@ def test_point_claimed_elsewhere_is_waited_for(store, points):
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
+def test_two_reasons_to_wait_are_each_said_once():
+    console = Console(record=True, width=100)
+    board = progress.Board(console, 2)
+    for _ in range(3):
+        board.say("waiting for x", once=True)
+        board.say("waiting with y", once=True)
+    board.ended("x", "done")
+    board.say("waiting with y", once=True)
+    said = console.export_text()
+    assert (said.count("waiting for x"), said.count("waiting with y")) == (1, 2)
+
+
 def test_two_runners_share_a_grid(store, points, tmp_path):
     todo = points(x=list(range(8)))
     runners = [start(tmp_path) for _ in range(2)]
