@@ -32,7 +32,7 @@ MOST = 3  # of those that are named
 WHOLE, ENDS = 1_000_000_000, 1 << 20
 _FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges*",
-    "*.safetensors", "*.pt", "*.bin",
+    "*.safetensors", "*.pt", "*.bin", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def model_digest(source: str) -> str:
         return Path(cached).parent.name if isinstance(cached, str) else source
     folder = Path(source)
     files = {f for pattern in _FILES for f in folder.glob(pattern)}
-    return digest({f.name: file_digest(f) for f in files if f.is_file()})
+    return digest({str(f.relative_to(folder)): file_digest(f) for f in files if f.is_file()})
 
 
 def file_digest(path: Path) -> str:

@@ -20,7 +20,9 @@ from specexp.zoo import shelf
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCE = (".py", ".cpp", ".h", ".cu")
 PACKAGES = ("specexp", "torch", "transformers")
-COMPUTING = ("torch", "transformers", "tokenizers", "numpy", "scipy", "triton")
+COMPUTING = (
+    "torch", "transformers", "tokenizers", "numpy", "scipy", "triton", "torchao", "gguf",
+)  # fmt: skip
 SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS", "SPECEXP_FAST")
 # Variables that choose kernels of the libraries below, and so the last digits of their results;
 # and those that only change how long they take.
@@ -28,7 +30,7 @@ ROUNDING = (
     "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
     "DNNL_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC", "OMP_DYNAMIC",
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
-    "LD_PRELOAD",
+    "LD_PRELOAD", "PYTORCH_TUNABLEOP_ENABLED", "TORCH_BLAS_PREFER_CUBLASLT", "USE_HUB_KERNELS",
 )  # fmt: skip
 PACE = (
     "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT",

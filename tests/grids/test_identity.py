@@ -311,6 +311,7 @@ class Case:
         self.write("draft/model.safetensors.index.json", json.dumps(saved))
 
     def write(self, file: str, text: str) -> None:
+        (self.folder / file).parent.mkdir(exist_ok=True)
         (self.folder / file).write_text(text)
 
     def flip(self, file: str) -> None:
@@ -344,6 +345,10 @@ TOKENS = {
     "index of weights": (lambda c: c.index({"x": "model.safetensors"}), {"models"}),
     "generation config": (lambda c: c.write("draft/generation_config.json", "{}"), {"models"}),
     "chat template": (lambda c: edit(c.draft / "chat_template.jinja"), {"models"}),
+    "one of several chat templates": (
+        lambda c: c.write("draft/additional_chat_templates/rag.jinja", "{{ 1 }}"), {"models"},
+    ),
+    "USE_HUB_KERNELS": (lambda c: c.env("USE_HUB_KERNELS", "yes"), {"settings"}),
     "threads": (lambda c: c.fact(torch, "get_num_threads", 77), {"threads"}),
     "torch": (lambda c: c.fact(provenance, "version", "9.9"), {"versions"}),
     "ATEN_CPU_CAPABILITY": (
