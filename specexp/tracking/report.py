@@ -240,6 +240,7 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
         text += ", without an interval, so nothing is certain"
     elif answer.even is not None:
         clear = "certainly faster" if low > answer.even else "certainly slower"
+        clear = "a doubtful timing" if best.doubts() else clear
         text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
     if "speedup/at_largest_batch" in best.metrics:
         text += f"; {best.metrics['speedup/at_largest_batch']:.2f}x at the largest batch"

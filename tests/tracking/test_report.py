@@ -197,6 +197,7 @@ def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
     [run] = report.of("mine")
     assert bool(run.doubts()) == bool(reason)
     assert reason in " ".join(run.doubts())
+    assert ("certainly" in report.answer([run])) == (not reason)
     assert ("doubtful" in Reader(report.page([run])).text) == bool(reason)
 
 
