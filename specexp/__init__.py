@@ -5,8 +5,6 @@ name is imported when it is first used, so that `import specexp` loads neither t
 transformers.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ draft model, an early exit, Medusa heads and EAGLE differ. The tree is either gi
 row by the drafter's confidence. This file does not know what computes the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -6,8 +6,6 @@ A text is `NAME` or `NAME:ARGUMENT`, where a package registered NAME as an entry
 grid is the notebook's. This file knows nothing about drafters, rules and policies.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -7,8 +7,6 @@ fast/; without it, or with SPECEXP_FAST=off, an operation is its reference. A ta
 `torch.library`, whose dispatch takes longer (LOG.md).
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

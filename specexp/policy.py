@@ -3,8 +3,6 @@
 Policies that depend on the load are in serving/ (policies.py, goodput.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """What a round tells the host: one small integer tensor, and how to read it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

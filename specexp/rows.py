@@ -4,8 +4,6 @@ Rows stay where they are while batches or requests come and go, so that a record
 replayed for all of them. `Engine.generate` enters a batch at a time, a server a request at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -5,8 +5,6 @@ about models, caches or temperature. Match, Reject and Block are exact for any d
 lenient Reject are lossy: their names say so, and `emitted` says by how much.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, Protocol
 

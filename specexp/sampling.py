@@ -7,8 +7,6 @@ target will read is *coupled* to it: speculative output then equals plain sampli
 (common random numbers; the race of exponentials is the Gumbel-max trick).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

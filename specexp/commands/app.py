@@ -3,8 +3,6 @@
 Imports are inside the commands, so that `--help` does not wait for torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated

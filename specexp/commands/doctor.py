@@ -1,7 +1,5 @@
 """`specexp doctor`: versions, device, speed by dtype, disk, and what is missing."""
 
-from __future__ import annotations
-
 import importlib.metadata as metadata
 import os
 import platform

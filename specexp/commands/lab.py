@@ -1,7 +1,5 @@
 """`specexp lab`: JupyterLab on working copies of the notebooks; those in git stay as they are."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the commands share: options, the console, and checks of what is given on a command line."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -6,8 +6,6 @@ points read, the models here, the packages and programs that are installed, the 
 run` finds its points afresh, and so asks again whether they fit into memory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

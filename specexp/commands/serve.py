@@ -1,7 +1,5 @@
 """`specexp serve`: the same requests under several policies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

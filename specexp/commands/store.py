@@ -1,7 +1,5 @@
 """`specexp store` and `specexp ui`: results, and MLflow as a view of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

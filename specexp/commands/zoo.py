@@ -1,7 +1,5 @@
 """`specexp zoo` and `specexp models`: which models there are, and making more."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

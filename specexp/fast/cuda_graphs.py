@@ -1,7 +1,5 @@
 """CUDA graphs: functions captured once on a stream and replayed whole. Only this file uses them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Hashable
 from functools import cache

@@ -1,7 +1,5 @@
 """Figures of the cost table and of the break-even maps that follow from it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Figures of simulated fleets; every title says SIMULATED."""
 
-from __future__ import annotations
-
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator

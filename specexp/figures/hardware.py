@@ -1,7 +1,5 @@
 """Results of `specexp bench` as tables. Nothing here measures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

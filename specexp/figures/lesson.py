@@ -1,7 +1,5 @@
 """The figures of 00_lesson, from the tables of `measure.lesson` and of one pairing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ interval excludes 1, and name the best of several only if its interval lies abov
 Measured points carry their 95 % intervals.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

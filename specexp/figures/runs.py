@@ -1,7 +1,5 @@
 """Figures over many runs, from the tables of `tracking`: which drafter, which text, which batch."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

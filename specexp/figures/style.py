@@ -5,8 +5,6 @@ plain decoding is grey. Colours differ in lightness and lines in their symbols, 
 be read in grey; its paper is white, so that it can be read on a dark page.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Figures of serving under load: policies compared over load and over time."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ its name when it runs, so its file counts where that name stands: in the paramet
 the files that it reaches. Nothing is imported here.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import importlib.util

@@ -3,8 +3,6 @@
 Only this file chooses the network that runs a module, and tests it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

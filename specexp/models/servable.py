@@ -1,7 +1,5 @@
 """Which models can be served: by their config alone, before a weight is read."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

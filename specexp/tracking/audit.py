@@ -4,8 +4,6 @@ Points that another process has claimed are skipped. As others may change the st
 violation is only reported if two consecutive looks find it.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Finished runs side by side as a table. Runs nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

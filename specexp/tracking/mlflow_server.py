@@ -5,8 +5,6 @@ stores artifacts itself, none outside the store, and runs no jobs. It gets addre
 through the environment, where `ps` does not show them.
 """
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import os

@@ -1,8 +1,6 @@
 """What the MLflow UI shows of an experiment and its runs: a view with columns, order and charts;
 an experiment's note; name, answer and description of a run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

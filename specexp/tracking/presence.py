@@ -1,8 +1,6 @@
 """Compares published folders with what MLflow shows: what it lost, what was deleted in it on
 purpose, and what has another name now. One query per experiment, however many folders."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A result's key (`grids/identity.py`) and a run's tags take the same facts from h
 nothing of grids, commands or engines.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

@@ -1,8 +1,6 @@
 """Rebuilds MLflow's database, and the notes in it, from the store: committed results are the
 record, MLflow a view."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Recognising secrets, and removing them from what is stored or shown."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

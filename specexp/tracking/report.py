@@ -6,8 +6,6 @@ results is escaped, with symbols for control characters. Its only links lead to 
 MLflow UI of the machine that has them.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

@@ -6,8 +6,6 @@ lock files, `grids/` the run keys of each grid. Locks are `flock` locks, which t
 when their holder dies. This module knows nothing of MLflow or notebooks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
