@@ -15,12 +15,12 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.processes import HEAVY
 
 ROOT = Path(__file__).parents[1]
 TOP = {"notebooks", "specexp", "data", "tests", "mlruns", "environment.yml", "pyproject.toml"}
 TOP |= {"constraints.txt", "Makefile", "README.md", "LOG.md", "LICENSE", ".ci", ".gitignore"}
 OPTIONAL = {".gitattributes", "mlruns"}
-HEAVY = {"torch", "transformers", "scipy", "mlflow", "papermill", "pandas", "matplotlib", "seaborn"}
 MACHINE_PATH = re.compile(
     rb"(?<![\w.])(?:/(?:home|root|Users|work|tmp|mnt|scratch)/|[A-Z]:\\+Users)"
 )

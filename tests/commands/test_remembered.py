@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_house import HEAVY
+from support.processes import HEAVY
 
 from specexp.commands.remembered import remembered
 from specexp.grids import points

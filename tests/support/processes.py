@@ -1,9 +1,11 @@
-"""Waiting for processes and for what they write."""
+"""Waiting for processes and for what they write; packages that a quick one must not import."""
 
 import time
 from collections.abc import Callable
 
 import psutil
+
+HEAVY = {"torch", "transformers", "scipy", "mlflow", "papermill", "pandas", "matplotlib", "seaborn"}
 
 
 def until(true: Callable[[], object]) -> None:
