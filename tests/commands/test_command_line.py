@@ -400,8 +400,7 @@ def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
 
 
 def test_doctor_calls_unwritable_store_not_writable(run, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "file"))
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     monkeypatch.setattr("os.access", lambda *_: False)
     code, out, _ = run("doctor")
     assert code == 1
