@@ -19,6 +19,13 @@ def headline(result: Path) -> str:
     return ", ".join(mlflow_view.briefs(results.load(result / results.RESULT)))
 
 
+def is_doubtful(result: Path) -> bool:
+    """Whether a speedup is not credible that its notebook has timed once."""
+    record = results.read(result / results.RESULT)
+    each = (run["metrics"] for run in results.runs_in(record).values()) if record else ()
+    return any(m.get("speedup/credible") == 0 and m.get("speedup/timing") == 1 for m in each)
+
+
 def show(console: Console, runs: pd.DataFrame) -> None:
     """Print runs as tables, of each experiment the first ROWS, then where to find everything."""
     for experiment, part in runs.groupby("experiment") if len(runs) else ():

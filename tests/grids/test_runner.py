@@ -59,6 +59,36 @@ def start(tmp_path) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize(
+    ("timings", "times"),
+    [([(0, 1), (1, 1)], 2), ([(0, 1), (0, 1)], 2), ([(0, 2)], 1), ([(1, 1)], 1), ([], 1)],
+)
+def test_speedup_that_is_not_credible_is_measured_again(
+    store, written, monkeypatch, timings, times
+):
+    """Once, unless the notebook has; then it stands as it is."""
+    execute, left, ran = local.execute, list(timings), []
+
+    def timed(point, attempt, *rest):
+        execute(point, attempt, *rest)
+        ran.append(attempt)
+        record = json.loads((attempt / "result.json").read_text())
+        if left:
+            credible, timing = left.pop(0)
+            record["metrics"] |= {"speedup/credible": credible, "speedup/timing": timing}
+        (attempt / "result.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(local, "execute", timed)
+    [point] = todo = written(1)
+    code, said = go(todo)
+    assert (code, len(ran)) == (0, times)
+    assert ("timed once more" in said) == (times == 2)
+    assert len(results.listed("replaced")) == times - 1
+    kept = json.loads((results.result_of(point.run_key) / "result.json").read_text())
+    assert not timings or kept["metrics"]["speedup/credible"] == timings[-1][0]
+    assert not results.listed("attempts")
+
+
 def test_grid_runs_commits_publishes_once(store, points):
     todo = points(x=[1, 2])
     code, said = go(todo)
