@@ -306,8 +306,8 @@ def intact(result: Path) -> bool:
         if not {RESULT, TAGS} <= digests.keys():
             return False
         data = {name: (result / name).read_bytes() for name in digests}
-        mine = json.loads(data[TAGS])["run_key"] in (result.name, key_of(result))
-        return mine and all(digest(data[name]) == d for name, d in digests.items())
+        same = all(digest(data[name]) == d for name, d in digests.items())
+        return same and _in_place(result)
 
     return sound(as_committed)
 
@@ -319,9 +319,16 @@ def unchanged(result: Path, since: Path) -> bool:
     def as_then() -> bool:
         then = os.stat(since).st_ctime_ns  # no program can set this time back
         files = [MANIFEST, *load(result / MANIFEST)]
-        return all(os.stat(f"{result}/{name}").st_ctime_ns < then for name in files)
+        folders = {name.rpartition("/")[0] for name in files} - {""}  # `since` may be in its own
+        times = (os.stat(f"{result}/{name}").st_ctime_ns for name in (*files, *folders))
+        return all(time < then for time in times) and _in_place(result)
 
     return sound(as_then)
+
+
+def _in_place(result: Path) -> bool:
+    """Whether a result lies in the folder of its key."""
+    return bool(load(result / TAGS)["run_key"] in (result.name, key_of(result)))
 
 
 def sound(check: Callable[[], bool]) -> bool:

@@ -324,7 +324,7 @@ class LastOfTies(Match):
 
 @pytest.mark.parametrize("rule", [Lenient(), LastOfTies()], ids=lambda rule: type(rule).__name__)
 def test_greedy_rule_that_is_wrong_within_rounding_is_a_bug(rule):
-    """Beside plain decoding it is a near tie."""
+    """Beside plain decoding it can be a near tie."""
     checked = engine(dtype=torch.bfloat16)
     head = checked.target.module.lm_head.weight
     head.data[16:] = head.data[:16] * (1.0 if isinstance(rule, LastOfTies) else 0.99)
@@ -332,7 +332,7 @@ def test_greedy_rule_that_is_wrong_within_rounding_is_a_bug(rule):
     checked.rule = rule
     exact = certify(checked, PROMPTS, 24)
     assert exact.ties
-    assert exact.unlikely == exact.bugs > 0
+    assert exact.bugs >= exact.unlikely > 0
     assert f"BUG: {exact.unlikely} of them are not the likeliest of their own round" in str(exact)
 
 
