@@ -53,6 +53,13 @@ def test_unknown_stage_is_run(capsys):
     assert "stage 'speed' is unknown; there are smoke," in capsys.readouterr().err
 
 
+@pytest.mark.compiler
+def test_smoke_says_that_rounds_are_recorded():
+    said = stages.speaks("ngram", 0.0, torch.device("cpu"))
+    assert said["recorded"] >= 1
+    assert 0 < said["acceptance"] < 1
+
+
 OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update it."
 
 

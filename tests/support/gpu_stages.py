@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specexp import api, ops
 from specexp.api import Pairing
 from specexp.errors import UserError, first_line
+from specexp.fast.recordings import Recordings
 from specexp.measure import break_even, interleave, prompts
 from specexp.measure.exactness import compare
 from specexp.measure.hardware import peers, roofline, suites
@@ -129,10 +130,10 @@ def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, 
     if bugs := compare(plain, texts, made.tokens, NEW, streams).bugs:
         raise AssertionError(f"{bugs} texts differ from the target's by more than rounding")
     recorder = pair.engine.recorder
+    replays = recorder.replays.values() if isinstance(recorder, Recordings) else ()
     return {
         "acceptance": made.trace.acceptance.rate,
-        "recorded": len(getattr(recorder, "kept", ())),
-        "refused": str(getattr(recorder, "refused", "")),
+        "recorded": sum(replay.again is not None for replay in replays),
     }
 
 
