@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,9 +230,12 @@ def now_ms() -> int:
 
 def ended_ms(folder: Path) -> int:
     """When a result or failed attempt ended. Older ones do not record it: when tags.json was
-    written."""
-    ended = read(folder / TAGS).get("ended")
-    return ended if isinstance(ended, int) else (folder / TAGS).stat().st_mtime_ns // 1_000_000
+    written; 0 if that is gone."""
+    if isinstance(ended := read(folder / TAGS).get("ended"), int):
+        return ended
+    with suppress(FileNotFoundError):
+        return (folder / TAGS).stat().st_mtime_ns // 1_000_000
+    return 0
 
 
 def finish(attempt: Path) -> bool:
