@@ -36,9 +36,7 @@ class Server:
     they are refused.
     """
 
-    def __init__(
-        self, rows: EngineRows | SimulatedRows, policy: Policy, chunk: int = 512, queue: int = 1024
-    ) -> None:
+    def __init__(self, rows: Rows, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:
         if policy.widest > rows.slack:
             raise UserError(
                 f"the rows leave {rows.slack} slots for a draft and the policy wants "

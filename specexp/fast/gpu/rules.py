@@ -15,15 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.gpu.laws import chance, counters, is_last, shaped, split, worthless
-from specexp.fast.gpu.sampling import (
-    arrival,
-    best_left,
-    drawn,
-    leave,
-    pass_over,
-    plain,
-    uniform,
-)
+from specexp.fast.gpu.sampling import arrival, best_left, drawn, leave, pass_over, plain, uniform
 from specexp.rules import Block, Match, Reject, follow
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, likeliest
 from specexp.sequences import Draft, Verdict
@@ -373,7 +365,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     blocks = tile["COUNT"]
     sums = laws.new_empty(B * N, blocks, 2)
     if whole:
-        size = {"V": V, "COUNT": tile["COUNT"], "WIDE": triton.next_power_of_2(N)}
+        size = {"V": V, "COUNT": blocks, "WIDE": triton.next_power_of_2(N)}
         weigh_prefixes[B,](*given, tokens, notes, *warm, num_warps=1, **size, **taken)
         judge_prefix[B * N, blocks](
             *given, keys, ok, notes, sums, ended, *warm, noise.salt(ACCEPT), **taken, **tile
