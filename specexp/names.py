@@ -63,7 +63,7 @@ def split(drafter: str) -> tuple[str, str]:
         return method, argument
     if "/" in method or Path(drafter).is_dir():
         return "model", drafter
-    if method in drafters.PLAIN or difflib.get_close_matches(method, drafters.methods(), n=1):
+    if method in drafters.OTHER_NAMES or difflib.get_close_matches(method, drafters.methods(), n=1):
         return method, argument  # refused, with what was meant
     return "model", drafter
 

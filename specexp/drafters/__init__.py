@@ -27,7 +27,9 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-PLAIN = ("null", "none", "off", "never", "baseline")  # what people call the drafter `plain`
+# what people call a method, or called one that is gone: the name to use
+OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
+OTHER_NAMES["lookahead"] = "recycle"
 log = logging.getLogger("specexp")
 
 
@@ -218,7 +220,7 @@ def prepare(request: Request) -> Prepared:
     if request.own is not None:
         return _own(request)
     if request.method not in methods():
-        hint = meant("plain" if request.method in PLAIN else request.method, methods())
+        hint = meant(OTHER_NAMES.get(request.method, request.method), methods())
         raise UserError(
             f"drafter {request.method!r} is unknown{hint} (use one of {', '.join(methods())}; a "
             "draft model is model:NAME, a drafter of your own module:Class)"

@@ -303,8 +303,8 @@ BAD = {
         "use recycle:4",
     ),
     "lookahead": (
-        ["--prompt", "a", "--drafter", "lookahead:5", "--gamma", "2"],
-        "gamma 4 or more",
+        ["--prompt", "a", "--drafter", "lookahead:5"],
+        "did you mean 'recycle'?",
     ),
     "prompts file": (["--prompts", "missing.jsonl", "--drafter", "plain"], "missing.jsonl"),
     "empty": (["--prompt", "", "--drafter", "plain"], "a prompt is empty"),
@@ -325,7 +325,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tiny_folders, case):
 
 @pytest.mark.parametrize(
     "drafter",
-    ["early_exit:1", "suffix", "recycle", "lookahead", "planted:0.6,DRAFT", "model:DRAFT",
+    ["early_exit:1", "suffix", "recycle", "planted:0.6,DRAFT", "model:DRAFT",
      "crossed:DRAFT", "model:TARGET"],
 )  # fmt: skip
 def test_generate_is_exact_with_every_drafter(run, tiny_folders, drafter):

@@ -12,7 +12,6 @@ from support.oracle import distance, plain, written
 from support.tiny import PROMPTS, V, engine
 from support.toys import texts, toy_engine
 
-from specexp.drafters.lookahead import Lookahead
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
@@ -32,9 +31,7 @@ def of_vocabulary(V: int):
 
 def made_by(kind: str, V: int):
     target = of_vocabulary(V)
-    if kind == "suffix":
-        return Suffix(V, 4)
-    return Recycle(target, 3) if kind == "recycle" else Lookahead(target, 3, 4)
+    return Suffix(V, 4) if kind == "suffix" else Recycle(target, 3)
 
 
 def begun(drafter, seqs):
@@ -48,7 +45,7 @@ def begun(drafter, seqs):
     [(Match(), Tree.chain(2)), (Match(), Tree.branching(2)), (Reject(), Tree.chain(2))],
     ids=["match chain", "match twins", "reject chain"],
 )
-@pytest.mark.parametrize("kind", ["suffix", "recycle", "lookahead"])
+@pytest.mark.parametrize("kind", ["suffix", "recycle"])
 def test_a_drafter_with_a_memory_keeps_the_law(kind, rule, shape):
     """`generate` itself, world by world: what it remembers may depend on all that is past."""
     toy = toy_engine(rule, "null", V=2)
@@ -57,7 +54,7 @@ def test_a_drafter_with_a_memory_keeps_the_law(kind, rule, shape):
     assert distance(written(engine, case, 2), plain(engine, case, 2)) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["suffix", "recycle", "lookahead"])
+@pytest.mark.parametrize("kind", ["suffix", "recycle"])
 def test_a_second_text_begins_with_an_empty_memory(kind):
     made = engine(kind, "branching")
     first = made.generate(PROMPTS, 12)
@@ -66,26 +63,22 @@ def test_a_second_text_begins_with_an_empty_memory(kind):
     assert [r.steps for r in first.trace.rounds] == [r.steps for r in again.trace.rounds]
 
 
-def remembered(kind: str, dtype: torch.dtype, depth: int, budget: int | None, rounds: int = 4):
-    """What is known after some rounds whose rows all have that budget."""
-    made = engine(kind, "empty", "match", dtype=dtype)
+def remembered(dtype: torch.dtype, depth: int, budget: int | None, rounds: int = 4):
+    """What `recycle` knows after some rounds whose rows all have that budget."""
+    made = engine("recycle", "empty", "match", dtype=dtype)
     seqs = made.begin(Sequences.of(PROMPTS, 18, slack=5))
     B = len(PROMPTS)
     seqs = replace(seqs, budget=None if budget is None else torch.full((B,), budget))
     for _ in range(rounds):
         made.round(seqs, Tree.chain(depth))
-    table = made.drafter.table if kind == "recycle" else made.drafter.pool
-    lines = [] if kind == "recycle" else made.drafter.lines.tolist()
-    return table.read(slice(0, B), torch.arange(V).expand(B, -1)).tolist(), lines
+    return made.drafter.table.read(slice(0, B), torch.arange(V).expand(B, -1)).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", ["recycle", "lookahead"])
-def test_of_guesses_beyond_a_budget_nothing_is_remembered(kind, dtype):
+def test_of_guesses_beyond_a_budget_nothing_is_remembered(dtype):
     for budget in range(4):
-        found = remembered(kind, dtype, 4, budget)
-        assert found == remembered(kind, dtype, budget, None)
-    assert remembered(kind, dtype, 4, -1) == remembered(kind, dtype, 4, None, rounds=0)
+        assert remembered(dtype, 4, budget) == remembered(dtype, budget, None)
+    assert remembered(dtype, 4, -1) == remembered(dtype, 4, None, rounds=0)
 
 
 # suffix -------------------------------------------------------------------------------------------
@@ -180,52 +173,3 @@ def test_recycle_begins_with_what_followed_in_the_prompts():
     found = drafter.table.read(slice(0, 2), torch.arange(10).expand(2, -1))[..., 0]
     assert found.tolist() == [[-1, 4, 3, 1, 1, *[-1] * 5], [*[-1] * 7, 8, -1, -1]]
     assert drafter.propose(seqs, Tree.chain(2), RNG).tokens.tolist() == [[1, 4, 1], [8, -1, -1]]
-
-
-# lookahead ----------------------------------------------------------------------------------------
-
-
-def test_lookahead_solves_a_line_that_the_target_would_write():
-    """Jacobi: a guess that stands right behind right guesses is right in the next round."""
-    made = engine("lookahead", Tree.chain(4))
-    seqs = Sequences.of([PROMPTS[1]], 24, slack=5)
-    seqs = made.begin(seqs)
-    made.drafter._learn = lambda *learned: None
-    with torch.inference_mode():
-        made.drafter.pool.clear(slice(0, 1))
-        draft = made.drafter.propose(seqs, Tree.chain(4), made.rng)
-        seen = made.target.verify(seqs, draft)
-        said = seen.logits[0].argmax(-1).tolist()
-        verdict = made.rule(draft, made.sampling.law(seen.logits), made.rng)
-        made.drafter.observe(seqs, draft, verdict, seen)
-        seqs.commit(verdict)
-        n = int(verdict.n[0])
-        line = (said[n + 1 :] + [said[-1]] * 4)[:4]
-        assert made.drafter.propose(seqs, Tree.chain(4), made.rng).tokens[0, 1:].tolist() == line
-
-
-@pytest.mark.parametrize("shape", [Tree.chain(7), Tree.branching(2, 2, 1, 1, 1)])
-def test_lookahead_drafts_deeper_than_its_line(shape):
-    made = engine("lookahead", Tree.chain(2))
-    made.policy = Fixed(shape)
-    for line in (2, 4):
-        made = Engine.of(made, drafter=Lookahead(made.target, 3, line))
-        assert made.generate(PROMPTS, 24).tokens == engine("null").generate(PROMPTS, 24).tokens
-
-
-def test_lookahead_remembers_ngrams_latest_first():
-    seqs = Sequences.of([[1, 2, 3, 1, 4, 5, 1, 2, 3, 1]], 8, slack=8)
-    drafter = begun(Lookahead(of_vocabulary(10), 3, 4), seqs)
-
-    def pool() -> list[list[int]]:
-        return drafter._grams(seqs, torch.tensor([[1]]))[0].tolist()
-
-    assert pool()[0] == [2, 3]
-    drafter._learn(seqs, torch.tensor([[1, 1]]), torch.tensor([[[6, 7], [8, 9]]]))
-    assert pool()[:3] == [[8, 9], [2, 3], [-1, -1]]
-    drafter._learn(seqs, torch.tensor([[1]]), torch.tensor([[[2, 3]]]))
-    assert pool()[:2] == [[8, 9], [2, 3]], "what is known is not put in twice"
-    chain = drafter.propose(seqs, Tree.chain(4), RNG).tokens.tolist()
-    assert chain[0][:3] == [1, 8, 9]
-    tree = drafter.propose(seqs, Tree((-1, 0, 0, 1, 2)), RNG).tokens.tolist()
-    assert tree == [[1, 8, 2, 9, 3]]

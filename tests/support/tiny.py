@@ -27,7 +27,6 @@ from transformers import (
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
-from specexp.drafters.lookahead import Lookahead
 from specexp.drafters.medusa import MedusaHeads
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
@@ -59,7 +58,7 @@ RULES = {"match": Match(), "reject": Reject(), "block": Block()}
 SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_chain]
 DRAFTERS = (
     "null", "ngram", "model", "chosen", "self", "early_exit", "medusa", "eagle", "eagle3",
-    "crossed", "planted", "suffix", "recycle", "lookahead",
+    "crossed", "planted", "suffix", "recycle",
 )  # fmt: skip
 
 
@@ -132,8 +131,8 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return NGram(2)
     if kind == "suffix":
         return Suffix(V, 8)
-    if kind in ("recycle", "lookahead"):
-        return Recycle(target, 4) if kind == "recycle" else Lookahead(target, 3, 4)
+    if kind == "recycle":
+        return Recycle(target, 4)
     same = target.apart("itself")
     if kind == "self":
         return DraftModel(same, law)
