@@ -1,4 +1,4 @@
-"""The two errors a run may end with; any other exception is a bug."""
+"""The two errors a run may end with, any other exception being a bug, and words of messages."""
 
 import difflib
 import os
@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -81,3 +83,17 @@ def meant(name: str, names: Iterable[str], otherwise: str = "") -> str:
     """`; did you mean 'this'?` of the nearest of these names, or `otherwise` if none is near."""
     near = difflib.get_close_matches(name, [*names], 1)
     return f"; did you mean {near[0]!r}?" if near else otherwise
+
+
+def meant_beside(path: Path, otherwise: str = "") -> str:
+    """`meant` of the files and folders beside a path that does not exist."""
+    with suppress(OSError, ValueError):
+        names = [other.name for other in islice(path.parent.iterdir(), 1000)]
+        if near := difflib.get_close_matches(path.name, names, 1):
+            return f"; did you mean {str(path.with_name(near[0]))!r}?"
+    return otherwise
+
+
+def counted(n: int, noun: str, ending: str = "s") -> str:
+    """`1 token`, `2 tokens`, `1,024 tokens`."""
+    return f"{n:,} {noun}{ending * (n != 1)}"

@@ -16,7 +16,7 @@ from torch import nn
 from specexp import drafters, objects
 from specexp.drafters import Drafter
 from specexp.drafters.model import all_rows, causal_config
-from specexp.errors import UserError, refusing
+from specexp.errors import UserError, meant_beside, refusing
 from specexp.models import int8
 from specexp.models.load import DTYPES, read_config, read_generation, read_tokenizer, tokens_of
 from specexp.zoo import packaged, shelf
@@ -104,7 +104,8 @@ def locate(name: str) -> str:
     if name in packaged.PACKAGES:
         raise UserError(f"{name} is not here yet: specexp zoo fetch {name}")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:
-        raise UserError(f"there is no {'file' if path.suffix == '.gguf' else 'folder'} {name}")
+        what = "file" if path.suffix == ".gguf" else "folder"
+        raise UserError(f"there is no {what} {name}{meant_beside(path)}")
     return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
 
 

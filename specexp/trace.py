@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from specexp.errors import counted
+
 
 class Step(NamedTuple):
     """One live row in one round. `draft`: its draft tokens in node order, -1 for none; `done`: this
@@ -146,8 +148,10 @@ class Acceptance:
         a_pass = f"{self.emitted / self.passes:.2f} a pass" if self.passes else "none"
         if self.cut:
             a_pass += f", {self.length:.2f} with the {self.cut} cut off at the end"
-        rate = f"; acceptance rate {self.rate:.0%}, {self.accepted} of {self.drafted} draft tokens"
-        whole = f"{self.emitted} tokens in {self.passes} target passes: {a_pass}"
+        drafted = counted(self.drafted, "draft token")
+        rate = f"; acceptance rate {self.rate:.0%}, {self.accepted} of {drafted}"
+        passes = counted(self.passes, "target pass", "es")
+        whole = f"{counted(self.emitted, 'token')} in {passes}: {a_pass}"
         return whole + rate * (self.drafted > 0)
 
     def _reached(self) -> list[int]:

@@ -23,6 +23,7 @@ from specexp.commands.options import (
     complain,
     console,
     default,
+    json_text,
     numbers,
     option,
     pairing_options,
@@ -119,7 +120,7 @@ def bench(
             tables, notes = hardware.tables(name, result)
             console.print(*tables, *notes, "", soft_wrap=True, sep="\n")
     if as_json:
-        print(json.dumps(report))
+        print(json_text(report))
     elif out:
         console.print(f"kept in {relative(out)}", soft_wrap=True)
     if earlier:

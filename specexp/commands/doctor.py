@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specexp import ops
+from specexp.errors import counted
 from specexp.measure.hardware.machine import described, doubts, matrices, pass_s
 from specexp.models.memory import free_memory
 from specexp.tracking import results
@@ -32,8 +33,8 @@ def examine(console: Console) -> bool:
     facts.add_row("packages", ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN))
     facts.add_row("device", described(device))
     facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
-    threads, load = torch.get_num_threads(), os.getloadavg()[0]
-    facts.add_row("threads", f"{threads} on {os.cpu_count()} cores, load average {load:.1f}")
+    cores, load = counted(os.cpu_count() or 1, "core"), os.getloadavg()[0]
+    facts.add_row("threads", f"{torch.get_num_threads()} on {cores}, load average {load:.1f}")
     facts.add_row("kernels", ops.state(device))
     root = results.root()
     free = shutil.disk_usage(_existing(root)).free
@@ -44,21 +45,18 @@ def examine(console: Console) -> bool:
     console.print(speeds(device))
     doubtful = doubts(device)
     for line in doubtful:
-        console.print(
-            Text("doubtful", "bold yellow") + Text(f" timings: {line}", ""), soft_wrap=True
-        )
+        text = Text.assemble(("doubtful", "bold yellow"), f" timings: {line}")
+        console.print(text, soft_wrap=True)
     problems = [("missing", problem) for problem in missing()]
     if not os.access(_existing(root), os.W_OK):
         problems.append(("not writable", f"{root}: set SPECEXP_MLRUNS to a folder you can write"))
     if not zoo:
         problems.append(("missing", f"the zoo's models: {shelf.GET}"))
     for what, problem in problems:
-        console.print(Text(what, "bold red") + Text(f" {problem}", ""), soft_wrap=True)
+        console.print(Text.assemble((what, "bold red"), f" {problem}"), soft_wrap=True)
     if not problems:
-        console.print(
-            Text("ready", "green")
-            + Text(f": nothing is missing{', but do not time anything now' * bool(doubtful)}", "")
-        )
+        busy = ", but do not time anything now" * bool(doubtful)
+        console.print(Text.assemble(("ready", "green"), f": nothing is missing{busy}"))
     return not problems
 
 

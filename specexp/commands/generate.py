@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,9 +80,12 @@ def generate(
     from specexp.measure import parameters
     from specexp.measure.exactness import certify
     from specexp.measure.prompts import Prompt, Prompts, in_chat, load
+    from specexp.tree import Tree
 
     if (prompt is None) == (prompts is None):
         raise UserError('give either --prompt "some text" or --prompts FILE')
+    if limit is not None and prompts is None:
+        raise UserError("--limit is a number of --prompts: leave it out with --prompt")
     named = drafter if draft is None else f"{drafter}:{draft}"
     options = pairing_options(
         gamma, target=target, drafter=named, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -98,16 +102,18 @@ def generate(
         console.print(f"{texts}\n", style="dim")
     for number, text in enumerate(question.text for question in texts):
         plain_s, speculative_s, output = _timed(pairing, text, max_new_tokens)
+        drawn = rounds and not Tree.parse(options["tree"], options["gamma"]).is_chain
+        output, parents = _drawn(pairing, text, max_new_tokens) if drawn else (output, [])
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
             speeds = {"tokens_per_s": 1 / speculative_s, "plain_tokens_per_s": 1 / plain_s,
-                      "speedup": plain_s / speculative_s}  # fmt: skip
-            shown = _as_dict(pairing, text, output, exact) | {"speed": speeds}
-            print(json_text(shown))
+                      "speedup": plain_s / speculative_s, "runs": 1}  # fmt: skip
+            shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
+            print(json_text(shown | {"speed": speeds}))
         else:
             if number:
                 console.rule(style="dim")
-            _show(pairing, text, output, rounds)
+            _show(pairing, text, output, rounds, parents)
             console.print(
                 f"{1 / speculative_s:.0f} tokens/s, {plain_s / speculative_s:.2f}x plain decoding "
                 f"({1 / plain_s:.0f} tokens/s); one run of each\n{exact}",
@@ -127,44 +133,65 @@ def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[float, flo
     return plain_s, output.trace.tpot_s, output
 
 
-def _as_dict(pairing: Pairing, text: str, output: Output, exact: Exactness) -> dict[str, Any]:
+def _drawn(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[Output, list[list[int]]]:
+    """The output made once more, round by round, and the parent of each node of every draft."""
+    from specexp.engine import Engine
+
+    parents: list[list[int]] = []
+
+    def watch(stage: str, run: Callable[[], Any]) -> Any:
+        result = run()
+        if stage == "draft":
+            parents.append([-1, *result.nodes.parents[0, 1:].tolist()])
+        return result
+
+    watched = replace(pairing, engine=Engine.of(pairing.engine, clock=watch))
+    return watched.generate([text], max_new_tokens), parents
+
+
+def _as_dict(
+    pairing: Pairing, text: str, output: Output, exact: Exactness, parents: Sequence[list[int]]
+) -> dict[str, Any]:
     record = output.trace.acceptance
     record.check()
+    rounds = [
+        {"drafted": s.drafted, "accepted": s.accepted, "emitted": s.emitted, "draft": s.draft}
+        for s in output.trace.steps()
+    ]
+    for described, tree in zip(rounds, parents, strict=False):
+        described["parents"] = tree
     return {
         "prompt": text,
         "tokens": output.tokens[0],
         "text": pairing.decode(output.tokens[0]),
-        "rounds": [
-            {"drafted": s.drafted, "accepted": s.accepted, "emitted": s.emitted}
-            for s in output.trace.steps()
-        ],
+        "rounds": rounds,
         "acceptance": {
-            "rate": record.rate, "length": record.length, "marginal": record.marginal,
+            "rate": record.rate if record.drafted else None, "length": record.length,
+            "tokens_per_pass": output.tokens_per_pass, "marginal": record.marginal,
             "conditional": record.conditional, "histogram": record.histogram,
             "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
             "cut": record.cut, "passes": record.passes,
         },
         "exact": {
-            "pass": exact.bugs == 0 and not exact.lossy, "lossy": exact.lossy,
-            "tokens": exact.tokens, "ties": exact.ties, "bugs": exact.bugs, "alone": exact.alone,
-            "detectable_tv": exact.detectable if exact.checks else None,
+            "pass": exact.bugs == 0 and not exact.lossy, "ties": exact.ties, "bugs": exact.bugs,
+            "detectable_tv": exact.detectable, **asdict(exact),
         },
+        "followed": list(pairing.followed),
     }  # fmt: skip
 
 
-def _show(pairing: Pairing, text: str, output: Output, rounds: bool) -> None:
+def _show(
+    pairing: Pairing, text: str, output: Output, rounds: bool, parents: Sequence[Sequence[int]]
+) -> None:
     """The output by kind of token, in colours or, where there are none, in marks."""
     from specexp.figures import tokens
-    from specexp.tree import Tree
 
     trace = output.trace
     coloured = console.color_system is not None and not console.no_color
     parts = [tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text)]
     if rounds:
-        tree = Tree.parse(pairing.options["tree"], pairing.options["gamma"])
-        parents = () if tree.is_chain or tree.width else tree.parents  # a grown one is not traced
-        drawn = tokens.by_round(pairing, trace.rounds, output.tokens[0], parents=parents)
-        parts += [Text("\nround  accepted/drafted", "dim"), drawn]
+        lines = tokens.by_round(pairing, trace.rounds, output.tokens[0], parents=parents)
+        parts += [Text("\nround  accepted/drafted", "dim"), lines]
     for part in [*parts, Text("\n").append_text(tokens.legend())]:
         console.print(part if coloured else tokens.marked(part), soft_wrap=True)
     console.print(str(trace.acceptance), soft_wrap=True)
@@ -187,13 +214,11 @@ def theory(
 
     Example: `specexp theory --alpha 0.8 --gamma 5 --cost 0.1`
     """
-    from dataclasses import asdict
-
     from specexp.theory import LONGEST, predict
 
     prediction = predict(alpha, gamma, cost)
     if as_json:
-        print(json.dumps(asdict(prediction)))
+        print(json_text(asdict(prediction)))
         return
     best = f"{prediction.best_gamma}" + " or more" * (prediction.best_gamma == LONGEST)
     console.print(

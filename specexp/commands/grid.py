@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexp.commands.options import console
-from specexp.errors import UserError
+from specexp.errors import UserError, counted
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
@@ -54,8 +54,8 @@ def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     from specexp.commands.remembered import remembered
 
     points = remembered(files, (only, False), True, lambda: _points(files, only, yes))
-    of_files = f"{len(files)} file{'s' * (len(files) != 1)}"
-    console.print(f"{len(points)} point{'s' * (len(points) != 1)} in {of_files}: ready to run")
+    both = counted(len(points), "point"), counted(len(files), "file")
+    console.print(f"{' in '.join(both)}: ready to run")
 
 
 @app.command("run")

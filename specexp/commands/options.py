@@ -107,7 +107,9 @@ def relative(path: Path) -> Path:
 
 
 def json_text(value: Any) -> str:
-    """JSON in which characters that could act on a terminal are escaped."""
+    """JSON, with null for what is no number, in which characters that could act on a terminal are
+    escaped."""
+    value = json.loads(json.dumps(value), parse_constant=lambda _: None)
     text = json.dumps(value, ensure_ascii=False)
     return "".join(x if harmless(x) == x else f"\\u{ord(x):04x}" for x in text)
 
@@ -116,4 +118,5 @@ def complain(what: str, line: str) -> None:
     """Print a line on stderr: what kind of message it is, in red, and the message."""
     from rich.text import Text
 
-    Terminal(stderr=True).print(Text(what, "bold red") + Text(f": {line}", ""), soft_wrap=True)
+    text = Text.assemble((what, "bold red"), f": {line}")
+    Terminal(stderr=True).print(text, soft_wrap=True)

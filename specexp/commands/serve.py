@@ -23,6 +23,7 @@ from specexp.commands.options import (
     pairing_options,
     picture_beside,
 )
+from specexp.errors import counted
 
 
 def serve(
@@ -98,8 +99,8 @@ def serve(
     if as_json:
         print(figures.to_json(orient="records"))
     else:
-        title = f"{len(offered.requests)} requests, {load}, {pairing.target.name}, {drafter}"
-        _show_served(figures, title)
+        requests = counted(len(offered.requests), "request")
+        _show_served(figures, f"{requests}, {load}, {pairing.target.name}, {drafter}")
         for note in serving.notes(runs):
             console.print(note, soft_wrap=True)
     if out and picture:

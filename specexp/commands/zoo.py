@@ -7,8 +7,17 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from specexp.commands.options import AsJson, Command, Device, Dtype, console, default, relative
-from specexp.errors import UserError
+from specexp.commands.options import (
+    AsJson,
+    Command,
+    Device,
+    Dtype,
+    console,
+    default,
+    json_text,
+    relative,
+)
+from specexp.errors import UserError, counted
 
 DRAFTERS = Path(__file__).parents[1] / "drafters"
 app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_help=True)
@@ -29,7 +38,7 @@ def models(as_json: AsJson = False) -> None:
             }
             for m in every
         ]  # fmt: skip
-        print(json.dumps(listed, indent=2))
+        print(json_text(listed))
         return
     columns = ("name", "role", "parameters", "drafts for", "chat", "path")
     table = Table(*columns, box=None, header_style="bold")
@@ -163,8 +172,11 @@ def _train_draft(
     else:
         each = [prompts.Prompt(i, "text", (q,)) for i, q in enumerate(drafts.questions(chats))]
         asked = prompts.Prompts(each, " about Python's standard library")
-    source = f"{asked}{', in its chat' if chats else ''}"
-    console.print(f"{Path(target).name}: {layers} of {L} layers; {source}", soft_wrap=True)
+    source, kept = (
+        f"{asked}{', in its chat' if chats else ''}",
+        f"{layers} of {counted(L, 'layer')}",
+    )
+    console.print(f"{Path(target).name}: {kept}; {source}", soft_wrap=True)
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
     folder = drafts.train(
         pairing.engine, pairing.tokenizer, Path(target).name,
@@ -227,7 +239,7 @@ def twin(
 
     facts = twins.make(params, alpha, out, damp, dtype, seed, vocab, force)
     if as_json:
-        print(json.dumps(facts))
+        print(json_text(facts))
         return
     name, agreement = facts["name"], facts["agreement"]
     path = relative(out or shelf.store() / "twins") / name

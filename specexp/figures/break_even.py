@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from specexp.errors import counted
 from specexp.figures.style import (
     DOUBTFUL,
     INK,
@@ -52,7 +53,7 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
             axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
             batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
-        until = f"{knee:.0f} token{'s' * (round(knee) != 1)}"
+        until = counted(round(knee), "token")
         title(figure,
               f"{costs.about['target']}{doubt(costs)}: the floor ends at about {until} in a pass "
               f"({costs.about['device']}, {costs.about['dtype']})"

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from specexp.errors import counted
 from specexp.figures.style import DOUBTFUL
 from specexp.measure.hardware.phases import PHASES
 from specexp.measure.hardware.suites import WORK
@@ -18,9 +19,9 @@ AXES = {
 
 def heading(about: dict[str, Any]) -> str:
     """The machine in one line; about: from `suites.about`."""
+    both = counted(about["threads"], "thread"), counted(about["cores"], "core")
     return (
-        f"{about['where']}, {about['dtype']}, {about['threads']} threads on {about['cores']} "
-        f"cores, load average {about['load']:.1f}"
+        f"{about['where']}, {about['dtype']}, {' on '.join(both)}, load average {about['load']:.1f}"
     )
 
 
@@ -55,8 +56,9 @@ def per_cent(share: dict[str, float]) -> str:
 
 def _peers(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     table = _table(
-        f"peers: {suite['drafter']}, γ = {suite['gamma']}, {suite['new_tokens']} new tokens for "
-        f"{suite['prompts']} prompts, repeats {suite['repeats']}",
+        f"peers: {suite['drafter']}, γ = {suite['gamma']}, "
+        f"{counted(suite['new_tokens'], 'new token')} for "
+        f"{counted(suite['prompts'], 'prompt')}, repeats {suite['repeats']}",
         "tokens/s", "batch", "theirs", "specexp", "specexp / theirs", "same output",
     )  # fmt: skip
     for row in suite["rows"]:
@@ -116,7 +118,7 @@ def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
 def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     sides = suite["plain"], suite["fast"]
     table = _table(
-        f"round: {suite['drafter']}, one stream, {suite['texts']} prompts, repeats "
+        f"round: {suite['drafter']}, one stream, {counted(suite['texts'], 'prompt')}, repeats "
         f"{suite['turns'] // suite['texts']}; ms a round",
         "phase", "plain", "share", f"γ = {suite['gamma']}", "share",
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -66,34 +66,38 @@ def stream(
 
 def by_round(
     decoder: Pairing | Output, rounds: Sequence[Round], tokens: Sequence[int], row: int = 0,
-    parents: Sequence[int] = (),
+    parents: Sequence[Sequence[int]] = (),
 ) -> Text:  # fmt: skip
     """One line a round: accepted/drafted, the tokens emitted, then the rejected draft tokens. Given
-    the parent of each node, drafts are drawn as trees, a token a line below its parent."""
-    text = Text()
-    for number, (step, kinds) in enumerate(by_kind(rounds, tokens, row), 1):
-        text.append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
-        if parents:
-            for depth, token, kind in _branches(parents, step, kinds[: step.emitted]):
-                text.append("\n       " + "   " * depth + "└─ ", "dim")
-                text.append(_coloured(decoder, [(token, kind)], visible=True))
+    the parents of each draft's nodes, it is drawn as a tree, a token a line below its parent."""
+    lines = []
+    each = zip(by_kind(rounds, tokens, row), chain(parents, repeat(None)), strict=False)
+    for number, ((step, kinds), tree) in enumerate(each, 1):
+        line = Text().append(f"{number:3d}  {step.accepted}/{step.drafted}  ", "dim")
+        if tree is None:
+            line.append(_coloured(decoder, kinds, visible=True))
         else:
-            text.append(_coloured(decoder, kinds, visible=True))
-        text.append("\n")
-    return text
+            for depth, token, kind in _branches(tree, step, kinds[: step.emitted]):
+                line.append("\n       " + "   " * depth + "└─ ", "dim")
+                line.append(_coloured(decoder, [(token, kind)], visible=True))
+        lines.append(line)
+    return Text("\n").join(lines)
 
 
 def _branches(
-    parents: Sequence[int], step: Step, emitted: Sequence[tuple[int, str]], node: int = 0
+    parents: Sequence[int], step: Step, emitted: Sequence[tuple[int, str]] | None, node: int = 0
 ) -> Iterator[tuple[int, int, str]]:
     """(depth, token, kind) of each node of a round's draft below one, depth first, and last of what
-    the target added to the accepted path. emitted: (token, kind) of the tokens kept below it."""
+    the target added to the accepted path. emitted: (token, kind) of the tokens kept below it; None
+    off that path, and below its end there is nothing where an output ended."""
+    if emitted is not None and not emitted:
+        return
     (kept, kind), *deeper = emitted or [(-1, "")]
     for child in (i for i, p in enumerate(parents) if p == node and step.draft[i - 1] >= 0):
         token = step.draft[child - 1]
         accepted = kind == "accepted" and token == kept
         yield 0, token, "accepted" if accepted else "rejected"
-        for depth, below, its in _branches(parents, step, deeper if accepted else (), child):
+        for depth, below, its in _branches(parents, step, deeper if accepted else None, child):
             yield depth + 1, below, its
         kind = "" if accepted else kind  # a sibling of the same token is none
     if kind in ("corrected", "bonus"):

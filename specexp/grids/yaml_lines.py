@@ -18,7 +18,7 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.reader import Reader
 
-from specexp.errors import UserError
+from specexp.errors import UserError, meant_beside
 
 LARGEST, DEEPEST, LONGEST_NUMBER = 1_000_000, 20, 400
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -86,7 +86,8 @@ def _text(path: Path, document: Document) -> str:
         with open(path, "rb") as file:
             raw = file.read(LARGEST + 1)
     except (OSError, ValueError) as e:
-        raise UserError(f"cannot be read: {getattr(e, 'strerror', None) or e}") from e
+        hint = meant_beside(path) if isinstance(e, FileNotFoundError) else ""
+        raise UserError(f"cannot be read: {getattr(e, 'strerror', None) or e}{hint}") from e
     if len(raw) > LARGEST:
         raise UserError(f"is larger than {LARGEST // 1000} kB, too large for a grid file")
     try:

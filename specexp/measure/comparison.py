@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specexp.api import Pairing
-from specexp.errors import UserError
+from specexp.errors import UserError, counted
 from specexp.measure import one_pairing, statistics, summaries
 from specexp.measure.exactness import Exactness, certify
 from specexp.measure.prompts import Prompt
@@ -32,7 +32,7 @@ class Comparison:
         return not self.exactness.bugs and not self.exactness.lossy
 
     def __str__(self) -> str:
-        prompts = "1 prompt" if self.n == 1 else f"{self.n} prompts"
+        prompts = counted(self.n, "prompt")
         return (
             f"speedup {self.speedup} over {prompts}: {statistics.verdict(self.speedup)}\n"
             f"{'exact' if self.exact else 'NOT EXACT'}: {self.exactness}"

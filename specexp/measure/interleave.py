@@ -27,6 +27,7 @@ Item = TypeVar("Item")
 How = ParamSpec("How")
 Measure: TypeAlias = Callable[How, pd.DataFrame]
 FEW = 8  # arms whose medians fit beside a progress bar
+BAR = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"  # leaves room for medians
 ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
 
 
@@ -60,7 +61,7 @@ def take(
     come. Returns the turns of each arm, one an item, in the order of the items."""
     turns: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
-    with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, unit="call") as bar:
+    with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, bar_format=BAR) as bar:
         for number, item in enumerate([*first, *items], 1 - len(first)):
             for arm in list(arms)[:: -1 if number % 2 else 1]:
                 for _ in range(lead):
@@ -72,14 +73,16 @@ def take(
                     turns[arm].append(Turn(took, result))
                 bar.update()
             if number > 0 and len(arms) <= FEW:
-                bar.set_postfix_str(", ".join(starmap(_so_far, turns.items())), refresh=False)
+                medians = ", ".join(starmap(_so_far, turns.items()))
+                bar.set_postfix_str(f"ms: {medians}", refresh=False)
     return turns
 
 
 def _so_far(arm: Any, turns: Sequence[Turn]) -> str:
-    """ours draft 420.00 ms"""
-    name = " ".join(map(str, arm)) if isinstance(arm, tuple) else arm
-    return f"{name} {1e3 * median_s(turns):,.2f} ms"
+    """ours draft 420.00"""
+    parts = arm if isinstance(arm, tuple) else (arm,)
+    name = " ".join(str(getattr(part, "__name__", part)) for part in parts)
+    return f"{name} {1e3 * median_s(turns):,.2f}"
 
 
 def seconds(turns: Sequence[Turn]) -> list[float]:

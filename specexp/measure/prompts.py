@@ -21,14 +21,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from string import whitespace
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from specexp.errors import UserError, meant
+from specexp.errors import UserError, counted, meant, meant_beside
 
 if TYPE_CHECKING:
     from specexp.api import Pairing
@@ -66,7 +66,7 @@ class Prompts(list[Prompt]):
         self.source = source
 
     def __str__(self) -> str:
-        return f"{len(self)} prompt{'s' * (len(self) != 1)}{self.source}"
+        return f"{counted(len(self), 'prompt')}{self.source}"
 
 
 def load(
@@ -369,5 +369,5 @@ def _names(names: Iterable[str]) -> str:
 
 def _hint(path: Path) -> str:
     """A suggestion: the most similar shipped set or neighbouring file."""
-    beside = (f.name for f in islice(path.parent.glob("*"), 1000) if f.suffix in FORMATS)
-    return meant(path.name, [*NAMES, "all", *beside], f"; shipped are {', '.join(NAMES)}, all")
+    shipped = meant_beside(path, f"; shipped are {', '.join(NAMES)}, all")
+    return meant(str(path), [*NAMES, "all"], shipped)

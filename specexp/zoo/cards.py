@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specexp.errors import counted
 from specexp.zoo import shelf
 from specexp.zoo.recipes import VOCABULARY, Course, HeadRecipe
 
@@ -95,7 +96,8 @@ def describe_draft(
         "name": name, "role": "draft", "target": target,
         "parameters": sum(p.numel() for p in draft.parameters()),
         "layers": config.num_hidden_layers, "width": config.hidden_size,
-        "about": f"{config.num_hidden_layers} layers of {target}, taught on its own answers.",
+        "about": f"{counted(config.num_hidden_layers, 'layer')} of {target}, taught on its own "
+        "answers.",
         "held_out": held_out, "trained": trained_on([course], losses, 0, answers=dict(answers)),
     }  # fmt: skip
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from specexp.engine import Engine
-from specexp.errors import UserError, refusing
+from specexp.errors import UserError, counted, refusing
 from specexp.zoo import cards, files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
@@ -45,7 +45,7 @@ def kept(L: int, layers: int) -> list[int]:
     """Which of L layers a draft keeps: as many, evenly spaced, the first and the last among them.
     Raises UserError if that is none or all of them."""
     if not 1 <= layers < L:
-        raise UserError(f"a draft of a target of {L} layers keeps 1 to {L - 1} of them")
+        raise UserError(f"a draft of a target of {counted(L, 'layer')} keeps 1 to {L - 1} of them")
     return [round(i) for i in np.linspace(0, L - 1, layers)] if layers > 1 else [0]
 
 

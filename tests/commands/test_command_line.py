@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import names
-from specexp.commands import app
+from specexp.commands import app, options
 from specexp.engine import Engine
 from specexp.measure import parameters
 
@@ -130,7 +130,8 @@ def test_generate_json_has_tokens_rounds_acceptance_exactness(run, tiny_folders)
     )  # fmt: skip
     assert code == 0, err
     made = json.loads(out)
-    assert set(made) == {"prompt", "tokens", "text", "rounds", "acceptance", "exact", "speed"}
+    whole = "prompts prompt tokens text rounds acceptance exact followed speed"
+    assert set(made) == set(whole.split())
     speed = made["speed"]
     assert speed["speedup"] == pytest.approx(speed["tokens_per_s"] / speed["plain_tokens_per_s"])
     assert len(made["tokens"]) == 12 == sum(r["emitted"] for r in made["rounds"])
@@ -138,8 +139,26 @@ def test_generate_json_has_tokens_rounds_acceptance_exactness(run, tiny_folders)
     assert record["accepted"] == sum(r["accepted"] for r in made["rounds"])
     assert record["rate"] == pytest.approx(record["accepted"] / record["drafted"])
     assert record["length"] == pytest.approx(1 + sum(record["marginal"]))
-    counts = {"tokens": 12, "ties": 0, "bugs": 0, "alone": 12}
-    assert made["exact"] == {"pass": True, "lossy": "", "detectable_tv": None} | counts
+    counts = {"rows": 1, "tokens": 12, "alone": 12}
+    exact = {name: value for name, value in made["exact"].items() if value}
+    assert exact == counts | {"pass": True}
+    assert made["exact"]["detectable_tv"] is None, "greedy: no draw was looked at"
+
+
+def test_generate_json_knows_no_rate_where_nothing_was_drafted_and_the_trees_of_drafts(
+    run, tiny_folders
+):
+    head = ("generate", "--target", tiny_folders[0], "--prompt", "a b a b a", "--json")
+    plain = json.loads(run(*head, "--drafter", "plain", "--max-new-tokens", "3")[1])
+    assert plain["acceptance"]["rate"] is None
+    tree = ("--drafter", "early_exit:1", "--tree", "grown:4", "--gamma", "2", "--rounds")
+    for draft in json.loads(run(*head, *tree, "--max-new-tokens", "6")[1])["rounds"]:
+        assert len(draft["parents"]) == 1 + len(draft["draft"])
+        assert draft["parents"][0] == -1
+
+
+def test_json_has_null_for_what_is_no_number():
+    assert options.json_text({"a": [float("nan"), 1]}) == '{"a": [null, 1]}'
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
@@ -162,6 +181,22 @@ def test_generate_under_a_rule_that_weighs_q_is_compared_with_plain_decoding(
     code, out, err = run("generate", *pair, *how)
     assert (code, err) == (0, "")
     assert "x plain decoding" in out
+
+
+def test_messages_show_their_kind_in_red_and_the_rest_as_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    options.complain("error", "no such file")
+    assert capsys.readouterr().err == "\x1b[1;31merror\x1b[0m: no such file\n"
+
+
+def test_generate_draws_grown_trees(run, tiny_folders):
+    tree = ("--drafter", "early_exit:1", "--tree", "grown:4", "--gamma", "2", "--rounds")
+    _, out, _ = run(
+        "generate", "--target", tiny_folders[0], *tree, "--max-new-tokens", "6", "--prompt", "a b",
+    )  # fmt: skip
+    assert "          └─ " in out, "a token below another"
 
 
 def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
@@ -250,6 +285,7 @@ def test_generate_reads_prompts_file_and_writes_json_lines(run, tiny_folders, tm
 
 BAD = {
     "no prompt": ([], "--prompt"),
+    "limit of one": (["--prompt", "a", "--limit", "3"], "--limit"),
     "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
     "empty prompt": (["--prompt", "", "--drafter", "plain"], "empty"),
     "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "did you mean 'model'?"),
@@ -306,6 +342,7 @@ BAD = {
         ["--prompt", "a", "--drafter", "lookahead:5"],
         "did you mean 'recycle'?",
     ),
+    "folder": (["--target", "./test", "--prompt", "a"], "did you mean 'tests'?"),
     "prompts file": (["--prompts", "missing.jsonl", "--drafter", "plain"], "missing.jsonl"),
     "empty": (["--prompt", "", "--drafter", "plain"], "a prompt is empty"),
     "too long": (["--prompt", "a b " * 200, "--drafter", "plain"], "more than the 128-token"),

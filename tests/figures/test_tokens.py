@@ -42,7 +42,7 @@ def test_marks_stand_for_colours():
 
 def test_accepted_tokens_cut_off_are_not_rejected():
     text = tokens.by_round(PAIRING, rounds(Step(0, 3, 3, 1, (1, 2, 3))), [1])
-    assert text.plain == "  1  3/3  1 \n"
+    assert text.plain == "  1  3/3  1 "
 
 
 def test_plain_steps_are_plain():
@@ -116,7 +116,7 @@ def test_edges_count_what_the_trace_counts(pairing):
 def test_trees_are_drawn_as_trees():
     """Of two siblings of one token the first is accepted; what was not drafted has no line."""
     steps = rounds(Step(0, 5, 2, 3, (1, 1, 3, 2, 4, -1)))
-    drawn = tokens.by_round(PAIRING, steps, [1, 2, 9], parents=(-1, 0, 0, 1, 1, 2, 2))
+    drawn = tokens.by_round(PAIRING, steps, [1, 2, 9], parents=[(-1, 0, 0, 1, 1, 2, 2)])
     assert tokens.marked(drawn).plain.splitlines() == [
         "  1  2/5  ",
         "       └─ [1 ]",
@@ -126,3 +126,10 @@ def test_trees_are_drawn_as_trees():
         "       └─ ~1 ~",
         "          └─ ~4 ~",
     ]
+
+
+def test_a_tree_ends_where_the_output_was_cut_off():
+    """Below the last token that was kept, nothing is known to be rejected."""
+    steps = rounds(Step(0, 3, 2, 1, (1, 2, 3)))
+    drawn = tokens.by_round(PAIRING, steps, [1], parents=[(-1, 0, 1, 1)])
+    assert tokens.marked(drawn).plain.splitlines() == ["  1  2/3  ", "       └─ [1 ]"]

@@ -64,3 +64,4 @@ def test_threads_that_wait_for_each_other_are_named(passes):
 def test_busy_machine_is_named(passes, one, load):
     [line] = passes(one, [1.0], load)
     assert line.endswith("others use this machine; measure when it is quiet")
+    assert ("its fastest time" in line) == (len(one) > 1), "what does not swing is not said to"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specexp.engine import Engine
+from specexp.errors import counted
 from specexp.measure.exactness.draws import ALARM, Check, Witness
 from specexp.measure.exactness.reference import Reference, near_winners
 from specexp.rules import Match
@@ -86,12 +87,13 @@ class Exactness:
 
     def __str__(self) -> str:
         differing = sum(d.kind == "bug" for d in self.divergences)
-        result = "identical" if not self.divergences else f"{self.ties} near ties, {differing} bugs"
-        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        both = counted(self.ties, "near tie"), counted(differing, "bug")
+        result = ", ".join(both) if self.divergences else "identical"
         how = f", Match in place of {self.replaced}," if self.replaced else ""
-        parts = [f"{self.tokens} tokens in {rows}{how} compared with plain decoding: {result}"]
+        compared = f"{counted(self.tokens, 'token')} in {counted(self.rows, 'row')}"
+        parts = [f"{compared}{how} compared with plain decoding: {result}"]
         if self.alone:
-            result = f"{self.strays} bugs" if self.strays else "equal but for rounding"
+            result = counted(self.strays, "bug") if self.strays else "equal but for rounding"
             parts.append(f"{self.alone} with the module without a cache: {result}")
         if self.unlikely:
             parts.append(f"BUG: {self.unlikely} of them are not the likeliest of their own round")

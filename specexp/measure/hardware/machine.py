@@ -5,6 +5,7 @@ import statistics
 
 import torch
 
+from specexp.errors import counted
 from specexp.fast.cpu import build
 from specexp.measure.interleave import clock
 
@@ -51,7 +52,7 @@ def doubts(device: torch.device) -> list[str]:
     finally:
         torch.set_num_threads(threads)
     typical = {count: statistics.median(taken) for count, taken in times.items()}
-    where = f"load average {load:.1f} on {cores} cores"
+    where = f"load average {load:.1f} on {counted(cores, 'core')}"
     lines = []
     if (slower := typical[threads] / typical[1]) > WAITING:
         lines.append(
@@ -59,11 +60,9 @@ def doubts(device: torch.device) -> list[str]:
             f"({where}): set OMP_NUM_THREADS=1"
         )
     spread = max(typical[count] / min(taken) for count, taken in times.items())
+    swings = f"a pass takes {spread:.1f}x its fastest time, {where}" if spread > UNSTEADY else where
     if spread > UNSTEADY or load > cores:
-        lines.append(
-            f"a pass takes {spread:.1f}x its fastest time ({where}): others use this machine; "
-            "measure when it is quiet"
-        )
+        lines.append(f"{swings}: others use this machine; measure when it is quiet")
     return lines
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.utils import logging
 
 from specexp import api
 from specexp.api import Pairing
@@ -197,6 +198,8 @@ def same_settings(
     if sampling.temperature > 0:
         how |= asdict(sampling) | {"min_p": sampling.min_p or None}
     configs = [(module, module.generation_config) for module in modules]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # assisted generation warns of the arguments it passes itself
     try:
         for module, config in configs:
             module.generation_config = type(config)(
@@ -205,6 +208,7 @@ def same_settings(
             )  # fmt: skip
         yield
     finally:
+        logging.set_verbosity(verbosity)
         for module, config in reversed(configs):
             module.generation_config = config
 

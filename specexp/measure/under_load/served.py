@@ -167,7 +167,7 @@ def served_metrics(
         "load/refused": (table["state"] == "refused").sum(),
         "load/failed": (table["state"] == "failed").sum(),
         "load/overhead": 1 - total["busy_s"] / (total["s"] or float("nan")),
-        "served/rate": total["accepted"] / max(1, total["drafted"]),
+        "served/rate": total["accepted"] / (total["drafted"] or float("nan")),
     }
 
 
