@@ -25,7 +25,7 @@ from specexp.errors import UserError, refusing
 from specexp.models import generation
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
-from specexp.models.load import of_module
+from specexp.models.load import of_module, text_of
 from specexp.names import (
     Facts,
     default_draft,
@@ -58,7 +58,7 @@ class Output(Generation):
     tokenizer: Any = field(repr=False, compare=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens))
+        return text_of(self.tokenizer, tokens)
 
     @property
     def acceptance(self) -> Acceptance:
@@ -116,7 +116,7 @@ class Pairing:
         return [encode(self.tokenizer, text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens))
+        return text_of(self.tokenizer, tokens)
 
     def generate(self, texts: str | Sequence[str], max_new_tokens: int) -> Output:
         """Continue texts, all in one batch.
@@ -135,7 +135,7 @@ class Pairing:
         """
         texts = [texts] if isinstance(texts, str) else texts
         batch = self.engine.generate(self.encode(texts), max_new_tokens)
-        text = [str(self.tokenizer.decode(t, skip_special_tokens=True)) for t in batch.tokens]
+        text = [text_of(self.tokenizer, t, skip_special_tokens=True) for t in batch.tokens]
         return Output(batch.tokens, batch.trace, text, self.tokenizer)
 
     def compare_with_plain(

@@ -21,7 +21,7 @@ from specexp.drafters.model import all_rows
 from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.lm import LM, Forward
-from specexp.models.load import load, read_config, read_tokenizer, tokens_of
+from specexp.models.load import load, read_config, read_tokenizer, text_of, tokens_of
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -52,11 +52,11 @@ class TokenMap:
 
     def tokenized(self, ids: list[int]) -> list[int]:
         """These target tokens as draft tokens; never empty."""
-        return self._encode(self.target.decode(ids), add_special_tokens=False)
+        return self._encode(text_of(self.target, ids), add_special_tokens=False)
 
     def tokenized_prompt(self, ids: list[int]) -> list[int]:
         """A whole prompt as draft tokens, with the draft's own special tokens."""
-        return self._encode(self.target.decode(ids, skip_special_tokens=True))
+        return self._encode(text_of(self.target, ids, skip_special_tokens=True))
 
     def _encode(self, text: str, **how: bool) -> list[int]:
         return tokens_of(self.draft, text, **how) or [self.draft.eos_token_id or 0]

@@ -134,6 +134,8 @@ def in_chat(
 
 
 def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:
+    from specexp.models.load import text_of  # it imports torch, which reading a file does not need
+
     answers: list[str] = []
     for number in range(len(prompt.turns)):
         text = _in_template(pairing.tokenizer, prompt, answers)
@@ -144,7 +146,7 @@ def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Pr
             answers.append(prompt.answers[number])
         elif number + 1 < len(prompt.turns):
             [ids] = pairing.engine.plain().generate(pairing.encode([text]), max_new_tokens).tokens
-            answers.append(str(pairing.tokenizer.decode(ids, skip_special_tokens=True)))
+            answers.append(text_of(pairing.tokenizer, ids, skip_special_tokens=True))
 
 
 def longest(prompt: Prompt, tokenizer: Any) -> tuple[str, int]:
@@ -156,7 +158,7 @@ def longest(prompt: Prompt, tokenizer: Any) -> tuple[str, int]:
 
 def _in_template(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> str:
     """The conversation up to the turn behind these answers, in the target's chat template."""
-    from specexp.names import chat_text  # it imports torch, which reading a file does not need
+    from specexp.names import chat_text  # of torch, too
 
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers):

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -349,6 +349,12 @@ def tokens_of(tokenizer: Any, text: str, **how: bool) -> list[int]:
         how["verbose"] = False  # too long a prompt is refused where the context is known
     with refusing("the tokenizer fails on a prompt"):
         return list(tokenizer(text, **how).input_ids)
+
+
+def text_of(tokenizer: Any, tokens: Sequence[int], **how: bool) -> str:
+    """The text of tokens. Raises UserError if the tokenizer fails."""
+    with refusing("the tokenizer fails on tokens"):
+        return str(tokenizer.decode(tokens, **how))
 
 
 @lru_cache(maxsize=64)

@@ -275,7 +275,13 @@ def exactness(part: Sequence[Run]) -> str:
     tokens = sum(run.metrics.get("exact/tokens", 0) for run in checked)
     bugs = sum(run.metrics.get("exact/bugs", 0) for run in checked)
     text = f"The output was the target's in {passed} of {len(checked)} checked runs"
-    text += f" ({tokens:,.0f} tokens compared)"
+    text += f" ({tokens:,.0f} tokens compared"
+    seen = [
+        m["exact/detectable_tv"] for run in checked if "exact/detectable_tv" in (m := run.metrics)
+    ]
+    text += (
+        f"; a total variation of {max(seen):.2g} in the mean of draws would show)" if seen else ")"
+    )
     if passed < len(checked):
         text += f"; the others use a lossy rule or have a bug ({bugs:.0f} differences)"
     unchecked = len(part) - len(checked)

@@ -276,7 +276,7 @@ def failed(broken, prompts=MANY, length=40) -> list[str]:
     exact = certify(broken, prompts, length)
     assert exact.metrics["exact/pass"] == 0
     assert 0 < exact.metrics["exact/detectable_tv"] < 0.13
-    assert f"a total variation of {exact.detectable:.2g} would show" in str(exact)
+    assert f"a total variation of {exact.detectable:.2g} in the mean would show" in str(exact)
     return [check.what for check in exact.checks if not check.passed]
 
 
@@ -351,10 +351,37 @@ def test_rule_that_is_wrong_after_its_first_token_is_a_bug():
     assert "emitted tokens" in failed(broken)
 
 
+class AmissInOneRow(Reject):
+    """The planted bug: in the last row of a batch it accepts everything."""
+
+    name = "amiss in one row"
+
+    def __call__(self, draft, p, rng):
+        wrong, right = AcceptAll()(draft, p, rng), super().__call__(draft, p, rng)
+        last = torch.arange(len(p)) == len(p) - 1
+        parts = {
+            name: torch.where(last.view(-1, *[1] * (part.ndim - 1)), part, getattr(right, name))
+            for name, part in vars(wrong).items()
+        }
+        return replace(right, **parts)
+
+
+def test_rule_that_is_wrong_in_one_row_of_many_is_a_bug():
+    """Too little of all draws to show in their sum."""
+    broken = engine(0.8)
+    broken.rule = AmissInOneRow()
+    exact = certify(broken, MANY, 40)
+    amiss = [check for check in exact.checks if not check.passed]
+    assert "tokens of amiss in one row on fresh noise" in [check.what for check in amiss]
+    assert all(check.bias < check.detectable < check.in_row for check in amiss)
+    in_row = max(check.in_row for check in exact.checks)
+    assert f" in the mean would show, of {in_row:.2g} in a single row; a false" in str(exact)
+
+
 def test_token_of_probability_zero_is_a_bug():
-    tally = Tally(torch.device("cpu"))
-    p = torch.tensor([[0.5, 0.5, 0.0]])
-    tally.add(torch.tensor([2]), p, sets_of(p, p > 0.4), torch.tensor([True]))
+    tally = Tally(1, torch.device("cpu"))
+    p = torch.tensor([[[0.5, 0.5, 0.0]]])
+    tally.add(torch.tensor([[2]]), p, sets_of(p, p > 0.4), torch.tensor([[True]]))
     assert not tally.check("", "").passed
 
 
@@ -417,7 +444,7 @@ def test_counting_draws_leaves_them_on_a_gpu(monkeypatch, kind, tree, rule):
     monkeypatch.setenv("SPECEXP_NATIVE", "off")
     [attention, dtype] = next(iter(ATTENTION.items()))
     counted = tiny.engine(kind, tree, rule, temperature=0.9, dtype=dtype)
-    witness = counted.clock = Witness(counted, range(0))
+    witness = counted.clock = Witness(counted, len(tiny.PROMPTS), range(0))
     witness.generator = None  # there is none of a GPU here
     with begun(counted, tiny.PROMPTS, tiny.TREES[tree], attention) as seqs:
         counted.round(seqs, tiny.TREES[tree])
@@ -433,8 +460,8 @@ def tallies(shift: float, n: int, count: int) -> list:
         p = 0.05 + 0.8 * torch.rand(n, 1).double()
         law = torch.cat([p, 1 - p], -1)
         tokens = (torch.rand(n).double() > p[:, 0] + shift).long()
-        tally = Tally(law.device)
-        tally.add(tokens, law, sets_of(law, law == p), torch.ones(n, dtype=torch.bool))
+        tally = Tally(1, law.device)
+        tally.add(tokens[None], law[None], sets_of(law, law == p)[None], tokens[None] >= 0)
         checks.append(tally.check("", ""))
     return checks
 

@@ -24,10 +24,12 @@ PAGE = Path(__file__).parents[2] / "specexp" / "models" / "README.md"
 ROWS = dict(re.findall(r"^\| (\S.*?) \| (r\S.*?) \|$", PAGE.read_text(), re.MULTILINE))
 
 
-def test_readme_counts_the_table():
+def test_pages_count_the_table():
     served = sum(outcome.startswith("right") for outcome in ROWS.values())
-    text = (PAGE.parents[2] / "README.md").read_text()
-    assert f"Of {len(ROWS)} architectures of transformers {served} are served" in text
+    for page in (PAGE.parents[1] / "README.md", PAGE.parents[2] / "README.md"):
+        text = page.read_text()
+        assert f"Of {len(ROWS)} architectures of transformers {served} are served" in text
+        assert "models/README.md" in text
 
 
 def test_the_table_names_every_variant_of_every_architecture():

@@ -13,10 +13,13 @@ from tokenizers import Tokenizer
 
 import specexp
 from specexp import names
+from specexp.api import Output
 from specexp.commands import app
+from specexp.drafters.crossed import TokenMap
 from specexp.errors import UserError, refusing
 from specexp.models import head_files
 from specexp.models.load import load, read_tokenizer, tokens_of
+from specexp.trace import Trace
 from specexp.zoo.rows import encode as encode_documents
 
 
@@ -53,6 +56,8 @@ def refused(monkeypatch, capsys):
 BACKTRACKS = {
     "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False
 }  # fmt: skip
+FAILS = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}  # of a joined text
+FUSES = {"type": "Fuse"}
 LONG = "a" * 40 + "b"
 
 
@@ -67,6 +72,21 @@ def test_pattern_that_blows_up_is_one_line_wherever_text_is_encoded(folder, refu
     pairing = specexp.load(str(folder), "ngram", 2)
     with pytest.raises(UserError, match="the tokenizer fails on a prompt"):
         pairing.generate(LONG, 4)
+
+
+def test_decoder_that_blows_up_is_one_line_wherever_tokens_are_decoded(folder, capfd):
+    edit(folder / "tokenizer.json", decoder={"type": "Sequence", "decoders": [FUSES, FAILS]})
+    pairing = specexp.load(str(folder), "ngram", 2)
+    output = Output([], Trace(0), [], pairing.tokenizer)
+    tokens = pairing.encode([LONG])[0]
+    for decode in (
+        pairing.decode,
+        output.decode,
+        TokenMap(pairing.tokenizer, pairing.tokenizer, 9).tokenized_prompt,
+    ):
+        with pytest.raises(UserError, match=r"the tokenizer fails on tokens: .*retry-limit"):
+            decode(tokens)
+    assert capfd.readouterr().err == ""
 
 
 def test_panic_is_reported_once(folder, capfd):

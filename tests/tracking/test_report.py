@@ -18,7 +18,8 @@ HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u20
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 SLOW, FAST = (
     {"speedup/measured": value, "speedup/ci_low": value - 0.1, "speedup/ci_high": value + 0.1,
-     "acceptance/length": 2.5, "exact/pass": 1.0, "exact/tokens": 100.0}
+     "acceptance/length": 2.5, "exact/pass": 1.0, "exact/tokens": 100.0,
+     "exact/detectable_tv": 0.1234}
     for value in (1.2, 1.9)
 )  # fmt: skip
 
@@ -78,7 +79,8 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert "ngram: 1.90x [1.79, 2.01] of plain decoding's speed over 3 prompts" in text
     assert "certainly faster. It is the best of 2 runs" in text
     assert "certainly better than the others" in text
-    assert "in 2 of 2 checked runs (200 tokens compared)" in text
+    said = "(200 tokens compared; a total variation of 0.12 in the mean of draws would show)"
+    assert f"in 2 of 2 checked runs {said}" in text
     assert "specexp grid run 'of mine.yaml'" in text
     assert "results/a" in text
     assert "results/b" in text

@@ -7,7 +7,8 @@ a few times, so tokens are counted by sets. One are the tokens that the other si
 p, or below), which a wrong ratio, residual or acceptance shifts; the other those as likely as is
 typical or more, ln p >= -H(p), which a wrong temperature or truncation shifts. The difference of a
 set's observed and expected counts, per draw, is at most the mean total variation, and equals it for
-a fault that moves probability from this set to the rest.
+a fault that moves probability from this set to the rest. All rows are counted together, which shows
+a small fault of all draws, and each on its own, which shows a large one of a single row.
 
 If a run is exact, a count is a sum of coins, the probability of each known before it is tossed. By
 Bernstein's inequality the counts of a verdict then leave their ranges with probability at most
@@ -27,7 +28,8 @@ from specexp.sequences import Draft, Sequences, Verdict
 
 ALARM = 1e-4  # probability that a verdict of an exact run is a false alarm, at most
 SETS, KINDS = 2, 3
-BOUND = math.log(2 * SETS * KINDS / ALARM)  # each count has two sides
+SINGLE = 0.1  # the share of it for counts of single rows
+BOUND = math.log(2 * SETS * KINDS / ALARM / (1 - SINGLE))  # each count has two sides
 SURE = 1.645  # standard deviations: a fault of the stated size is missed in 5 % of runs
 ROUNDS = 8  # fresh rounds for each recorded one
 MOST = {"cpu": 1 << 25}  # probabilities [B, N, V] that they may read in all
@@ -37,14 +39,16 @@ MOST_ELSEWHERE = 1 << 30
 @dataclass(frozen=True)
 class Check:
     """One kind of draw. what: what is drawn; law: from what it should be; n draws; bias: the
-    largest difference of a count from its expectation, per draw; detectable: the least that is
-    found in 95 % of runs; passed: it is within chance, and nothing of probability 0 was drawn."""
+    largest difference of a count of all rows from its expectation, per draw; detectable: the least
+    that is found in 95 % of runs; in_row: the least of a single row; passed: all counts are within
+    chance, and nothing of probability 0 was drawn."""
 
     what: str
     law: str
     n: int
     bias: float
     detectable: float
+    in_row: float
     passed: bool
 
     def __str__(self) -> str:
@@ -54,16 +58,16 @@ class Check:
 
 
 class Tally:
-    """Counts of sets of tokens, observed and expected."""
+    """Counts of sets of tokens, observed and expected, of each row."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, rows: int, device: torch.device) -> None:
         # of each set: draws, observed, expected, variance, and draws of probability 0
-        self.sums = torch.zeros(SETS, 5, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(rows, SETS, 5, dtype=torch.float64, device=device)
 
     def add(self, tokens: Tensor, law: Tensor, sets: Tensor, valid: Tensor) -> None:
-        """Count tokens [...] drawn from law [..., V], where `valid` [...].
+        """Count tokens [B, N] drawn from law [B, N, V], where `valid` [B, N].
 
-        sets [..., SETS, V] bool, chosen before the draw; an empty one is not counted."""
+        sets [B, N, SETS, V] bool, chosen before the draw; an empty one is not counted."""
         at, total = tokens.clamp(min=0)[..., None], law.sum(-1, dtype=torch.float64)
         mass = (law[..., None, :] * sets).sum(-1, dtype=torch.float64) / total[..., None]
         mass = mass.clamp(max=1)
@@ -71,21 +75,27 @@ class Tally:
         never = (law.gather(-1, at) == 0).double().expand_as(mass)
         sums = torch.stack([torch.ones_like(mass), hit, mass, mass * (1 - mass), never], -1)
         counted = valid[..., None] & sets.any(-1)
-        self.sums += torch.where(counted[..., None], sums, 0.0).flatten(0, -3).sum(0)
+        self.sums += torch.where(counted[..., None], sums, 0.0).sum(1)
 
     def check(self, what: str, law: str) -> Check:
-        counts = [row for row in self.sums.tolist() if row[0]]
-        if not counts:
-            return Check(what, law, 0, 0.0, 1.0, True)
-        bias, detectable, passed = 0.0, 0.0, True
-        for n, observed, expected, variance, never in counts:
-            off = abs(observed - expected)
-            chance = math.sqrt(2 * variance * BOUND + (BOUND / 3) ** 2) + BOUND / 3
-            bias = max(bias, off / n)
-            detectable = max(detectable, min(1.0, (chance + SURE * math.sqrt(variance)) / n))
-            passed = passed and off <= chance and not never
-        n = int(max(row[0] for row in counts))
-        return Check(what, law, n, bias, detectable, passed)
+        single = math.log(len(self.sums) * (1 - SINGLE) / SINGLE)
+        together = _check(what, law, self.sums.sum(0), BOUND)
+        apart = _check(what, law, self.sums.flatten(0, 1), BOUND + single)
+        passed = together.passed and apart.passed
+        return replace(together, in_row=apart.detectable, passed=passed)
+
+
+def _check(what: str, law: str, sums: Tensor, bound: float) -> Check:
+    """The check of counts [C, 5], each of which leaves its range with probability 2 exp(-bound)."""
+    counts = [count for count in sums.tolist() if count[0]]
+    n, bias, detectable, passed = 0, 0.0, 0.0 if counts else 1.0, True
+    for draws, observed, expected, variance, never in counts:
+        off = abs(observed - expected)
+        chance = math.sqrt(2 * variance * bound + (bound / 3) ** 2) + bound / 3
+        n, bias = max(n, int(draws)), max(bias, off / draws)
+        detectable = max(detectable, min(1.0, (chance + SURE * math.sqrt(variance)) / draws))
+        passed = passed and off <= chance and not never
+    return Check(what, law, n, bias, detectable, detectable, passed)
 
 
 def sets_of(law: Tensor, favoured: Tensor) -> Tensor:
@@ -96,14 +106,14 @@ def sets_of(law: Tensor, favoured: Tensor) -> Tensor:
 
 
 class Witness:
-    """A clock (see `Engine`) that looks at every stage of the rounds of one batch.
+    """A clock (see `Engine`) that looks at every stage of the rounds of one batch of `rows`.
 
-    kept: rows whose emitted tokens and logits it keeps, for a comparison with the module alone."""
+    kept: those whose emitted tokens and logits it keeps, for a comparison with the module alone."""
 
-    def __init__(self, engine: Engine, kept: range) -> None:
+    def __init__(self, engine: Engine, rows: int, kept: range) -> None:
         self.engine, self.kept = engine, kept
         device = engine.target.device
-        self.drafted, self.judged, self.emitted = (Tally(device) for _ in range(KINDS))
+        self.drafted, self.judged, self.emitted = (Tally(rows, device) for _ in range(KINDS))
         self.tokens: dict[int, list[int]] = {row: [] for row in kept}
         self.logits: dict[int, list[Tensor]] = {row: [] for row in kept}
         self.generator = torch.Generator(device).manual_seed(engine.seed)

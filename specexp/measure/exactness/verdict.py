@@ -68,7 +68,8 @@ class Exactness:
 
     @property
     def detectable(self) -> float:
-        """The least total variation that any of the checks of draws would find; NaN without one."""
+        """The least total variation, mean over draws, that every check of draws would find; NaN
+        without one."""
         return max((check.detectable for check in self.checks), default=float("nan"))
 
     @property
@@ -99,9 +100,11 @@ class Exactness:
             parts.append(f"BUG: {self.unlikely} of them are not the likeliest of their own round")
         parts += [str(check) for check in self.checks]
         if self.checks:
+            in_row = max(check.in_row for check in self.checks)
+            single = f", of {in_row:.2g} in a single row" if self.rows > 1 else ""
             parts[-1] += (
-                f" (a total variation of {self.detectable:.2g} would show, a false alarm is one in "
-                f"{1 / ALARM:,.0f})"
+                f" (a total variation of {self.detectable:.2g} in the mean would show{single}; a "
+                f"false alarm is one in {1 / ALARM:,.0f})"
             )
         line = "; ".join(parts)
         return f"{line}; but the rule is {self.lossy}" if self.lossy else line
@@ -128,7 +131,7 @@ def watched(
     counted = engine.sampling.temperature > 0 and not engine.rule.lossy
     prompts = prompts if counted else prompts[-ALONE:]
     kept = range(max(0, len(prompts) - ALONE), len(prompts))
-    witness, reference = Witness(engine, kept), Reference(engine.target)
+    witness, reference = Witness(engine, len(prompts), kept), Reference(engine.target)
     Engine.of(engine, clock=witness).generate(prompts, max_new_tokens)
     exact.checks = witness.checks if counted else []
     for row in kept:
