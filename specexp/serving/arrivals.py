@@ -125,7 +125,9 @@ def parse(load: str, count: int, seed: int = 0) -> Arrivals | Closed:
     kind, _, argument = load.partition(":")
     try:
         if kind == "closed":
-            return Closed(_whole(argument, load), count)
+            if (streams := int(argument)) < 1:
+                raise UserError(f"load {load!r} needs at least one stream")
+            return Closed(streams, count)
         if kind == "poisson":
             return bursty(float(argument), count, Lengths(), seed)
         if kind == "bursty":
@@ -149,13 +151,6 @@ def at_rate(arrivals: str, rate: float) -> str:
 
 
 _HELP = "use closed:STREAMS, poisson:RATE, bursty:RATE,CV, day:RATE (a second) or trace:FILE"
-
-
-def _whole(text: str, load: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise UserError(f"load {load!r} needs at least one stream")
-    return value
 
 
 def _positive(**values: float) -> None:

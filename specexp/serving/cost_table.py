@@ -124,11 +124,11 @@ class Costs:
     def verify_s(self, batch: float, tokens: float, context: float) -> float:
         """All of a round but drafting, `tokens` a row. Linear between the points and beyond the
         last, where it never falls; constant before the first."""
-        return _read(self._lists["verify"], batch, tokens, context)
+        return self._read("verify", batch, tokens, context)
 
     def draft_s(self, batch: float, gamma: float, context: float) -> float:
         """Drafting gamma tokens a row."""
-        return _read(self._lists["draft"], batch, gamma, context)
+        return self._read("draft", batch, gamma, context)
 
     def step_s(self, batch: float, context: float) -> float:
         """A plain step, without a draft."""
@@ -169,11 +169,11 @@ class Costs:
 
     def prefill_s(self, length: float) -> float:
         """The target's prefill of so many tokens."""
-        return _line(self.lengths, self._lists["prefill"][1], length)
+        return self._read("prefill", length)
 
     def catch_up_s(self, length: float) -> float:
         """The drafter's prefill of so many tokens."""
-        return _line(self.lengths, self._lists["catch_up"][1], length)
+        return self._read("catch_up", length)
 
     def speedup(
         self, batch: float, gamma: int, conditional: Sequence[float], context: float
@@ -243,22 +243,16 @@ class Costs:
             for name, axes in AXES.items()
         }
 
-
-def _read(table: tuple[Any, Any], x: float, y: float, z: float) -> float:
-    """Trilinear interpolation."""
-    (xs, ys, zs), values = table
-    (i, i1, u), (j, j1, v), (k, k1, w) = _span(xs, x), _span(ys, y), _span(zs, z)
-
-    def at(plane: list[list[float]]) -> float:
-        a, b = plane[j], plane[j1]
-        return _between(_between(a[k], a[k1], w), _between(b[k], b[k1], w), v)
-
-    return _between(at(values[i]), at(values[i1]), u)
+    def _read(self, name: str, *point: float) -> float:
+        axes, values = self._lists[name]
+        return _at(values, list(map(_span, axes, point)))
 
 
-def _line(axis: tuple[int, ...], values: list[float], x: float) -> float:
-    i, i1, u = _span(axis, x)
-    return _between(values[i], values[i1], u)
+def _at(values: Any, spans: Sequence[tuple[int, int, float]]) -> float:
+    """Linear interpolation in nested lists, axis by axis."""
+    (i, i1, w), *rest = spans
+    a, b = values[i], values[i1]
+    return _between(_at(a, rest), _at(b, rest), w) if rest else _between(a, b, w)
 
 
 def _span(axis: tuple[int, ...], x: float) -> tuple[int, int, float]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import torch
 
 from specexp.drafters import too_short
@@ -38,18 +37,12 @@ def bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows < 8 else -(-rows // 8) * 8
 
 
-def sleep(until: float) -> None:
-    """Wait for a time of `time.perf_counter`."""
-    time.sleep(max(0.0, until - time.perf_counter()))
-
-
 class Stopwatch:
-    """A clock that stands still while stopped and skips waiting, so that several servers can share
-    a machine by turns, each with a time of its own."""
+    """A clock that runs inside `with` and skips waiting, so that several servers can share a
+    machine by turns, each with a time of its own."""
 
     def __init__(self) -> None:
-        self.passed, self.since = 0.0, 0.0
-        self.running = False
+        self.passed, self.since, self.running = 0.0, 0.0, False
 
     def clock(self) -> float:
         return self.passed + (time.perf_counter() - self.since if self.running else 0.0)
@@ -57,10 +50,10 @@ class Stopwatch:
     def wait(self, until: float) -> None:
         self.passed += max(0.0, until - self.clock())
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self.since, self.running = time.perf_counter(), True
 
-    def stop(self) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.passed, self.running = self.clock(), False
 
 
@@ -70,21 +63,16 @@ class OutOfMemory(Exception):
 
 class EngineRows:
     """Rows of `slots` slots each; fewer than `count` where those do not fit in memory. `slack`:
-    slots kept free behind a sequence for a draft. Raises UserError when not one row fits."""
+    slots kept free behind a sequence for a draft; `timer`: their clock, which stands still until
+    it is entered. Raises UserError when not one row fits."""
 
-    def __init__(
-        self, engine: Engine, count: int, slots: int, slack: int, timer: Stopwatch | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, count: int, slots: int, slack: int) -> None:
         self.engine, self.slots, self.slack = engine, slots, slack
-        self.clock = timer.clock if timer else time.perf_counter
-        self.wait = timer.wait if timer else sleep
+        self.timer = Stopwatch()
+        self.clock, self.wait = self.timer.clock, self.timer.wait
         self.count = _allocated(engine, count, slots, slack)
         self.seqs, self.reads = engine.rows.seqs, engine.drafter.reads
         self.context, self.drafter_context = engine.target.context, engine.drafter.context
-        device = engine.target.device
-        self._last_budget = tuple[int, ...]()  # on the device
-        self._host_budget = np.zeros(self.count, dtype=np.int64)
-        self._budget = torch.from_numpy(self._host_budget).to(device)  # on a CPU the same memory
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
         engine.rows.clear(0)  # in which `_allocated` has run a pass
@@ -179,21 +167,16 @@ class EngineRows:
         stateless = not any(lm.net.parts for lm in self.engine.models)
         if not depth and (all_written or (self.engine.recorder.ahead and stateless)):
             return self._window(0, rows, longest)
-        if self._last_budget != budget:
-            self._last_budget = tuple(budget)
-            self._host_budget[: len(budget)], self._host_budget[len(budget) :] = budget, -1
-            if self._budget.is_cuda:
-                self._budget.copy_(torch.from_numpy(self._host_budget))
+        none = [-1] * (rows - len(budget))
+        self.engine.rows.budget[:rows].copy_(torch.tensor([*budget, *none]))
         return self._window(0, rows, longest, ragged=True)
 
     def _window(self, first: int, rows: int, longest: int, ragged: bool = False) -> Sequences:
-        at = first, rows, window(longest + self.slack, self.slots), ragged
-        if at not in self._windows:
-            seqs = self.seqs.window(*at[:3])
-            if ragged:
-                seqs = replace(seqs, budget=self._budget[:rows])
-            self._windows[at] = seqs
-        return self._windows[at]
+        at = first, rows, window(longest + self.slack, self.slots)
+        if (*at, ragged) not in self._windows:
+            budget = self.engine.rows.budget[:rows] if ragged else None
+            self._windows[*at, ragged] = replace(self.seqs.window(*at), budget=budget)
+        return self._windows[*at, ragged]
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:

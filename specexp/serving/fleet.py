@@ -15,6 +15,7 @@ Simplifications:
 """
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -299,7 +300,4 @@ def size(
     few, many = 0, near
     while not enough(many):
         few, many = many, 2 * many
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if enough(middle) else (middle, many)
-    return many
+    return few + 1 + bisect_left(range(few + 1, many), True, key=enough)

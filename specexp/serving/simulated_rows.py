@@ -39,10 +39,10 @@ class SimulatedRows:
     def __init__(
         self, costs: Costs, conditional: Callable[[int], Sequence[float]], count: int, slots: int,
         slack: int, seed: int = 0, overhead_s: float = 0.0,
-        filled: Callable[[int], float] | None = None,
+        filled: Callable[[int], float] = lambda stream: 1.0,
     ) -> None:  # fmt: skip
-        self.costs, self.conditional, self.overhead_s = costs, conditional, overhead_s
-        self.filled = filled or (lambda stream: 1.0)
+        self.costs, self.conditional, self.filled = costs, conditional, filled
+        self.overhead_s = overhead_s
         self.count, self.slots, self.slack = count, slots, slack
         self.context = self.drafter_context = 1 << 30
         self.reads = costs.reads

@@ -2,9 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from specexp.errors import UserError
-from specexp.serving.requests import Request, Response
+from specexp.serving.requests import Request, Response, ServerStep
 from specexp.serving.server import Server
 
 
@@ -36,22 +37,34 @@ class Source:
         return due
 
 
-def advance(server: Server, source: Source, responses: list[Response]) -> bool:
-    """Submit what has arrived and make one step, or wait for an arrival; False when all requests
-    are over."""
-    now = server.now
-    for came_s, request in source.due(now, server.open):
-        responses.append(server.submit(request, came_s))
-    if server.step():
-        return True
-    if source.requests and source.concurrency is None:
-        server.rows.wait(server.started + source.requests[0].at_s)
-    return bool(source.requests)
+@dataclass
+class Run:
+    """A server, where its requests come from, and the responses so far, in order of arrival."""
+
+    server: Server
+    source: Source
+    responses: list[Response] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[ServerStep]:
+        return self.server.steps
+
+    def advance(self) -> bool:
+        """Submit what has arrived and make one step, or wait for an arrival; False when all
+        requests are over."""
+        server, source = self.server, self.source
+        for came_s, request in source.due(server.now, server.open):
+            self.responses.append(server.submit(request, came_s))
+        if server.step():
+            return True
+        if source.requests and source.concurrency is None:
+            server.rows.wait(server.started + source.requests[0].at_s)
+        return bool(source.requests)
 
 
 def serve(server: Server, source: Source) -> list[Response]:
-    """Serve until all requests are over; the responses in the order of arrival."""
-    responses: list[Response] = []
-    while advance(server, source, responses):
+    """Serve until all requests are over; the responses in order of arrival."""
+    run = Run(server, source)
+    while run.advance():
         pass
-    return responses
+    return run.responses

@@ -24,7 +24,7 @@ from specexp.serving.policies import Bandit, InTurn, Table
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
-from specexp.serving.sources import Source, advance
+from specexp.serving.sources import Run, Source
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -173,8 +173,8 @@ def history(name: str, requests: list[Request], until: float):
     chances = [[0.5 + 0.1 * i] * 5 for i in range(5)]
     bank = SimulatedRows(table(), lambda i: chances[i % 5], 8, 512, recorded.widest)
     server = Server(bank, recorded)
-    source, before = Source(requests), 0
-    while advance(server, source, []):
+    run, before = Run(server, Source(requests)), 0
+    while run.advance():
         if server.steps[-1].end_s < until:
             before = len(recorded.choices)
     return recorded.choices[:before], recorded.choices[before + 1 :]

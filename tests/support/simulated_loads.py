@@ -1,7 +1,5 @@
 """Loads and cost tables made up for tests of policies, and servers that are simulated on them."""
 
-from dataclasses import fields
-
 import numpy as np
 
 from specexp.policy import Load, Plan, Stream
@@ -59,13 +57,14 @@ def tuned(costs: Costs, gammas: tuple[int, ...] = GAMMAS, **knobs) -> Goodput:
     """Goodput with these knobs, each given to the parts that have it."""
     policy, deepest, used = Goodput(costs, gammas), max(gammas), set()
 
-    def own(names) -> dict:
-        used.update(names & knobs.keys())
-        return {name: knobs[name] for name in names & knobs.keys()}
+    def own(part):
+        names = vars(part).keys() & knobs.keys()
+        used.update(names)
+        return type("Tuned", (part,), {name: knobs[name] for name in names})
 
-    policy.acceptance = Acceptance(deepest, **own({f.name for f in fields(Acceptance)}))
-    policy.prices = Prices(costs, deepest, **own({f.name for f in fields(Prices)}))
-    policy.choice = type("Tuned", (Choice,), own(vars(Choice).keys()))()
+    policy.acceptance = own(Acceptance)(deepest)
+    policy.prices = own(Prices)(costs, deepest)
+    policy.choice = own(Choice)()
     assert used == knobs.keys()
     return policy
 

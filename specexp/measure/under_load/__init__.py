@@ -18,7 +18,6 @@ from specexp.measure.under_load.races import (
 )
 from specexp.measure.under_load.served import (
     QUANTILES,
-    Run,
     answered,
     answers,
     by_policy,
@@ -37,3 +36,4 @@ from specexp.measure.under_load.simulation import (
     simulated,
     simulation_metrics,
 )
+from specexp.serving.sources import Run

@@ -7,7 +7,7 @@ open traffic. Confidence intervals are over turns, paired between policies.
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,14 @@ from specexp.measure import break_even
 from specexp.measure.exactness import Exactness, compare, watched
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load.offered import Traffic, requests, slots_for, staggered
-from specexp.measure.under_load.served import Run, sums
+from specexp.measure.under_load.served import sums
 from specexp.policy import Policy
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
-from specexp.serving.engine_rows import EngineRows, Stopwatch
+from specexp.serving.engine_rows import EngineRows
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
-from specexp.serving.sources import Source, serve
+from specexp.serving.sources import Run, Source, serve
 
 LEARNING = 2  # first turns that do not count: rounds are captured and policies learn
 PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affects all of them
@@ -37,25 +37,28 @@ PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affe
 
 
 def rows_for(
-    pairing: Pairing, policy: str, rows: int, offered: Sequence[Request], slack: int,
-    timer: Stopwatch | None = None,
-) -> EngineRows:  # fmt: skip
+    pairing: Pairing, policy: str, rows: int, offered: Sequence[Request], slack: int
+) -> EngineRows:
     """The rows of a server for these requests and drafts of up to `slack` slots; without a drafter
     for the policy `plain`."""
     engine = pairing.apart().engine
     engine = engine.plain() if policy == "plain" else engine
-    return EngineRows(engine, rows, slots_for(offered, slack), slack, timer)
+    return EngineRows(engine, rows, slots_for(offered, slack), slack)
 
 
 def _banks(
     pairing: Pairing, chosen: Mapping[str, Policy], rows: int, offered: Sequence[Request]
-) -> Iterator[tuple[str, EngineRows, Stopwatch]]:
-    """For the server of each policy its rows, with slots for the largest draft of any of them, and
-    their stopwatch."""
+) -> dict[str, EngineRows]:
+    """The rows of each policy's server, with slots for the largest draft of any of them."""
     slack = max(policy.widest for policy in chosen.values())
-    for name in chosen:
-        watch = Stopwatch()
-        yield name, rows_for(pairing, name, rows, offered, slack, watch), watch
+    return {name: rows_for(pairing, name, rows, offered, slack) for name in chosen}
+
+
+def _alike(banks: Mapping[str, EngineRows]) -> None:
+    """Give all as many rows: later ones may have found less memory."""
+    least = min(bank.count for bank in banks.values())
+    for bank in banks.values():
+        bank.count = least
 
 
 def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
@@ -64,13 +67,6 @@ def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -
     if not {*policies.PRICED} & {*names}:
         return None
     return break_even.profile(pairing, longest=slots_for(offered, 0))
-
-
-def _alike(runs: Mapping[str, Run]) -> None:
-    """Give all servers the same number of rows: later ones may have found less memory."""
-    least = min(run.server.usable for run in runs.values())
-    for run in runs.values():
-        run.server.usable = least
 
 
 # --- closed loops --------------------------------------------------------------------------------
@@ -88,23 +84,20 @@ def race(
     at a time. chunk: prompt tokens that are prefilled between two rounds. Raises UserError for
     requests that yield no tokens."""
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
-    watches, runs = {}, {}
-    for name, bank, watch in _banks(pairing, chosen, concurrency, offered):
-        server = Server(bank, chosen[name], chunk, queue=len(offered))
-        runs[name] = Run(server, Source(offered, concurrency, again=True))
-        watches[name] = watch
-    _alike(runs)
+    banks = _banks(pairing, chosen, concurrency, offered)
+    _alike(banks)
+    servers = {n: Server(banks[n], chosen[n], chunk, queue=len(offered)) for n in names}
+    runs = {n: Run(servers[n], Source(offered, concurrency, again=True)) for n in names}
     begun = dict.fromkeys(runs, 0)
 
     def go(name: str, enough: float) -> None:
         run, most = runs[name], len(runs[name].responses) + len(offered)
-        watches[name].start()
-        while sum(t.emitted for t in run.steps[begun[name] :]) < enough:
-            run.advance()
-            if len(run.responses) > most:
-                why = "; ".join(notes(runs)) or "their outputs end at once"
-                raise UserError(f"{len(offered)} requests did not yield {tokens} tokens: {why}")
-        watches[name].stop()
+        with banks[name].timer:
+            while sum(t.emitted for t in run.steps[begun[name] :]) < enough:
+                run.advance()
+                if len(run.responses) > most:
+                    why = "; ".join(notes(runs)) or "their outputs end at once"
+                    raise UserError(f"{len(offered)} requests did not yield {tokens} tokens: {why}")
 
     for name, run in runs.items():
         while sum(bool(a.deliveries) for a in run.responses) < concurrency:
@@ -159,28 +152,25 @@ def open_race(
     arriving = offered.requests
     filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in arriving[:rows]]
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
-    watches, runs = {}, {}
-    for name, bank, watch in _banks(pairing, chosen, rows, arriving):
+    banks = _banks(pairing, chosen, rows, arriving)
+    for name, bank in banks.items():
         bank.rehearse(chosen[name].widest - 1)
-        watch.start()
         another = policies.of(name, costs, pairing.deepest)  # the server's own has learned nothing
-        serve(Server(bank, another, chunk, queue=rows), Source(filling))
-        watch.stop()
-        runs[name] = Run(Server(bank, chosen[name], chunk, queue), offered.source())
-        watches[name] = watch
-    _alike(runs)
+        with bank.timer:
+            serve(Server(bank, another, chunk, queue=rows), Source(filling))
+    _alike(banks)
+    servers = {n: Server(banks[n], chosen[n], chunk, queue) for n in names}
+    runs = {n: Run(servers[n], offered.source()) for n in names}
     going, turn = list(names), 0
     with tqdm(total=len(arriving) * len(names), desc="serving", unit="request", delay=1) as bar:
         while going:
             turn += 1
             for name in in_turn(going, turn):
-                run, watch = runs[name], watches[name]
-                watch.start()
-                while run.server.now < turn * slice_s:
-                    if not run.advance():
-                        going.remove(name)
-                        break
-                watch.stop()
+                with banks[name].timer:
+                    while runs[name].server.now < turn * slice_s:
+                        if not runs[name].advance():
+                            going.remove(name)
+                            break
             bar.update(sum(a.over for run in runs.values() for a in run.responses) - bar.n)
     return runs
 

@@ -1,7 +1,6 @@
 """What the steps and responses of servers say: rates, regrets, latencies, goodput."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,27 +9,10 @@ import pandas as pd
 from specexp.errors import UserError
 from specexp.measure import statistics
 from specexp.serving.requests import Response, ServerStep
-from specexp.serving.server import Server
-from specexp.serving.sources import Source, advance
+from specexp.serving.sources import Run
 
 QUANTILES = (50, 95, 99)
 LEAST = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
-
-
-@dataclass
-class Run:
-    """A server, where its requests come from, and the responses so far."""
-
-    server: Server
-    source: Source
-    responses: list[Response] = field(default_factory=list)
-
-    @property
-    def steps(self) -> list[ServerStep]:
-        return self.server.steps
-
-    def advance(self) -> bool:
-        return advance(self.server, self.source, self.responses)
 
 
 # --- closed loops --------------------------------------------------------------------------------

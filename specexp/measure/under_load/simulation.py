@@ -8,11 +8,12 @@ import pandas as pd
 from specexp.measure.summaries import drafted_share, pooled
 from specexp.measure.under_load.offered import Traffic, slots_for
 from specexp.measure.under_load.races import overhead_s
-from specexp.measure.under_load.served import Run, served_metrics, sums
+from specexp.measure.under_load.served import served_metrics, sums
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
+from specexp.serving.sources import Run
 
 COMPARED = {
     "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",

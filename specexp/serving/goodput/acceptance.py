@@ -3,29 +3,22 @@ that fade with time and start from a prior."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from specexp.policy import Plan
 from specexp.trace import Step
 
 
-@dataclass
 class Acceptance:
     """deepest: draft tokens of the longest draft."""
 
-    deepest: int
-    prior: float = 0.8  # acceptance before anything is known: high, so that drafts are tried
-    prior_tokens: float = 16.0  # judged draft tokens that the prior counts for
-    fade: float = 0.998  # of all counts, a round, while somebody drafts,
-    plain_fade: float = 0.999  # and while nobody does
+    prior = 0.8  # acceptance before anything is known: high, so that drafts are tried
+    prior_tokens = 16.0  # judged draft tokens that the prior counts for
+    fade = 0.998  # of all counts, a round, while somebody drafts,
+    plain_fade = 0.999  # and while nobody does
 
-    judged: list[float] = field(init=False)  # [depth], to the first rejected
-    accepted: list[float] = field(init=False)  # [depth]
-    requested: float = field(default=0.0, init=False)  # draft tokens that rows might have had,
-    drafted: float = field(default=0.0, init=False)  # and those that they had
-
-    def __post_init__(self) -> None:
-        self.judged, self.accepted = [0.0] * self.deepest, [0.0] * self.deepest
+    def __init__(self, deepest: int) -> None:
+        self.judged, self.accepted = [0.0] * deepest, [0.0] * deepest  # to the first rejected
+        self.requested = self.drafted = 0.0  # draft tokens that rows might have had, and had
 
     def tokens(self, above: float = 0.0) -> list[float]:
         """[draft length, from 0]: expected tokens of a row's round. The acceptance of each depth is

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -35,27 +33,22 @@ class PastRound(NamedTuple):
     seconds: float | None
 
 
-@dataclass
 class Prices:
-    costs: Costs
-    deepest: int  # of a draft
-    horizon: int = 32  # rounds over which catching up is spread
-    calm: int = CALM  # plain rounds after a draft that are not timed: its weights fill the caches
-    memory: float = 64.0  # rounds without a request before the first, or it would seem a flood
+    """deepest: draft tokens of the longest draft."""
 
-    table_s: Callable[[int, int, int, int], float] = field(init=False)
-    slowdowns: dict[int, Slowdown] = field(default_factory=dict, init=False)  # by size class
-    plainly: int = field(init=False)  # rounds since somebody drafted
-    # requests that arrived; all three fade
-    arrived: float = field(default=0.0, init=False)
-    lacked: float = field(default=0.0, init=False)  # tokens of them that the drafter had not read
-    lasted: float = field(init=False)  # rounds in which they came
+    horizon = 32  # rounds over which catching up is spread
+    calm = CALM  # plain rounds after a draft that are not timed: its weights fill the caches
+    memory = 64.0  # rounds without a request before the first, or it would seem a flood
 
-    def __post_init__(self) -> None:
-        self.plainly, self.lasted = self.calm, self.memory
-        self.table_s = lru_cache(4096)(self._table_s)
+    def __init__(self, costs: Costs, deepest: int) -> None:
+        self.costs, self.deepest = costs, deepest
+        self.slowdowns: dict[int, Slowdown] = {}  # by size class
+        self.plainly = self.calm  # rounds since somebody drafted
+        # requests that arrived, tokens of them that the drafter had not read, and the rounds in
+        # which they came; all three fade
+        self.arrived, self.lacked, self.lasted = 0.0, 0.0, self.memory
 
-    def _table_s(self, rows: int, context: int, gamma: int, drafted: int) -> float:
+    def table_s(self, rows: int, context: int, gamma: int, drafted: int) -> float:
         """Seconds of a round by the cost table, in which so many draft tokens are verified."""
         drafting = self.costs.draft_s(rows, gamma, context) if gamma else 0.0
         return drafting + self.costs.verify_s(rows, 1 + drafted / rows, context)
@@ -85,9 +78,9 @@ class Prices:
 
     def slowdown(self, load: Load) -> Slowdown:
         """That of rounds of this size class."""
-        return self._slowdown(size_class(self._paid(load)))
+        return self.of_size(size_class(self._paid(load)))
 
-    def _slowdown(self, size: int) -> Slowdown:
+    def of_size(self, size: int) -> Slowdown:
         """At first with half of the errors of the nearest size class."""
         if size not in self.slowdowns:
             new = Slowdown(self.deepest)
@@ -117,7 +110,7 @@ class Prices:
                 predicted += self.costs.catch_up_s(behind) if behind else 0.0
                 ratios[size_class(rows), gamma].append(seconds / predicted)
         for (size, gamma), each in ratios.items():
-            self._slowdown(size).observe(gamma, median(each), len(each))
+            self.of_size(size).observe(gamma, median(each), len(each))
         self.lasted += len(rounds)
 
     def forget(self, share: float) -> None:
