@@ -161,7 +161,9 @@ PARAMETERS: dict[str, Parameter] = {
     "seeds": alone("list", "seeds of sampled output", each="seed"),
     # what it is measured on
     "prompts": Parameter(
-        "str", "a shipped category, all, or a file of your own (jsonl, txt, csv)", default="all"
+        "str",
+        "a shipped category, all, or your own (txt, csv, parquet, jsonl, folder)",
+        default="all",
     ),
     "chat": Parameter("bool", "prompts in the target's chat template, turn by turn", default=False),
     "categories": Parameter("list", "categories of the prompts; [] for all"),

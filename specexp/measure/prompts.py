@@ -113,7 +113,7 @@ def files(path_or_name: str | Path) -> list[Path]:
         names = NAMES if path_or_name == "all" else [path_or_name]
         return [SHIPPED / f"{name}.jsonl" for name in names]
     path = Path(path_or_name)
-    return sorted(path.glob("*.txt")) if os.path.isdir(path) else [path]
+    return sorted(path.glob("*.txt")) if os.path.isdir(path_or_name) else [path]
 
 
 def in_chat(
@@ -128,9 +128,12 @@ def in_chat(
     Raises UserError if the tokenizer has no chat template, or if that takes no such conversation.
     """
     texts: list[Prompt] = []
+    source, cut = getattr(prompts, "source", ""), 0
     for prompt in tqdm(prompts, "chat", disable=None, leave=False):
-        texts += _turns(prompt, pairing, max_new_tokens) if chat or prompt.chat else [prompt]
-    return Prompts(texts, getattr(prompts, "source", ""))
+        in_template = chat or prompt.chat
+        cut += len(prompt.turns) > 1 and not in_template
+        texts += _turns(prompt, pairing, max_new_tokens) if in_template else [prompt]
+    return Prompts(texts, source + f"; of {cut} only the first turn, without chat" * (cut > 0))
 
 
 def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:
@@ -177,7 +180,8 @@ def _folder(folder: Path, paths: list[Path]) -> tuple[list[Prompt], str]:
     if not prompts:
         raise UserError(f"{folder} holds no texts: a folder of prompts has one in each *.txt file")
     empty = len(paths) - len(prompts)
-    return prompts, f", the files of {folder.name}" + f"; {empty} left out: empty" * (empty > 0)
+    omitted = f"; {empty} left out: empty" if empty else ""
+    return prompts, f", the *.txt files of {folder.name}{omitted}"
 
 
 def _read(path: Path) -> tuple[list[Prompt], str]:
@@ -204,12 +208,16 @@ def _read(path: Path) -> tuple[list[Prompt], str]:
             keys[key] += 1
     if broken:
         more = f"; and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
-        raise UserError(f"{path}: {'; '.join(broken[:SHOWN])}{more}")
+        ending = path.suffix.lower()
+        hint = "" if ending in FORMATS else f"; texts that are no JSON end in .txt, not {ending!r}"
+        raise UserError(f"{path}: {'; '.join(broken[:SHOWN])}{more}{hint}")
     if not prompts:
         empty = "has no conversation in which a user speaks" if silent else "is empty"
         raise UserError(f"{path} {empty}; write one prompt a {unit}")
     omitted = f"; {silent} left out: no user speaks" if silent else ""
-    return prompts, f", {' and '.join(keys)} of {path.name}{omitted}"
+    if same := len(prompts) - len({(p.turns, p.answers, p.system) for p in prompts}):
+        omitted += f"; {same} the same as one before"
+    return prompts, f", {', '.join(keys)} of {path.name}{omitted}"
 
 
 def _bytes(path: Path) -> bytes:
@@ -224,7 +232,7 @@ def _bytes(path: Path) -> bytes:
 
 def _decode(path: Path, content: bytes) -> str:
     try:
-        return content.decode("utf-8").replace("\r\n", "\n")
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         column = error.start - content.rfind(b"\n", 0, error.start)
@@ -274,11 +282,22 @@ def _text(path: Path, content: bytes) -> Records:
 
 def _csv(path: Path, content: bytes) -> Records:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    rows = csv.DictReader(io.StringIO(_decode(path, content), newline=""), delimiter=delimiter)
+    text = io.StringIO(_decode(path, content), newline="")
+    rows = csv.DictReader(text, delimiter=delimiter, strict=True)
     start = 2
     try:
+        if not set(KEYS) & {*(rows.fieldnames or KEYS)}:
+            raise UserError(f"{path}: line 1: {_no_text(rows.fieldnames or ())}")
         for row in rows:
-            yield start, row
+            yield (
+                start,
+                row
+                if None not in row
+                else UserError(
+                    f"more fields than the {len(row) - 1} of line 1: put quotes around a text that "
+                    f"holds {delimiter!r}"
+                ),
+            )
             start = rows.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}: line {start}: not CSV ({error})") from None
@@ -289,7 +308,10 @@ def _parquet(path: Path, content: bytes) -> Records:
     from pyarrow import parquet
 
     try:
-        yield from enumerate(parquet.read_table(io.BytesIO(content)).to_pylist(), start=1)
+        table = parquet.read_table(io.BytesIO(content))
+        if not set(KEYS) & {*table.column_names}:
+            raise UserError(f"{path}: {_no_text(table.column_names)}")
+        yield from enumerate(table.to_pylist(), start=1)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not Parquet ({error})") from None
 
@@ -310,10 +332,11 @@ def _parse(record: Any, number: int, category: str) -> tuple[str, Prompt | None]
     if isinstance(record, UserError):
         raise record
     if not isinstance(record, dict):
-        raise UserError("not a JSON object")
+        raise UserError('not a JSON object: write {"prompt": "..."}')
     key = next((name for name in KEYS if record.get(name) is not None), None)
     if key is None:
-        raise UserError(f"no text: give one of {_names(KEYS)}; there is {_names(record) or 'none'}")
+        empty = [name for name in KEYS if name in record]
+        raise UserError(f"{_names(empty)} is empty" if empty else _no_text(record))
     question_id = record.get("question_id", number)
     category = record.get("category", category)
     if not isinstance(question_id, int | str) or isinstance(question_id, bool):
@@ -334,9 +357,11 @@ def _parse(record: Any, number: int, category: str) -> tuple[str, Prompt | None]
         if not turns:
             return key, None
     if not turns[0].strip():
-        raise UserError("the first turn is an empty prompt")
-    if any("\ud800" <= char <= "\udfff" for text in (system, *turns, *answers) for char in text):
-        raise UserError("a turn holds half a surrogate pair, which is no text")
+        raise UserError("the prompt is empty")
+    try:
+        "".join((system, *turns, *answers)).encode()
+    except UnicodeEncodeError:
+        raise UserError("a turn holds half a surrogate pair, which is no text") from None
     chat = record.get("chat") is True
     return key, Prompt(question_id, category, tuple(turns), tuple(answers), system, chat)
 
@@ -363,6 +388,10 @@ def _conversation(key: str, messages: Any) -> tuple[str, list[str], list[str]]:
         elif turns:
             break
     return system, turns, answers[: len(turns) - 1]
+
+
+def _no_text(there: Iterable[str]) -> str:
+    return f"no text: give one of {_names(KEYS)}; there is {_names(there) or 'none'}"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specexp.errors import UserError
-from specexp.measure.prompts import NAMES, SHIPPED, Prompt, load
+from specexp.measure.prompts import NAMES, SHIPPED, Prompt, in_chat, load
 
 
 def line(question_id: object = 1, category: object = "code", turns: object = ("x = 1",)) -> str:
@@ -142,7 +142,7 @@ def test_folder_of_texts_loads(tmp_path: Path) -> None:
         ("a.txt", ("a",)),
         ("b.txt", ("b\n\nb",)),
     ]
-    assert str(prompts) == f"2 prompts, the files of {tmp_path.name}; 1 left out: empty"
+    assert str(prompts) == f"2 prompts, the *.txt files of {tmp_path.name}; 1 left out: empty"
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,13 @@ def test_folder_of_texts_loads(tmp_path: Path) -> None:
             b"a\ncaf\xe9\n",
             "mine.txt: line 2: not UTF-8 at byte 4; save the file as UTF",
         ),
-        ("mine.csv", b"question,x\na,b\n", "line 2: no text: give one of 'turns', .*'question'"),
-        ("mine.csv", b'prompt\n""\n', "line 2: the first turn is an empty prompt"),
+        ("mine.csv", b"question,x\na,b\n", "line 1: no text: give one of 'turns', .*'question'"),
+        ("mine.csv", b"prompt\na, b\n", "line 2: more fields than the 1 of line 1: put quotes"),
+        ("mine.csv", b'prompt\n"a\n', "line 2: not CSV"),
+        ("mine.csv", b"id,prompt\n1\n", "line 2: 'prompt' is empty"),
+        ("mine.md", b"Hello\n", "texts that are no JSON end in .txt, not '.md'"),
+        ("mine.json", b'["a"]', 'item 1: not a JSON object: write {"prompt"'),
+        ("mine.csv", b'prompt\n""\n', "line 2: the prompt is empty"),
         ("mine.csv", b'prompt\na\n"' + b"b" * 200_000, "line 3: not CSV"),
         ("mine.json", b'[{"prompt": "a"},\n]', "not JSON .* at line 2 column 1.; .*mean"),
         ("mine.json", b'[{"prompt": "a"}, 7]', "item 2: not a JSON object"),
@@ -169,10 +174,25 @@ def test_unreadable_record_is_named(tmp_path, name, content, words) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_repeated_prompts_and_unused_turns_are_said(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_bytes(b"a\rb\ra\r")
+    assert (
+        str(load(tmp_path / "mine.txt")) == "3 prompts, text of mine.txt; 1 the same as one before"
+    )
+    prompts = load(write(tmp_path, line(1, turns=["a", "b"]) + line(2, turns=["c"])))
+    said = "2 prompts, turns of question.jsonl; of 1 only the first turn, without chat"
+    assert str(in_chat(prompts, None, 8, chat=False)) == said
+
+
+def test_no_name_is_no_folder() -> None:
+    with pytest.raises(UserError, match="cannot read prompts"):
+        load("")
+
+
 def test_prompts_say_what_they_were_taken_from(tmp_path: Path) -> None:
     records = [{"conversations": SHARED}, {"prompt": "a"}, {"conversations": SHARED[:1]}]
     path = write(tmp_path, "".join(json.dumps(r) + "\n" for r in records))
-    source = "conversations and prompt of question.jsonl; 1 left out: no user speaks"
+    source = "conversations, prompt of question.jsonl; 1 left out: no user speaks"
     assert str(load(path)) == f"2 prompts, {source}"
     assert str(load("code", limit=1)) == "1 prompt of code"
     assert str(load("all")) == "80 prompts"
@@ -205,7 +225,7 @@ def test_bom_carriage_returns_and_blank_lines_are_tolerated(tmp_path: Path) -> N
         (line(2, turns="text"), "turns"),
         (line(2, turns=[1]), "turns"),
         (line(2, turns=["ok", None]), "turns"),
-        (line(2, turns=[" \n"]), "empty prompt"),
+        (line(2, turns=[" \n"]), "prompt is empty"),
         (line(2, turns=["\ud83d"]), "surrogate"),
         (line("a"), "'a' is also on line 1"),
         (b"\xff\xfe{\x00", "not UTF-8 at byte 1"),
