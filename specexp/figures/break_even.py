@@ -36,16 +36,15 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
     fit = costs.fit()
     knee = fit.knee(context)
     n, seconds = _passes(costs, context)
-    with panels(2, 12.5, 4.6) as (figure, (left, right)):
+    with panels(2, 5.25, 4.6) as (figure, (left, right)):
         palette = sns.color_palette("crest", len(costs.batches))
         for batch, colour, x, y in zip(costs.batches, palette, n, seconds, strict=True):
-            left.plot(x, y * 1e3, "o-", color=colour, markersize=5, label=f"{batch}")
+            left.plot(x, y * 1e3, "o-", color=colour, markersize=5, label=f"batch {batch}")
             right.plot(x, _gflops(costs, x, y), "o-", color=colour, markersize=5)
         line = np.geomspace(1, n.max(), 200)
         left.plot(line, [1e3 * fit.pass_s(1, x, context) for x in line], "--", color=PREDICTED,
                   label="floor + slope")  # fmt: skip
         left.set(ylabel=f"ms a pass and rule, {context:g} slots")
-        left.legend(title="batch", title_fontsize=9, ncols=2)
         left.set_title(in_words(fit, context))
         _roofs(right, costs, n, seconds)
         for axes in (left, right):
@@ -53,10 +52,12 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
             axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
             batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
+        key(figure, left)
         until = counted(round(knee), "token")
         title(figure,
               f"{costs.about['target']}{doubt(costs)}: the floor ends at about {until} in a pass "
-              f"({costs.about['device']}, {costs.about['dtype']})"
+              f"({costs.about['device']}, {costs.about['dtype']})",
+              bare="lower quartiles of repeated passes"
         )  # fmt: skip
     return figure
 
@@ -177,15 +178,14 @@ def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
 @contextmanager
 def _maps(costs: Costs, contexts: Sequence[int]) -> Iterator[tuple[Figure, list[Axes]]]:
     """A panel a context, batches across and draft lengths up."""
-    width = 0.8 + 0.75 * len(costs.batches)
-    size = max(8, len(contexts) * width), 2 + 0.6 * len(costs.gammas)
+    size = 0.8 + 0.75 * len(costs.batches), 2 + 0.6 * len(costs.gammas)
     with panels(len(contexts), *size, sharey=True) as (figure, every):
         for axes, context in zip(every, contexts, strict=True):
             axes.grid(False)
             axes.set_xticks(range(len(costs.batches)), [str(b) for b in costs.batches])
             axes.set_yticks(range(len(costs.gammas) - 1), [str(g) for g in costs.gammas[1:]])
             axes.set(xlabel="batch size (streams)", title=f"buffer of {context} slots")
-        every[0].set_ylabel("draft length γ")
+        figure.supylabel("draft length γ")
         yield figure, every
 
 
@@ -200,9 +200,7 @@ def _grid(costs: Costs, value: Callable[..., float]) -> np.ndarray:
     return np.array([[value(float(b), g) for b in costs.batches] for g in costs.gammas[1:]])
 
 
-def _paint(
-    axes: Axes, values: np.ndarray, form: str, notes: Any = None, **shade: Any
-) -> None:  # fmt: skip
+def _paint(axes: Axes, values: np.ndarray, form: str, notes: Any = None, **shade: Any) -> None:
     edges = (np.arange(n + 1) - 0.5 for n in values.shape[::-1])
     mesh = axes.pcolormesh(*edges, values, edgecolors="white", lw=1, rasterized=True, **shade)
     for (y, x), value in np.ma.ndenumerate(values):

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specexp.figures.break_even import doubt
-from specexp.figures.style import INK, batch_axis, panels, title
+from specexp.figures.style import INK, batch_axis, canvas, key, panels, title
 from specexp.figures.under_load import LOAD_AWARE, lines
 from specexp.measure.under_load import fleet_day
 from specexp.measure.under_load.fleet_day import HOURS, Setting
@@ -16,14 +16,13 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
     with the limit. From `fleets.pace_table`."""
     names = list(setting.paces)
     looks, most = lines(names), int(table["streams"].max())
-    with panels(2, 13, 4.6) as (figure, (left, right)):
+    with panels(2, 5.25, 4.6) as (figure, (left, right)):
         for name in names:
             part, look = table[table["policy"] == name], looks[name] | {"markevery": 0.2}
-            left.plot(part["streams"], part["tok_s"], label=name, **look)
-            right.plot(part["streams"], part["token_ms"], **look)
+            left.plot(part["streams"], part["tok_s"], **look)
+            right.plot(part["streams"], part["token_ms"], label=name, **look)
         limit = 1e3 * setting.limits.tpot_s
         right.axhline(limit, color="k", lw=1, ls=":", label=f"limit {limit:.3g} ms")
-        right.legend()
         for axes in (left, right):
             batch_axis(axes, [2**i for i in range(most.bit_length())])
             axes.set_xlabel("streams of a replica")
@@ -31,8 +30,8 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         shown = table[table["policy"].isin(names) & (table["streams"] <= most)]
         right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(shown["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
-        left.legend()
-        title(figure, f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}")
+        key(figure, right)
+        title(figure, f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}", bare="computed")
     return figure
 
 
@@ -54,7 +53,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
     """Replicas needed in each hour, one line per policy; from `fleets.hourly`."""
     names = list(dict.fromkeys(hours["policy"]))
     looks = lines(names)
-    with panels(1, 10, 4.8) as (figure, (axes,)):
+    with canvas(10, 4.8) as (figure, axes):
         for name in names:
             part = hours[hours["policy"] == name]
             if part["replicas"].isna().any():
@@ -79,7 +78,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
         rate.plot(first["hour"] + 0.5, first["rate"], color=INK, lw=1, ls=":")
         rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
         rate.grid(False)
-        axes.legend(loc="lower center")
+        key(figure, axes)
         title(figure, f"SIMULATED day: {_saving(hours)}")
     return figure
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from specexp.errors import counted
-from specexp.figures.style import DOUBTFUL
+from specexp.figures.style import DOUBTFUL, share, times
 from specexp.measure.hardware.phases import PHASES
 from specexp.measure.hardware.suites import WORK
 
@@ -40,18 +40,6 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     for at, column in enumerate(table.columns):
         column.no_wrap, column.justify = True, "right" if at >= left else "left"
     return table
-
-
-def times(ratio: dict[str, float]) -> str:
-    """1.05x [0.91, 1.25]; without the interval if there is only one unit."""
-    if ratio["low"] == ratio["high"]:
-        return f"{ratio['value']:.2f}x"
-    return f"{ratio['value']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-
-
-def per_cent(share: dict[str, float]) -> str:
-    """53 % [48, 61]"""
-    return f"{share['value'] * 100:.0f} % [{share['low'] * 100:.0f}, {share['high'] * 100:.0f}]"
 
 
 def _peers(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
@@ -97,7 +85,7 @@ def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     for row in rows:
         name = row["model"], str(row["tokens"])
         read = f"{row['ms']:.2f}", f"{row['bytes'] / 1e6:.1f} MB", f"{row['gb_s']:.1f}"
-        memory.add_row(*name, *read, per_cent(row["of_copy"]))
+        memory.add_row(*name, *read, share(row["of_copy"]))
         bare = f"{row['bare_ms']:.2f}"
         products.add_row(*name, bare, times(row["over_bare"]), times(row["over_step"]))
     faster = rows[0]["over_bare"]["value"] < 1
@@ -124,11 +112,11 @@ def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     )  # fmt: skip
     for phase in PHASES:
         both = [side["phases"][phase] for side in sides]
-        table.add_row(phase, *(c for p in both for c in (f"{p['ms']:.3f}", per_cent(p["share"]))))
+        table.add_row(phase, *(c for p in both for c in (f"{p['ms']:.3f}", share(p["share"]))))
     table.add_row("clean loop", *(c for s in sides for c in (f"{s['round_ms']:.3f}", "")))
     sums, overheads = ([side[key] for side in sides] for key in ("sum_over_round", "overhead"))
     table.add_row("sum / clean", *(c for s in sums for c in ("", times(s))))
-    table.add_row("overhead", *(c for o in overheads for c in ("", per_cent(o))))
+    table.add_row("overhead", *(c for o in overheads for c in ("", share(o))))
     speedup, accepted = suite["speedup"], suite["acceptance"]
     return [table], [
         "accept: distribution and rule; commit: observe and commit; host: reading the report and "

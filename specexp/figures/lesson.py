@@ -17,9 +17,11 @@ from specexp.figures.style import (
     SPECULATIVE,
     batch_axis,
     canvas,
-    ends,
+    key,
     marks,
     panels,
+    points,
+    times,
     title,
 )
 from specexp.figures.tokens import COLOURS, HATCHED, symbols
@@ -83,7 +85,7 @@ def overlap_bars(table: pd.DataFrame) -> Figure:
                 axes.text(at + dx, height, "q" if dx < 0 else "p", ha="center", va="bottom")
         _tokens(axes, table)
         axes.set(ylabel="probability of the next token")
-        axes.legend()
+        key(figure, axes)
         title(figure, f"A draft token is accepted with probability Σ min(p, q) = {alpha:.0%}; "
                        f"the residual sums to the other {1 - alpha:.0%}")  # fmt: skip
     return figure
@@ -117,7 +119,7 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
                           label=label)  # fmt: skip
         _tokens(axes, table)
         axes.set(ylabel=f"share of {n:,} first tokens")
-        axes.legend()
+        key(figure, axes)
         ours, theirs = fit(draws["emitted"], p), fit(draws["drafted"], p)
         emitted = "follow" if ours > LEAST else "do NOT follow"
         drafted = "do too" if theirs > LEAST else "do not"
@@ -130,27 +132,24 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
     """Left: a pass over n tokens, from `passes`. Right: drafting, from `one_pairing.pass_costs`."""
     drafts, last = costs[costs["gamma"] > 0], passes.iloc[-1]
     drafting = drafts["draft_s"] / step_s(costs)
-    with panels(2, 11.5, 4.2) as (figure, (left, right)):
+    with panels(2, 5.25, 4.2) as (figure, (left, right)):
         _curve(left, passes)
-        left.errorbar(passes["tokens"], passes["times"], ends(passes, "times"), fmt="none",
-                      ecolor=SPECULATIVE, capsize=3)  # fmt: skip
         left.plot(passes["tokens"], passes["tokens"], ":", color=PLAIN,
                   label="as many passes of one token")  # fmt: skip
         left.set_ylim(0.7, 1.4 * passes["tokens"].max())
-        left.legend(loc="upper left")
-        left.set_title(f"A pass over {last['tokens']:.0f} tokens: {last['times']:.1f}x the time "
-                       "of one")  # fmt: skip
+        key(figure, left)
         right.plot(drafts["gamma"], drafting, "o-", color=PREDICTED)
         right.set(xlabel="draft length γ", ylabel="plain steps", ylim=(0, None))
         right.set_xticks(drafts["gamma"])
         each = drafting.sum() / drafts["gamma"].sum()
-        right.set_title(f"A draft token costs {each:.2f} plain steps")
-        title(figure, "")
+        title(figure, f"A pass over {last['tokens']:.0f} tokens takes {times(last, 'times')} the "
+                      f"time of one; a draft token costs {each:.2f} plain steps",
+              bare="drafting (right), medians of repeats")  # fmt: skip
     return figure
 
 
 def _curve(axes: Axes, passes: pd.DataFrame) -> None:
-    axes.plot(passes["tokens"], passes["times"], "o-", color=SPECULATIVE, label="one pass")
+    points(axes, passes, "tokens", "times", color=SPECULATIVE, marker="o", label="one pass")
     batch_axis(axes, passes["tokens"])
     axes.set(xlabel="tokens in the pass", ylabel="time, pass over one token = 1")
     axes.set_yscale("log", base=2)
@@ -162,17 +161,19 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
     speedup. From `one_pairing.pass_costs`, `summaries.predicted` and
     `summaries.speedups(by="gamma")`."""
     pays = predicted.loc[predicted["speedup"] > 1, "gamma"]
-    with panels(2, 11.5, 4.2) as (figure, (left, right)):
+    with panels(2, 5.25, 4.2) as (figure, (left, right)):
         left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
                   label="tokens a round")  # fmt: skip
         left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
                   color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
-        title(figure, gamma_panel(right, measured, predicted))
+        title(figure, gamma_panel(right, measured, predicted),
+              bare="predictions and medians of round costs (left)")  # fmt: skip
         left.set(xlabel="draft length γ", xticks=predicted["gamma"],
                  ylabel="tokens, or plain steps", ylim=(0, None))  # fmt: skip
         left.legend()
         tried = f"γ = {', '.join(map(str, pays))}" if len(pays) else "no γ tried"
         left.set_title(f"Predicted to pay at {tried}")
+        key(figure, right)
     return figure
 
 
@@ -180,7 +181,7 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
     """Left: how far gamma draft tokens move a batch along the curve of `passes`; batches that would
     end beyond it are left out. Right: `summaries.speedups(by="batch")`."""
     batches = [int(b) for b in by_batch["batch"] if b * (gamma + 1) <= passes["tokens"].max()]
-    with panels(2, 11.5, 4.2) as (figure, (left, right)):
+    with panels(2, 5.25, 4.2) as (figure, (left, right)):
         _curve(left, passes)
         for batch in batches:
             tokens = [batch, batch * (gamma + 1)]
@@ -188,14 +189,9 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
             left.plot(tokens, [start, start], ":", color=PREDICTED)
             left.annotate("", (tokens[1], end), (tokens[1], start),
                           arrowprops={"arrowstyle": "->", "color": PREDICTED, "lw": 2})  # fmt: skip
-            left.text(
-                tokens[1],
-                end,
-                f"batch {batch}: {end / start:.1f}x  ",
-                ha="right",
-                va="bottom",
-                bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 1},
-            )
+            left.text(tokens[1], end, f"batch {batch}: {end / start:.1f}x  ", ha="right",
+                      va="bottom", bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 1}
+            )  # fmt: skip
         left.set_ylim(top=1.4 * passes["times"].max())
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
         speedup_panel(right, by_batch, "batch")
@@ -216,14 +212,14 @@ def pays(
         for b in batches
     }
     looks = list(marks(["lowest α", "middle α", "highest α"]).values())
-    with panels(len(batches), 5 + 2.5 * len(batches), 3.8, sharey=True) as (figure, every):
+    with panels(len(batches), 5.25, 3.4, sharey=True) as (figure, every):
         for axes, batch in zip(every, batches, strict=True):
             axes.axhline(1, color=PLAIN, lw=1.5)
             for alpha, look in zip(alphas, looks, strict=False):
                 axes.plot(gammas, values[alpha, batch], label=f"α = {alpha:g}", **look)
             axes.set(xlabel="draft length γ", xticks=gammas, ylim=(0, 2.5), title=f"batch {batch}")
-        every[0].set_ylabel("predicted speedup")
-        every[0].legend()
+        figure.supylabel("predicted speedup")
+        key(figure, every[0])
         most = max(alphas)
         pay = [str(b) for b in batches if max(values[most, b]) > 1]
         best = max(max(values[most, b]) for b in batches)

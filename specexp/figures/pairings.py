@@ -16,7 +16,9 @@ from matplotlib.patches import Rectangle
 
 from specexp import theory
 from specexp.figures.style import (
+    COLOURS,
     FEW,
+    HATCHES,
     INK,
     PLAIN,
     PREDICTED,
@@ -24,10 +26,14 @@ from specexp.figures.style import (
     batch_axis,
     canvas,
     ends,
+    key,
+    log_axis,
     marks,
     panels,
     per_cent,
-    stacked,
+    points,
+    share,
+    times,
     title,
 )
 from specexp.measure import statistics
@@ -38,12 +44,11 @@ from specexp.measure.summaries import (
     gains,
     leads,
     length,
-    pooled,
+    positions,
     step_s,
     units,
     verdict,
 )
-from specexp.trace import Acceptance
 
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
@@ -115,24 +120,23 @@ def by_position(samples: pd.DataFrame) -> Figure:
     """Acceptance by position in the draft, one line a pairing. Left: P(at least i tokens accepted);
     right: P(token i accepted | token i - 1 was)."""
     looks = marks(dict.fromkeys(samples["pairing"]))
-    gamma = int(samples["gamma"].max())
-    with panels(2, 10.5, 4.2, sharey=True) as (figure, (left, right)):
-        for pairing, look in looks.items():
-            record = pooled(samples[samples["pairing"] == pairing])
-            steps = range(1, len(record.marginal) + 1)
-            left.plot(steps, record.marginal, **look, label=pairing)
-            right.plot(steps, record.conditional, **look)
-        left.set_title("this token and all before it")
-        right.set_title("this token, given the one before")
-        left.set(ylabel="probability of acceptance", ylim=(0, 1.02))
-        for axes in (left, right):
-            axes.set(xlabel="position in the draft", xticks=range(1, gamma + 1))
-        left.legend()
-        first = samples["pairing"].iloc[0]
-        record = pooled(samples[samples["pairing"] == first])
+    first, gamma = samples["pairing"].iloc[0], int(samples["gamma"].max())
+    sides = {"this token and all before it": False, "this token, given the one before": True}
+    with panels(2, 5.25, 4.2, sharey=True) as (figure, both):
+        for axes, (name, given) in zip(both, sides.items(), strict=True):
+            for at, (pairing, look) in enumerate(looks.items()):
+                table = positions(samples[samples["pairing"] == pairing], given)
+                table["position"] += 0.05 * (at - (len(looks) - 1) / 2)  # none hides another
+                points(axes, table, "position", "value", label=pairing, **look)
+            axes.set(title=name, xlabel="position in the draft", xticks=range(1, gamma + 1))
+        both[0].set(ylabel="probability of acceptance", ylim=(0, 1.02))
+        per_cent(both[0])
+        key(figure, both[0])
+        main = samples[samples["pairing"] == first]
+        last = positions(main).iloc[-1]
         title(figure,
-              f"{first}: acceptance length {record.length:.2f}; the first draft token is accepted "
-              f"in {_marginal(record, 1):.0%} of rounds, the last in {_marginal(record, gamma):.0%}"
+              f"{first}: acceptance length {length(main)}; the first draft token is accepted "
+              f"in {share(positions(main).iloc[0])} of rounds, the last in {share(last)}"
         )  # fmt: skip
     return figure
 
@@ -145,16 +149,16 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
     with canvas() as (figure, axes):
         for pairing, look in marks(dict.fromkeys(samples["pairing"])).items():
             part = rates[rates["pairing"] == pairing]
-            axes.errorbar(part["temperature"], part["value"], ends(part, "value"), capsize=3,
-                          label=pairing, **look)  # fmt: skip
-        axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02))
+            points(axes, part, "temperature", "value", label=pairing, **look)
+        axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02),
+                 xticks=sorted(set(rates["temperature"])))  # fmt: skip
         per_cent(axes)
-        axes.legend()
+        key(figure, axes)
         main = rates[rates["pairing"] == first]
         cold, hot = main.iloc[0], main.iloc[-1]
         title(figure,
-              f"{first}: acceptance rate {cold['value']:.0%} at temperature "
-              f"{cold['temperature']:g}, {hot['value']:.0%} at {hot['temperature']:g}"
+              f"{first}: acceptance rate {share(cold)} at temperature {cold['temperature']:g}, "
+              f"{share(hot)} at {hot['temperature']:g}"
         )  # fmt: skip
     return figure
 
@@ -167,14 +171,13 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
     hottest = max(each.groups)
     hot = samples[samples["temperature"] == hottest]
     rules = list(dict.fromkeys(table["rule"]))
-    with panels(len(rules), 1.5 + 3.2 * len(rules), 3.8, sharey=True) as (figure, every):
+    with panels(len(rules), 3.5, 3.2, sharey=True) as (figure, every):
         for axes, (rule, look) in zip(every, marks(rules).items(), strict=True):
-            part = table[table["rule"] == rule]
             axes.axhline(0, color=PLAIN, lw=1.5)
-            axes.errorbar(part["temperature"], part["gain"], ends(part, "gain"), capsize=3, **look)
+            points(axes, table[table["rule"] == rule], "temperature", "gain", **look)
             axes.set_title(f"{rule}: {length(hot[hot['rule'] == rule]).value:.2f}")
             axes.set(xlabel="temperature", xticks=sorted(each.groups))
-        every[0].set_ylabel("acceptance length, reject = 0")
+        figure.supylabel("acceptance length, reject = 0")
         last = table[(table["temperature"] == hottest) & ~table["rule"].str.contains("lossy")]
         more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens a pass "
                 f"{'more' if r['gain'] > 0 else 'less'} than reject"
@@ -186,22 +189,24 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
 
 
 def bias_and_length(table: pd.DataFrame) -> Figure:
-    """Acceptance length over bias, one point per rule; table: columns rule, length, bias (total
-    variation). Hollow: a rule that is lossy by its kind."""
+    """Acceptance length over bias (total variation), one point a rule, both with their intervals;
+    from `summaries.biased`. Hollow: a rule that is lossy by its kind."""
     lossy = table["rule"].str.contains("lossy")
-    with canvas(8, 4.2) as (figure, axes):
-        for (_, row), look in zip(table.iterrows(), marks(table["rule"]).values(), strict=True):
-            fill = "none" if "lossy" in row["rule"] else look["color"]
-            axes.plot(row["bias"], row["length"], ls="", label=row["rule"], markersize=10,
-                      markerfacecolor=fill, markeredgewidth=2, **look)  # fmt: skip
+    with canvas() as (figure, axes):
+        for at, look in enumerate(marks(table["rule"]).values()):
+            row, fill = table.iloc[[at]], "none" if lossy.iloc[at] else look["color"]
+            axes.errorbar(row["bias"], row["length"], ends(row, "length"), ends(row, "bias"),
+                          ls="", label=row["rule"].iloc[0], capsize=3, markersize=10,
+                          markerfacecolor=fill, markeredgewidth=2, **look)  # fmt: skip
         axes.set(xlabel="bias: total variation of a round's first token to the target's p",
                  ylabel="tokens a target pass",
-                 xlim=(-0.02, max(0.1, table["bias"].max() * 1.15)))  # fmt: skip
+                 xlim=(-0.02, max(0.1, table["bias_high"].max() * 1.05)))  # fmt: skip
         per_cent(axes, "x")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        key(figure, axes)
         worst = table.loc[table["bias"].where(lossy, -1).idxmax()]
+        value = worst[["bias", "bias_low", "bias_high"]].set_axis(["value", "low", "high"])
         title(figure,
-              f"Largest bias: {worst['rule']}, total variation {worst['bias']:.1%}"
+              f"Largest bias: {worst['rule']}, total variation {share(value)}"
               if lossy.any() else "Every rule here keeps the target's distribution"
         )  # fmt: skip
     return figure
@@ -214,10 +219,8 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
     table = measured.sort_values("speedup", ascending=False).reset_index(drop=True)
     looks = marks(measured["arm"])
     behind = None if behind is None or behind.empty else behind  # of one arm there is nothing
-    with panels(
-        1 if behind is None else 2, 8.5 if behind is None else 12, 2.0 + 0.42 * len(table),
-        sharey=True,
-    ) as (figure, every):  # fmt: skip
+    sides, tall = 1 if behind is None else 2, 2.0 + 0.42 * len(table)
+    with panels(sides, 8.5 if behind is None else 5.25, tall, sharey=True) as (figure, every):
         _rows(every[0], table, "speedup", looks)
         every[0].set_xlabel("speedup over plain decoding")
         if behind is not None:
@@ -225,7 +228,7 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
             _rows(every[1], rest, "times", looks)
             every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
         every[0].set_yticks(range(len(table)), table["arm"])
-        every[0].invert_yaxis()
+        every[0].set_ylim(len(table) - 0.5, -0.5)
         title(figure, _first(table, behind) + busy(table))
     return figure
 
@@ -237,15 +240,10 @@ def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -
     for y, row in known.iterrows():
         axes.errorbar(row[column], y, xerr=ends(known.loc[[y]], column), capsize=3, markersize=8,
                       **looks[row["arm"]])  # fmt: skip
-        numbers = f"{row[column]:.2f}x [{row['low']:.2f}, {row['high']:.2f}]"
-        axes.annotate(numbers, (1.0, y), xycoords=("axes fraction", "data"), fontsize=10,
+        axes.annotate(times(row, column), (1.0, y), xycoords=("axes fraction", "data"), fontsize=10,
                       va="center", color=INK)  # fmt: skip
-    axes.set_xscale("log")
-    low, high = 0.9 * min(1, known["low"].min()), 1.1 * max(1, known["high"].max())
-    ticks = [t for t in (0.125, 0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 16) if low <= t <= high]
-    axes.set(xlim=(low, high))
-    axes.set_xticks(ticks, [f"{t:g}x" for t in ticks])
-    axes.minorticks_off()
+    axes.set(xlim=(0.9 * min(1, known["low"].min()), 1.1 * max(1, known["high"].max())))
+    log_axis(axes, "x")
     axes.grid(axis="y", visible=False)
 
 
@@ -272,22 +270,29 @@ def round_costs(costs: pd.DataFrame) -> Figure:
     by = "arm" if "arm" in costs else "gamma"
     step = costs["step_s"].iloc[0] if by == "arm" else step_s(costs)
     parts = costs[list(PHASES)].rename(columns=PHASES) / step
-    with canvas(8.5, 1.6 + 0.42 * len(costs)) as (figure, axes):
+    left = parts.cumsum(axis=1) - parts
+    with canvas(8.5, 2 + 0.42 * len(costs)) as (figure, axes):
+        for at, phase in enumerate(parts):
+            axes.barh(range(len(parts)), parts[phase], 0.65, left=left[phase], label=phase,
+                      edgecolor="white", color=COLOURS[at], hatch=HATCHES[at])  # fmt: skip
         names = costs[by] if by == "arm" else [f"γ = {gamma}" for gamma in costs["gamma"]]
-        stacked(axes, names, parts)
+        axes.set_yticks(range(len(parts)), list(names))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
         axes.axvline(1, color=PLAIN, lw=1.5)
         axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
+        key(figure, axes)
         draft, check = parts["draft"], parts["verify"]
         doubt = f"; {statistics.NOT_CREDIBLE}" * bool(check.min() < theory.LEAST)
         if by == "arm":
             dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
-            title(figure, f"Most expensive draft: {dearest}, {draft.max():.2f} plain steps; "
-                          f"verification: {slowest}, {check.max():.2f}{doubt}")  # fmt: skip
+            finding = (f"Most expensive draft: {dearest}, {draft.max():.2f} plain steps; "
+                       f"verification: {slowest}, {check.max():.2f}")  # fmt: skip
         else:
             gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
-            drafting = f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps{doubt}"
-            title(figure, f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
-                          f"{drafting}")  # fmt: skip
+            finding = (f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
+                       f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
+        title(figure, finding + doubt, bare="medians of repeated rounds")
     return figure
 
 
@@ -295,17 +300,18 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     """Speedup over draft length: `summaries.speedups(by="gamma")` against `summaries.predicted`."""
     with canvas() as (figure, axes):
         title(figure, gamma_panel(axes, measured, predicted))
+        key(figure, axes)
     return figure
 
 
 def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> str:
     """`over_gamma` on these axes, and its title."""
     speedup_panel(axes, measured, "gamma", label="measured")
+    predicted = predicted[predicted["gamma"] > 0]
     axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
               label="predicted from acceptance and pass costs")  # fmt: skip
     axes.set_xlabel("draft length γ")
     axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
-    axes.legend()
     best, by_gamma = fastest(measured), predicted.set_index("gamma")["speedup"]
     return (
         f"At γ = {best['gamma']:.0f}: {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"
@@ -316,8 +322,7 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
 def speedup_panel(axes: Axes, table: pd.DataFrame, by: str, **look: Any) -> None:
     """Speedups with intervals, which are cut off where they are very wide: on a busy machine."""
     axes.axhline(1, color=PLAIN, lw=1.5)
-    axes.errorbar(table[by], table["speedup"], ends(table), capsize=3,
-                  **{"color": SPECULATIVE, "marker": "o"} | look)  # fmt: skip
+    points(axes, table, by, **{"color": SPECULATIVE, "marker": "o"} | look)
     most = min(2.2 * max(1, table["speedup"].max()), 1.1 * table["high"].max())
     axes.set(ylabel="speedup over plain decoding", ylim=(0, max(1.2, most, axes.get_ylim()[1])))
 
@@ -326,14 +331,15 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
     """Tokens/s over batch for plain and speculative decoding, with the interval of their ratio;
     `summaries.speedups(by="batch")`."""
     first, last = by_batch.iloc[0], by_batch.iloc[-1]
+    plain = by_batch["plain_tok_s"]
+    own = by_batch.assign(low=by_batch["low"] * plain, high=by_batch["high"] * plain)
     with canvas() as (figure, axes):
-        axes.plot(by_batch["batch"], by_batch["plain_tok_s"], "x-", color=PLAIN, label="plain")
-        axes.errorbar(by_batch["batch"], by_batch["tok_s"], fmt="o-", color=SPECULATIVE, capsize=3,
-                      yerr=ends(by_batch) * by_batch["plain_tok_s"].to_numpy(),
-                      label="speculative")  # fmt: skip
+        axes.plot(by_batch["batch"], plain, "x-", color=PLAIN, label="plain")
+        points(axes, own, "batch", "tok_s", color=SPECULATIVE, marker="o",
+                 label="speculative, with the interval of its ratio to plain")  # fmt: skip
         batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="tokens/s, all streams", ylim=(0, None))
-        axes.legend()
+        key(figure, axes)
         title(figure,
               f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
               f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens a second in plain "
@@ -343,16 +349,15 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
 
 
 def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Figure:
-    """Speedup over batch size with the break-even line; from `summaries.speedups(by="batch")`.
-    served: the same under continuous batching, from `under_load.rates` for one policy."""
+    """Speedup over batch size; from `summaries.speedups(by="batch")`. served: the same under
+    continuous batching, from `under_load.rates` for one policy."""
     with canvas() as (figure, axes):
-        axes.text(by_batch["batch"].iloc[0], 0.97, "break-even", color=INK, va="top")
         speedup_panel(axes, by_batch, "batch", label="static batch")
         if served is not None:
             speedup_panel(axes, served, "load", label="continuous batching", color=PREDICTED,
                           marker="s", ls="--")  # fmt: skip
-            axes.legend(loc="lower left")
         batch_axis(axes, by_batch["batch"])
+        key(figure, axes)
         title(figure, crossing(by_batch) + busy(by_batch))
     return figure
 
@@ -364,9 +369,9 @@ def crossing(by_batch: pd.DataFrame) -> str:
     with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
     pays = with_interval[with_interval["low"] > 1]["batch"]
     costs = with_interval[with_interval["high"] < 1]["batch"]
-    start = f"{first['speedup']:.2f}x at batch {first['batch']:.0f}"
-    last = by_batch.iloc[-1]
-    end = f"{last['speedup']:.2f}x at batch {last['batch']:.0f}"
+    start, end = (
+        f"{times(row, 'speedup')} at batch {row['batch']:.0f}" for row in (first, by_batch.iloc[-1])
+    )
     if len(pays) and len(costs) and costs.min() > pays.max():
         return f"{start}; stops paying between batch {pays.max():.0f} and {costs.min():.0f}"
     if len(pays) == len(by_batch):
@@ -374,8 +379,3 @@ def crossing(by_batch: pd.DataFrame) -> str:
     if len(costs) == len(by_batch):
         return f"Pays at no batch size tried: {start}, {end}"
     return f"{start}, {end}"
-
-
-def _marginal(record: Acceptance, position: int) -> float:
-    """The share of rounds that accepted this position, counted from 1; 0 if none reached it."""
-    return record.marginal[position - 1] if len(record.marginal) >= position else 0.0

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from specexp.figures.style import INK, PLAIN, SPECULATIVE, canvas, nothing, panels, title
+from specexp.figures.style import INK, PLAIN, SPECULATIVE, WIDEST, canvas, nothing, panels, title
 from specexp.figures.tokens import COLOURS, HATCHED, by_kind, symbols
 
 if TYPE_CHECKING:
@@ -24,16 +24,17 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
     """The first rounds of a row, one a line: each token in the colour of its origin, the rejected
     draft tokens hatched."""
     lines = list(by_kind(output.trace.rounds, output.tokens[row], row))[:most]
-    texts = [[(kind, symbols(output.decode([t]))) for t, kind in line] for _, line in lines]
+    texts = [[(kind, _label(output.decode([t]))) for t, kind in line] for _, line in lines]
     widths = [[max(2, len(text) + 1) for _, text in line] for line in texts]
     wide = max(map(sum, widths)) * CHARACTER + 1.2
-    with canvas(max(8, wide), 1.7 + 0.3 * len(lines)) as (figure, axes):
+    with canvas(min(WIDEST, max(8, wide)), 1.7 + 0.3 * len(lines)) as (figure, axes):
         for y, (line, width) in enumerate(zip(texts, widths, strict=True)):
             for (kind, text), x, w in zip(line, accumulate([0, *width]), width, strict=False):
                 axes.barh(y, w - 0.15, 0.86, x, color=COLOURS[kind], alpha=0.45,
                           hatch=HATCHED.get(kind), edgecolor="white", label=kind)  # fmt: skip
                 axes.text(x + w / 2, y, text, ha="center", va="center", family="monospace",
-                          fontsize=9, color=INK, parse_math=False)  # fmt: skip
+                          fontsize=9 * min(1, WIDEST / wide), color=INK,
+                          parse_math=False)  # fmt: skip
         counts = [f"{step.accepted}/{step.drafted}" for step, _ in lines]
         axes.set_yticks(range(len(lines)), counts)
         axes.set(ylabel="accepted/drafted, a round a line", xticks=[])
@@ -41,8 +42,14 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
         axes.grid(False)
         named = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
         figure.legend(named.values(), named, loc="outside lower center", ncols=len(named))
-        title(figure, f"One text: {output.trace.by_row[row]}")
+        title(figure, f"One of the prompts: {output.trace.by_row[row]}")
     return figure
+
+
+def _label(text: str) -> str:
+    """A token as a label: spaces at its end are left out, and it is cut if long."""
+    text = symbols(text).rstrip() or "␣"
+    return text if len(text) <= 12 else text[:11] + "…"
 
 
 def trees(edges: pd.DataFrame) -> Figure:
@@ -52,9 +59,8 @@ def trees(edges: pd.DataFrame) -> Figure:
         return nothing("Every draft here is grown: no two rounds have the same tree")
     arms = {name: part.reset_index(drop=True) for name, part in edges.groupby("arm", sort=False)}
     places, deepest = [_places(part["parent"]) for part in arms.values()], edges["depth"].max()
-    wide = [max(2, max(x)) + 1.5 for x in places]
-    size = max(8, 0.75 * sum(wide)), 1.9 + 0.85 * deepest
-    with panels(len(arms), *size, sharey=True, width_ratios=wide) as (figure, every):
+    size = max(3.5, 0.75 * max(map(max, places)) + 1.5), 1.6 + 0.6 * deepest
+    with panels(len(arms), *size, sharey=True) as (figure, every):
         for axes, (name, part), x in zip(every, arms.items(), places, strict=True):
             for node, edge in part[1:].iterrows():
                 across, up = [x[edge["parent"]], x[node]], [edge["depth"] - 1, edge["depth"]]
@@ -69,14 +75,15 @@ def trees(edges: pd.DataFrame) -> Figure:
             axes.set_title(f"{name}\n{length:.2f} a pass", fontsize=10)
             axes.set(xticks=[], yticks=range(deepest + 1), xlim=(-0.6, max(x) + 0.6))
             axes.grid(False)
-        every[0].set_ylabel("depth in the draft")
+        every[0].set_ylabel("depth")
         every[0].set_ylim(deepest + 0.3, -0.3)
         first = edges[edges["depth"] == 1]
         best = first[first["child"] == 0]["rate"]
         more = (first["rate"] * (first["child"] > 0)).groupby(first["arm"]).sum()
         title(figure,
               f"The likeliest first draft token is accepted in {best.min():.0%} to "
-              f"{best.max():.0%} of rounds; its siblings add at most {more.max():.0%}"
+              f"{best.max():.0%} of rounds; its siblings add at most {more.max():.0%}",
+              bare=f"shares of rounds, faint where they are of fewer than {TOLD}"
         )  # fmt: skip
     return figure
 

@@ -12,9 +12,13 @@ from specexp.figures.style import (
     batch_axis,
     canvas,
     ends,
+    key,
     marks,
     nothing,
     per_cent,
+    points,
+    share,
+    times,
     title,
 )
 from specexp.measure.summaries import leads
@@ -62,48 +66,45 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
         return nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
     have = have.rename(columns={"params.drafter": "drafter"})
     looks, experiments = marks(have["drafter"].unique()), list(have["experiment"].unique())
-    with canvas(9.5, 4.8) as (figure, axes):
+    rates, speeds = (_within(have, *n) for n in zip(needed, ("rate_ci", "ci"), strict=True))
+    with canvas(9.5, 5.2) as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
-        bars = [_within(have, *names) for names in zip(needed, ("rate_ci", "ci"), strict=True)]
-        for at, (_, run) in enumerate(have.iterrows()):
-            across, up = (ends(bar.iloc[[at]], "value") for bar in bars)
-            symbol = SYMBOLS[experiments.index(run["experiment"]) % len(SYMBOLS)]
-            axes.errorbar(run[needed[0]], run[needed[1]], up, across, elinewidth=1, capsize=2,
-                          markersize=8, color=looks[run["drafter"]]["color"],
-                          marker=symbol)  # fmt: skip
+        for at, (drafter, experiment) in enumerate(have[["drafter", "experiment"]].to_numpy()):
+            across, up = rates.iloc[[at]], speeds.iloc[[at]]
+            axes.errorbar(across["value"], up["value"], ends(up, "value"), ends(across, "value"),
+                          elinewidth=1, capsize=2, markersize=8, color=looks[drafter]["color"],
+                          marker=SYMBOLS[experiments.index(experiment) % len(SYMBOLS)]
+            )  # fmt: skip
         for name, look in looks.items():
             axes.plot([], [], ls="", color=look["color"], marker="o", label=name)
         for symbol, name in zip(SYMBOLS, experiments, strict=False):
             axes.plot([], [], ls="", color=PLAIN, marker=symbol, label=name)
         axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
         per_cent(axes, "x")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        title(figure, _first(have))
+        key(figure, axes)
+        title(figure, _first(have, rates, speeds))
     return figure
 
 
 def _within(runs: pd.DataFrame, name: str, ends: str) -> pd.DataFrame:
     """A metric with its interval, of no width where none was logged: columns value, low, high."""
     group = name.rpartition("/")[0]
-    columns = {f"{group}/{ends}_low": "low", f"{group}/{ends}_high": "high"}
-    table = runs.reindex(columns=list(columns)).rename(columns=columns).astype(float)
-    value = runs[name]
-    return table.apply(lambda end: end.fillna(value)).assign(value=value)
+    table = runs.reindex(columns=[f"{group}/{ends}_low", f"{group}/{ends}_high"]).astype(float)
+    return table.set_axis(["low", "high"], axis=1).apply(
+        lambda end: end.fillna(runs[name])).assign(value=runs[name])  # fmt: skip
 
 
-def _first(runs: pd.DataFrame) -> str:
+def _first(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str:
     """Which run is the fastest, if that is certain. A run without an interval proves nothing."""
-    names = {"metrics.speedup/ci_low": "low", "metrics.speedup/ci_high": "high"}
-    ends = runs.reindex(columns=list(names)).rename(columns=names)
-    table = runs.join(ends.fillna({"low": -math.inf, "high": math.inf}))
-    best = table.loc[table["metrics.speedup/measured"].idxmax()]
-    if best["low"] > 1 and leads(table, "metrics.speedup/measured"):
+    lone = speeds["low"] == speeds["high"]
+    table = speeds.assign(low=speeds["low"].mask(lone, -math.inf),
+                          high=speeds["high"].mask(lone, math.inf))  # fmt: skip
+    best, faster = table["value"].idxmax(), int((table["low"] > 1).sum())
+    if table["low"][best] > 1 and leads(table, "value"):
         return (
-            f"Fastest: {best['drafter']}, {best['metrics.speedup/measured']:.2f}x "
-            f"[{best['low']:.2f}, {best['high']:.2f}] at acceptance rate "
-            f"{best['metrics.acceptance/rate']:.0%}"
+            f"Fastest: {runs['drafter'][best]}, {times(speeds.loc[best])} at acceptance rate "
+            f"{share(rates.loc[best])}"
         )
-    faster = int((table["low"] > 1).sum())
     return f"{faster} of {len(table)} runs are certainly faster than plain decoding" + (
         ", none is certainly the fastest" * (faster > 1)
     )
@@ -116,14 +117,15 @@ def over_batch(curves: pd.DataFrame) -> Figure:
     looks = marks(curves["drafter"].unique())
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
+        lines = {}
         for (drafter, _), part in curves.groupby(["drafter", "run_id"], sort=False):
-            axes.plot(part["step"], part["value"], label=drafter, **looks[drafter])
+            lines[drafter] = points(axes, part, "step", "value", **looks[drafter])
         batch_axis(axes, sorted(curves["step"].unique()))
         axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
-        lines = {str(line.get_label()): line for line in axes.lines[1:]}
-        axes.legend(lines.values(), list(lines))
-        largest = curves[curves["step"] == curves["step"].max()]
-        speeds = (f"{value:.2f}x" for value in largest["value"].agg(["min", "max"]))
-        speedups = " to ".join(dict.fromkeys(speeds))
-        title(figure, f"Speedup at batch {largest['step'].iloc[0]}: {speedups}")
+        for drafter, line in lines.items():
+            line.set_label(drafter)  # once
+        key(figure, axes)
+        largest = curves[curves["step"] == curves["step"].max()].sort_values("value")
+        each = dict.fromkeys([times(largest.iloc[0]), times(largest.iloc[-1])])
+        title(figure, f"Speedup at batch {largest['step'].iloc[0]}: {' to '.join(each)}")
     return figure

@@ -5,7 +5,7 @@ plain decoding is grey. Colours differ in lightness and lines in their symbols, 
 be read in grey; its paper is white, so that it can be read on a dark page.
 """
 
-import textwrap
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +22,12 @@ PLAIN, SPECULATIVE, PREDICTED, INK = "#7f7f7f", "#0b5394", "#e69f00", "#333333"
 COLOURS = (SPECULATIVE, PREDICTED, "#0f7a5c", "#d55e00", "#56b4e9", "#6a2c91", "#d88fc0", "#8a6d3b")
 SYMBOLS, HATCHES = "osD^vPX", ("", "//", "..", "xx", "--")
 DOUBTFUL = 0.8  # R² of a fit of costs below which the measurement was probably disturbed
+WIDEST = 10.5  # inches: in a page 700 pixels wide such a figure can still be read
 NARROW, WIDE = 5, 500  # ranges of a logarithmic axis, highest over lowest
 FEW = 0.5  # an interval of a share wider than this says nothing but that there are too few prompts
 SHEET: Any = {
     "figure.facecolor": "white", "axes.titlelocation": "left", "axes.titlesize": 12,
-    "legend.frameon": False, "legend.fontsize": 9, "hatch.linewidth": 0.6,
+    "legend.frameon": False, "legend.fontsize": 9, "figure.labelsize": 12, "hatch.linewidth": 0.6,
 }  # fmt: skip
 _subject = ""
 _order: dict[str, int] = {}
@@ -56,14 +57,19 @@ def _mark(name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def panels(columns: int, width: float, height: float, **grid: Any) -> Iterator[tuple[Figure, Any]]:
-    """Axes side by side in the common style; the figure is closed at the end. grid: of
-    `plt.subplots`."""
+def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tuple[Figure, Any]]:
+    """Axes of this size in the common style, side by side and, where they would be wider than a
+    page, in rows; the figure is closed at the end. grid: of `plt.subplots`."""
+    rows = max(1, math.ceil(count * width / WIDEST - 0.01))
+    columns = math.ceil(count / rows)
+    size = (min(WIDEST, columns * width), rows * height)
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(SHEET):
         figure, axes = plt.subplots(
-            1, columns, figsize=(width, height), layout="constrained", squeeze=False, **grid
+            rows, columns, figsize=size, layout="constrained", squeeze=False, **grid
         )
-        yield figure, list(axes.flat)
+        for spare in axes.flat[count:]:
+            spare.remove()
+        yield figure, list(axes.flat[:count])
         sns.despine(figure)
         plt.close(figure)
 
@@ -83,33 +89,24 @@ def nothing(why: str) -> Figure:
     return figure
 
 
-def title(figure: Figure, text: str, about: str | None = None) -> None:
-    """What a figure shows, in as many lines as its width needs, and below it the subject, or
-    what it is about instead."""
-    wide = int(10.2 * figure.get_figwidth())
-    lines = textwrap.wrap(text, wide, break_long_words=False)
-    lines += textwrap.wrap(_subject if about is None else about, wide)
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=12)
+def title(figure: Figure, text: str, about: str | None = None, bare: str = "") -> None:
+    """What a figure shows, and below it the subject, or what it is about instead; last why
+    estimates in it carry no interval, if any do not."""
+    lines = [text, _subject if about is None else about, f"No intervals: {bare}" * bool(bare)]
+    figure.suptitle("\n".join(filter(None, lines)), x=0.01, ha="left", fontsize=12, wrap=True)
 
 
 def key(figure: Figure, axes: Axes) -> None:
     """One legend for all panels, below them."""
     handles, labels = axes.get_legend_handles_labels()
-    widest = max(1, int(9 * figure.get_figwidth() / max(6 + len(label) for label in labels)))
+    wide = max(0.6 + 0.075 * len(label) for label in labels)  # inches
+    widest = max(1, int(figure.get_figwidth() / wide))
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), widest))
 
 
-def stacked(axes: Axes, names: Iterable[str], parts: pd.DataFrame) -> None:
-    """Horizontal bars of the columns of `parts`, one a row, from left to right."""
-    left = np.zeros(len(parts))
-    for at, (label, size) in enumerate(parts.items()):
-        axes.barh(range(len(parts)), size, 0.65, left=left, label=label, edgecolor="white",
-                  color=COLOURS[at % len(COLOURS)], hatch=HATCHES[at % len(HATCHES)])  # fmt: skip
-        left = left + size.to_numpy()
-    axes.set_yticks(range(len(parts)), list(names))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+def points(axes: Axes, table: pd.DataFrame, by: str, column: str = "speedup", **look: Any) -> Any:
+    """Points of a column over that of `by`, with their 95 % intervals (columns low and high)."""
+    return axes.errorbar(table[by], table[column], ends(table, column), capsize=3, **look)
 
 
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
@@ -142,5 +139,19 @@ def per_cent(axes: Axes, which: str = "y") -> None:
 
 
 def ends(table: pd.DataFrame, column: str = "speedup") -> np.ndarray:
-    """The lengths [2, n] of a column's error bars, from its columns `low` and `high`."""
-    return np.array([table[column] - table["low"], table["high"] - table[column]]).clip(0)
+    """The lengths [2, n] of a column's error bars, from its columns `low` and `high`, or those that
+    begin with its own name, as `bias_low`."""
+    low, high = (f"{column}_{e}" if f"{column}_{e}" in table else e for e in ("low", "high"))
+    return np.array([table[column] - table[low], table[high] - table[column]]).clip(0)
+
+
+def share(row: Any) -> str:
+    """A share with its interval, from columns value, low and high: `64% [43, 80]`."""
+    return f"{row['value']:.0%} [{100 * row['low']:.0f}, {100 * row['high']:.0f}]"
+
+
+def times(row: Any, column: str = "value") -> str:
+    """A ratio with its interval, from that column, low and high: `1.05x [0.91, 1.25]`; without the
+    interval if there is only one unit."""
+    between = f" [{row['low']:.2f}, {row['high']:.2f}]" * bool(row["low"] < row["high"])
+    return f"{row[column]:.2f}x{between}"

@@ -13,12 +13,13 @@ from specexp.figures.style import (
     INK,
     PLAIN,
     batch_axis,
-    ends,
     key,
     log_axis,
     marks,
     panels,
     per_cent,
+    points,
+    times,
     title,
 )
 
@@ -46,18 +47,16 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     """Tokens/s, speedup over plain decoding, and regret of the load-aware policies, by the number
     of streams. From `under_load.rates` and `under_load.regrets`."""
     looks = lines(dict.fromkeys(rates["policy"]))
-    plain = rates[rates["policy"] == "plain"].set_index("load")["tok_s"]
-    with panels(3, 16, 5) as (figure, (left, middle, right)):
+    with panels(3, 5.25, 4) as (figure, (left, middle, right)):
         for name, look in looks.items():
             part = rates[rates["policy"] == name]
-            error = ends(part) * plain[part["load"]].to_numpy()
-            left.errorbar(part["load"], part["tok_s"], error, capsize=3, label=name, **look)
+            scale = part["tok_s"] / part["speedup"]
+            own = part.assign(low=part["low"] * scale, high=part["high"] * scale)
+            points(left, own, "load", "tok_s", label=name, **look)
             if name != "plain":
                 speedup_panel(middle, part, "load", **look)
             if name.startswith(LOAD_AWARE):
-                part = regrets[regrets["policy"] == name]
-                right.errorbar(part["load"], part["regret"], ends(part, "regret"), capsize=3,
-                               **look)  # fmt: skip
+                points(right, regrets[regrets["policy"] == name], "load", "regret", **look)
         right.axhline(0, color=PLAIN, lw=1.5)
         for axes in (left, middle, right):
             batch_axis(axes, sorted(set(rates["load"])))
@@ -79,8 +78,8 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
     parts = []
     if always:
         fixed = rates[rates["policy"] == always[-1]]
-        ends = fixed.iloc[sorted({0, len(fixed) - 1})]
-        each = [f"{s:.2f}x with {n}" for s, n in zip(ends["speedup"], ends["load"], strict=True)]
+        outer = fixed.iloc[sorted({0, len(fixed) - 1})].to_dict("records")
+        each = [f"{times(row, 'speedup')} with {row['load']}" for row in outer]
         parts.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
         worst = aware.groupby("policy", sort=False)["regret"].max().clip(lower=0)
@@ -94,7 +93,7 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
     rows = {"live": "streams being decoded", "waiting": "requests waiting",
             "speculated": "rows speculated", "kept": "draft tokens accepted"}  # fmt: skip
     looks = lines(tables)
-    with panels(len(rows), 4.2 * len(rows), 4) as (figure, every):
+    with panels(len(rows), 5.25, 3.6) as (figure, every):
         for axes, (column, label) in zip(every, rows.items(), strict=True):
             for name, table in tables.items():
                 wide = {"lw": 4, "alpha": 0.6} if name == "plain" else {"lw": 1.5}
@@ -119,7 +118,7 @@ def latencies(answers: pd.DataFrame, finding: str) -> Figure:
     """The share of requests that took at most so long, for TTFT, TPOT and E2E, a line a policy;
     answers: columns policy, ttft_s, tpot_s and e2e_s, a row a request."""
     looks = lines(dict.fromkeys(answers["policy"]))
-    with panels(3, 13, 4.2, sharey=True) as (figure, every):
+    with panels(3, 3.5, 4.2, sharey=True) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
             for name, look in looks.items():
                 times = answers.loc[answers["policy"] == name, f"{kind}_s"].dropna().sort_values()
@@ -147,7 +146,7 @@ def simulated(compared: pd.DataFrame) -> Figure:
     """Simulated against real, one point a policy and figure; from `under_load.compare_runs`."""
     kinds = list(dict.fromkeys(compared["figure"]))
     looks = marks(dict.fromkeys(compared["policy"]))
-    with panels(len(kinds), 4.6 * len(kinds), 4.2) as (figure, every):
+    with panels(len(kinds), 5.25, 4.2) as (figure, every):
         for axes, kind in zip(every, kinds, strict=True):
             part = compared[compared["figure"] == kind]
             for _, row in part.iterrows():
@@ -164,7 +163,8 @@ def simulated(compared: pd.DataFrame) -> Figure:
         worst = compared.loc[off.idxmax()]
         title(figure,
               f"SIMULATED against real: {off.median():.0%} off in the median, at worst "
-              f"{off.max():.0%} ({worst['figure']}, {worst['policy']})"
+              f"{off.max():.0%} ({worst['figure']}, {worst['policy']})",
+              bare="each point is one run of all requests"
         )  # fmt: skip
     return figure
 

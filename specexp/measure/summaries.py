@@ -4,6 +4,7 @@ The tables come from `one_pairing` and hold raw counts and seconds. Every ratio 
 computed here, so that a stored table gives the same figures as a fresh one.
 """
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -53,6 +54,34 @@ def length(samples: pd.DataFrame) -> Interval:
     """Acceptance length (1 + accepted / passes) with its interval over prompts."""
     accepted = statistics.ratio(*units(samples, "accepted", "passes"))
     return accepted.plus(1)
+
+
+def positions(samples: pd.DataFrame, given: bool = False) -> pd.DataFrame:
+    """P(at least i draft tokens accepted), or, if `given`, P(token i accepted | token i - 1 was).
+    One row a position, with columns position, value and the ends low and high of its interval over
+    prompts."""
+    deepest = int(samples["gamma"].max())
+    counts = np.array([[*r.histogram, *[0] * deepest][: deepest + 1] for r in samples["record"]])
+    reached = {f"{i}": counts[:, i:].sum(1) for i in range(deepest + 1)}
+    each = samples[["question_id"]].assign(**reached)
+    pairs = [(i, str(i - 1 if given else 0)) for i in range(1, deepest + 1)]
+    return pd.DataFrame(
+        {"position": i} | statistics.share(*units(each, f"{i}", before)).columns("value")
+        for i, before in pairs
+        if each[before].any()
+    )
+
+
+def biased(samples: pd.DataFrame, biases: Mapping[str, pd.Series]) -> pd.DataFrame:
+    """Acceptance length and bias of each rule with their intervals over prompts: columns rule,
+    length, length_low, length_high, bias, bias_low and bias_high; biases: from `one_pairing.bias`
+    by rule."""
+    columns = [f"{name}{end}" for name in ("length", "bias") for end in ("", "_low", "_high")]
+    rows = [
+        [rule, *length(part)[:3], *statistics.ratio(biases[rule], np.ones(len(biases[rule])))[:3]]
+        for rule, part in samples.groupby("rule")
+    ]
+    return pd.DataFrame(rows, columns=["rule", *columns])
 
 
 def rounds(samples: pd.DataFrame) -> pd.DataFrame:
@@ -190,16 +219,19 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
 def fastest(measured: pd.DataFrame) -> pd.Series:
     """The fastest row of `speedups`, with the speedup and the tokens a second that it promises."""
     best = measured.loc[measured["speedup"].idxmax()].copy()
-    best["speedup"] = best["promised"]
+    best["measured"], best["speedup"] = best["speedup"], best["promised"]
     best["low"] = min(best["low"], best["promised"])
     best["tok_s"] = best["promised"] * best["plain_tok_s"]
     return best
 
 
 def verdict(row: pd.Series) -> str:
-    """A row of `speedups` in words, with its interval."""
+    """A row of `speedups` or `fastest` in words, with its interval."""
     speedup = Interval(row["speedup"], row["low"], row["high"], row["doubt"])
-    return f"{statistics.verdict(speedup)} [{speedup.low:.2f}, {speedup.high:.2f}]"
+    claim, but, doubt = statistics.verdict(speedup).partition(", but ")
+    picked = f"{row.get('measured', speedup.value):.2f}x"
+    luck = f" ({picked} less the luck of the pick)" * (picked != f"{speedup.value:.2f}x")
+    return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{but}{doubt}"
 
 
 def busy(measured: pd.DataFrame, predicted: pd.Series | None = None) -> str:
@@ -302,6 +334,8 @@ def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     curves = by_batch.set_index("batch")
     return metrics, series | {
         "speedup/at_batch": curves["speedup"].to_dict(),
+        "speedup/at_batch_low": curves["low"].to_dict(),
+        "speedup/at_batch_high": curves["high"].to_dict(),
         "throughput/at_batch": curves["tok_s"].to_dict(),
         "throughput/plain_at_batch": curves["plain_tok_s"].to_dict(),
     }

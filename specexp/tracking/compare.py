@@ -89,12 +89,12 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
             part[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
     for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
         given[fact] = _differing(runs[f"tags.{fact}"])
-    view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x") + _interval(runs)
+    view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x", "speedup/ci")
     credible = _metric(runs, "speedup/credible", "{:.0f}")
     view["timing"] = credible.map({"0": "doubtful"}).fillna("")
-    view["regret"] = _metric(runs, "regret/worst", "{:.1%}")
+    view["regret"] = _metric(runs, "regret/worst", "{:.1%}", "regret/worst")
     view["replicas"] = _metric(runs, "fleet/replicas", "{:.0f}")
-    view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}")
+    view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}", "acceptance/rate_ci")
     for category in categories(runs):
         view[category] = _metric(runs, f"category/{category}", "{:.0%}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
@@ -119,15 +119,18 @@ def categories(runs: pd.DataFrame) -> list[str]:
 
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
-    """One series of all runs that logged it: columns drafter, step, value, run_id."""
-    name = f"metrics.{series}"
-    having = runs[runs[name].notna()] if name in runs else runs.head(0)
-    rows = [
-        {"drafter": run["params.drafter"], "step": step, "value": value, "run_id": run["run_id"]}
-        for _, run in having.iterrows()
-        for step, value in sorted(track.curve(run["run_id"], series).items())
-    ]
-    return pd.DataFrame(rows, columns=["drafter", "step", "value", "run_id"])
+    """One series of all runs that logged it, with its interval: columns run_id, drafter, step,
+    value, low and high (the value where none was logged)."""
+    column = f"metrics.{series}"
+    having = runs[runs[column].notna()] if column in runs else runs.head(0)
+    rows = []
+    for _, run in having.iterrows():
+        value, *ends = (track.curve(run["run_id"], f"{series}{e}") for e in ("", "_low", "_high"))
+        rows += [
+            [run["run_id"], run["params.drafter"], step, y, *(end.get(step, y) for end in ends)]
+            for step, y in sorted(value.items())
+        ]
+    return pd.DataFrame(rows, columns=["run_id", "drafter", "step", "value", "low", "high"])
 
 
 def _differing(texts: pd.Series) -> pd.Series:
@@ -138,19 +141,15 @@ def _differing(texts: pd.Series) -> pd.Series:
     return pd.Series(rest, texts.index, dtype=object)
 
 
-def _metric(runs: pd.DataFrame, name: str, form: str) -> pd.Series:
-    values = runs.get(f"metrics.{name}", pd.Series(float("nan"), index=runs.index))
+def _metric(runs: pd.DataFrame, name: str, form: str, ends: str = "") -> pd.Series:
+    """A metric as text, with its interval if its ends are logged: those begin with `ends`."""
+    given = (name, *(f"{ends}_{side}" for side in ("low", "high") if ends))
+    columns = runs.reindex(columns=[f"metrics.{n}" for n in given]).itertuples(index=False)
     simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
-    cells = [
-        "" if pd.isna(v) else form.format(v) + " simulated" * results.is_simulated(name, groups)
-        for v, groups in zip(values, simulated, strict=True)
-    ]
+    cells = []
+    for (value, *between), groups in zip(columns, simulated, strict=True):
+        text = "" if pd.isna(value) else form.format(value)
+        if text and between and not pd.isna(between).any() and between[0] < between[1]:
+            text += f" [{', '.join(form.format(end).rstrip('x%') for end in between)}]"
+        cells.append(text + " simulated" * (text != "" and results.is_simulated(name, groups)))
     return pd.Series(cells, runs.index, dtype=object)
-
-
-def _interval(runs: pd.DataFrame) -> pd.Series:
-    low, high = (_metric(runs, f"speedup/ci_{side}", "{:.2f}") for side in ("low", "high"))
-    return pd.Series(
-        [f" [{a}, {b}]" if a and b else "" for a, b in zip(low, high, strict=True)],
-        index=runs.index,
-    )

@@ -69,7 +69,7 @@ class Answer(NamedTuple):
 
 ANSWERS = (
     Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True),
-    Answer("regret/worst", "", ".1%", "", " regret",
+    Answer("regret/worst", "regret/worst", ".1%", "", " regret",
            " of tokens/s lost at worst to the best fixed policy", least=True),
     Answer("speedup/measured", "speedup/ci", ".2f", "x", "", " of plain decoding's speed", even=1),
     Answer("acceptance/rate", "acceptance/rate_ci", ".0%", "", " accepted",

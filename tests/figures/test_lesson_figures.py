@@ -15,7 +15,7 @@ JUDGED = pd.DataFrame(
          "outcome": "accepted"},
         {"round": 1, "at": 2, "token": " b\n", "q": 0.4, "p": 0.1, "chance": 0.25,
          "outcome": "rejected"},
-        {"round": 1, "at": 2, "token": "c", "p": 0.3, "outcome": "corrected"},
+        {"round": 1, "at": 3, "token": "c", "p": 0.3, "outcome": "corrected"},
         {"round": 2, "at": 1, "token": "d", "q": 0.4, "p": 0.4, "chance": 1.0,
          "outcome": "accepted"},
         {"round": 2, "at": 2, "token": "e", "q": 0.4, "p": 0.4, "chance": 1.0,
@@ -76,16 +76,19 @@ MEASURED = pd.DataFrame({"gamma": [2, 4], "speedup": [1.3, 0.8], "low": [1.2, 0.
 
 
 def test_price_states_pass_and_draft_costs():
-    left, right = figures.lesson.price(PASSES, COSTS).axes
-    assert title(left) == "A pass over 16 tokens: 6.0x the time of one"
-    assert title(right) == "A draft token costs 0.25 plain steps"
+    finding, why = figures.lesson.price(PASSES, COSTS).get_suptitle().splitlines()
+    assert finding.startswith("A pass over 16 tokens takes 6.00x")
+    assert finding.endswith("the time of one; a draft token costs 0.25 plain steps")
+    assert why.startswith("No intervals: drafting")
 
 
 def test_together_states_prediction_and_best():
     predicted = pd.DataFrame({"gamma": [0, 2, 4], "speedup": [1.0, 1.2, 0.9], "tokens": [1, 2, 2]})
     figure = figures.lesson.together(COSTS, predicted, MEASURED)
     assert title(figure.axes[0]) == "Predicted to pay at γ = 2"
-    assert figure.get_suptitle() == "At γ = 2: 1.30x faster [1.20, 1.40]; predicted 1.20x"
+    finding, why = figure.get_suptitle().splitlines()
+    assert finding == "At γ = 2: 1.30x faster [1.20, 1.40]; predicted 1.20x"
+    assert why.startswith("No intervals: predictions")
 
 
 def test_tension_leaves_out_batches_beyond_the_curve():
@@ -94,7 +97,9 @@ def test_tension_leaves_out_batches_beyond_the_curve():
     assert [text.strip() for text in texts(figure.axes[0]) if text] == [
         "batch 1: 1.5x"
     ]  # 8 end at 32
-    assert figure.get_suptitle() == "1.30x at batch 1; stops paying between batch 1 and 8"
+    assert (
+        figure.get_suptitle() == "1.30x [1.20, 1.40] at batch 1; stops paying between batch 1 and 8"
+    )
 
 
 def test_pays_says_where_and_sliders_draw_the_same(monkeypatch):

@@ -134,7 +134,8 @@ def test_simulated_figure_says_simulated(tmp_path):
     })  # fmt: skip
     figure = figures.under_load.simulated(compared)
     assert drawn(figure, tmp_path) == (
-        "SIMULATED against real: 8% off in the median, at worst 25% (TTFT p95 (ms), goodput)"
+        "SIMULATED against real: 8% off in the median, at worst 25% (TTFT p95 (ms), goodput)\n"
+        "No intervals: each point is one run of all requests"
     )
     assert [a.get_ylabel() for a in figure.axes] == [
         "SIMULATED tokens/s", "SIMULATED TTFT p95 (ms)"

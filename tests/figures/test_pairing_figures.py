@@ -53,7 +53,10 @@ def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:
         ([(2, 1.9, 2.1), (1.0, 0.9, 1.1), (0.8, 0.7, 0.9)], "stops paying between batch 1 and 4"),
         ([(2, 1.9, 2.1), (1.2, 1.1, 1.3)], "Pays at every batch size tried"),
         ([(0.9, 0.8, 0.95), (0.5, 0.4, 0.6)], "Pays at no batch size tried"),
-        ([(1.1, 0.9, 1.3), (0.9, 0.8, 1.1)], "1.10x at batch 1, 0.90x at batch 2"),
+        (
+            [(1.1, 0.9, 1.3), (0.9, 0.8, 1.1)],
+            "1.10x [0.90, 1.30] at batch 1, 0.90x [0.80, 1.10] at batch 2",
+        ),
     ],
 )
 def test_crossing_is_claimed_only_by_intervals(speedups, claim):
@@ -128,17 +131,26 @@ def test_kinds_of_text_are_ranked_only_where_intervals_are_apart():
     assert [t.get_text() for t in few.axes[0].texts] == ["60%\nn = 2", "50%\nn = 2"]
 
 
+def rules(**each: tuple[float, float]) -> pd.DataFrame:
+    """(acceptance length, bias) of each rule, with intervals."""
+    return pd.DataFrame(
+        {"rule": rule, "length": length, "length_low": length - 0.5, "length_high": length + 0.5,
+         "bias": bias, "bias_low": max(0.0, bias - 0.1), "bias_high": bias + 0.1}
+        for rule, (length, bias) in each.items()
+    )  # fmt: skip
+
+
 def test_a_rule_is_lossy_by_its_kind_not_by_rounding():
-    table = pd.DataFrame({"rule": ["reject", "block"], "length": [2.0, 2.1], "bias": [0, 1e-9]})
+    table = rules(reject=(2.0, 0), block=(2.1, 1e-9))
     assert "Every rule here keeps" in title(figures.pairings.bias_and_length(table))
     table.loc[1, "rule"] = "typical (lossy)"
-    assert "Largest bias: typical (lossy)" in title(figures.pairings.bias_and_length(table))
+    figure = figures.pairings.bias_and_length(table)
+    assert "Largest bias: typical (lossy), total variation 0% [0, 10]" in title(figure)
 
 
 @pytest.mark.parametrize("bias", [0.02, 0.14, 0.9])
 def test_percentages_on_an_axis_are_those_of_its_ticks(bias):
-    table = pd.DataFrame({"rule": ["typical (lossy)"], "length": [2.0], "bias": [bias]})
-    figure = figures.pairings.bias_and_length(table)
+    figure = figures.pairings.bias_and_length(rules(**{"typical (lossy)": (2.0, bias)}))
     figure.canvas.draw()
     [axes] = figure.axes
     shown = [label.get_text().replace("−", "-") for label in axes.get_xticklabels()]

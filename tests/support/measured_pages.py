@@ -252,7 +252,7 @@ def written(page: str) -> str:
 
 def by_batch(passes: pd.DataFrame, speedups: pd.DataFrame) -> Figure:
     """What verifying takes, and what becomes of the speedup."""
-    with style.panels(2, 10.0, 4.2) as (figure, both):
+    with style.panels(2, 5.0, 4.2) as (figure, both):
         looks = style.marks([*passes["arm"].unique(), *speedups["arm"].unique()])
         sides = (
             (passes, "steps", "six tokens, in plain steps"),

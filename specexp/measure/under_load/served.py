@@ -190,16 +190,20 @@ def metrics(
     """Metrics and series of one policy, for MLflow: of closed loops from `rates` and `regrets`, of
     open traffic from `by_policy`. `speedup/measured` is that of the fewest streams."""
     mine = rated[rated["policy"] == policy]
-    lost = missed[missed["policy"] == policy].set_index("load")["regret"]
+    misses = missed[missed["policy"] == policy].set_index("load")
+    lost = misses["regret"]
     first = mine.iloc[0]
     figures = served.set_index("policy").loc[policy].dropna().to_dict() | {
         "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
         "speedup/ci_high": first["high"], "speedup/at_largest_batch": mine["speedup"].iloc[-1],
-        "regret/worst": lost.max(), "regret/mean": lost.mean(),
+        "regret/worst": lost.max(), "regret/worst_low": misses["low"].max(),
+        "regret/worst_high": misses["high"].max(), "regret/mean": lost.mean(),
     }  # fmt: skip
     by_load = mine.set_index("load")
     return figures, {
         "speedup/at_batch": by_load["speedup"].to_dict(),
+        "speedup/at_batch_low": by_load["low"].to_dict(),
+        "speedup/at_batch_high": by_load["high"].to_dict(),
         "throughput/at_batch": by_load["tok_s"].to_dict(),
         "load/speculated_at_batch": by_load["speculated"].to_dict(),
         "regret/at_batch": lost.to_dict(),
