@@ -12,6 +12,7 @@ import torch
 
 from specexp import engine, ops, sampling
 from specexp.drafters.ngram import NGram
+from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs, fused
 from specexp.fast.fused import Norm, Sight
@@ -112,6 +113,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     moved = 4 * B * n * K * D * size
     yield Call("keep", Slots.keep, (layer, slice(0, B), slots, slots), moved)
     yield Call("lookup", NGram.propose, (NGram(3), seqs, chain, noise), 8 * B * S)
+    yield Call("votes", Suffix.propose, (Suffix(V), seqs, chain, noise), 8 * B * S)
 
 
 @torch.inference_mode()

@@ -261,10 +261,10 @@ def follow(dice: Dice) -> Case:
 
 def judged(dice: Dice, tree: Tree, nodes: Nodes, B: int) -> tuple[Draft, Tensor]:
     """A draft and the target's p: guesses that were drawn or chosen, twins among siblings, or
-    none; q like p, or far from it, or none."""
+    none; q like p, or far from it, or none, or so large that nothing of p is left."""
     N, V = len(tree), dice.choice([2, 5, 17, 40])
     p, away = dice.logits(B, N, V).softmax(-1), dice.logits(B, N, V).softmax(-1)
-    behind = dice.choice([p, away, (p + away) / 2, (p + away) / 2])
+    behind = dice.choice([p, away, (p + away) / 2, torch.ones_like(p)])
     seqs = Sequences(
         dice.whole(0, V, B, 9), dice.whole(1, 9, B), torch.full((B,), 9, device=dice.device),
         dice.whole(0, 9, B), dice.whole(0, 1, 0), rng=dice.noise(),

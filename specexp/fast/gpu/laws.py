@@ -3,15 +3,17 @@
 A row of logits is read in blocks, one or a few a program, and the last program of a row to finish
 puts together what all have found. So one row, too, keeps a GPU busy, and a pass is one launch.
 
-What a row's logits are worth is in `laws` [rows, 4 + blocks]: the largest, the least that is kept
-after temperature, the last token that is kept of those equal to it, the sum of all weights, and the
-largest of every block, by which blocks that are worth nothing are passed over. No vocabulary is
-sorted: the least is found by four bits of it a pass.
+What a row's logits are worth is in `laws` [rows, 4 + blocks]: the largest, the least that is kept,
+below it and as a power of 2, the last token that is kept of those equal to it, what a weight of 1
+is of all, and the largest of every block, by which blocks that are worth nothing are passed over.
+No vocabulary is sorted: the least is found by four bits of it a pass. `scale` turns differences of
+logits into powers of 2.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from math import e, inf, log2
 
 import torch
 import triton
@@ -23,7 +25,6 @@ from specexp.sampling import Sampling
 BLOCK = 1024  # tokens
 MANY = 64  # rows that keep a large GPU busy, even if a program takes several blocks
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 20}  # of a float32 that is one of it
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -37,39 +38,27 @@ def is_last(ended, row, programs):
 
 
 @triton.jit
-def exp(x):
-    """exp(x) to about two last places however small it is; x <= 0 or NaN."""
-    x = tl.where(x < -200, -200.0, x)
-    k = tl.floor(x * 1.4426950408889634 + 0.5)
-    rest = (x - k * 0.693359375) + k * 2.12194440e-4  # the first product is exact
-    return tl.exp2(k) * tl.exp2(rest * 1.4426950408889634)
-
-
-@triton.jit
-def weight(x, token, law, temperature, min_p):
+def weight(x, token, law, scale):
     """What logits x are worth by a row's law, 1 at the top. A NaN is worth NaN."""
-    x = tl.div_rn(x - tl.load(law), temperature)
+    x = (x - tl.load(law)) * scale
     least, last = tl.load(law + 1), tl.load(law + 2).to(tl.int32, bitcast=True)
-    w = exp(x)
-    return tl.where((x < least) | ((x == least) & (token > last)) | (w < min_p), 0.0, w)
+    return tl.where((x < least) | ((x == least) & (token > last)), 0.0, tl.exp2(x))
 
 
 @triton.jit
-def chance(logits, laws, row, token, real, stride, temperature, min_p, COUNT: tl.constexpr):
-    """p of tokens, one or many, by the logits of a row and its `laws`; 0 where not real."""
+def chance(logits, laws, row, token, real, stride, scale, COUNT: tl.constexpr):
+    """p of tokens, one or many, by the logits of a row and its `laws`; 0 or NaN where not real."""
     law = laws + row * (4 + COUNT)
     x = tl.load(logits + row * stride + token, real, other=-float("inf")).to(tl.float32)
-    w = weight(x, token, law, temperature, min_p)
-    return tl.where(real, tl.div_rn(w, tl.load(law + 3)), 0.0)
+    return weight(x, token, law, scale) * tl.load(law + 3)
 
 
 @triton.jit
-def worthless(laws, row, block, temperature, min_p, COUNT: tl.constexpr):
+def worthless(laws, row, block, scale, COUNT: tl.constexpr):
     """Whether all tokens of a block have p = 0."""
     law = laws + row * (4 + COUNT)
-    most = tl.load(law + 4 + block)
-    whole = tl.load(law + 3)
-    return (weight(most, 0, law, temperature, min_p) == 0) & (whole == whole)
+    share = tl.load(law + 3)
+    return (weight(tl.load(law + 4 + block), 0, law, scale) == 0) & (share == share)
 
 
 @triton.jit
@@ -115,12 +104,12 @@ def measure(
         tl.store(law, top)
         tl.store(law + 1, -float("inf"))
         tl.store(law + 2, tl.full([], V, tl.int32).to(tl.float32, bitcast=True))
-        tl.store(law + 3, tl.sum(totals * tl.exp2((tops - top) * scale), 0))
+        tl.store(law + 3, tl.div_rn(1.0, tl.sum(totals * tl.exp2((tops - top) * scale), 0)))
 
 
 @triton.jit(do_not_specialize=["shift"])
 def narrow(
-    logits, laws, found, sums, ended, temperature, scale, enough, shift, stride, V: tl.constexpr,
+    logits, laws, found, sums, ended, scale, enough, shift, stride, V: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr,
     DIGIT: tl.constexpr, DIGITS: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
@@ -134,16 +123,17 @@ def narrow(
     top, least, most = tl.load(law), tl.load(law + 1), tl.load(law + 4 + block)
     below = rank(most, BITS) < known + (1 << shift).to(tl.uint32)
     at = sums + (row * COUNT + block) * DIGITS
-    if (below & ~(first & MASS)) | (tl.div_rn(most - top, temperature) < least):
+    if (below & ~(first & MASS)) | ((most - top) * scale < least):
         tl.store(at + digit, tl.zeros([DIGITS], tl.float32))
     else:
         token = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + token, token < V, other=-float("inf")).to(tl.float32)
         w = tl.where(token < V, 1.0, 0.0)
         if MASS:
-            w = tl.exp2((x - top) * scale)
+            x_below = (x - top) * scale
+            w = tl.exp2(x_below)
             if CUT:
-                w = tl.where(tl.div_rn(x - top, temperature) < least, 0.0, w)
+                w = tl.where(x_below < least, 0.0, w)
         ranks = rank(x, BITS)
         for tried in tl.static_range(DIGITS):
             reached = ranks >= known + (tried << shift).to(tl.uint32)
@@ -163,32 +153,32 @@ def narrow(
         known += (passed << shift).to(tl.uint32)
         tl.store(found + row, known.to(tl.int32, bitcast=True))
         if shift == 0:
-            bound = tl.div_rn(ranked(known, BITS) - top, temperature)
+            bound = (ranked(known, BITS) - top) * scale
             tl.store(law + 1, tl.where(bound == bound, bound, least))
 
 
 @triton.jit
 def close(
-    logits, laws, sums, ended, temperature, min_p, stride, V: tl.constexpr, BLOCK: tl.constexpr,
+    logits, laws, sums, ended, scale, floor, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """The last token that is kept of those equal to the least, by MASS or all, and the sum of all
-    weights."""
+    """The last token that is kept of those equal to the least, by MASS or all, the least if it is
+    below the floor, and what a weight of 1 is of all."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT * 3
     top, least, most = tl.load(law), tl.load(law + 1), tl.load(law + 4 + block)
     at, own = tl.arange(0, BLOCK), sums + block * 3
-    if tl.div_rn(most - top, temperature) < least:
+    if (most - top) * scale < least:
         for i in range(3):
             tl.store(own + i, 0.0)
     else:
         token = block * BLOCK + at
         x = tl.load(logits + row * stride + token, token < V, other=-float("inf"))
-        x = tl.div_rn(x.to(tl.float32) - top, temperature)
-        w = tl.where((x > least) | (x != x), exp(x), 0.0)
+        x = (x.to(tl.float32) - top) * scale
+        w = tl.where((x > least) | (x != x), tl.exp2(x), 0.0)
         equal = tl.sum(((x == least) & (token < V)).to(tl.int32), 0)
         tl.store(own, tl.sum(w, 0))
-        tl.store(own + 1, tl.sum(tl.where(w < min_p, 0.0, w), 0))
+        tl.store(own + 1, tl.sum(tl.where(x < floor, 0.0, w), 0))
         tl.store(own + 2, equal.to(tl.float32, bitcast=True))
     if is_last(ended, row, COUNT):
         blocks = tl.arange(0, ROOM)
@@ -196,7 +186,7 @@ def close(
         more = tl.sum(tl.load(its, real, other=0.0, cache_modifier=".cg"), 0)
         whole = tl.sum(tl.load(its + 1, real, other=0.0, cache_modifier=".cg"), 0)
         many = tl.load(its + 2, real, other=0.0, cache_modifier=".cg").to(tl.int32, bitcast=True)
-        each, enough = exp(least), tl.full([], float("inf"), tl.float32)
+        each, enough = tl.exp2(least), tl.full([], float("inf"), tl.float32)
         if MASS:
             enough = tl.load(law + 3)
         before = tl.cumsum(many, 0) - many
@@ -204,29 +194,30 @@ def close(
         end = tl.max(tl.where(keeps, blocks, 0), 0)  # the block with the last that is kept
         there = end * BLOCK + at
         y = tl.load(logits + row * stride + there, there < V, other=-float("inf"))
-        y = tl.div_rn(y.to(tl.float32) - top, temperature)
+        y = (y.to(tl.float32) - top) * scale
         same = ((y == least) & (there < V)).to(tl.int32)
         count = tl.sum(tl.where(blocks == end, before, 0), 0)
         index = count + tl.cumsum(same, 0) - same
         good = (same > 0) & (more + index.to(tl.float32) * each < enough)
-        last = tl.max(tl.where(good, there, -1), 0)
-        ties = tl.max(tl.where(good, index + 1, 0), 0)
+        last = tl.where(least < floor, V, tl.max(tl.where(good, there, -1), 0))
+        ties = tl.where(least < floor, 0, tl.max(tl.where(good, index + 1, 0), 0))
+        tl.store(law + 1, tl.maximum(least, floor))
         tl.store(law + 2, last.to(tl.float32, bitcast=True))
-        tl.store(law + 3, whole + tl.where(each < min_p, 0.0, ties.to(tl.float32) * each))
+        tl.store(law + 3, tl.div_rn(1.0, whole + ties.to(tl.float32) * each))
 
 
 @triton.jit
 def write(
-    logits, laws, p, temperature, min_p, stride, V: tl.constexpr, BLOCK: tl.constexpr,
+    logits, laws, p, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     real = token < V
-    if worthless(laws, row, block, temperature, min_p, COUNT):
+    if worthless(laws, row, block, scale, COUNT):
         tl.store(p + row * V + token, tl.zeros([BLOCK], tl.float32), real)
     else:
-        its = chance(logits, laws, row, token, real, stride, temperature, min_p, COUNT)
+        its = chance(logits, laws, row, token, real, stride, scale, COUNT)
         tl.store(p + row * V + token, its, real)
 
 
@@ -247,19 +238,24 @@ def zeros(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
+def by_temperature(sampling: Sampling) -> float:
+    """The scale of logits."""
+    return log2(e) / sampling.temperature
+
+
 def shaped(sampling: Sampling, logits: Tensor) -> Tensor | None:
     """The `laws` of logits [rows, V]; None if no kernel reads these."""
     warm = sampling.temperature > 0 and logits.stride(1) == 1
     if not warm or logits.dtype not in BITS or not logits.numel():
         return None
-    (rows, V), bits, temperature = logits.shape, BITS[logits.dtype], float(sampling.temperature)
+    (rows, V), bits, scale = logits.shape, BITS[logits.dtype], by_temperature(sampling)
     tile = split(V)
     blocks, part = tile["COUNT"], 4 if rows >= MANY else 1
     digit = 2 if rows >= MANY else 4  # bits of a bound that a pass finds
-    top_k, top_p, min_p = 0 < sampling.top_k < V, sampling.top_p < 1, float(sampling.min_p)
+    top_k, top_p, min_p = 0 < sampling.top_k < V, sampling.top_p < 1, sampling.min_p
     laws = torch.empty(rows, 4 + blocks, device=logits.device)
     sums = laws.new_empty(rows, blocks << digit)
-    ended, stride, scale = counters(logits.device, rows), logits.stride(0), LOG2_E / temperature
+    ended, stride = counters(logits.device, rows), logits.stride(0)
     measure[rows, triton.cdiv(blocks, part)](
         logits, laws, sums, ended, scale, stride, PART=part, num_warps=4 if part == 1 else 8, **tile
     )
@@ -267,13 +263,12 @@ def shaped(sampling: Sampling, logits: Tensor) -> Tensor | None:
     for mass, enough in [(False, float(sampling.top_k))] * top_k + [(True, sampling.top_p)] * top_p:
         for shift in reversed(range(0, bits, digit)):
             narrow[rows, blocks](
-                logits, laws, found, sums, ended, temperature, scale, enough, shift, stride,
+                logits, laws, found, sums, ended, scale, enough, shift, stride,
                 BITS=bits, DIGIT=digit, DIGITS=1 << digit, MASS=mass, CUT=top_k, **tile,
             )  # fmt: skip
     if top_k or top_p or min_p:
-        close[rows, blocks](
-            logits, laws, sums, ended, temperature, min_p, stride, MASS=top_p, **tile
-        )
+        floor = log2(min_p) if min_p else -inf
+        close[rows, blocks](logits, laws, sums, ended, scale, floor, stride, MASS=top_p, **tile)
     return laws
 
 
@@ -284,6 +279,5 @@ def law(self: Sampling, logits: Tensor) -> Tensor:
         return NotImplemented
     p = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
     tile = split(rows.shape[1])
-    numbers = float(self.temperature), float(self.min_p), rows.stride(0)
-    write[len(rows), tile["COUNT"]](rows, laws, p, *numbers, **tile)
+    write[len(rows), tile["COUNT"]](rows, laws, p, by_temperature(self), rows.stride(0), **tile)
     return p

@@ -14,6 +14,7 @@ import torch
 
 from specexp import engine, rules
 from specexp.drafters.ngram import NGram
+from specexp.drafters.suffix import Suffix
 from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
 from specexp.models import heads, lm
@@ -93,6 +94,7 @@ if importlib.util.find_spec("triton") is not None:
         Slots.keep: rows.keep,
         lm.spoil: rows.spoil,
         NGram.propose: rows.look,
+        Suffix.propose: rows.vote,
     }
     for operation, run in kernels.items():
         kernel(operation, "cuda", ready=triton_runs)(beside(run))

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.drafters.ngram import NGram, first_leaf
+from specexp.drafters.suffix import Suffix
 from specexp.fast.gpu.laws import BITS
 from specexp.fast.gpu.rules import shared
 from specexp.fast.gpu.sampling import mix
@@ -115,6 +116,18 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
 
 
 @triton.jit
+def agreement(text, end, last, MATCH: tl.constexpr):
+    """How many tokens up to each earlier `end` equal those up to the last, MATCH at most."""
+    same, matched = end < last, 0 * end
+    for back in tl.static_range(MATCH):
+        token = tl.load(text + tl.maximum(last - back, 0))
+        near = same & (end >= back) & (last >= back)
+        same = near & (tl.load(text + end - back, near, other=-1) == token)
+        matched += same.to(tl.int32)
+    return matched
+
+
+@triton.jit
 def look_up(
     text, length, depth, branch, out, text_b, S, vocab, N: tl.constexpr, WIDE: tl.constexpr,
     LEAVES: tl.constexpr, MATCH: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -129,14 +142,9 @@ def look_up(
     below = tl.full([], 0x7FFFFFFF, tl.int32)
     for leaf in range(LEAVES):
         best = tl.full([], -1, tl.int32)
-        for first in range(0, S, AT_ONCE):
+        for first in range(0, last, AT_ONCE):
             end = first + tl.arange(0, AT_ONCE)
-            same, matched = end < last, tl.zeros([AT_ONCE], tl.int32)
-            for back in tl.static_range(MATCH):
-                token = tl.load(text + tl.maximum(last - back, 0))
-                near = same & (end >= back) & (last >= back)
-                same = near & (tl.load(text + end - back, near, other=-1) == token)
-                matched += same.to(tl.int32)
+            matched = agreement(text, end, last, MATCH)
             score = tl.where(matched > 0, matched * S + end, -1)
             best = tl.maximum(best, tl.max(tl.where(score < below, score, -1), 0))
         below = best
@@ -159,6 +167,114 @@ def look(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     look_up[B,](
         text, seqs.length, nodes.depth, branch, tokens, text.stride(0), S, self.vocab, N=N,
         WIDE=triton.next_power_of_2(N), LEAVES=leaves, MATCH=self.n, AT_ONCE=AT_ONCE,
+    )  # fmt: skip
+    return Draft(tokens, nodes, seqs)
+
+
+@triton.jit
+def said(text, line, at, last, real):
+    """The tokens at places of a row that goes on after its last token as a line of draft tokens."""
+    ahead = at > last
+    token = tl.load(text + at, real & (at <= last), other=0)
+    return tl.where(ahead, tl.load(line + at - last, real & ahead, other=0), token).to(tl.int32)
+
+
+@triton.jit
+def count_votes(
+    text, length, children, parents, depth, votes, voters, trust, out, text_b, S, vocab, least,
+    stretch, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, MATCH: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """See Suffix.propose. Of a row's `voters` [3, S + D], the places with the longest match, it
+    keeps where they are, the last node that agrees with them, and what they say comes next; in
+    `votes` [vocab + 1], 0 before and after, how many say a token."""
+    row, some = tl.program_id(0).to(tl.int64), tl.arange(0, AT_ONCE)
+    text, votes, trust, out = (
+        text + row * text_b,
+        votes + row * (vocab + 1),
+        trust + row * N,
+        out + row * N,
+    )
+    places = voters + row * 3 * (S + D)
+    nodes, says = places + S + D, places + 2 * (S + D)
+    line = places + S  # the draft tokens up to a node, by depth
+    last = tl.load(length + row).to(tl.int32) - 1
+    tl.store(out, tl.load(text + tl.maximum(last, 0)))
+    tl.store(trust, 1.0)
+    most = tl.full([], 1, tl.int32)
+    for first in range(0, last, AT_ONCE):
+        matched = agreement(text, first + some, last, MATCH)
+        most = tl.maximum(most, tl.max(matched, 0))
+        tl.store(says + first + some, matched, first + some < last)
+    tl.debug_barrier()
+    count = tl.full([], 0, tl.int32)
+    for first in range(0, last, AT_ONCE):
+        votes_here = tl.load(says + first + some, first + some < last, other=0) == most
+        index = count + tl.cumsum(votes_here.to(tl.int32), 0) - 1
+        tl.store(places + index, first + some, votes_here)
+        tl.store(nodes + index, 0, votes_here)
+        count += tl.sum(votes_here.to(tl.int32), 0)
+    for parent in range(N):
+        step = tl.load(depth + parent).to(tl.int32) + 1
+        node = tl.full([], 0, tl.int32) + parent
+        for above in range(1, step):
+            tl.store(line + step - above, tl.load(out + node).to(tl.int32))
+            node = tl.load(parents + node).to(tl.int32)
+        tl.debug_barrier()
+        total = tl.full([], 0, tl.int32)
+        for first in range(0, count, AT_ONCE):
+            at = first + some
+            mine = tl.load(nodes + at, at < count, other=-1) == parent
+            token = said(text, line, tl.load(places + at, mine, other=0) + step, last, mine)
+            token = tl.minimum(token, vocab)
+            tl.store(says + at, token, mine)
+            tl.atomic_add(votes + token, 1, mine, sem="relaxed")
+            total += tl.sum(mine.to(tl.int32), 0)
+        tl.debug_barrier()
+        for rank in range(K):
+            child = tl.load(children + parent * K + rank).to(tl.int32)
+            best = tl.full([], 0, tl.int64)
+            for first in range(0, tl.where(child > 0, count, 0), AT_ONCE):
+                at = first + some
+                mine = tl.load(nodes + at, at < count, other=-1) == parent
+                token = tl.load(says + at, mine, other=0)
+                mine = mine & (token < vocab)
+                many = tl.load(votes + token, mine, other=0, cache_modifier=".cg")
+                place = tl.load(places + at, mine, other=-1)
+                best = tl.maximum(best, tl.max((many.to(tl.int64) << 32) + place + 1, 0))
+            found = best > 0
+            token = said(text, line, best.to(tl.int32) - 1 + step, last, found)
+            share = tl.div_rn((best >> 32).to(tl.float32), tl.maximum(total, 1).to(tl.float32))
+            sure = tl.load(trust + parent) * share
+            likely = found & (sure >= least) & (step <= stretch * most)
+            tl.store(trust + child, sure, child > 0)
+            tl.store(out + child, tl.where(likely, token, -1).to(tl.int64), child > 0)
+            for first in range(0, tl.where(found, count, 0), AT_ONCE):
+                at = first + some
+                mine = tl.load(nodes + at, at < count, other=-1) == parent
+                agrees = mine & (tl.load(says + at, mine, other=-1) == token)
+                tl.store(nodes + at, tl.where(likely, child, N), agrees)
+            tl.debug_barrier()
+        for first in range(0, count, AT_ONCE):
+            at = first + some
+            token = tl.load(says + at, at < count, other=0)
+            tl.store(votes + token, 0, at < count)
+        tl.debug_barrier()
+
+
+def vote(self: Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+    text, N = seqs.tokens, len(tree)
+    if N == 1 or text.stride(1) != 1 or not lines(seqs.length) or self.least <= 0:
+        return NotImplemented
+    (B, S), nodes = text.shape, tree.nodes(text.device)
+    tokens, trust = text.new_empty(B, N), torch.empty(B, N, device=text.device)
+    votes = torch.zeros(B, self.vocab + 1, dtype=torch.int32, device=text.device)
+    voters = votes.new_empty(B, 3, S + tree.depth + 1)
+    count_votes[B,](
+        text, seqs.length, nodes.children, nodes.parents, nodes.depth, votes, voters, trust, tokens,
+        text.stride(0), S, self.vocab, float(self.least), float(self.stretch), N=N,
+        K=nodes.children.shape[-1], D=tree.depth + 1, MATCH=self.longest, AT_ONCE=AT_ONCE,
+        num_warps=8,
     )  # fmt: skip
     return Draft(tokens, nodes, seqs)
 

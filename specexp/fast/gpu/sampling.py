@@ -13,7 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
-from specexp.fast.gpu.laws import BITS, BLOCK, MANY, counters, is_last, split, weight, worthless
+from specexp.fast.gpu.laws import (
+    BITS,
+    BLOCK,
+    MANY,
+    by_temperature,
+    counters,
+    is_last,
+    split,
+    weight,
+    worthless,
+)
 from specexp.sampling import Noise, Sampling
 
 GOLDEN, M1, M2 = (tl.constexpr(x) for x in (sampling._GOLDEN, sampling._M1, sampling._M2))
@@ -36,17 +46,19 @@ def uniform(key, salt, lane):
 
 @triton.jit
 def arrival(key, salt, lane):
-    """-log(1 - u) of a uniform u, to about two last places: 1 - u = 2**k (1 + r), -1/4 <= r < 1/2,
-    and log(1 + r) is twice the series of artanh(r / (2 + r)). The hardware's own logarithm is wrong
-    in the fourth place of what matters most: early arrivals."""
+    """-log(1 - u) of a uniform u, to about two last places: 1 - u = 2**k (1 + r) from 2**k / sqrt 2
+    to 2**k sqrt 2, and log(1 + r) is the polynomial of Cephes' logf (Moshier 1992). The hardware's
+    own logarithm is wrong in the fourth place of what matters most: early arrivals."""
     u = tl.minimum(uniform(key, salt, lane), 0.99999994)  # 1 - 2**-24
-    k = ((1 - u).to(tl.int32, bitcast=True) - 0x3F400000) >> 23  # 0x3F400000: 0.75
+    k = ((1 - u).to(tl.int32, bitcast=True) - 0x3F3504F3) >> 23  # 0x3F3504F3: 1 / sqrt 2
     shrink = ((127 - k) << 23).to(tl.float32, bitcast=True)  # 2**-k
     r = (shrink - 1) - u * shrink
-    s = r / (2 + r)
-    z = s * s
-    series = 1 + z * (0.33333333 + z * (0.2 + z * (0.14285714 + z * (0.11111111 + z * 0.09090909))))
-    return -(2 * s * series + k.to(tl.float32) * 0.6931472)
+    z = r * r
+    series = 0.11676998740 + r * (-0.11514610310 + r * 0.070376836292)
+    series = 0.14249322787 + r * (-0.12420140846 + r * series)
+    series = 0.20000714765 + r * (-0.16668057665 + r * series)
+    series = 0.33333331174 + r * (-0.24999993993 + r * series)
+    return k.to(tl.float32) * -0.6931472 + (0.5 * z - r) - r * z * series
 
 
 @triton.jit
@@ -91,7 +103,7 @@ def best_left(bests, blocks, ROOM: tl.constexpr):
 
 @triton.jit
 def pick(
-    w, laws, keys, bests, out, ended, salt, n, keys_b, keys_n, stride, temperature, min_p,
+    w, laws, keys, bests, out, ended, salt, n, keys_b, keys_n, stride, scale,
     V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
     SHAPED: tl.constexpr,
 ):  # fmt: skip
@@ -101,14 +113,14 @@ def pick(
     bests += row * COUNT * 2
     skip = block < 0
     if SHAPED:
-        skip = worthless(laws, row, block, temperature, min_p, COUNT)
+        skip = worthless(laws, row, block, scale, COUNT)
     if skip:
         pass_over(bests, block)
     else:
         token = block * BLOCK + tl.arange(0, BLOCK)
         its = tl.load(w + row * stride + token, token < V, other=0.0).to(tl.float32)
         if SHAPED:  # p but for its scale
-            its = weight(its, token, laws + row * (4 + COUNT), temperature, min_p)
+            its = weight(its, token, laws + row * (4 + COUNT), scale)
         key = tl.load(keys + row // n * keys_b + row % n * keys_n)
         leave(bests, block, tl.where(token < V, its / arrival(key, salt, token), -1.0), token)
     if is_last(ended, row, COUNT):
@@ -187,7 +199,7 @@ def drawn(
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
     pick[rows, tile["COUNT"]](
         w, w if laws is None else laws, keys, bests, tokens, counters(w.device, rows),
-        noise.salt(purpose), *places(keys), w.stride(-2), float(sampling.temperature),
-        float(sampling.min_p), SHAPED=laws is not None, **tile,
+        noise.salt(purpose), *places(keys), w.stride(-2),
+        by_temperature(sampling) if sampling.temperature else 1.0, SHAPED=laws is not None, **tile,
     )  # fmt: skip
     return tokens
