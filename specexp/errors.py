@@ -85,10 +85,10 @@ def meant(name: str, names: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {near[0]!r}?" if near else otherwise
 
 
-def meant_beside(path: Path, otherwise: str = "") -> str:
-    """`meant` of the files and folders beside a path that does not exist."""
+def meant_beside(path: Path, otherwise: str = "", folder: Path = Path()) -> str:
+    """`meant` of what stands beside a path, relative to a folder, that does not exist."""
     with suppress(OSError, ValueError):
-        names = [other.name for other in islice(path.parent.iterdir(), 1000)]
+        names = [other.name for other in islice((folder / path).parent.iterdir(), 1000)]
         if near := difflib.get_close_matches(path.name, names, 1):
             return f"; did you mean {str(path.with_name(near[0]))!r}?"
     return otherwise

@@ -264,8 +264,9 @@ class Checks:
         paths from the notebook's folder. `entry`: of `include`."""
         new = [("", *(norm(written[name]) for name in self.together))]
         new += [(name, norm(written[name])) for name in self.alone]
-        params = written | self.moved(written, entry)
-        if not self.checked.issuperset(new):
+        moved = self.moved(written, entry)
+        params = written | (moved or {})
+        if moved is not None and not self.checked.issuperset(new):
             self.checked.update(new)
             for problem in self.problems_of(params):
                 lines = (self.sheet.where(name, written, entry) for name in problem.names)
@@ -275,18 +276,19 @@ class Checks:
     def problem(self, what: str, line: int) -> None:
         self.wrong.setdefault(what, set()).add(line)
 
-    def moved(self, written: dict[str, Any], entry: int | None) -> dict[str, Any]:
+    def moved(self, written: dict[str, Any], entry: int | None) -> dict[str, Any] | None:
         """The parameters that the grid file sets and that may be paths, from the notebook's
-        folder."""
+        folder; None if one is no path from the grid file."""
         folders = self.folder, self.sheet.notebook.path.parent
-        values = {}
+        values, wrong = dict[str, Any](), False
         for name in filter(paths.may_name, written):
             if line := self.sheet.where(name, written, entry):
                 try:
                     values[name] = paths.moved(name, written[name], *folders)
                 except UserError as e:
                     self.problem(str(e), line)
-        return values
+                    wrong = True
+        return None if wrong else values
 
     def problems_of(self, params: dict[str, Any]) -> list[Problem]:
         try:

@@ -656,6 +656,9 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
     [said] = refusal(load, spec | {"grid": {"prompts": ["own/beside.jsonl"]}})
     assert "is relative to the notebook" in said
     assert "write '../own/beside.jsonl'" in said
+    [said] = refusal(load, spec | {"grid": {"prompts": ["../own/besides.jsonl"]}})
+    near = "relative to the grid file; did you mean '../own/beside.jsonl'?"
+    assert said.endswith(f"prompts: there is no '../own/besides.jsonl' {near}")
     [point] = load(spec | {"grid": {"prompts": ["../own/beside.jsonl"]}})
     assert point.params["prompts"] == "own/beside.jsonl"
     monkeypatch.chdir(folder)
