@@ -39,9 +39,9 @@ def moved(name: str, value: Any, grid: Path, notebook: Path) -> Any:
                 f"{name} {path!r:.80} is relative to the notebook: paths in a grid are relative to "
                 f"the grid file, write {os.path.relpath(beside, grid)!r}"
             )
-        if name in DATA or (name in MODELS and Path(path).name != path):
-            if near := meant_beside(Path(path), folder=grid):
-                raise UserError(f"{name}: there is no {path!r:.80} relative to the grid file{near}")
+        is_path = name in DATA or (name in MODELS and Path(path).name != path)
+        if is_path and (near := meant_beside(Path(path), folder=grid)):
+            raise UserError(f"{name}: there is no {path!r:.80} relative to the grid file{near}")
     return value
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specexp.errors import counted
-from specexp.zoo import shelf
 from specexp.zoo.recipes import VOCABULARY, Course, HeadRecipe
 
 Figures = dict[str, dict[str, float]]
@@ -54,35 +53,16 @@ def describe_heads(
 
 
 def card_of_heads(facts: Mapping[str, Any]) -> str:
-    """The model card of heads, from the content of `zoo.json`."""
-    kind, target, trained = facts["role"], facts["target"], facts["trained"]
-    layout = "the `speculators` format" if kind == "eagle3" else "the layout of published heads"
-    corpus = trained["corpus"]
-    own_text = f" --text {corpus['file']}" if "file" in corpus else ""
-    text = f"The text {corpus['file']}, {corpus['characters']:,} characters." if own_text else ""
-    mark = ""
-    licence = "Check the licences of the target and the text: the heads are derived from both."
-    if not own_text:
-        making = shelf.making("cards")  # which knows the zoo's text
-        text = making.corpus_paragraph(corpus)
-        if shelf.ships(target):
-            mark, licence = "license: mit\n", making.licence(trained)
-    return page(facts, f"{mark}base_model: {target}\n", {
-        "Heads": f"{facts['parameters']:,} parameters for the target {target}, in {layout}.",
+    """The model card of heads that were trained on a text of one's own."""
+    kind, target, corpus = facts["role"], facts["target"], facts["trained"]["corpus"]
+    return page(facts, f"base_model: {target}\n", {
         "Use": f"`specexp generate --target {target} --drafter {kind.rstrip('3')}:FOLDER`, where "
-        "FOLDER is this folder. They read this target's hidden states and work with no other "
-        "target.",
-        "Training": schedule(
-            "Distilled from the target's law (soft cross-entropy) on the training text and on "
-            "passages that the target continued at temperature 0.8; each drafted position weighs "
-            "0.8 times the one before.",
-            trained,
-        ) + f"\n\n{text}",
-        "Held-out text": f"{table(facts['held_out'])}\n\nAt each drafted position, how often the "
-        "most likely token is the target's, given the text before it, in rows of up to 256 tokens. "
-        "With a draft vocabulary, only its tokens are compared.",
-        "Reproduction": f"`specexp zoo train --heads {kind} --target {target}{own_text}`",
-        "Licence": licence,
+        "FOLDER is this folder. They read this target's hidden states and work with no other.",
+        "Training": f"`specexp zoo train --heads {kind} --target {target} --text {corpus['file']}`,"
+        f" a text of {corpus['characters']:,} characters. `zoo.json` has the schedule, the losses "
+        "and, at each drafted position, how often the most likely token is the target's.",
+        "Licence": "Check the licences of the target and the text: the heads are derived from "
+        "both.",
     })  # fmt: skip
 
 
@@ -104,19 +84,14 @@ def describe_draft(
 
 def card_of_draft(facts: Mapping[str, Any]) -> str:
     """The model card of a draft cut from a target."""
-    target, trained = facts["target"], facts["trained"]
+    target, answers = facts["target"], facts["trained"]["answers"]
     return page(facts, f"base_model: {target}\n", {
         "Use": f"`specexp generate --target {target} --drafter model:{facts['name']}`",
-        "Training": schedule(
-            "Distilled from the target's distribution (soft cross-entropy) on its own answers, "
-            f"sampled at temperature {trained['answers']['temperature']}, to the first "
-            f"{trained['answers']['answered']:,} of {trained['answers']['source']}. "
-            "Embeddings and LM head are the target's and were not trained.",
-            trained,
-        ),
-        "Held-out answers": f"{table(facts['held_out'])}\n\nHow often the most likely token is the "
-        "target's, and the mean overlap of the two distributions: the acceptance of greedy and of "
-        "sampled tokens.",
+        "Training": "Distilled from the target's distribution on its own answers, sampled at "
+        f"temperature {answers['temperature']}, to the first {answers['answered']:,} of "
+        f"{answers['source']}. Embeddings and LM head are the target's. `zoo.json` has the "
+        "schedule, the losses and, on answers held out, how often the most likely token is the "
+        "target's and the mean overlap of the two distributions.",
         "Licence": "That of the target, from which it is derived.",
     })  # fmt: skip
 
@@ -137,34 +112,20 @@ def describe_twin(
 
 
 def card_of_twin(facts: Mapping[str, Any]) -> str:
-    """The model card of a twin, from the content of `zoo.json`."""
-    shape, agreement = facts["shape"], facts["agreement"]
-    damped = (
-        f"The outputs of the target's layers after the first {shape['draft']} are scaled by "
-        f"{agreement['damp']}."
-    )
-    sections = {
-        "Model": f"A Llama ({facts['layers']} layers, width {facts['width']}, {shape['heads']} "
-        f"heads of which {shape['kv_heads']} for keys and values, "
-        f"{'tied' if shape['tied'] else 'untied'} embeddings) of {facts['parameters']:,} "
-        f"parameters in {facts['dtype']}, drawn from seed {facts['seed']} by `specexp zoo twin`. "
-        f"The tokenizer is the zoo's, of {VOCABULARY} tokens. The head has {shape['rows']:,} rows, "
-        "all of which are computed, but only those tokens are emitted: specexp ignores the other "
-        "rows, and at temperature 0 neither they nor the end of text are ever the most probable.",
-        "Acceptance": f"{damped} Acceptance was not measured.",
-    }
-    if "reached" in agreement:
-        text = agreement["text"]
-        sections |= {
-            "Acceptance": f"alpha {agreement['asked']} was asked for and {agreement['reached']} ± "
-            f"{agreement['error']} measured: the share of positions of the target's greedy output "
-            "where the draft, given the tokens before, has the same most probable token "
-            f"({agreement['tokens']} tokens, {facts['dtype']}, on {agreement['on']}). {damped}",
-            "Output": f"Noise. In greedy outputs of 128 tokens, {text['distinct']:.0%} of the "
-            f"tokens are distinct, {text['repeated']:.1%} of the 4-grams occurred before, and the "
-            f"most common token makes up {text['commonest']:.1%} of all outputs.",
-        }
-    return page(facts, "license: mit\nlibrary_name: transformers\n", sections)
+    """The model card of a twin."""
+    agreement = facts["agreement"]
+    reached = (
+        f"alpha {agreement['asked']} was asked for and {agreement['reached']} ± "
+        f"{agreement['error']} measured on {agreement['on']}."
+        if "reached" in agreement else "It was not measured."
+    )  # fmt: skip
+    return page(facts, "license: mit\nlibrary_name: transformers\n", {
+        "Model": f"A Llama of {facts['parameters']:,} parameters in {facts['dtype']}, drawn from "
+        f"seed {facts['seed']} by `specexp zoo twin`; its output is noise. The tokenizer is the "
+        f"zoo's, of {VOCABULARY} tokens; further rows of the head are computed, but never emitted.",
+        "Acceptance": "The outputs of the target's layers after the first "
+        f"{facts['shape']['draft']} are scaled by {agreement['damp']}. {reached}",
+    })  # fmt: skip
 
 
 def write(folder: Path, facts: Mapping[str, Any], text: str) -> None:
@@ -185,30 +146,3 @@ def courses_of(courses: Sequence[Course], losses: Sequence[float]) -> list[dict[
             "loss": [round(float(np.mean(block)), 4) for block in blocks],
         })  # fmt: skip
     return described
-
-
-def schedule(goal: str, trained: Mapping[str, Any]) -> str:
-    """The training of each course."""
-    lines = [
-        f"{goal} Muon for the hidden matrices, AdamW for the rest; learning rates with a short "
-        f"warm-up, a plateau and a linear decay to 2 %; seed {trained['seed']}, torch "
-        f"{trained['torch']}. Each kind of text occurs once per epoch unless stated.\n"
-    ]
-    for number, course in enumerate(trained["courses"], 1):
-        steps = ", then ".join(f"{s} steps of {b} x {n} tokens" for s, b, n in course["phases"])
-        mix = ", ".join(f"{kind} x {times}" for kind, times in course["repeats"].items())
-        mix = f"{mix}; " if mix else ""
-        lines.append(
-            f"{number}. {course['tokens']:,} tokens: {steps}; {mix}learning rates "
-            f"{course['muon_lr']} and {course['adam_lr']}; training loss {course['loss'][0]:.2f} "
-            f"in the first 20 steps, {course['loss'][-1]:.2f} in the last."
-        )
-    return "\n".join(lines)
-
-
-def table(figures: Figures) -> str:
-    names = list(next(iter(figures.values())))
-    lines = [f"| kind | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
-    for kind, values in figures.items():
-        lines.append(f"| {kind} | " + " | ".join(f"{values[n]:.3f}" for n in names) + " |")
-    return "\n".join(lines)

@@ -212,7 +212,8 @@ def train_heads(
     with files.whole(folder) as unfinished:
         save(unfinished, head.to(torch.bfloat16), of, net.config.architectures or ())
         about = cards.describe_heads(recipe, name, last, head, figures, facts, losses)
-        cards.write(unfinished, about, cards.card_of_heads(about))
+        by = cards if text else shelf.making("cards")  # which knows the zoo's text
+        cards.write(unfinished, about, by.card_of_heads(about))
     return folder
 
 

@@ -112,7 +112,7 @@ def models(shelf: Path | None = None) -> list[ZooModel]:
         others = [model for folder in MADE for model in models(store() / folder)]
         return (models(zoo) if zoo else []) + others
     listed = []
-    for card in shelf.glob("*/zoo.json"):
+    for card in shelf.glob("[!.]*/zoo.json"):
         facts = json.loads(card.read_text())
         fields = {key: facts[key] for key in ZooModel.__annotations__ if key != "path"}
         listed.append(ZooModel(path=card.parent, **fields))

@@ -23,15 +23,12 @@ above 0.95 depends on the kernels. Use float32 where that matters.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -47,7 +44,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from specexp.errors import UserError
 from specexp.models.load import DTYPES
 from specexp.models.memory import free_memory
-from specexp.zoo import cards, shelf
+from specexp.zoo import cards, files, shelf
 from specexp.zoo.recipes import END, VOCABULARY
 
 
@@ -125,10 +122,9 @@ def make(
             raise UserError(
                 f"{out / folder} exists: replace it with --force, or choose another with --out"
             )
-    for left in out.glob(".twin-*.part"):
-        with _locked(left) as abandoned:  # by a run that was killed
-            if abandoned:
-                shutil.rmtree(left)
+    for left in out.glob(".twin-*-*"):  # by runs that were killed
+        if not Path("/proc", left.name.rpartition("-")[2]).exists():
+            shutil.rmtree(left)
     _check_room(params, list(folders.values()), out, dtype, alpha)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -138,37 +134,17 @@ def make(
     damping: dict[str, Any] = {"damp": damp}
     if alpha is not None:
         damping = calibrated(shape, alpha, dtype, seed)
-    temporary = tempfile.TemporaryDirectory(prefix=".twin-", suffix=".part", dir=out)
-    with temporary as part, _locked(Path(part)):
+    with ExitStack() as parts:  # the draft comes first: where there is a target, its draft is there
+        places = [parts.enter_context(files.whole(out / folder)) for folder in reversed(folders)]
         total = sum(_bytes(shape, dtype) for shape in folders.values())
-        with tqdm(total=total, desc="writing", unit="B", unit_scale=True) as bar:
-            for folder, cut in folders.items():
-                write(cut, Path(part) / folder, damping["damp"], dtype, seed, bar.update)
-                details = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": damping}
-                facts = cards.describe_twin(name, cut.parameters, cut == shape, details)
-                cards.write(Path(part) / folder, facts, cards.card_of_twin(facts))
-        # the target is removed first and added last: where there is a target, its draft is there
-        for folder in reversed(folders):
-            if (out / folder).exists():
-                (out / folder).replace(Path(part) / f"old-{folder}")
-        for folder in folders:
-            (Path(part) / folder).replace(out / folder)
+        bar = parts.enter_context(tqdm(total=total, desc="writing", unit="B", unit_scale=True))
+        for part, cut in zip(reversed(places), folders.values(), strict=True):
+            write(cut, part, damping["damp"], dtype, seed, bar.update)
+            details = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": damping}
+            facts = cards.describe_twin(name, cut.parameters, cut == shape, details)
+            cards.write(part, facts, cards.card_of_twin(facts))
+        shutil.rmtree(out / f"{name}-target", ignore_errors=True)
     return facts
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the end of the block or process; False if another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
-    except BlockingIOError:
-        free = False
-    try:
-        yield free
-    finally:
-        os.close(descriptor)
 
 
 # checks
@@ -291,7 +267,7 @@ def write(
 
 
 def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, Any]:
-    """The damping factor for alpha, and the agreement and variety that it gives on new prompts."""
+    """The damping factor for alpha, and the agreement that it gives on new prompts."""
     low, high = LEAST, MOST
     for trial in _trials(shape):
         model = _drawn(trial, dtype, seed)
@@ -299,7 +275,7 @@ def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, A
         damp = bisect(measure, alpha, low, high, f"alpha {alpha}, width {trial.width}")
         low, high = damp / 1.5, damp * 1.5
     _damp(model, trial, damp, seed)
-    text, agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
+    _, agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
     reached = agrees.float().mean().item()
     if abs(reached - alpha) > 0.1:
         raise UserError(f"alpha {alpha} is out of reach of this shape: damping gives {reached:.3f}")
@@ -308,7 +284,6 @@ def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, A
         "error": round(math.sqrt(reached * (1 - reached) / agrees.numel()), 4),
         "tokens": agrees.numel(), "damp": damp,
         "on": "the model itself" if trial == shape else f"a {trial.width}-wide model of this depth",
-        "text": variety(text),
     }  # fmt: skip
 
 
@@ -356,19 +331,6 @@ def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[T
         text.append(tokens)
         agrees.append(drafted == tokens)
     return torch.cat(text, 1), torch.cat(agrees, 1)
-
-
-def variety(text: Tensor) -> dict[str, float]:
-    """How varied the outputs text [rows, n] are.
-
-    `distinct`: distinct tokens of a row over its length. `repeated`: share of the 4-grams that
-    occurred earlier in the row. `commonest`: share of the most common token in all rows."""
-    grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in text.tolist()]
-    return {
-        "distinct": round(sum(len(set(row)) for row in text.tolist()) / text.numel(), 4),
-        "repeated": round(1 - sum(len(set(row)) for row in grams) / sum(map(len, grams)), 4),
-        "commonest": round(text.flatten().bincount().max().item() / text.numel(), 4),
-    }
 
 
 def bisect(

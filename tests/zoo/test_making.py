@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from making.cards import card, measure
+from making.cards import card, card_of_heads, measure
 from making.corpus import gather, is_held_out, passages, pieces
 from making.edits import echo, edit, rename
 from making.recipes import RECIPES, TARGET, quick_version
@@ -18,7 +18,7 @@ from making.tokenizer import train_tokenizer
 from making.train import loss_of, train_zoo
 from specexp.api import load
 from specexp.errors import UserError
-from specexp.zoo import cards, shelf
+from specexp.zoo import shelf
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, VOCABULARY
 from specexp.zoo.rows import Rows, encode
@@ -282,7 +282,7 @@ def test_shipped_heads_match_their_card_and_draft(name):
     pairing = load("target-10m", method, gamma=3)
     own = pairing.engine.drafter.heads if method == "medusa" else pairing.engine.drafter.net
     assert sum(p.numel() for p in own.parameters()) == facts["parameters"]
-    assert (shelf.find(name) / "README.md").read_text() == cards.card_of_heads(facts)
+    assert (shelf.find(name) / "README.md").read_text() == card_of_heads(facts)
     made = pairing.generate(["def mean(values):\n", "total = 0\nfor i in range(10):\n"], 40)
     assert made.trace.acceptance.length > {"medusa": 1.3, "eagle": 2.2}[method]
 

@@ -54,9 +54,9 @@ def test_installed_package_says_how_to_get_the_zoo(tmp_path, monkeypatch):
     assert shelf.store() == tmp_path / "specexp" / "mlruns"
 
 
-@pytest.mark.parametrize("moves", [1, 2, 3])
+@pytest.mark.parametrize("moves", [0, 1])
 def test_no_target_while_twins_are_replaced(tmp_path, monkeypatch, moves):
-    """The old target and draft go away, then the draft and the target come."""
+    """The old target goes away, then the draft comes, then the target."""
     monkeypatch.setitem(twins.SHAPES, "Tiny", twins.Shape(2, 64, 176, 4, 2, draft=1, rows=4224))
     twins.make("Tiny", damp=0.1, out=tmp_path)
     move, moved = Path.replace, []

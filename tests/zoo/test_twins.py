@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections import namedtuple
@@ -22,7 +23,7 @@ from specexp.trace import Acceptance
 from specexp.tracking import results
 from specexp.zoo import shelf, twins
 from specexp.zoo.recipes import END, VOCABULARY
-from specexp.zoo.twins import agreement, bisect, variety
+from specexp.zoo.twins import agreement, bisect
 
 TINY = twins.Shape(4, 64, 176, 4, 2, draft=1, rows=4224)
 REAL = twins.SHAPES
@@ -196,31 +197,15 @@ def test_bisection_finds_a_factor_and_stops():
 
 
 def test_twin_output_is_varied_and_never_ends(pairs):
-    for facts, target, _ in pairs.values():
-        text = facts["agreement"]["text"]
-        assert text["distinct"] > 0.6
-        assert text["repeated"] < 0.1
-        assert text["commonest"] < 0.05
+    for _, target, _ in pairs.values():
         model = AutoModelForCausalLM.from_pretrained(target)
         start = torch.randint(1, VOCABULARY, (8, 4), generator=torch.Generator().manual_seed(3))
         made = model.generate(start, max_new_tokens=60, do_sample=False)[:, 4:]
         assert made.shape == (8, 60)
         assert made.max() < VOCABULARY
         assert not (made == END).any()
-
-
-def test_variety_of_a_loop_and_of_a_text_without_one():
-    loop = torch.tensor([[1, 2] * 10])
-    assert variety(loop) == {
-        "distinct": 0.1,
-        "repeated": 1 - round(2 / 17, 4),
-        "commonest": 0.5,
-    }
-    assert variety(torch.arange(20)[None]) == {
-        "distinct": 1,
-        "repeated": 0,
-        "commonest": 0.05,
-    }
+        assert sum(len(set(row)) for row in made.tolist()) > 0.6 * made.numel()
+        assert made.flatten().bincount().max() < 0.05 * made.numel()
 
 
 # names, refusals, interruption
@@ -302,20 +287,14 @@ def test_a_pair_is_replaced_only_by_force(tmp_path):
 
 
 def test_leftovers_of_killed_twins_are_removed(tmp_path):
-    left, busy = tmp_path / ".twin-left.part", tmp_path / ".twin-busy.part"
+    left, busy = tmp_path / ".twin-tiny-draft-99999999", tmp_path / f".twin-8b-draft-{os.getpid()}"
     for part in (left, busy):
         part.mkdir()
         (part / "model.safetensors").write_bytes(b"half")
-    with twins._locked(busy) as ours:
-        assert ours
-        make("Tiny", None, tmp_path, damp=0.05)
-        assert busy.exists()
-        assert not left.exists()
-    make("Tiny", None, tmp_path, damp=0.05, force=True)
+    make("Tiny", None, tmp_path, damp=0.05)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "twin-tiny-draft",
-        "twin-tiny-target",
-    ]
+        busy.name, "twin-tiny-draft", "twin-tiny-target",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("after", [0, 2, 4, 7])

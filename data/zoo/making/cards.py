@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from making.recipes import CONTEXT, Recipe
-from specexp.zoo.cards import Figures, page, schedule, table, trained_on
+from specexp.zoo import shelf
+from specexp.zoo.cards import Figures, page, trained_on
 from specexp.zoo.recipes import VOCABULARY
 from specexp.zoo.rows import Documents
 
@@ -170,3 +171,56 @@ def licence(trained: Mapping[str, Any] | None) -> str:
         else ""
     )
     return f"The weights are under the licence of this repository (MIT).{text}"
+
+
+def card_of_heads(facts: Mapping[str, Any]) -> str:
+    """The model card of heads trained on the zoo's text, from the content of `zoo.json`."""
+    kind, target, trained = facts["role"], facts["target"], facts["trained"]
+    layout = "the `speculators` format" if kind == "eagle3" else "the layout of published heads"
+    corpus = trained["corpus"]
+    terms = "Check the licence of the target: the heads are derived from it."
+    mark, terms = ("license: mit\n", licence(trained)) if shelf.ships(target) else ("", terms)
+    return page(facts, f"{mark}base_model: {target}\n", {
+        "Heads": f"{facts['parameters']:,} parameters for the target {target}, in {layout}.",
+        "Use": f"`specexp generate --target {target} --drafter {kind.rstrip('3')}:FOLDER`, where "
+        "FOLDER is this folder. They read this target's hidden states and work with no other "
+        "target.",
+        "Training": schedule(
+            "Distilled from the target's law (soft cross-entropy) on the training text and on "
+            "passages that the target continued at temperature 0.8; each drafted position weighs "
+            "0.8 times the one before.",
+            trained,
+        ) + f"\n\n{corpus_paragraph(corpus)}",
+        "Held-out text": f"{table(facts['held_out'])}\n\nAt each drafted position, how often the "
+        "most likely token is the target's, given the text before it, in rows of up to 256 tokens. "
+        "With a draft vocabulary, only its tokens are compared.",
+        "Reproduction": f"`specexp zoo train --heads {kind} --target {target}`",
+        "Licence": terms,
+    })  # fmt: skip
+
+
+def schedule(goal: str, trained: Mapping[str, Any]) -> str:
+    """The training of each course."""
+    lines = [
+        f"{goal} Muon for the hidden matrices, AdamW for the rest; learning rates with a short "
+        f"warm-up, a plateau and a linear decay to 2 %; seed {trained['seed']}, torch "
+        f"{trained['torch']}. Each kind of text occurs once per epoch unless stated.\n"
+    ]
+    for number, course in enumerate(trained["courses"], 1):
+        steps = ", then ".join(f"{s} steps of {b} x {n} tokens" for s, b, n in course["phases"])
+        mix = ", ".join(f"{kind} x {times}" for kind, times in course["repeats"].items())
+        mix = f"{mix}; " if mix else ""
+        lines.append(
+            f"{number}. {course['tokens']:,} tokens: {steps}; {mix}learning rates "
+            f"{course['muon_lr']} and {course['adam_lr']}; training loss {course['loss'][0]:.2f} "
+            f"in the first 20 steps, {course['loss'][-1]:.2f} in the last."
+        )
+    return "\n".join(lines)
+
+
+def table(figures: Figures) -> str:
+    names = list(next(iter(figures.values())))
+    lines = [f"| kind | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for kind, values in figures.items():
+        lines.append(f"| {kind} | " + " | ".join(f"{values[n]:.3f}" for n in names) + " |")
+    return "\n".join(lines)
