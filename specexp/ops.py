@@ -89,6 +89,12 @@ def state(device: torch.device) -> str:
     return "no kernels: torch's operations" if fast() else "off by SPECEXP_FAST"
 
 
+def in_torch(device: torch.device) -> list[str]:
+    """The operations that run their reference on a device, whatever the dtype."""
+    return sorted({op.reference.__qualname__.removesuffix(".__call__")
+                   for op in OPS.values() if _choose(op, device) is op.reference})  # fmt: skip
+
+
 def _choose(operation: Op, device: torch.device) -> Callable[..., Any]:
     home(device)  # registers its kernels
     run, ready = operation.kernels.get(device.type, (operation.reference, fast))

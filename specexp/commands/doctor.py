@@ -36,6 +36,7 @@ def examine(console: Console) -> bool:
     cores, load = counted(os.cpu_count() or 1, "core"), os.getloadavg()[0]
     facts.add_row("threads", f"{torch.get_num_threads()} on {cores}, load average {load:.1f}")
     facts.add_row("kernels", ops.state(device))
+    facts.add_row("in torch", f"float64, and {', '.join(ops.in_torch(device))}")
     root = results.root()
     free = shutil.disk_usage(_existing(root)).free
     facts.add_row("store", Text(f"{root}, {free / 2**30:.1f} GiB free"))

@@ -426,7 +426,16 @@ def test_models_lists_zoo_and_drafts_of_each_target(run, tmp_path, monkeypatch):
 def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 0
-    for word in ("python", "torch", "device", "free memory", "bfloat16", "zoo", "ready"):
+    for word in (
+        "python",
+        "torch",
+        "device",
+        "free memory",
+        "bfloat16",
+        "in torch",
+        "zoo",
+        "ready",
+    ):
         assert word in out
     from specexp.commands import doctor
 

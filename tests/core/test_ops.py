@@ -100,6 +100,12 @@ def test_kernel_that_is_not_ready_does_not_run(home, unnamed):
     assert named(torch.ones(1)) == "reference"
 
 
+def test_operations_without_a_kernel_are_named(home, unnamed):
+    ops.kernel(named, "cpu")(lambda x: "kernel")
+    assert "named" not in ops.in_torch(torch.device("cpu"))
+    assert "named" in ops.in_torch(torch.device("meta"))
+
+
 def test_reference_runs_what_the_kernel_refuses(home, unnamed):
     ops.kernel(named, "cpu")(lambda x: "kernel" if x.is_contiguous() else NotImplemented)
     assert named(torch.ones(2, 2)) == "kernel"

@@ -1,6 +1,7 @@
 """A GPU's kernels without one: whole passes and rounds in Triton's interpreter, and what kernels
 need of two cards for which they are compiled."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -94,6 +95,22 @@ def test_gpu_that_runs_no_kernel_fails_rounds(monkeypatch, caplog):
         assert "no Triton" in home.state()
     finally:
         home._tried.cache_clear()
+
+
+@pytest.mark.triton
+def test_triton_that_lacks_what_kernels_use_fails_rounds(monkeypatch, caplog):
+    home, package = ops.home(torch.device("cuda")), importlib.import_module("specexp.fast.gpu")
+    monkeypatch.delattr(package, "laws")
+    monkeypatch.setitem(sys.modules, "specexp.fast.gpu.laws", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spec = importlib.util.spec_from_file_location("older", home.__file__)
+    older = importlib.util.module_from_spec(spec)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        spec.loader.exec_module(older)
+        assert not older.triton_runs()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("Triton's kernels are not used: ")
+    assert "no Triton" in older.state()
 
 
 @pytest.mark.interpreter

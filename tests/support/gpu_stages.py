@@ -61,6 +61,7 @@ TINY = {
 NEW = 48  # tokens of a text
 FEW = 3  # texts of a pair of which transformers writes a token in 30 ms
 DAMP = 0.045  # of deeper layers: the first 4 of 32 then guess about 4 of 5 tokens
+BATCHES = (1, 8, 32, 128, 256)
 STREAMS, GAMMAS, TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (2, 5), 3
 PASSES = [(B, n, S) for B in (1, 8, 32) for n in (1, 6) for S in (256, 4096)]
 
@@ -257,11 +258,12 @@ def twin(params: str, device: torch.device, made: list[Pairing]) -> dict[str, An
 
 
 def bench(rows: Rows, device: torch.device) -> None:
-    """The suites of `specexp bench` on the zoo's pair."""
+    """The suites of `specexp bench` on the zoo's pair; first of all, transformers on few texts."""
     pair = api.load("target-10m", "model", device=str(device), dtype="bfloat16")
     texts = prompts.load("all", limit=suites.PROMPTS)
-    for name in suites.NAMES:
-        rows.add(name, partial(suites.run, name, pair, texts, (1, 8, 32, 128, 256), NEW, 3))
+    rows.add("peers, few texts", partial(suites.run, "peers", pair, texts[:FEW], (1,), NEW, 1))
+    for name in (*suites.NAMES[1:], "peers"):
+        rows.add(name, partial(suites.run, name, pair, texts, BATCHES, NEW, 3))
 
 
 def sweep(rows: Rows, device: torch.device) -> None:

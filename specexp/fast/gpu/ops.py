@@ -50,7 +50,7 @@ def triton_runs() -> bool:
 def _tried() -> bool:
     """Whether the kernels of sampling run; if a GPU cannot run them, a warning says why. Those of
     passes are tried when a model is loaded (fused.py)."""
-    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+    if not kernels or not torch.cuda.is_available():
         return False
     try:
         token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
@@ -65,16 +65,21 @@ def _tried() -> bool:
         judging.judged(draft, SimpleNamespace(logits=logits), warm)
         torch.cuda.synchronize()
     except Exception as e:  # a driver, a compiler or a card that it does not know
-        log.warning("Triton's kernels are not used: %s", first_line(e))
+        log.warning(UNUSED, first_line(e))
         return False
     return True
 
 
-if importlib.util.find_spec("triton") is not None:
+UNUSED = "Triton's kernels are not used: %s"
+kernels: dict[Any, Any] = {}
+try:
     from specexp.fast.gpu import attention, laws, layers, products, rows, sampling
     from specexp.fast.gpu import rules as judging
-
-    kernels: dict[Any, Any] = {
+except Exception as e:  # there is no Triton, or one that lacks what they use
+    if importlib.util.find_spec("triton") is not None:
+        log.warning(UNUSED, first_line(e))
+else:
+    kernels = {
         fused.attention: attention.attention,
         fused.spared: attention.spared,
         fused.turned: layers.turned,
