@@ -28,8 +28,8 @@ from specexp.fast.cpu.passes import Native
 from specexp.models import int8, lm
 from specexp.models.cache import SlotCache
 from specexp.models.heads import product
-from specexp.models.layers import layers
 from specexp.models.lm import Network
+from specexp.models.memory import layers
 from specexp.models.servable import reach
 from specexp.ops import kernel, op
 from specexp.tree import Branches

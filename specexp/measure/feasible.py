@@ -169,7 +169,7 @@ def needed(
     law = memory.law_bytes("any", request.sampling.temperature)
     caches = (
         slots * times * memory.kv_bytes(model, size)
-        + (request.tree.room + again + 1) * state_bytes(model, dtype)
+        + state_bytes(model, dtype, request.tree.room, again)
         for model, times, again in zip(models, (1, prepared.slots), (0, 1), strict=False)
     )
     return memory.Need(

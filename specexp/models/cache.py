@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specexp.models.layers import Layer
+from specexp.models.memory import Layer
 from specexp.ops import op
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, line_mask

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from specexp.errors import UserError
 from specexp.models import memory
 from specexp.models.cache import SlotCache
-from specexp.models.layers import layers
-from specexp.models.memory import PREFILL
+from specexp.models.memory import PREFILL, layers
 from specexp.models.processors import unprocessed
 from specexp.models.recurrent import (
     States,
@@ -91,7 +90,7 @@ class Unfused:
         net = cls(whole, parts, "cache_params" not in signature(whole.forward).parameters)
         if not parts[-1].states:
             cache = SlotCache(module.config.get_text_config().num_hidden_layers, 1, 8)
-            examine(parts, cache, lambda slots: net(slots, slots, None, cache, (), 0))
+            examine(parts, cache, lambda at, last: net(at, at, None, cache, (), last))
         return net
 
     def __call__(
@@ -225,13 +224,13 @@ class LM:
     @property
     def state_bytes_per_row(self) -> int:
         """Bytes of the states kept of each row, however long it is."""
-        return (self.room + self.again + 1) * state_bytes(self.net.parts)
+        return state_bytes(self.net.parts, self.room, self.again)
 
     def allocate(self, B: int, S: int) -> None:
         """Replace the cache by an empty one of B rows of S slots. Raises UserError if it does not
         fit."""
         self.cache = None
-        parts = [part.states for part in self.net.parts]
+        parts = self.net.parts
         need = B * (S * self.kv_bytes_per_token + self.state_bytes_per_row)
         free = memory.free_memory(self.device)
         if need > free:
@@ -256,14 +255,16 @@ class LM:
         visible: Branches | None,
         taps: tuple[int, ...] = (),
         last: int | None = None,
+        first: bool = False,
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
         [B, n], reading the visible slots; None: each token's own and all before it.
         `taps`: hidden states to return, 0 = embeddings; `last`: return logits of that many last
-        places, by default of all; `inputs`: further inputs of the network."""
+        places, by default of all; `first`: whether all before these slots is of the text, as in a
+        round's first pass; `inputs`: further inputs of the network."""
         logits, hidden = self._run(
-            seqs, tokens, slots, positions, visible, taps, last, None, **inputs
+            seqs, tokens, slots, positions, visible, taps, last, first, None, **inputs
         )
         assert logits is not None
         logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
@@ -307,7 +308,7 @@ class LM:
         [B, 1, V] after the root."""
         slots = seqs.places(torch.arange(1 - count, 1, device=self.device)[None])
         tokens = seqs.drafting(seqs.read(slots), 0)
-        logits = self.feed(seqs, tokens, slots, slots, None, last=1).logits
+        logits = self.feed(seqs, tokens, slots, slots, None, last=1, first=True).logits
         if self.net.parts:
             covered = self._states.covered[seqs.rows]
             covered.copy_(torch.where(tokens[:, -1] < 0, covered, seqs.length))
@@ -322,7 +323,7 @@ class LM:
         if not nodes.is_chain:
             slots = seqs.places(torch.arange(draft.tokens.shape[1], device=self.device)[None])
             visible = Branches(slots[:, :1], nodes.ancestors)
-        seen = self.feed(seqs, draft.tokens, slots, positions, visible, taps)
+        seen = self.feed(seqs, draft.tokens, slots, positions, visible, taps, first=True)
         seen.logits = self.process(draft, seen.logits)
         return seen
 
@@ -350,7 +351,7 @@ class LM:
         """Begin new texts in these rows."""
         self.fault[rows] = 0
         if self.cache and self.cache.states:
-            self.cache.states.covered[rows] = 0
+            self.cache.states.forget(rows)
 
     @torch.inference_mode()
     def _read(
@@ -366,11 +367,15 @@ class LM:
         hidden = []
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
             one = replace(seqs.window(row, 1), budget=None)
+            if start == 0:
+                states.forget(one.rows)
             tapped = []
-            for first, last, at_once in spans(start, end, self.again, self.net.parts):
+            for first, last, at_once in spans(start, end, states, self.net.parts):
                 slots = torch.arange(first, last, device=self.device)[None]
                 begin = first if at_once else None
-                _, outputs = self._run(one, one.read(slots), slots, slots, None, taps, 0, begin)
+                _, outputs = self._run(
+                    one, one.read(slots), slots, slots, None, taps, 0, True, begin
+                )
                 tapped += [] if outputs is None else [outputs]
             if start < end:
                 states.covered[one.rows] = end
@@ -384,18 +389,19 @@ class LM:
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass without logits over the tokens at slots [B, n]; returns the tapped states."""
         tokens = seqs.drafting(seqs.read(slots), 0)
-        return self._run(seqs, tokens, slots, slots, None, taps, 0)[1]
+        return self._run(seqs, tokens, slots, slots, None, taps, 0, True)[1]
 
     def _run(
         self, seqs: Sequences, tokens: Tensor, slots: Tensor, positions: Tensor,
-        visible: Branches | None, taps: tuple[int, ...], last: int | None, start: int | None = None,
+        visible: Branches | None, taps: tuple[int, ...], last: int | None, first: bool,
+        start: int | None = None,
         **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
         self.cache.aim(seqs.rows, slots, S)
         if self.cache.states:
-            self.cache.states.aim(seqs.rows, slots, tokens, visible, start)
+            self.cache.states.aim(seqs.rows, slots, tokens, visible, first, start)
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
             positions = positions.clamp(max=self.context - 1)
         return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)

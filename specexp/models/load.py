@@ -31,9 +31,8 @@ from transformers.utils import logging as transformers_logging
 
 from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory, recurrent
-from specexp.models.layers import layers
 from specexp.models.lm import LM, Unfused, network
-from specexp.models.memory import gib
+from specexp.models.memory import gib, layers
 from specexp.models.servable import inside, servable, sound
 from specexp.ops import op
 from specexp.sequences import Sequences
@@ -47,7 +46,7 @@ TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 # modules in use, by source, files, dtype and device
 _IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 _COUNTED: dict[tuple[str, bool], tuple[int, int]] = {}  # by config, see `_sizes`
-_STATES: dict[tuple[str, torch.dtype], int] = {}  # by config, see `state_bytes`
+_PARTS: dict[tuple[str, torch.dtype], Any] = {}  # of modules without weights, by config
 _PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
 
 
@@ -243,17 +242,17 @@ def weight_bytes(config: Any, dtype: torch.dtype) -> int:
     return numbers * dtype.itemsize + int8_bytes
 
 
-def state_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the states that a model keeps of a row for each slot, from its config alone."""
+def state_bytes(config: Any, dtype: torch.dtype, room: int, again: int) -> int:
+    """Bytes of the states that a model keeps of a row, from its config alone. `room`, `again`: see
+    `LM`."""
     if not any(layer.has_state for layer in layers(config)):
         return 0
     described = config.to_json_string(use_diff=False), dtype
-    if described not in _STATES:
+    if described not in _PARTS:
         module = _without_weights(config, dtype)
         with _refusing(config.name_or_path or "the model", config, dtype):
-            net = Unfused.of(module)
-        _STATES[described] = recurrent.state_bytes(net.parts)
-    return _STATES[described]
+            _PARTS[described] = Unfused.of(module).parts
+    return recurrent.state_bytes(_PARTS[described], room, again)
 
 
 def smaller(config: Any, dtype: torch.dtype, free: int) -> str:

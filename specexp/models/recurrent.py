@@ -13,7 +13,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,24 +21,19 @@ from torch import Tensor, nn
 
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
+from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window
 from specexp.tree import Branches
 
-Parts: TypeAlias = dict[tuple[str, int], Tensor]
-"""The states of one module [b, ...], by kind and number."""
-
-NOWHERE, NOTHING, FIRST = 0, 1, 2  # entries: where padding is written; empty; the first slot's
+WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
 KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
 class State:
     """The states of one module, in place of its cache. None are there at the beginning of a text.
-    The module may change them in place. `follows` [b, 1, n]: 0 where a token is not the one before
-    the next; `columns`: those of all tokens, after the ones that were there."""
+    The module may change them in place."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.follows: Tensor | None = None
-        self.columns: Parts = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.parts.get(("conv", state_idx))
@@ -51,9 +46,8 @@ class State:
         size = conv_kernel_size or x.shape[-1] if before is None else before.shape[-1]
         if before is None:
             before = x.new_zeros(*x.shape[:-1], max(0, size - x.shape[-1]))
-        columns = torch.cat([before, x if self.follows is None else x * self.follows], -1)
+        columns = torch.cat([before, x], -1)
         self.parts["conv", state_idx] = columns[..., -size:]
-        self.columns["conv", state_idx] = columns
         return columns
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -92,35 +86,63 @@ class State:
         return {i: x for (kind, i), x in self.parts.items() if kind == "recurrent"}
 
 
+class Elsewhere(State):
+    """In a pass whose recurrence and convolution know where they are kept (scans.py)."""
+
+    def update_conv_state(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+
 class States:
-    """The states of all modules after each of the last slots of `batch` rows, as many as a round
-    may write and need: `room` from the root on, `again` before it, and one. `parts`: of one row.
+    """The states of all modules of `batch` rows, of which a round may write `room` slots from the
+    root on and feed `again` before it: after each of the last slots, or, if all can be scanned,
+    those of the text and what each slot adds to them.
 
     `covered` [B]: how many tokens of each row are in them; only what refills a row reads it.
     """
 
     def __init__(
-        self, parts: Sequence[Parts], batch: int, room: int, again: int, device: Any
+        self, parts: Sequence[Stepwise], batch: int, room: int, again: int, device: Any
     ) -> None:
-        self.size, self.again = room + again + 1, again
+        self.size, self.again = slots_kept(parts, room, again), again
+        self.covered = torch.zeros(batch, dtype=torch.int64, device=device)
+        scanned = parts[0].scanned
         entries = FIRST + batch * self.size
         self.buffers = [
-            {name: x.new_zeros(entries, *x.shape[1:], device=device) for name, x in part.items()}
+            {
+                name: x.new_zeros(
+                    batch if scanned and name in WHOLE else entries, *x.shape[1:], device=device
+                )
+                for name, x in part.kept.items()
+            }
             for part in parts
         ]
-        self.covered = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.window = Window(batch, self.size, _columns(parts), device) if scanned else None
+        self.most = room + again if scanned else PREFILL  # tokens of a pass that is not at once
         self.start: int | None = None
-        self.follows: Tensor | None = None
         self.before: Sequence[Tensor] = ()
         self.after: Sequence[Tensor] = ()
 
     def aim(
-        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None,
+        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, first: bool,
         start: int | None = None,
     ) -> None:  # fmt: skip
         """Make the next pass start each token [b, n] from the state of the last slot that it sees
         before its own (`visible`, see `lm.Network`), and leave its state at its own.
-        `start`: of a text from this slot on, which the pass runs in one go."""
+        `first`: whether what lies before these slots is of the text; `start`: of a text from this
+        slot on, which the pass runs in one go."""
+        self.start = start
+        if self.window and start is not None:
+            self.window.fold(rows, slots, tokens)
+            self.window.based[rows] = slots[:, -1] + 1
+            last = torch.arange(-self.window.back, 0, device=slots.device)
+            self.before = [self.window.entries(rows, slots[:, :1] + last)[0]]
+            after = self.window.entries(rows, slots[:, -1:] + last + 1)[0]
+            self.after = [torch.where(after == NOTHING, NOWHERE, after)]
+            return
+        if self.window:
+            self.window.aim(rows, slots, tokens, visible, first)
+            return
         parent = slots - 1
         if visible is not None:
             root, ancestors = visible.root, visible.ancestors
@@ -129,9 +151,6 @@ class States:
             parent = torch.maximum(parent, root - 1)
         before = torch.where(parent < 0, NOTHING, self._entries(rows, parent))
         after = torch.where(tokens < 0, NOWHERE, self._entries(rows, slots))
-        self.start, self.follows = start, None
-        if visible is None:
-            self.follows = nn.functional.pad(slots.diff() != 0, (0, 1), value=True)[:, None]
         self.before = before.t().contiguous().unbind()
         self.after = after.t().contiguous().unbind()
 
@@ -141,48 +160,65 @@ class States:
         return FIRST + row * self.size + slots % self.size
 
     def read(self, module: int, node: int) -> State:
-        """A copy of what a node starts from."""
+        """A copy of what a node starts from, or a text."""
         if self.start == 0:
             return State({})
         parts = self.buffers[module]
-        return State({k: x.index_select(0, self.before[node]) for k, x in parts.items()})
+        if self.window is None:
+            return State({k: x.index_select(0, self.before[node]) for k, x in parts.items()})
+        conv = parts["conv", 0].index_select(0, self.before[0]).t()[None]
+        whole = {name: x[self.window.rows].clone() for name, x in parts.items() if name in WHOLE}
+        return State({("conv", 0): conv, **whole})
 
     def write(self, module: int, node: int, state: State) -> None:
         for name, x in self.buffers[module].items():
-            x.index_copy_(0, self.after[node], state.parts[name])
-
-    def write_all(self, module: int, state: State) -> None:
-        """Write what every token of a chain leaves: its column and those before it."""
-        for name, x in self.buffers[module].items():
-            windows = state.columns[name].unfold(-1, x.shape[-1], 1)[:, :, 1:]  # [b, C, n, size]
-            x.index_copy_(0, torch.cat(list(self.after)), windows.permute(2, 0, 1, 3).flatten(0, 1))
+            if self.window is None:
+                x.index_copy_(0, self.after[node], state.parts[name])
+            elif name in WHOLE:
+                x[self.window.rows] = state.parts[name]
+            elif name == ("conv", 0):
+                x.index_copy_(0, self.after[0], state.parts[name][0].t())
 
     def keep(self, rows: slice, source: Tensor, target: Tensor, n: Tensor) -> None:
-        """Copy what the next round reads of the states of slots `source` [b, D+1] to `target`, if n
-        [b] draft tokens were accepted."""
-        last = n[:, None] - torch.arange(self.again + 1, device=n.device)
-        here, there = (
-            self._entries(rows, slots.gather(1, last.clamp(min=0))).flatten()
-            for slots in (source, target)
-        )
+        """Copy what the next round reads of slots `source` [b, D+1] to `target`, if n [b] draft
+        tokens were accepted."""
+        if self.window is None:
+            last = n[:, None] - torch.arange(self.again + 1, device=n.device)
+            source, target = (x.gather(1, last.clamp(min=0)) for x in (source, target))
+        here, there = (self._entries(rows, slots).flatten() for slots in (source, target))
         for part in self.buffers:
-            for x in part.values():
-                x.index_copy_(0, there, x.index_select(0, here))
+            for name, x in part.items():
+                if self.window is None or name not in WHOLE:
+                    x.index_copy_(0, there, x.index_select(0, here))
+
+    def forget(self, rows: slice | int) -> None:
+        """Begin new texts in these rows."""
+        self.covered[rows] = 0
+        if self.window:
+            self.window.based[rows] = 0
+            for part in self.buffers:
+                for name in part.keys() & WHOLE:
+                    part[name][rows] = 0
 
     def copy(self, source: int, target: int) -> None:
-        self.covered[target] = self.covered[source]
+        for count in (self.covered, *([self.window.based] if self.window else [])):
+            count[target] = count[source]
         for here, there in zip(self.of_row(source), self.of_row(target), strict=True):
             there.copy_(here)
 
     def clear(self, row: int) -> None:
-        self.covered[row] = 0
+        self.forget(row)
         for x in self.of_row(row):
             x.zero_()
 
     def of_row(self, row: int) -> list[Tensor]:
-        """The states of a row [size, ...]."""
-        here = slice(FIRST + row * self.size, FIRST + (row + 1) * self.size)
-        return [x[here] for part in self.buffers for x in part.values()]
+        """The states of a row [...], or what is kept of each slot [size, ...]."""
+        slots = slice(FIRST + row * self.size, FIRST + (row + 1) * self.size)
+        return [
+            x[row] if self.window and name in WHOLE else x[slots]
+            for part in self.buffers
+            for name, x in part.items()
+        ]
 
 
 class Given(nn.Module):
@@ -198,10 +234,10 @@ class Stepwise(nn.Module):
     """In place of a module with a state: the module over every node of a pass.
 
     `states`: those of one row after one token. `continues`: whether the module runs over several
-    tokens at once from a state too, and not only from the beginning; `by_columns`: and then leaves
-    what its one-token form leaves, the last columns. `first`: the products that
-    read the module's input, and what stands for them in `step`, which is the module over one node.
-    `last`: the product that writes its output, which `step` leaves out.
+    tokens at once from a state too, and not only from the beginning. `scan`: the module with its
+    recurrence over all nodes, if `scanned` (all modules of a network, or none). Else `step` is the
+    module over one node. `first`: the products that read the module's input, and what stands for
+    them in `step`. `last`: the product that writes its output, which `step` leaves out.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -209,7 +245,8 @@ class Stepwise(nn.Module):
         self.module, self.number = module, number
         self.input = next(iter(inspect.signature(module.forward).parameters))
         self.states: Parts = {}
-        self.continues = self.by_columns = False
+        self.continues = self.scanned = False
+        self.scan = Scan(module)
         self.first: list[tuple[nn.Module, Given]] = []
         self.last: nn.Module = nn.Identity()
         self.step = module
@@ -220,26 +257,24 @@ class Stepwise(nn.Module):
         x, given = inputs.pop(self.input), args[1:]
         [cache] = [i for i in (*given, *inputs.values()) if isinstance(i, SlotCache)]
 
-        def run(module: nn.Module, x: Tensor, state: State) -> Any:
+        def run(module: Callable[..., Any], x: Tensor, state: State) -> Any:
             named = {name: _its(i, state) for name, i in inputs.items()}
             return module(x, *(_its(i, state) for i in given), **named)
 
         states = cache.states
         if states is None:
             return self._seen(x, run)
+        self.scan.window, self.scan.buffers = states.window, states.buffers[self.number]
+        if states.start is None and states.window:
+            return run(self.scan.forward, x, Elsewhere({}))
         if states.start is not None:
+            self.scan.fold()
             y = run(self.module, x, state := states.read(self.number, 0))
             states.write(self.number, -1, state)
             return y
         if x.shape[1] == 1:
             y = run(self.module, x, state := states.read(self.number, 0))
             states.write(self.number, 0, state)
-            return y
-        if self.by_columns and states.follows is not None:
-            state = states.read(self.number, 0)
-            state.follows = states.follows
-            y = run(self.module, x, state)
-            states.write_all(self.number, state)
             return y
         products = [(place, module(x).split(1, 1)) for module, place in self.first]
         outputs = []
@@ -275,7 +310,17 @@ class Stepwise(nn.Module):
         for name in {name for name, output in outputs if output is y} - first.keys():
             self.last = products[name]
             self.step.set_submodule(name, nn.Identity())
+        if self.scan.known:
+            run(self.scan.forward, x, Elsewhere({}))
         return y
+
+    @property
+    def kept(self) -> Parts:
+        """What is kept of one row after one token."""
+        if not self.scanned:
+            return self.states
+        whole = {name: x for name, x in self.states.items() if name in WHOLE}
+        return self.scan.sizes | whole
 
 
 def _its(x: Any, state: State) -> Any:
@@ -322,52 +367,77 @@ def stepwise(module: Any) -> tuple[Any, tuple[Stepwise, ...]]:
 _TWINS: WeakKeyDictionary[Any, tuple[Any, tuple[Stepwise, ...]]] = WeakKeyDictionary()
 
 
-def state_bytes(parts: Sequence[Stepwise]) -> int:
-    """Bytes of the states of one row after one token."""
-    return sum(x.nbytes for part in parts for x in part.states.values())
+def slots_kept(parts: Sequence[Stepwise], room: int, again: int) -> int:
+    """Of a row. Where a pass scans, they hold a round's draft beside what the last one added."""
+    if not parts[0].scanned:
+        return room + again + 1
+    return 2 * room + again + _columns(parts)
+
+
+def _columns(parts: Sequence[Stepwise]) -> int:
+    """That a convolution reads."""
+    return max(part.states["conv", 0].shape[-1] for part in parts)
+
+
+def state_bytes(parts: Sequence[Stepwise], room: int, again: int) -> int:
+    """Bytes of the states of a row, see `States`."""
+    kept = [(name, x.nbytes) for part in parts for name, x in part.kept.items()]
+    once = sum(size for name, size in kept if parts[0].scanned and name in WHOLE)
+    rest = sum(size for _, size in kept) - once
+    return once + rest * slots_kept(parts, room, again) if parts else 0
 
 
 def spans(
-    start: int, stop: int, again: int, parts: Sequence[Stepwise]
+    start: int, stop: int, states: States, parts: Sequence[Stepwise]
 ) -> Iterator[tuple[int, int, bool]]:
     """The passes [first, last) that read the tokens from `start` to `stop`, and whether at once:
     not the last `again`, which will be fed again and so leave a state each."""
-    continues, last = all(part.continues for part in parts), stop - again
+    continues, last = all(part.continues for part in parts), stop - states.again
     while start < last and (continues or not start):
         first, start = start, min(start + PREFILL, last) if continues else last
         yield first, start, True
     while start < stop:
-        first, start = start, min(start + PREFILL, stop)
+        first, start = start, min(start + states.most, stop)
         yield first, start, False
 
 
 @torch.inference_mode()
-def examine(parts: Sequence[Stepwise], cache: SlotCache, run: Callable[[Tensor], Any]) -> None:
-    """See what modules with states consist of, by passes `run(slots [1, n])` of their network over
-    a cache of one row and eight slots, and whether they continue a text at once: that not on
-    `meta`, where there are shapes alone."""
+def examine(
+    parts: Sequence[Stepwise], cache: SlotCache, run: Callable[[Tensor, int | None], Any]
+) -> None:
+    """See what modules with states consist of, by passes `run(slots [1, n], last)` of their network
+    over a cache of one row and eight slots; whether they continue a text at once, and whether a
+    scan gives the logits of their one-token form. On `meta`, where there are shapes alone, both
+    are taken to be."""
     device = next(parts[0].parameters()).device
     cache.aim(slice(0, 1), first_slot := torch.zeros(1, 1, dtype=torch.int64, device=device), 8)
-    run(first_slot)
+    run(first_slot, 0)
+    scanned = all(part.scan.known for part in parts)
     if device.type == "meta":
+        for part in parts:
+            part.scanned = scanned
         return
-    states = cache.states = States([part.states for part in parts], 1, 7, 0, device)
 
-    def feed(first: int, last: int, start: int | None) -> list[list[Tensor]]:
+    def feed(first: int, last: int, start: int | None) -> tuple[Tensor, list[list[Tensor]]]:
         slots = torch.arange(first, last, device=device)[None]
         cache.aim(slice(0, 1), slots, 8)
-        states.aim(slice(0, 1), slots, slots, None, start)
-        run(slots)
-        return [[x[-3:].clone() for x in part.values()] for part in states.buffers]
+        states.aim(slice(0, 1), slots, slots, None, True, start)
+        logits = run(slots, None)[0]
+        return logits, [[x[-1:].clone() for x in part.values()] for part in states.buffers]
 
-    def agree(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
         pairs = zip(ours, theirs, strict=True)
         return all((a - b).norm() <= 0.05 * b.norm() for a, b in pairs)
 
+    states = cache.states = States(parts, 1, 7, 0, device)
     feed(0, 5, 0)
-    at_once, stepwise = feed(5, 8, 5), feed(5, 8, None)
+    (_, at_once), (logits, stepwise) = feed(5, 8, 5), feed(5, 8, None)
     for part, ours, theirs in zip(parts, at_once, stepwise, strict=True):
-        part.continues = agree([x[-1] for x in ours], [x[-1] for x in theirs])
-        part.by_columns = part.continues and all(kind == "conv" for kind, _ in part.states)
-    for part, ours, theirs in zip(parts, feed(5, 8, None), stepwise, strict=True):
-        part.by_columns = part.by_columns and agree(ours, theirs)
+        part.continues = agree(ours, theirs)
+    for scan in (True, False) if scanned else ():
+        for part in parts:
+            part.scanned = scan
+        states = cache.states = States(parts, 1, 7, 0, device)
+        feed(0, 5, 0)
+        if scan and agree([feed(5, 8, None)[0]], [logits]):
+            break

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
-from specexp.models.layers import layers
+from specexp.models.memory import layers
 
 CONTEXTS = ("max_position_embeddings", "max_seq_len")
 ORIGINAL = "original_max_position_embeddings"

@@ -30,8 +30,8 @@ from specexp.errors import NonFiniteLogits, UserError
 from specexp.models import lm as lms
 from specexp.models import load
 from specexp.models.cache import SlotCache
-from specexp.models.layers import Layer
 from specexp.models.load import of_module
+from specexp.models.memory import Layer
 from specexp.policy import Fixed
 from specexp.tree import Tree
 

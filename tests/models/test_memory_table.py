@@ -44,7 +44,7 @@ SHAPES = {
 def row(family: str, model: str) -> str:
     name, fields = SHAPES[family, model]
     config = getattr(transformers, f"{name}Config")(**fields)
-    states = load.state_bytes(config, torch.bfloat16) * (Tree.chain(4).room + 1)
+    states = load.state_bytes(config, torch.bfloat16, Tree.chain(4).room, 0)
     return f"| {family} | {model} | {memory.kv_bytes(config, 2):,} | {states:,} |"
 
 

@@ -1,5 +1,6 @@
 """Models whose layers keep states no mask can take back: text is transformers' own all the same."""
 
+import copy
 import functools
 from dataclasses import replace
 from itertools import chain
@@ -17,6 +18,7 @@ from specexp.errors import UserError
 from specexp.models import recurrent
 from specexp.models.load import of_module
 from specexp.models.recurrent import States
+from specexp.models.scans import Scan, Window
 from specexp.policy import Fixed, Plan
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -198,41 +200,57 @@ def test_row_that_sits_a_round_out_keeps_its_states(family):
     assert sits_out(engine("self", "grown", "match", family), family)
 
 
-def of_another_node(self, rows, slots, tokens, visible, start=None):
-    AIM(self, rows, slots, tokens, None, start)
+def of_another_node(self, rows, slots, tokens, visible, *rest):
+    AIM(self, rows, slots, tokens, None, *rest)
 
 
-def of_padding(self, rows, slots, tokens, visible, start=None):
-    AIM(self, rows, slots, tokens.clamp(min=0), visible, start)
+def of_padding(self, rows, slots, tokens, visible, *rest):
+    AIM(self, rows, slots, tokens.clamp(min=0), visible, *rest)
 
 
-def not_rolled_back(self, rows, slots, tokens, visible, start=None):
+def not_rolled_back(self, rows, slots, tokens, visible, first, start=None):
     last = self.after[-1:]
-    AIM(self, rows, slots, tokens, visible, start)
+    AIM(self, rows, slots, tokens, visible, first, start)
     if start is None and last and last[0].shape == self.before[0].shape:
         self.before = (*last, *self.before[1:])
 
 
-AIM = States.aim
+def of_what_was_rejected(self, rows, slots, tokens):
+    FOLD(self, rows, slots + 1, tokens)
+
+
+AIM, FOLD = States.aim, Window.fold
 FAULTS = {
-    "of another node": ("aim", of_another_node, served_right),
-    "not rolled back": ("aim", not_rolled_back, served_right),
-    "of padding": ("aim", of_padding, sits_out),
-    "not moved with its path": ("keep", lambda *_: None, served_right),
-    "not moved with its row": ("copy", lambda *_: None, served_right),
+    "of another node": (States, "aim", of_another_node, served_right),
+    "of padding": (States, "aim", of_padding, sits_out),
+    "not moved with its path": (States, "keep", lambda *_: None, served_right),
+    "not moved with its row": (States, "copy", lambda *_: None, served_right),
 }
+CASES = [
+    *((family, *fault) for fault in FAULTS.values() for family in ("qwen3_5", "mamba")),
+    ("mamba", States, "aim", not_rolled_back, served_right),
+    ("qwen3_5", Window, "fold", of_what_was_rejected, served_right),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_state_is_noticed(fault, monkeypatch):
-    made = engine("self", "grown", "match", "qwen3_5")
-    method, wrong, check = FAULTS[fault]
-    monkeypatch.setattr(States, method, wrong)
-    assert not check(made, "qwen3_5")
+@pytest.mark.parametrize(("family", "owner", "method", "wrong", "check"), CASES)
+def test_wrong_state_is_noticed(family, owner, method, wrong, check, monkeypatch):
+    made = engine("self", "grown", "match", family)
+    monkeypatch.setattr(owner, method, wrong)
+    assert not check(made, family)
 
 
-@pytest.mark.parametrize(("family", "at_once"), [("lfm2", True), ("qwen3_5", False)])
-def test_only_short_convolutions_run_a_chain_in_one_call(family, at_once):
-    """Their states are the last columns, so one call leaves that of every node."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recurrences_with_one_decay_a_key_run_all_nodes_at_once(family):
+    """In Mamba 1 each number of a state decays by itself."""
     parts = of_module(module(family)).net.parts
-    assert [part.by_columns for part in parts] == [at_once] * len(parts)
+    assert {part.scanned for part in parts} == {family not in ("jamba", "mamba")}
+
+
+def test_recurrence_that_is_not_the_librarys_runs_node_by_node(monkeypatch):
+    true = Scan.delta_rule
+    monkeypatch.setattr(
+        Scan, "delta_rule", lambda self, q, k, *rest, **named: true(self, q, -k, *rest, **named)
+    )
+    net = copy.deepcopy(module("qwen3_5"))
+    assert not any(part.scanned for part in of_module(net).net.parts)

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specexp.errors import UserError
 from specexp.models import servable
-from specexp.models.layers import Layer, layers
+from specexp.models.memory import Layer, layers
 
 TWO = {"num_hidden_layers": 2, "max_position_embeddings": 128}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [9.0] * 4,

@@ -217,7 +217,7 @@ def outcome(
         own = module.config.get_text_config()
         with contextlib.suppress(UserError):  # of a folder this is asked before its weights
             assert reach(own) > 0
-            assert load.state_bytes(own, module.dtype) >= 0
+            assert load.state_bytes(own, module.dtype, 1, 0) >= 0
         return f"refused: {reason(str(e))}"
     texts = prompts(*lengths)
     fitting = [text for text in texts if len(text) + NEW <= lm.context]
@@ -240,7 +240,7 @@ def outcome(
         assert engine.generate(fitting[-1:], NEW).tokens == expected[-1:], f"{mix} alone"
     if lm.cache:
         assert lm.kv_bytes_per_token == held_per_token(lm)
-    assert load.state_bytes(lm.config, lm.dtype) == state_bytes(lm.net.parts)
+    assert load.state_bytes(lm.config, lm.dtype, 5, 1) == state_bytes(lm.net.parts, 5, 1)
     assert load.weight_bytes(module.config, lm.dtype) == sum(p.nbytes for p in module.parameters())
     assert memory.pass_bytes(lm.config, lm.dtype.itemsize, 2, 3, CONTEXT) > 0
     if len(fitting) < len(texts):
