@@ -384,18 +384,17 @@ class Once:
     in a row while no file changes."""
 
     def __init__(self) -> None:
-        self.results: dict[Any, tuple[Any, Exception | None]] = {}
+        self.results: dict[Any, Any] = {}
 
     def __call__(self, f: Callable[..., Any], *args: Any) -> Any:
         if (f, args) not in self.results:
             try:
-                self.results[f, args] = f(*args), None
+                self.results[f, args] = f(*args)
             except (UserError, OSError) as e:
-                self.results[f, args] = None, e
-        value, error = self.results[f, args]
-        if error:
-            raise error
-        return value
+                self.results[f, args] = e
+        if isinstance(result := self.results[f, args], Exception):
+            raise result
+        return result
 
 
 def prepare(once: Once, *options: tuple[str, Any]) -> tuple[drafters.Request, drafters.Prepared]:

@@ -64,37 +64,28 @@ def acceptance(
     return pd.DataFrame(rows)
 
 
+@torch.inference_mode()
 def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
     """How far the rule bends the output: total variation (0 to 1) between the distribution of a
     round's first emitted token and the target's own, averaged over rounds. 0 for an exact rule. One
     value a prompt, indexed by question_id. For chains only."""
-    engine, distances = pairing.engine, []
+    engine, means = pairing.engine, []
+    tree, room = lone_tree(engine), {"slack": engine.policy.widest, "device": engine.target.device}
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
-        seqs = Sequences.of(
-            pairing.encode([prompt.text]), max_new_tokens, slack=engine.policy.widest,
-            device=engine.target.device,
-        )  # fmt: skip
-        distances.append(_bias(engine, seqs, max_new_tokens))
-    return pd.Series(distances, index=[p.question_id for p in prompts], name="total_variation")
-
-
-@torch.inference_mode()
-def _bias(engine: Engine, seqs: Sequences, most: int) -> float:
-    seqs = engine.begin(seqs)
-    tree, distances = lone_tree(engine), []
-    for _ in range(most):
-        draft = engine.draft(seqs, tree)
-        seen = engine.verify(seqs, draft)
-        p = engine.sampling.law(seen.logits)
-        chosen = torch.zeros_like(p[:, 0]).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
-        q = chosen if draft.q is None else draft.q[:, 0]
-        drafted = bool((draft.tokens[:, 1] >= 0).all())
-        emitted = engine.rule.emitted(p[:, 0], q) if drafted else p[:, 0]
-        distances.append(float((emitted - p[:, 0]).abs().sum()) / 2)
-        engine.commit(seqs, draft, engine.rule(draft, p, engine.rng), seen)
-        if not bool(seqs.live.any()):
-            break
-    return float(np.mean(distances))
+        ids, distances = pairing.encode([prompt.text]), list[float]()
+        seqs = engine.begin(Sequences.of(ids, max_new_tokens, **room))
+        while len(distances) < max_new_tokens and bool(seqs.live.any()):
+            draft = engine.draft(seqs, tree)
+            seen = engine.verify(seqs, draft)
+            p = engine.sampling.law(seen.logits)
+            chosen = torch.zeros_like(p[:, 0]).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
+            q = chosen if draft.q is None else draft.q[:, 0]
+            drafted = bool((draft.tokens[:, 1] >= 0).all())
+            emitted = engine.rule.emitted(p[:, 0], q) if drafted else p[:, 0]
+            distances.append(float((emitted - p[:, 0]).abs().sum()) / 2)
+            engine.commit(seqs, draft, engine.rule(draft, p, engine.rng), seen)
+        means.append(np.mean(distances))
+    return pd.Series(means, index=[p.question_id for p in prompts], name="total_variation")
 
 
 def _chunks(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:

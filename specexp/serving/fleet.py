@@ -131,10 +131,12 @@ class Served:
 
 @dataclass(slots=True)
 class _Replica:
-    """Streams that share one pace. ends, firsts: heaps of (credit, request), at which an output and
+    """Streams that share one pace. work, of all requests: tokens of output, their deviation (see
+    `Pace`), seconds of prefill. ends, firsts: heaps of (credit, request), at which an output and
     its first round end; first_s: the times of the latter, of all requests."""
 
     pace: Pace
+    work: Sequence[tuple[float, float, float]]
     first_s: list[float]
     now: float = 0.0
     free: float = 0.0  # when prefill ends
@@ -163,12 +165,17 @@ class _Replica:
             self.stream_s += b * (until - self.now)
         self.now = until
 
-    def join(
-        self, request: int, tokens: float, deviation: float, read_s: float, waits: bool
-    ) -> None:
-        """Add a stream: prefill for `read_s`, then `tokens` of output; `waits`: for the round that
-        is under way, if one is."""
-        pace, now = self.pace, self.now
+    def arrive(self, request: int, now: float) -> None:
+        """Add a stream, or let the request wait for one to end."""
+        if self.streams < self.pace.rows:
+            self.write(now)
+            self._join(request, waits=True)
+        else:
+            self.waiting.append(request)
+
+    def _join(self, request: int, waits: bool) -> None:
+        """Add a stream: prefill, then output; `waits`: for the round that is under way, if any."""
+        pace, now, (tokens, deviation, read_s) = self.pace, self.now, self.work[request]
         running = waits and self.streams and self.free <= now
         begin = self.credit + (pace.round[self.streams] / 2 if running else 0.0)
         self.begin = begin = begin if begin > self.begin else self.begin
@@ -188,7 +195,8 @@ class _Replica:
         return start + (self.ends[0][0] - self.credit) / self.pace.tokens_s[self.streams]
 
     def end(self, now: float) -> int:
-        """Remove the stream whose output ends now; returns its request."""
+        """Remove the stream whose output ends now, and let the next request in; returns the one
+        that ended."""
         self.write(now)
         credit, request = heappop(self.ends)
         while self.firsts and self.firsts[0][0] <= credit:  # missed by a rounding
@@ -198,6 +206,8 @@ class _Replica:
             self.credit = credit
         else:
             self.credit = self.begin = 0.0
+        if self.waiting:
+            self._join(self.waiting.popleft(), waits=False)
         return request
 
 
@@ -209,38 +219,28 @@ def simulate(
     The router gives a request to the first replica of those with the fewest requests, where it
     stays. Beyond `pace.rows` streams requests wait in order.
     """
-    n, rows = len(arrivals), pace.rows
+    n = len(arrivals)
     lengths, which = np.unique(arrivals.prompt, return_inverse=True)
-    reads = np.array([read_s(p) for p in lengths.tolist()])[which].tolist()
-    at_s, tokens = arrivals.at_s.tolist(), arrivals.output.tolist()
-    z = np.random.default_rng(seed).standard_normal(n)
-    deviations = (z * np.sqrt(arrivals.output)).tolist()
+    reads = np.array([read_s(p) for p in lengths.tolist()])[which]
+    deviations = np.random.default_rng(seed).standard_normal(n) * np.sqrt(arrivals.output)
+    work = list(zip(arrivals.output.tolist(), deviations.tolist(), reads.tolist(), strict=True))
     first_s, end_s, where, load = [0.0] * n, [0.0] * n, [0] * n, [0] * replicas
-    fleet = [_Replica(pace, first_s) for _ in range(replicas)]
+    fleet = [_Replica(pace, work, first_s) for _ in range(replicas)]
     next_s = [math.inf] * replicas  # when the next output of each ends
-
-    def join(r: int, i: int, waits: bool) -> None:
-        fleet[r].join(i, tokens[i], deviations[i], reads[i], waits)
 
     def end_until(time: float) -> None:
         while (now := min(next_s)) <= time:
             r = next_s.index(now)
             end_s[fleet[r].end(now)] = now
             load[r] -= 1
-            if fleet[r].waiting:
-                join(r, fleet[r].waiting.popleft(), False)
             next_s[r] = fleet[r].next_s
 
-    for i, now in enumerate(at_s):
+    for i, now in enumerate(arrivals.at_s.tolist()):
         end_until(now)
         where[i] = r = load.index(min(load))
         load[r] += 1
-        if fleet[r].streams < rows:
-            fleet[r].write(now)
-            join(r, i, True)
-            next_s[r] = fleet[r].next_s
-        else:
-            fleet[r].waiting.append(i)
+        fleet[r].arrive(i, now)
+        next_s[r] = fleet[r].next_s
     end_until(1e300)  # the rest
     first, end = np.array(first_s), np.array(end_s)
     further = np.where(arrivals.output > 1, arrivals.output - 1, np.nan)

@@ -5,8 +5,8 @@ after any operation: what the program asked for, not what the process occupied.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,19 +50,16 @@ def _address(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-@contextmanager
-def peak(device: torch.device) -> Iterator[list[int]]:
-    """Yields a list, to which the peak is appended at the end: bytes above the start."""
-    peaks: list[int] = []
+def peak(device: torch.device, run: Callable[[], Any]) -> int:
+    """The peak of `run()`, in bytes above the start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield peaks
-        peaks.append(torch.cuda.max_memory_allocated(device) - before)
-        return
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
     with Alive() as alive:
-        yield peaks
-    peaks.append(alive.peak)
+        run()
+    return alive.peak
 
 
 def weights(modules: Sequence[Any]) -> int:
@@ -116,12 +113,12 @@ def peaks(
         engine = pairing.apart().engine
         engine.eos = ()
         prompts = [ids[i % len(ids)] for i in range(batch)]
-        with peak(pairing.target.device) as highest:
-            engine.generate(prompts, max_new_tokens)
+        run = partial(engine.generate, prompts, max_new_tokens)
+        highest = peak(pairing.target.device, run)
         assert engine.target.cache is not None
         slots = engine.target.cache.size
         need = predicted(engine, batch, slots, max(map(len, prompts)))
-        measured = need.weights + highest[0]
+        measured = need.weights + highest
         rows.append(
             {"batch": batch, "slots": slots, "weights": need.weights, "cache": need.cache}
             | {"work": need.work, "predicted": need.total, "measured": measured}
