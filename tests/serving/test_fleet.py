@@ -423,10 +423,8 @@ def test_policy_that_misses_the_limits_is_shown_so():
     hours = fleets.hourly(setting, 200)
     assert hours[hours["policy"] == "always:3"]["replicas"].isna().all()
     assert fleets.saved(hours, "goodput") >= 0
-    assert (
-        "misses the limits"
-        in fleet_day.over_the_day(hours).axes[0].get_legend().texts[1].get_text()
-    )
+    [key] = fleet_day.over_the_day(hours).legends
+    assert "misses the limits" in key.texts[1].get_text()
     with pytest.raises(UserError, match="raise tpot_steps"):
         fleets.peak(hours, "always:3")
 
