@@ -96,4 +96,4 @@ def meant_beside(path: Path, otherwise: str = "", folder: Path = Path()) -> str:
 
 def counted(n: int, noun: str, ending: str = "s") -> str:
     """`1 token`, `2 tokens`, `1,024 tokens`."""
-    return f"{n:,} {noun}{ending * (n != 1)}"
+    return f"{n:,} {noun}{ending * bool(n != 1)}"

@@ -4,6 +4,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from specexp.errors import counted
 from specexp.figures.break_even import doubt
 from specexp.figures.style import INK, batch_axis, canvas, key, panels, title
 from specexp.figures.under_load import LOAD_AWARE, lines
@@ -45,7 +46,7 @@ def _paying(table: pd.DataFrame) -> str:
         return f"{name} is never faster than plain decoding"
     return (
         f"{name} over plain decoding: {gain.iloc[0]:.2f}x at one stream, {gain.max():.2f}x at "
-        f"best, faster up to {pays.max()} stream{'s' * (pays.max() > 1)}"
+        f"best, faster up to {counted(pays.max(), 'stream')}"
     )
 
 
@@ -98,5 +99,4 @@ def day_title(days: pd.DataFrame, replicas: int) -> str:
     """The title of `under_load.latencies` for a simulated day."""
     good = days.set_index("policy")["goodput/share"]
     shares = ", ".join(f"{name} {share:.1%}" for name, share in good.items())
-    fleet = f"{replicas} replica{'s' * (replicas > 1)}"
-    return f"SIMULATED day on {fleet}; requests within the limits: {shares}"
+    return f"SIMULATED day on {counted(replicas, 'replica')}; requests within the limits: {shares}"

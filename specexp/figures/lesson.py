@@ -26,7 +26,7 @@ from specexp.figures.style import (
 )
 from specexp.figures.tokens import COLOURS, HATCHED, symbols
 from specexp.measure.lesson import LEAST, fit
-from specexp.measure.summaries import busy, rounds_s, step_s
+from specexp.measure.summaries import busy, odd, rounds_s, step_s
 from specexp.serving.cost_table import Costs
 
 
@@ -94,7 +94,7 @@ def overlap_bars(table: pd.DataFrame) -> Figure:
 def _tokens(axes: Axes, table: pd.DataFrame) -> None:
     labels = [_label(text) if token >= 0 else text
               for token, text in zip(table["id"], table["token"], strict=True)]  # fmt: skip
-    axes.set_xticks(range(len(table)), labels, rotation=20)
+    axes.set_xticks(range(len(table)), labels, fontsize=9)
     axes.grid(axis="x", visible=False)
     for label in axes.get_xticklabels():
         label.set_parse_math(False)
@@ -136,14 +136,14 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         _curve(left, passes)
         left.plot(passes["tokens"], passes["tokens"], ":", color=PLAIN,
                   label="as many passes of one token")  # fmt: skip
-        left.set_ylim(0.7, 1.4 * passes["tokens"].max())
         key(figure, left)
         right.plot(drafts["gamma"], drafting, "o-", color=PREDICTED)
         right.set(xlabel="draft length γ", ylabel="plain steps", ylim=(0, None))
         right.set_xticks(drafts["gamma"])
         each = drafting.sum() / drafts["gamma"].sum()
         title(figure, f"A pass over {last['tokens']:.0f} tokens takes {times(last, 'times')} the "
-                      f"time of one; a draft token costs {each:.2f} plain steps",
+                      f"time of one; a draft token costs {each:.2f} plain steps"
+                      + odd(passes["times"]),
               bare="drafting (right), medians of repeats")  # fmt: skip
     return figure
 

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from specexp import theory
 from specexp.figures.style import (
     COLOURS,
     FEW,
@@ -23,6 +22,7 @@ from specexp.figures.style import (
     PLAIN,
     PREDICTED,
     SPECULATIVE,
+    WIDEST,
     batch_axis,
     canvas,
     ends,
@@ -44,6 +44,7 @@ from specexp.measure.summaries import (
     gains,
     leads,
     length,
+    odd,
     positions,
     step_s,
     units,
@@ -90,7 +91,7 @@ def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
 
 def heat(
     rates: pd.DataFrame, finding: str, notes: pd.DataFrame | None = None,
-    hatched: pd.DataFrame | None = None,
+    hatched: pd.DataFrame | None = None, bare: str = "",
 ) -> Figure:  # fmt: skip
     """Shares as a heat map with a note below each, the shipped categories first; cells in which
     `hatched` is true are hatched."""
@@ -101,7 +102,10 @@ def heat(
     if notes is not None:
         texts = texts + "\n" + notes.reindex_like(rates).fillna("")
     lines = 1 + 0.3 * texts.map(lambda text: text.count("\n")).to_numpy().max()
-    with canvas(2.5 + 1.3 * len(order), 1.4 + 0.55 * lines * len(rates)) as (figure, axes):
+    with canvas(min(WIDEST, 2.5 + 1.3 * len(order)), 1.4 + 0.55 * lines * len(rates)) as (
+        figure,
+        axes,
+    ):
         sns.heatmap(rates, annot=texts, fmt="", vmin=0, vmax=1, cmap="crest", ax=axes, cbar=False,
                     annot_kws={"fontsize": 10}, linewidths=1)  # fmt: skip
         for text in axes.texts:
@@ -112,7 +116,7 @@ def heat(
             axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))
         axes.set(xlabel="", ylabel="")
         axes.tick_params(axis="y", rotation=0)
-        title(figure, finding)
+        title(figure, finding, bare=bare)
     return figure
 
 
@@ -283,7 +287,6 @@ def round_costs(costs: pd.DataFrame) -> Figure:
         axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
         key(figure, axes)
         draft, check = parts["draft"], parts["verify"]
-        doubt = f"; {statistics.NOT_CREDIBLE}" * bool(check.min() < theory.LEAST)
         if by == "arm":
             dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
             finding = (f"Most expensive draft: {dearest}, {draft.max():.2f} plain steps; "
@@ -292,7 +295,7 @@ def round_costs(costs: pd.DataFrame) -> Figure:
             gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
             finding = (f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
                        f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
-        title(figure, finding + doubt, bare="medians of repeated rounds")
+        title(figure, finding + odd(check), bare="medians of repeated rounds")
     return figure
 
 

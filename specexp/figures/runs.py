@@ -5,6 +5,7 @@ import math
 import pandas as pd
 from matplotlib.figure import Figure
 
+from specexp.errors import counted
 from specexp.figures.pairings import heat
 from specexp.figures.style import (
     PLAIN,
@@ -47,13 +48,13 @@ def by_category(runs: pd.DataFrame) -> Figure:
     rates = have.groupby(labels)[list(columns)].mean().rename(columns=columns)
     rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index]
     runs_of = have.groupby(labels).size().reindex(rates.index)
-    words = [f"{n} run{'s' * (n > 1)}" for n in runs_of]
-    counts = pd.DataFrame(dict.fromkeys(rates, words), rates.index)
+    counts = pd.DataFrame(dict.fromkeys(rates, runs_of.map(lambda n: counted(n, "run"))))
     return heat(
         rates,
         f"Acceptance rates in runs of 10_acceptance: {rates.min(axis=None):.0%} to "
         f"{rates.max(axis=None):.0%}",
         counts if (runs_of > 1).any() else None,
+        bare="rates by kind of text are logged without; each run's own figure has them",
     )
 
 
@@ -105,7 +106,8 @@ def _first(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str
             f"Fastest: {runs['drafter'][best]}, {times(speeds.loc[best])} at acceptance rate "
             f"{share(rates.loc[best])}"
         )
-    return f"{faster} of {len(table)} runs are certainly faster than plain decoding" + (
+    are = "is" if faster == 1 else "are"
+    return f"{faster} of {len(table)} runs {are} certainly faster than plain decoding" + (
         ", none is certainly the fastest" * (faster > 1)
     )
 

@@ -242,6 +242,12 @@ def busy(measured: pd.DataFrame, predicted: pd.Series | None = None) -> str:
     return "" if all(theory.credible(*row) for row in rows) else f"; {NOT_CREDIBLE}"
 
 
+def odd(steps: pd.Series) -> str:
+    """For the end of a title: that a pass over several tokens takes less than one over a single
+    token, which is not credible; "" if none does. steps: of such passes, in those over one."""
+    return f"; {NOT_CREDIBLE}" if steps.min() < theory.LEAST else ""
+
+
 def leads(table: pd.DataFrame, column: str) -> bool:
     """Whether the row with the largest value is certainly the first: whether its interval (low,
     high) lies above all others."""

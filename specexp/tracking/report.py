@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 
 from specexp import theory
-from specexp.errors import UserError
+from specexp.errors import UserError, counted
 from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
 from specexp.zoo import files
@@ -232,7 +232,7 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
     known = low < high
     text = f"{best.label}: {answer.figure(best.metrics[answer.metric], low, high)}{answer.words}"
     if best.prompts:
-        text += f" over {best.prompts} prompt{'s' * (best.prompts != 1)}"
+        text += f" over {counted(best.prompts, 'prompt')}"
     text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
     if not known:
         text += ", without an interval, so nothing is certain"

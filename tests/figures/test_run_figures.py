@@ -63,7 +63,7 @@ def test_figures_of_no_runs_say_what_to_run():
         ([(1.3, 1.5), (0.9, 1.1)], "Fastest: a, 1.40x [1.30, 1.50]"),
         ([(1.2, 1.6), (1.1, 1.3)], "2 of 2 runs are certainly faster than plain decoding, none is"),
         ([(0.6, 0.8), (0.5, 0.7)], "0 of 2 runs are certainly faster"),
-        ([(1.3, 1.5), (None, None)], "1 of 2 runs are certainly faster than plain decoding"),
+        ([(1.3, 1.5), (None, None)], "1 of 2 runs is certainly faster than plain decoding"),
     ],
 )
 def test_fastest_run_is_named_only_above_all_other_intervals(ends, words):
