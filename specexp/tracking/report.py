@@ -139,8 +139,10 @@ class Run:
         return reasons
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """Name and base64 text of each figure that the run kept: none for a rival."""
-        for file in () if self.rival else sorted((self.folder / "figures").glob("*.png")):
+        """Name and base64 text of each figure that the run kept, as it logged them: none for a
+        rival."""
+        kept = [] if self.rival else (self.folder / "figures").glob("*.png")
+        for file in sorted(kept, key=lambda file: (file.stat().st_mtime_ns, file.name)):
             image = file.read_bytes()
             if image.startswith(PNG):
                 yield file.stem, base64.b64encode(image).decode()
