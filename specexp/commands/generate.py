@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from specexp.api import Output, Pairing
     from specexp.measure.exactness import Exactness
 
+RUNS = 3  # of each kind that are timed
+
 
 def generate(
     target: Target = default("target"),
@@ -101,36 +103,47 @@ def generate(
     if not as_json and prompts is not None:
         console.print(f"{texts}\n", style="dim")
     for number, text in enumerate(question.text for question in texts):
-        plain_s, speculative_s, output = _timed(pairing, text, max_new_tokens)
+        speed, output = _timed(pairing, text, max_new_tokens)
         drawn = rounds and not Tree.parse(options["tree"], options["gamma"]).is_chain
         output, parents = _drawn(pairing, text, max_new_tokens) if drawn else (output, [])
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
-            speeds = {"tokens_per_s": 1 / speculative_s, "plain_tokens_per_s": 1 / plain_s,
-                      "speedup": plain_s / speculative_s, "runs": 1}  # fmt: skip
             shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
-            print(json_text(shown | {"speed": speeds}))
+            print(json_text(shown | {"speed": speed}))
         else:
             if number:
                 console.rule(style="dim")
             _show(pairing, text, output, rounds, parents)
+            doubt = f"; doubtful: runs differ by {speed['spread']:.1f}x, is the machine busy?"
             console.print(
-                f"{1 / speculative_s:.0f} tokens/s, {plain_s / speculative_s:.2f}x plain decoding "
-                f"({1 / plain_s:.0f} tokens/s); one run of each\n{exact}",
+                f"{speed['tokens_per_s']:.0f} tokens/s, {speed['speedup']:.2f}x plain decoding "
+                f"({speed['plain_tokens_per_s']:.0f} tokens/s); the fastest of {RUNS} runs each"
+                f"{'' if speed['credible'] else doubt}\n{exact}",
                 soft_wrap=True,
             )
         if exact.bugs:
             raise typer.Exit(1)
 
 
-def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[float, float, Output]:
-    """Seconds per token of plain and of speculative decoding, both warm; the latter's output."""
-    plain, ids = pairing.engine.plain(), pairing.encode([text])
-    for engine in (plain, pairing.engine):
-        engine.generate(ids, max_new_tokens)
-    plain_s = plain.generate(ids, max_new_tokens).trace.tpot_s
-    output = pairing.generate([text], max_new_tokens)
-    return plain_s, output.trace.tpot_s, output
+def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, Any], Output]:
+    """Tokens per second of plain and of speculative decoding, both warm and in turns: the fastest
+    runs, how far runs differ, and whether that is credible. And the latter's last output."""
+    from specexp.measure.hardware.machine import UNSTEADY
+    from specexp.theory import credible
+
+    plain, ids, took = pairing.engine.plain(), pairing.encode([text]), []
+    for _ in range(1 + RUNS):
+        plain_s = plain.generate(ids, max_new_tokens).trace.tpot_s
+        output = pairing.generate([text], max_new_tokens)
+        took.append((plain_s, output.trace.tpot_s))
+    sides = list(zip(*took[1:], strict=True))
+    plain_s, own_s = map(min, sides)
+    spread, speedup = max(max(side) / min(side) for side in sides), plain_s / own_s
+    sure = spread < UNSTEADY and credible(speedup, output.acceptance.length)
+    return {
+        "tokens_per_s": 1 / own_s, "plain_tokens_per_s": 1 / plain_s, "speedup": speedup,
+        "runs": RUNS, "spread": spread, "credible": sure,
+    }, output  # fmt: skip
 
 
 def _drawn(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[Output, list[list[int]]]:

@@ -45,8 +45,8 @@ def models(as_json: AsJson = False) -> None:
     for m in every:
         size, chat = f"{m.parameters / 1e6:.1f}M", "template" if m.chats else ""
         table.add_row(m.name, m.role, size, m.target or "", chat, str(relative(m.path)))
-    console.print(table)
-    console.print()
+    if every:
+        console.print(table, "", sep="\n")
     methods = Table("--drafter", "how it drafts", box=None, header_style="bold")
     for method, about in objects.described(DRAFTERS, "drafter"):
         methods.add_row(method, about)

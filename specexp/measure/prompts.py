@@ -110,6 +110,11 @@ def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
 def files(path_or_name: str | Path) -> list[Path]:
     """The files that a name of prompts stands for."""
     if path_or_name in (*NAMES, "all"):
+        if not SHIPPED.is_dir():
+            raise UserError(
+                f"prompts {path_or_name!r} are in a clone of the repository, not in an installed "
+                "specexp: give a file of yours"
+            )
         names = NAMES if path_or_name == "all" else [path_or_name]
         return [SHIPPED / f"{name}.jsonl" for name in names]
     path = Path(path_or_name)
@@ -129,7 +134,8 @@ def in_chat(
     """
     texts: list[Prompt] = []
     source, cut = getattr(prompts, "source", ""), 0
-    for prompt in tqdm(prompts, "chat", disable=None, leave=False):
+    silent = None if chat or any(prompt.chat for prompt in prompts) else True
+    for prompt in tqdm(prompts, "chat", disable=silent, leave=False):
         in_template = chat or prompt.chat
         cut += len(prompt.turns) > 1 and not in_template
         texts += _turns(prompt, pairing, max_new_tokens) if in_template else [prompt]

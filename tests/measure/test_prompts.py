@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specexp.errors import UserError
+from specexp.measure import prompts as prompts_module
 from specexp.measure.prompts import NAMES, SHIPPED, Prompt, in_chat, load
 
 
@@ -333,3 +334,9 @@ def test_any_mutation_loads_or_is_refused_by_line(
     else:
         assert len(prompts) == sum(1 for text in lines if text.strip())
         assert all(prompt.text.strip() and prompt.text.encode() for prompt in prompts)
+
+
+def test_installed_package_has_no_prompts_and_says_so(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(prompts_module, "SHIPPED", tmp_path / "none")
+    with pytest.raises(UserError, match=r"'all' are in a clone of the repository.*a file of yours"):
+        load("all")
