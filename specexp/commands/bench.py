@@ -9,27 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from specexp.commands.options import (
-    AsJson,
-    Device,
-    Drafter,
-    Dtype,
-    Gamma,
-    MaxNewTokens,
-    OwnSampling,
-    Target,
-    Temperature,
-    check_writable,
-    complain,
-    console,
-    default,
-    json_text,
-    numbers,
-    option,
-    pairing_options,
-    picture_beside,
-    relative,
-)
+from specexp.commands import options as opt
 
 if TYPE_CHECKING:
     from specexp.serving.cost_table import Costs
@@ -42,25 +22,25 @@ def bench(
             help="peers, roofline, round, scale, memory; default: all.", metavar="[SUITE]..."
         ),
     ] = None,
-    target: Target = default("target"),
-    drafter: Drafter = default("drafter"),
-    gamma: Gamma = None,
-    temperature: Temperature = default("temperature"),
-    sampling: OwnSampling = default("sampling"),
+    target: opt.Target = opt.default("target"),
+    drafter: opt.Drafter = opt.default("drafter"),
+    gamma: opt.Gamma = None,
+    temperature: opt.Temperature = opt.default("temperature"),
+    sampling: opt.OwnSampling = opt.default("sampling"),
     batches: Annotated[
         str,
-        option("batches", "Such as 1,8: of scale and memory; peers uses the largest up to 8."),
+        opt.option("batches", "Such as 1,8: of scale and memory; peers uses the largest up to 8."),
     ] = "1,2,4,8,16",
     prompts: Annotated[
         str,
-        option("prompts", "Five are used, evenly over categories."),
-    ] = default("prompts"),
-    max_new_tokens: MaxNewTokens = default("max_new_tokens"),
+        opt.option("prompts", "Five are used, evenly over categories."),
+    ] = opt.default("prompts"),
+    max_new_tokens: opt.MaxNewTokens = opt.default("max_new_tokens"),
     repeats: Annotated[
         int, typer.Option(help="Timed turns per prompt; single passes get ten times as many.")
     ] = 3,
-    dtype: Dtype = default("dtype"),
-    device: Device = default("device"),
+    dtype: opt.Dtype = opt.default("dtype"),
+    device: opt.Device = opt.default("device"),
     out: Annotated[
         Path | None,
         typer.Option(
@@ -74,7 +54,7 @@ def bench(
             help="A file written by --out before: compare the ratios; exit code 1 if any is worse."
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Is this machine limited by its hardware or by the toolkit? All timings are interleaved.
 
@@ -91,11 +71,11 @@ def bench(
     from specexp.zoo import files
 
     names = list(dict.fromkeys(suites or every.NAMES))
-    options = pairing_options(
+    options = opt.pairing_options(
         gamma, target=target, drafter=drafter, temperature=temperature, sampling=sampling,
         dtype=dtype, device=device,
     )  # fmt: skip
-    rows, texts = numbers("batches", batches), questions.load(prompts, limit=every.PROMPTS)
+    rows, texts = opt.numbers("batches", batches), questions.load(prompts, limit=every.PROMPTS)
     work = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
     every.check(names, options | work, texts)
     parameters = options | work | {"prompts": prompts}
@@ -103,13 +83,13 @@ def bench(
     report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:
         out = every.report_path(out, options)
-        check_writable(out)
+        opt.check_writable(out)
     pairing = api.load(**options)
     report["about"] = every.about(pairing.target.device, pairing.target.dtype)
     if not as_json:
-        console.print(hardware.heading(report["about"]), soft_wrap=True)
+        opt.console.print(hardware.heading(report["about"]), soft_wrap=True)
     for line in report["about"]["warning"].splitlines():
-        complain("warning", line)
+        opt.complain("warning", line)
     for name in names:
         result = report["suites"][name] = every.run(
             name, pairing, texts, rows, max_new_tokens, repeats
@@ -118,33 +98,33 @@ def bench(
             files.write(out, json.dumps(report, indent=1))
         if not as_json:
             tables, notes = hardware.tables(name, result)
-            console.print(*tables, *notes, "", soft_wrap=True, sep="\n")
+            opt.console.print(*tables, *notes, "", soft_wrap=True, sep="\n")
     if as_json:
-        print(json_text(report))
+        print(opt.json_text(report))
     elif out:
-        console.print(f"kept in {relative(out)}", soft_wrap=True)
+        opt.console.print(f"kept in {opt.relative(out)}", soft_wrap=True)
     if earlier:
         changes = regression.changes(earlier, report)
         if not as_json:
-            console.print(regression.table(changes, earlier, report), soft_wrap=True)
+            opt.console.print(regression.table(changes, earlier, report), soft_wrap=True)
         raise typer.Exit(int(any(change.worse for change in changes)))
 
 
 def profile(
-    target: Target = default("target"),
-    drafter: Drafter = default("drafter"),
+    target: opt.Target = opt.default("target"),
+    drafter: opt.Drafter = opt.default("drafter"),
     gamma_max: Annotated[
         int | None,
         typer.Option(help="Longest draft length; default: 5, or the drafter's longest if shorter."),
     ] = None,
-    temperature: Temperature = default("temperature"),
-    batches: Annotated[str, option("batches", "Such as 1,8.")] = "1,2,4,8,16,32,64",
+    temperature: opt.Temperature = opt.default("temperature"),
+    batches: Annotated[str, opt.option("batches", "Such as 1,8.")] = "1,2,4,8,16,32,64",
     contexts: Annotated[
         str,
-        option("contexts", "Such as 128,256; times beyond the largest are extrapolated."),
+        opt.option("contexts", "Such as 128,256; times beyond the largest are extrapolated."),
     ] = "128,256",
-    dtype: Dtype = default("dtype"),
-    device: Device = default("device"),
+    dtype: opt.Dtype = opt.default("dtype"),
+    device: opt.Device = opt.default("device"),
     force: Annotated[
         bool, typer.Option("--force", help="Measure again even if a table is stored.")
     ] = False,
@@ -152,7 +132,7 @@ def profile(
         Path | None,
         typer.Option(help="Also write the table (JSON) here, and the figure (PNG) beside it."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Measure the cost of rounds over batch, draft length and context, for policies and simulators.
 
@@ -164,20 +144,20 @@ def profile(
     from specexp.measure.hardware.machine import doubts
     from specexp.measure.prompts import Prompt
 
-    rows, slots = numbers("batches", batches), numbers("contexts", contexts)
-    options = pairing_options(
+    rows, slots = opt.numbers("batches", batches), opt.numbers("contexts", contexts)
+    options = opt.pairing_options(
         gamma_max, target=target, drafter=drafter, temperature=temperature, dtype=dtype,
         device=device,
     )  # fmt: skip
     gamma = options["gamma"]
     parameters.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if out:
-        picture_beside(out)
+        opt.picture_beside(out)
     pairing = api.load(**options)
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = break_even.profile(pairing, rows, gammas, slots, force=force)
     for line in doubts(pairing.target.device):
-        complain("warning", line)
+        opt.complain("warning", line)
     files = [break_even.table_path(pairing)]
     if out:
         costs.save(out)
@@ -188,7 +168,7 @@ def profile(
         print(files[-1].read_text())
     else:
         _show_costs(costs, slots[0])
-        console.print(f"kept in {relative(files[-1])}", soft_wrap=True)
+        opt.console.print(f"kept in {opt.relative(files[-1])}", soft_wrap=True)
 
 
 def _show_costs(costs: Costs, context: int) -> None:
@@ -203,10 +183,10 @@ def _show_costs(costs: Costs, context: int) -> None:
         times = [costs.verify_s(batch, n, context) for n in costs.tokens]
         times += [costs.draft_s(batch, g, context) for g in costs.gammas]
         table.add_row(str(batch), *(f"{t * 1e3:.1f}" for t in times))
-    console.print(table)
+    opt.console.print(table)
     fit = costs.fit()
     knee, widest = fit.knee(context), costs.tokens[-1]
-    console.print(
+    opt.console.print(
         f"a pass takes {in_words(fit, context)}{doubt(costs)}; at about {knee:.0f} tokens they "
         f"cost as much as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with "
         f"γ = {widest - 1}",

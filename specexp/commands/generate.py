@@ -9,24 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from specexp.commands.options import (
-    AsJson,
-    Chat,
-    Device,
-    Drafter,
-    Dtype,
-    Gamma,
-    MaxNewTokens,
-    OwnSampling,
-    Seed,
-    Target,
-    Temperature,
-    console,
-    default,
-    json_text,
-    option,
-    pairing_options,
-)
+from specexp.commands import options as opt
 from specexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,42 +20,44 @@ RUNS = 3  # of each kind that are timed
 
 
 def generate(
-    target: Target = default("target"),
-    drafter: Drafter = default("drafter"),
+    target: opt.Target = opt.default("target"),
+    drafter: opt.Drafter = opt.default("drafter"),
     draft: Annotated[
         str | None,
         typer.Option(hidden=True, help="The drafter's ARGUMENT as an option of its own."),
     ] = None,
-    gamma: Gamma = None,
+    gamma: opt.Gamma = None,
     tree: Annotated[
         str,
-        option(
+        opt.option(
             "tree",
             "3x2x1: children per node at each depth; grown:16: the 16 draft tokens that the "
             "drafter is surest of, up to gamma deep.",
         ),
-    ] = default("tree"),
-    temperature: Temperature = default("temperature"),
-    top_k: Annotated[int, option("top_k")] = default("top_k"),
-    top_p: Annotated[float, option("top_p")] = default("top_p"),
-    min_p: Annotated[float, option("min_p")] = default("min_p"),
-    sampling: OwnSampling = default("sampling"),
-    rule: Annotated[str, option("rule", "Lossy ones: typical, lenient:0.8.")] = default("rule"),
-    max_new_tokens: MaxNewTokens = default("max_new_tokens"),
-    dtype: Dtype = default("dtype"),
-    device: Device = default("device"),
-    seed: Seed = default("seed"),
+    ] = opt.default("tree"),
+    temperature: opt.Temperature = opt.default("temperature"),
+    top_k: Annotated[int, opt.option("top_k")] = opt.default("top_k"),
+    top_p: Annotated[float, opt.option("top_p")] = opt.default("top_p"),
+    min_p: Annotated[float, opt.option("min_p")] = opt.default("min_p"),
+    sampling: opt.OwnSampling = opt.default("sampling"),
+    rule: Annotated[str, opt.option("rule", "Lossy ones: typical, lenient:0.8.")] = opt.default(
+        "rule"
+    ),
+    max_new_tokens: opt.MaxNewTokens = opt.default("max_new_tokens"),
+    dtype: opt.Dtype = opt.default("dtype"),
+    device: opt.Device = opt.default("device"),
+    seed: opt.Seed = opt.default("seed"),
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue.", rich_help_panel="Prompts")
     ] = None,
-    prompts: Annotated[str | None, option("prompts", "Instead of --prompt.")] = None,
-    limit: Annotated[int | None, option("limit", "With --prompts.")] = None,
-    chat: Chat = False,
+    prompts: Annotated[str | None, opt.option("prompts", "Instead of --prompt.")] = None,
+    limit: Annotated[int | None, opt.option("limit", "With --prompts.")] = None,
+    chat: opt.Chat = False,
     rounds: Annotated[
         bool,
         typer.Option("--rounds", help="Also show one line per round, with rejected draft tokens."),
     ] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Generate speculatively, show what was accepted, and compare the output with plain decoding.
 
@@ -89,7 +74,7 @@ def generate(
     if limit is not None and prompts is None:
         raise UserError("--limit is a number of --prompts: leave it out with --prompt")
     named = drafter if draft is None else f"{drafter}:{draft}"
-    options = pairing_options(
+    options = opt.pairing_options(
         gamma, target=target, drafter=named, temperature=temperature, top_k=top_k, top_p=top_p,
         min_p=min_p, sampling=sampling, rule=rule, tree=tree, dtype=dtype, device=device, seed=seed,
     )  # fmt: skip
@@ -101,7 +86,7 @@ def generate(
     pairing = api.load(**options)
     texts = in_chat(texts, pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
-        console.print(f"{texts}\n", style="dim")
+        opt.console.print(f"{texts}\n", style="dim")
     for number, text in enumerate(question.text for question in texts):
         speed, output = _timed(pairing, text, max_new_tokens)
         drawn = rounds and not Tree.parse(options["tree"], options["gamma"]).is_chain
@@ -109,13 +94,13 @@ def generate(
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
             shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
-            print(json_text(shown | {"speed": speed}))
+            print(opt.json_text(shown | {"speed": speed}))
         else:
             if number:
-                console.rule(style="dim")
+                opt.console.rule(style="dim")
             _show(pairing, text, output, rounds, parents)
             doubt = f"; doubtful: runs differ by {speed['spread']:.1f}x, is the machine busy?"
-            console.print(
+            opt.console.print(
                 f"{speed['tokens_per_s']:.0f} tokens/s, {speed['speedup']:.2f}x plain decoding "
                 f"({speed['plain_tokens_per_s']:.0f} tokens/s); the fastest of {RUNS} runs each"
                 f"{'' if speed['credible'] else doubt}\n{exact}",
@@ -200,16 +185,16 @@ def _show(
     from specexp.figures import tokens
 
     trace = output.trace
-    coloured = console.color_system is not None and not console.no_color
+    coloured = opt.console.color_system is not None and not opt.console.no_color
     parts = [tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text)]
     if rounds:
         lines = tokens.by_round(pairing, trace.rounds, output.tokens[0], parents=parents)
         parts += [Text("\nround  accepted/drafted", "dim"), lines]
     for part in [*parts, Text("\n").append_text(tokens.legend())]:
-        console.print(part if coloured else tokens.marked(part), soft_wrap=True)
-    console.print(str(trace.acceptance), soft_wrap=True)
+        opt.console.print(part if coloured else tokens.marked(part), soft_wrap=True)
+    opt.console.print(str(trace.acceptance), soft_wrap=True)
     if pairing.followed:
-        console.print(f"as its generation config says: {', '.join(pairing.followed)}")
+        opt.console.print(f"as its generation config says: {', '.join(pairing.followed)}")
 
 
 def theory(
@@ -219,7 +204,7 @@ def theory(
         float,
         typer.Option(help="Cost of drafting one token, in target passes: 0.1 is a tenth of one."),
     ] = 0.0,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Predict the speedup by the closed forms of Leviathan et al. 2022 (arXiv 2211.17192).
 
@@ -231,10 +216,10 @@ def theory(
 
     prediction = predict(alpha, gamma, cost)
     if as_json:
-        print(json_text(asdict(prediction)))
+        print(opt.json_text(asdict(prediction)))
         return
     best = f"{prediction.best_gamma}" + " or more" * (prediction.best_gamma == LONGEST)
-    console.print(
+    opt.console.print(
         f"tokens per target pass  {prediction.tokens_per_pass:.4g}\n"
         f"speedup                 {prediction.speedup:.4g}x\n"
         f"arithmetic              {prediction.operations:.4g}x that of plain decoding\n"

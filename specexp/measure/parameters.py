@@ -122,9 +122,8 @@ alone = partial(Parameter, alone=True)
 PARAMETERS: dict[str, Parameter] = {
     # the pairing
     "target": Parameter("str", "target model: zoo name, folder or hub id", default="target-10m"),
-    "drafter": Parameter(
-        "str", "a draft model, METHOD or METHOD:ARGUMENT (see: specexp models)", default="model"
-    ),
+    "drafter": Parameter("str", "a draft model, METHOD or METHOD:ARGUMENT (see: specexp models)",
+                         default="model"),
     "targets": Parameter("list", "target models", each="target"),
     "drafters": Parameter("list", "drafters", each="drafter"),
     "rivals": Parameter("list", "compared with it", each="drafter"),
@@ -132,71 +131,50 @@ PARAMETERS: dict[str, Parameter] = {
     "gammas": Parameter("list", "draft lengths", each="gamma", empty=False),
     "tree": Parameter("str", "shape of a draft: chain, 3x2x1 or grown:16", default="chain"),
     "trees": Parameter("list", "other shapes of the draft; [] if none", each="tree"),
-    "rule": Parameter(
-        "str",
-        "auto (reject if the draft is sampled, else match), match, reject, block",
-        _rule,
-        "auto",
-    ),
+    "rule": Parameter("str",
+        "auto (reject if the draft is sampled, else match), match, reject, block", _rule, "auto"),
     "rules": Parameter("list", "compared with it", each="rule"),
     "temperature": Parameter("float", "sampling temperature; 0 is greedy", _sampling, 0.0),
-    "temperatures": Parameter(
-        "list", "sampling temperatures; 0 is greedy", each="temperature", empty=False
-    ),
+    "temperatures": Parameter("list", "sampling temperatures; 0 is greedy", each="temperature",
+                              empty=False),
     "top_k": Parameter("int", "sample from the k likeliest tokens; 0: from all", _sampling, 0),
-    "top_p": Parameter(
-        "float", "sample from the likeliest tokens of this total probability", _sampling, 1.0
-    ),
-    "min_p": Parameter(
-        "float", "sample from tokens at least so likely, relative to the likeliest", _sampling, 0.0
-    ),
-    "sampling": Parameter(
-        "str",
-        "given (temperature and cuts), or model: that of generation_config.json",
-        default="given",
-    ),
+    "top_p": Parameter("float", "sample from the likeliest tokens of this total probability",
+                       _sampling, 1.0),
+    "min_p": Parameter("float", "sample from tokens at least so likely, relative to the likeliest",
+                       _sampling, 0.0),
+    "sampling": Parameter("str",
+        "given (temperature and cuts), or model: that of generation_config.json", default="given"),
     "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
     "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),
     "seed": alone("int", "seed of sampled output", _least(0), 0),
     "seeds": alone("list", "seeds of sampled output", each="seed"),
     # what it is measured on
-    "prompts": Parameter(
-        "str",
-        "a shipped category, all, or your own (txt, csv, parquet, jsonl, folder)",
-        default="all",
-    ),
+    "prompts": Parameter("str",
+        "a shipped category, all, or your own (txt, csv, parquet, jsonl, folder)", default="all"),
     "chat": Parameter("bool", "prompts in the target's chat template, turn by turn", default=False),
     "categories": Parameter("list", "categories of the prompts; [] for all"),
     "limit": Parameter("int", "number of prompts, evenly over the categories", _least(1)),
     "max_new_tokens": Parameter("int", "tokens to generate per prompt, at most", _least(1), 64),
     "batch": Parameter("int", "batch size", _least(1)),
     "batches": Parameter("list", "batch sizes", each="batch", empty=False),
-    "measured_batches": alone(
-        "list", "batch sizes at which the map is checked", each="batch", empty=False
-    ),
-    "contexts": alone(
-        "list", "KV cache slots of a row, for prompt, output and draft", _least(1), empty=False
-    ),
+    "measured_batches": alone("list", "batch sizes at which the map is checked", each="batch",
+                              empty=False),
+    "contexts": alone("list", "KV cache slots of a row, for prompt, output and draft", _least(1),
+                      empty=False),
     "repeats": alone("int", "repeats of the whole measurement", _least(1)),
     "force": alone("bool", "measure costs again even if they are stored"),
     # requests under load
-    "policy": Parameter(
-        "str",
-        "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
-        default="goodput",
-    ),
+    "policy": Parameter("str", "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
+                        default="goodput"),
     "policies": Parameter("list", "compared with it and plain", each="policy"),
     "streams": alone("list", "requests in flight in the closed loops", _least(1), empty=False),
     "turns": alone("int", "turns of each closed loop: the units of its intervals", _least(2)),
-    "arrivals": alone(
-        "str", "poisson; bursty,3 (variation of the gaps); day; trace:FILE", _arrivals
-    ),
-    "offered": alone(
-        "float", "rate of requests, as a share of what plain decoding can serve", _positive
-    ),
-    "count": alone(
-        "int", "how many: requests of the open traffic, rounds of the lesson", _least(1), 64
-    ),
+    "arrivals": alone("str", "poisson; bursty,3 (variation of the gaps); day; trace:FILE",
+                      _arrivals),
+    "offered": alone("float", "rate of requests, as a share of what plain decoding can serve",
+                     _positive),
+    "count": alone("int", "how many: requests of the open traffic, rounds of the lesson", _least(1),
+                   64),
     "rows": alone("int", "requests decoded at once, at most", _least(1), 32),
     "queue": alone("int", "requests that may wait; further ones are rejected", _least(0), 1024),
     "chunk": alone("int", "prompt tokens prefilled between two rounds", _least(1), 512),
@@ -207,14 +185,13 @@ PARAMETERS: dict[str, Parameter] = {
     "swing": alone("float", "swing of the rate around its mean over the day, as a share", _swing),
     "prompt_tokens": alone("int", "tokens of the median prompt; lengths are lognormal", _least(1)),
     "output_tokens": alone("int", "tokens of the median output", _least(1)),
-    "tpot_steps": alone(
-        "float", "limit of the p95 of TPOT, in plain steps of a single stream", _positive
-    ),
+    "tpot_steps": alone("float", "limit of the p95 of TPOT, in plain steps of a single stream",
+                        _positive),
     "sample": alone("int", "requests simulated for each hour", _least(1)),
     # finished runs
     "grid": alone("str", "only runs of this grid; empty: all runs"),
     "newest": alone("int", "show at most so many runs, newest first", _least(1)),
-}
+}  # fmt: skip
 
 
 def help_of(name: str, more: str = "") -> str:
