@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from specexp.errors import UserError, first_line
 from specexp.grids import imports, notebooks, paths
 from specexp.measure import prompts
+from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import provenance
 
 if TYPE_CHECKING:
@@ -68,14 +69,19 @@ class Surroundings:
         from specexp.measure import feasible  # of what needs torch; reading an identity does not
 
         named = imports.named_by(params)
+        own = sorted(
+            {t for n in params if n not in PARAMETERS for t in imports.texts_in(params[n])}
+        )
         read = {n: params[n] for n in (*paths.MODELS, *paths.DATA, "device") if n in params}
-        key = os.getcwd(), repr(read), named, notebook.path, notebook.digest
+        key = os.getcwd(), repr((read, own)), named, notebook.path, notebook.digest
         if key not in self.cached:
             files = (notebook.path, notebook.digest, named)
             if files not in self.files:
                 self.files[files] = _closure(notebook, named)
-            models = tuple(sorted(feasible.sources(dict(params))))
-            data = tuple(path.resolve() for path in _data_files(params))
+            folders = (os.path.abspath(t) for t in own if os.path.isfile(f"{t}/config.json"))
+            models = tuple(sorted({*feasible.sources(dict(params)), *folders}))
+            named_files = map(Path, filter(os.path.isfile, own))
+            data = tuple(path.resolve() for path in (*_data_files(params), *named_files))
             device = params.get("device", "auto")
             parts = _parts(self.files[files], notebook, models, data, device, self.together)
             around = Around(parts, models, data)

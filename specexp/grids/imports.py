@@ -28,6 +28,7 @@ ROOMS = ("models", "fast", "drafters", "serving", "measure")  # beside the files
 NAMING = ("serving", "measure")  # rooms whose strings may name a drafter
 COMPILED = provenance.SOURCE[1:]
 OF_GPU = f"{NAME}/fast/gpu/"
+AT_START = ("sitecustomize", "usercustomize")  # run by every Python, if they are on its path
 ELSEWHERE = " (elsewhere)"  # marks files that are neither specexp's nor beside the notebook
 
 PACKAGED = {"site-packages", "dist-packages"}
@@ -55,7 +56,7 @@ def closure(
     """
     chosen = {name for name in named if name.startswith(_DRAFTERS)}
     roots = _Roots(folder, set(named) - chosen)
-    sources = _follow([*imports, *roots.others], roots)
+    sources = _follow([*imports, *AT_START, *roots.others], roots)
     while PACKAGE / "drafters" / "__init__.py" in sources:
         before = len(sources)
         sources |= _follow(chosen | _drafters(_naming(sources) | set(strings)), roots)
@@ -76,12 +77,12 @@ def named_by(params: Mapping[str, Any]) -> frozenset[str]:
     A drafter's name that is no method is that of a model, which is also what drafts where nothing
     is named.
     """
-    texts = [text for value in params.values() for text in _texts(value)]
+    texts = [text for value in params.values() for text in texts_in(value)]
     first = {text.partition(":")[0] for text in texts}
     modules = _drafters(word for text in texts for word in re.findall(r"\w+", text))
     modules |= {match[1] for text in texts if (match := _OWN.fullmatch(text))}
     modules |= {point.module for point in _entry_points() if point.name in first}
-    drafters = [text for n in ("drafter", "drafters", "rivals") for text in _texts(params.get(n))]
+    drafters = [text for n in ("drafter", "drafters", "rivals") for text in texts_in(params.get(n))]
     if not drafters or any(not _drafters([text]) for text in drafters):
         modules.add(f"{_DRAFTERS}model")
     return frozenset(modules)
@@ -292,5 +293,6 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
     return [point for group in groups for point in group]
 
 
-def _texts(value: Any) -> list[str]:
+def texts_in(value: Any) -> list[str]:
+    """The texts that a parameter's value is or holds."""
     return [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]

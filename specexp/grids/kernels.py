@@ -43,8 +43,11 @@ ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
 COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *ARGUMENTS]
 # The path of a socket has at most 107 bytes, and our own names take 33 of them.
 LONGEST_FOLDER = 107 - len("/specexp-12345678/tmp12345678/k-5")
-# Figures go into cells, whatever the environment says; no warnings about debugging.
+# Figures go into cells, which run as they are written, whatever the environment says: with their
+# assertions, and after nobody's start-up file. No warnings about debugging.
 ALWAYS = {
+    "PYTHONOPTIMIZE": "",
+    "PYTHONSTARTUP": "",
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
@@ -83,6 +86,10 @@ class Kernels:
     def __exit__(self, *_: object) -> None:
         self._stop(patience=2)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """What a kernel's environment is made of this one: IPython finds no configuration."""
+        return {**env, **ALWAYS, "IPYTHONDIR": str(self.folder / "ipython")}
 
     def worker(self) -> contextlib.closing[Worker]:
         """A worker, in which one thread runs points one after another."""
@@ -124,7 +131,7 @@ class Kernels:
             self.server = subprocess.Popen(
                 [sys.executable, "-m", "specexp.grids.forkserver", *tied, *modules],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[there.fileno()],
-                start_new_session=True, env={**os.environ, **ALWAYS}, cwd=ROOT,
+                start_new_session=True, env=self.environment(os.environ), cwd=ROOT,
             )  # fmt: skip
 
     def _stop(self, patience: float) -> None:
@@ -172,7 +179,12 @@ class Worker:
             connection_file=f"{folder}/kernel.json",
         )  # fmt: skip
         km.context.setsockopt(zmq.RECONNECT_IVL, 5)  # ms; a kernel listens after about 100
-        start = {"env": {**env, **ALWAYS}, "cwd": str(cwd), "log": str(log), "seed": seed}
+        start = {
+            "env": self.kernels.environment(env),
+            "cwd": str(cwd),
+            "log": str(log),
+            "seed": seed,
+        }
         km.provisioner = _Provisioner(parent=km, kernel_spec=km.kernel_spec)
         km.provisioner.start = lambda command: self._start({**start, "command": command}, warm)
         try:

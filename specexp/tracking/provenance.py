@@ -20,16 +20,20 @@ SOURCE = (".py", ".cpp", ".h", ".cu")
 PACKAGES = ("specexp", "torch", "transformers")
 COMPUTING = (
     "torch", "transformers", "tokenizers", "numpy", "scipy", "triton", "torchao", "gguf",
+    "sentencepiece", "tiktoken", "jinja2", "pandas",
 )  # fmt: skip
 SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS", "SPECEXP_FAST")
-# Variables that choose kernels of the libraries below, and so the last digits of their results;
-# and those that only change how long they take.
-ROUNDING = (
-    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "DNNL_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DYNAMIC", "OMP_DYNAMIC",
-    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
-    "LD_PRELOAD", "PYTORCH_TUNABLEOP_ENABLED", "TORCH_BLAS_PREFER_CUBLASLT", "USE_HUB_KERNELS",
+# Variables that choose kernels of libraries or divide their sums, and so decide the last digits of
+# results: all whose names begin with a library's, and some more.
+LIBRARIES = (
+    "MKL_", "OMP_", "KMP_", "GOMP_", "OPENBLAS_", "ONEDNN_", "DNNL_", "CUBLAS_", "CUDNN_", "NPY_",
 )  # fmt: skip
+ROUNDING = (
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "LD_PRELOAD", "GLIBC_TUNABLES",
+    "PYTORCH_TUNABLEOP_ENABLED", "TORCH_BLAS_PREFER_CUBLASLT", "USE_HUB_KERNELS",
+)  # fmt: skip
+QUIET = ("OMP_NUM_THREADS", "OMP_DISPLAY_ENV", "MKL_VERBOSE", "ONEDNN_VERBOSE", "DNNL_VERBOSE")
+# Those that only change how long it takes.
 PACE = (
     "OMP_PROC_BIND", "OMP_PLACES", "OMP_WAIT_POLICY", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT",
     "KMP_AFFINITY", "KMP_BLOCKTIME", "MALLOC_CONF", "MALLOC_ARENA_MAX", "PYTORCH_ALLOC_CONF",
@@ -61,8 +65,7 @@ def machine(device: str, timed: bool) -> dict[str, str]:
     tokens come out; if `timed`, what decides only how long that takes, too."""
     import torch
 
-    variables = (*ROUNDING, *PACE) if timed else ROUNDING
-    settings = [f"{name}={os.environ[name]}" for name in variables if os.environ.get(name)]
+    settings = [f"{n}={value}" for n, value in sorted(os.environ.items()) if _counts(n, timed)]
     versions = [f"{name} {number}" for name in COMPUTING if (number := version(name))]
     kind = device_class(device)
     return {
@@ -73,6 +76,15 @@ def machine(device: str, timed: bool) -> dict[str, str]:
         **({"instructions": instructions()} if kind == "cpu" else {}),
         **({"processor": processor(), "python": platform.python_version()} if timed else {}),
     }
+
+
+def _counts(variable: str, timed: bool) -> bool:
+    """Whether this variable of the environment decides tokens or, if `timed`, seconds."""
+    if not os.environ[variable] or variable in QUIET:
+        return False
+    if variable in PACE:
+        return timed
+    return variable.startswith(LIBRARIES) or variable in ROUNDING
 
 
 def kernels(device: str) -> str:

@@ -1,6 +1,7 @@
 """Identities: a result's key changes with what its numbers can depend on, and with nothing else."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -295,6 +296,7 @@ class Case:
         self.folder, self.patch, self.together = folder, patch, False
         self.write("helper.py", "scale = 1")
         self.write("prompts.jsonl", QUESTION)
+        self.write("table.csv", "1")
         self.draft = Path(shutil.copytree(models[1], folder / "draft"))
         whole = self.draft / "model.safetensors"
         shutil.copy(whole, self.draft / "2.safetensors")
@@ -303,6 +305,7 @@ class Case:
         self.fixed = {
             "target": models[0], "rivals": [str(self.draft)], "drafter": "ngram",
             "prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 4,
+            "tables": ["table.csv"], "judge": shutil.copytree(models[1], folder / "judge").name,
         }  # fmt: skip
         self.timed(False)
 
@@ -323,6 +326,8 @@ class Case:
         saved = json.loads(ACCEPTANCE.read_text())
         saved["metadata"]["specexp"] = {"timed": timed}
         saved["cells"].append(saved["cells"][-1] | {"source": "import helper", "id": "new"})
+        [cell] = [c for c in saved["cells"] if "parameters" in c["metadata"].get("tags", [])]
+        cell["source"] += ["\ntables: list = []  # files", "\njudge: str = ''  # a model"]
         self.write("own.ipynb", json.dumps(saved))
 
     def point(self) -> grid.Point:
@@ -333,14 +338,25 @@ class Case:
     def env(self, name: str, value: str) -> None:
         self.patch.setenv(name, value)
 
+    def startup(self, file: str) -> None:
+        """Put a file on Python's path, before any other of this name."""
+        self.write(f"path/{file}", "import torch")
+        self.patch.syspath_prepend(self.folder / "path")
+        self.patch.delitem(sys.modules, file.removesuffix(".py"), raising=False)
+
     def fact(self, owner: object, name: str, value: str | int) -> None:
         self.patch.setattr(owner, name, lambda *_: value)
 
 
+STARTUP = f"sitecustomize.py{imports.ELSEWHERE}"
 QUESTION = '{"question_id": 1, "category": "c", "turns": ["mean"]}'
 TOKENS = {
     "helper beside the notebook": (lambda c: edit(c.folder / "helper.py"), {"helper.py"}),
     "prompts": (lambda c: c.write("prompts.jsonl", QUESTION + "\n"), {"data"}),
+    "file of a parameter of one's own": (lambda c: c.write("table.csv", "2"), {"data"}),
+    "model of a parameter of one's own": (
+        lambda c: c.flip("judge/model.safetensors"), {"models"},
+    ),
     "weights": (lambda c: c.flip("draft/2.safetensors"), {"models"}),
     "index of weights": (lambda c: c.index({"x": "model.safetensors"}), {"models"}),
     "generation config": (lambda c: c.write("draft/generation_config.json", "{}"), {"models"}),
@@ -355,7 +371,11 @@ TOKENS = {
         lambda c: c.fact(torch.backends.cpu, "get_cpu_capability", "DEFAULT"),
         {"instructions", "kernels"},
     ),
-    "MKL_CBWR": (lambda c: c.env("MKL_CBWR", "COMPATIBLE"), {"settings"}),
+    "start-up code of Python": (lambda c: c.startup("sitecustomize.py"), {STARTUP}),
+    **{
+        name: (lambda c, n=name: c.env(n, "1"), {"settings"})
+        for name in ("MKL_CBWR", "OMP_THREAD_LIMIT", "OPENBLAS_NUM_THREADS", "GLIBC_TUNABLES")
+    },
     "compiled code": (lambda c: c.flip("library.so"), {"kernels"}),
     "code that does not compile": (lambda c: c.fact(build, "_loaded", None), {"kernels"}),
     "compiler": (lambda c: c.fact(build, "compiler", "g++ -O0"), {"kernels"}),
@@ -375,8 +395,9 @@ def case(tmp_path, tiny_folders, monkeypatch):
     library = [SimpleNamespace(_name=tmp_path / "library.so")]
     monkeypatch.setattr(build, "_loaded", lambda: library)
     monkeypatch.setattr(build, "compiler", lambda: "c++")
-    for name in (*provenance.SWITCHES, *provenance.ROUNDING, *provenance.PACE):
-        monkeypatch.delenv(name, raising=False)
+    for name in (*provenance.SWITCHES, *os.environ):
+        if name in provenance.SWITCHES or provenance._counts(name, timed=True):
+            monkeypatch.delenv(name, raising=False)
     return Case(tmp_path, tiny_folders, monkeypatch)
 
 

@@ -157,6 +157,20 @@ def test_kernel_is_of_this_python_whatever_kernelspecs_say(go, either, tmp_path,
     assert go(either, look) == [f"{sys.executable} {sys.prefix} False"]
 
 
+def test_cells_run_as_written_whatever_start_up_files_and_switches_say(go, either, tmp_path):
+    (startup := tmp_path / ".ipython" / "profile_default" / "startup").mkdir(parents=True)
+    for file in (startup / "0.py", tmp_path / "startup.py"):
+        file.write_text("from_a_file = 1")
+    config = startup.parent / "ipython_config.py"
+    config.write_text("c.InteractiveShellApp.exec_lines = ['from_a_file = 1']")
+    env = {"HOME": str(tmp_path), "PYTHONSTARTUP": str(tmp_path / "startup.py")}
+    look = """
+        try: assert not __debug__
+        except AssertionError: print("from_a_file" in globals())
+    """
+    assert go(either, look, env=env | {"PYTHONOPTIMIZE": "1"}) == ["False"]
+
+
 def test_points_are_isolated(go, worker):
     spoil = """
         import builtins, json, os, random, sys, torch
