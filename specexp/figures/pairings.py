@@ -5,6 +5,7 @@ interval excludes 1, and name the best of several only if its interval lies abov
 Measured points carry their 95 % intervals.
 """
 
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -101,13 +102,14 @@ def heat(
     texts = rates.map(lambda share: "" if pd.isna(share) else f"{share:.0%}")
     if notes is not None:
         texts = texts + "\n" + notes.reindex_like(rates).fillna("")
-    lines = 1 + 0.3 * texts.map(lambda text: text.count("\n")).to_numpy().max()
-    with canvas(min(WIDEST, 2.5 + 1.3 * len(order)), 1.4 + 0.55 * lines * len(rates)) as (
-        figure,
-        axes,
-    ):
+    wide = min(WIDEST, 2.5 + 1.3 * len(order))
+    across = [fill(str(c), max(6, int(10 * (wide - 2.5) / len(order)))) for c in order]
+    up = [fill(str(name), 28) for name in rates.index]
+    lines = max(text.count("\n") for text in [*up, *texts.to_numpy().flat])
+    with canvas(wide, 1.4 + (0.55 + 0.2 * lines) * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=texts, fmt="", vmin=0, vmax=1, cmap="crest", ax=axes, cbar=False,
-                    annot_kws={"fontsize": 10}, linewidths=1)  # fmt: skip
+                    annot_kws={"fontsize": 10}, linewidths=1, xticklabels=across,
+                    yticklabels=up)  # fmt: skip
         for text in axes.texts:
             x, y = map(int, text.get_position())
             text.set_color("black" if rates.iloc[y, x] < 0.5 else "white")  # whichever is clearer
@@ -115,7 +117,7 @@ def heat(
         for y, x in np.argwhere(hatch.fillna(0).to_numpy(bool)):
             axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))
         axes.set(xlabel="", ylabel="")
-        axes.tick_params(axis="y", rotation=0)
+        axes.tick_params(rotation=0)
         title(figure, finding, bare=bare)
     return figure
 

@@ -100,8 +100,10 @@ def key(figure: Figure, axes: Axes) -> None:
     """One legend for all panels, below them."""
     handles, labels = axes.get_legend_handles_labels()
     wide = max(0.6 + 0.075 * len(label) for label in labels)  # inches
-    widest = max(1, int(figure.get_figwidth() / wide))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), widest))
+    columns = min(len(labels), max(1, int(figure.get_figwidth() / wide)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    lines = math.ceil(len(labels) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * (lines - 1))
 
 
 def points(axes: Axes, table: pd.DataFrame, by: str, column: str = "speedup", **look: Any) -> Any:

@@ -1,5 +1,6 @@
 """Finished runs side by side as a table. Runs nothing."""
 
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -63,13 +64,15 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def short(runs: pd.DataFrame) -> pd.DataFrame:
-    """The same runs with paths and hub ids in their parameters cut to the last part, where that
-    tells them apart."""
+    """The same runs with paths and hub ids in their parameters cut to as many of their last parts
+    as tell them apart."""
     brief = {}
     for column in (c for c in runs if c.startswith("params.")):
-        names = runs[column].map(mlflow_view.brief, na_action="ignore")
-        if names.nunique() == runs[column].nunique():
-            brief[column] = names
+        for parts in range(1, 6):
+            names = runs[column].map(partial(mlflow_view.brief, parts=parts), na_action="ignore")
+            if names.nunique() == runs[column].nunique():
+                brief[column] = names
+                break
     return runs.assign(**brief)
 
 

@@ -123,9 +123,9 @@ def beside(tags: Mapping[str, str], params: Mapping[str, Any], rival: str) -> di
     return {**tags, "name": named, "rival": rival} if rival else dict(tags)
 
 
-def brief(value: Any) -> str:
-    """A parameter in a name: of a path or a hub id the last part."""
-    text = str(value).rstrip("/").rpartition("/")[2] if isinstance(value, str) else str(value)
+def brief(value: Any, parts: int = 1) -> str:
+    """A parameter in a name: of a path or a hub id the last part, or that many."""
+    text = "/".join(value.rstrip("/").split("/")[-parts:]) if isinstance(value, str) else str(value)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

@@ -38,6 +38,19 @@ def test_only_alike_runs_are_averaged():
     assert "run 10" in figures.runs.by_category(runs.tail(2)).axes[0].texts[0].get_text()
 
 
+def test_paths_are_cut_to_what_tells_them_apart_and_fit_their_figures():
+    folder = "/srv/models/of/the/company/llama-8b-instruct"
+    drafters = [f"{folder}/small/step-1000", f"{folder}/large/step-1000", "ngram"]
+    kinds = {f"metrics.category/my-own-kind-of-text-{n}": [0.4, 0.5, 0.6] for n in range(9)}
+    runs = pd.DataFrame({"params.drafter": drafters, "experiment": "acceptance"} | kinds)
+    short = compare.short(runs)
+    assert list(short["params.drafter"]) == ["small/step-1000", "large/step-1000", "ngram"]
+    figures.runs.by_category(short)
+    steps = [{"step": step, "value": 1.0, "low": 0.9, "high": 1.1} for step in (1, 4)]
+    rows = [{"run_id": name, "drafter": name} | step for name in drafters for step in steps]
+    figures.runs.over_batch(pd.DataFrame(rows))
+
+
 def test_figures_of_no_runs_say_what_to_run():
     for figure in (
         figures.runs.rate_and_speedup(pd.DataFrame()),
