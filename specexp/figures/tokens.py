@@ -39,7 +39,7 @@ HATCHED = {"rejected": "//", "corrected": ".."}  # so that figures can be read i
 SHADES = {  # in HTML, behind text of the page's own colour, light or dark
     "accepted": f"background: {COLOURS['accepted']}50",
     "corrected": f"background: {COLOURS['corrected']}66; font-weight: bold",
-    "bonus": f"background: {COLOURS['bonus']}50; font-weight: bold",
+    "bonus": f"background: {COLOURS['bonus']}50; font-weight: bold; text-decoration: underline",
     "plain": "",
     "rejected": f"background: {COLOURS['rejected']}33; text-decoration: line-through",
 }
