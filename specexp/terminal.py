@@ -4,6 +4,7 @@ Escape sequences in a text could recolour, overwrite or retitle a terminal, and 
 controls reorder a line so that it reads as what it is not. They are shown as symbols.
 """
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 ROWS = 100  # of a table
+WIDE = 200  # columns of a file
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _SURROGATES = range(0xD800, 0xE000)  # so Python keeps a byte that is no UTF-8; cannot be printed
 _SYMBOLS = {
@@ -26,7 +28,13 @@ def harmless(text: str) -> str:
 
 
 class Terminal(Console):
-    """A rich console whose own colours and cursor moves are the only ones."""
+    """A rich console whose own colours and cursor moves are the only ones. What goes to a file or
+    a pipe is not cut to the width of a screen, unless COLUMNS gives one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not (self.is_terminal or "COLUMNS" in os.environ):
+            self.width = WIDE
 
     def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
         for text, style, control in super().render(*args, **kwargs):

@@ -96,7 +96,10 @@ def check_writable(out: Path) -> None:
     """Raises UserError if the file cannot be written; its content is not touched."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        new = not out.exists()
         out.open("a").close()
+        if new:
+            out.unlink()
     except OSError as e:
         raise UserError(f"cannot write {out}: {e.strerror}; choose another file") from e
 

@@ -38,7 +38,8 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     table = Table(*columns, title=title, title_justify="left", title_style="", box=None,
                   header_style="bold")  # fmt: skip
     for at, column in enumerate(table.columns):
-        column.no_wrap, column.justify = True, "right" if at >= left else "left"
+        column.no_wrap, column.overflow = True, "fold"
+        column.justify = "right" if at >= left else "left"
     return table
 
 

@@ -31,6 +31,13 @@ def test_terminal_sends_only_its_own_escapes(shown):
     assert "owned" in sent
 
 
+def test_a_file_is_not_cut_to_the_width_of_a_screen(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert Terminal(file=io.StringIO()).width > 150
+    monkeypatch.setenv("COLUMNS", "60")
+    assert Terminal(file=io.StringIO()).width == 60
+
+
 def test_live_display_still_moves_the_cursor():
     file = io.StringIO()
     with Live(Text(NASTY), console=Terminal(file=file, force_terminal=True, width=200)) as live:
