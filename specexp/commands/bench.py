@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,7 +166,9 @@ def profile(
     for file in files:
         cost_curves(costs).savefig(file.with_suffix(".png"), dpi=110, bbox_inches="tight")
     if as_json:
-        print(files[-1].read_text())
+        fit = costs.fit()
+        fitted = asdict(fit) | {"context": slots[0], "knee": fit.knee(slots[0])}
+        print(opt.json_text(json.loads(files[-1].read_text()) | {"fit": fitted}))
     else:
         _show_costs(costs, slots[0])
         opt.console.print(f"kept in {opt.relative(files[-1])}", soft_wrap=True)
