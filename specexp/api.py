@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specexp import checked, drafters, rules
+from specexp import checked, drafters, fitting, rules
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, refusing
 from specexp.models import generation
@@ -28,20 +28,20 @@ from specexp.models.load import load as load_model
 from specexp.models.load import of_module, text_of
 from specexp.names import (
     Facts,
-    default_draft,
-    drafter_of,
     encode,
     generation_of,
     in_memory,
     locate,
     name_of,
     read_target,
+    request_of,
     resolve_drafter,
+    sampling_of,
+    shaping,
     target_of,
 )  # fmt: skip
 from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
-from specexp.sampling import Sampling
 from specexp.trace import Acceptance
 from specexp.tree import Tree
 
@@ -251,18 +251,18 @@ def load(
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "sampling": sampling, "rule": rule,
         "policy": policy, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
-    options |= asdict(_sampling(options)) | {"sampling": "given"}
+    options |= asdict(sampling_of(options)) | {"sampling": "given"}
     facts = target_of(target, tokenizer)
     if gamma is None:
         options["gamma"] = usual_gamma(options, facts)
     _prepared(options, facts)
+    shaping(target, facts[1])
     if isinstance(target, str):
         name, vocab = Path(target).name, facts[1]
         model = load_model(locate(target), name, dtype, where(device), vocab)
     else:
         model = of_module(target, name_of(target), facts[1])
-    process = generation.processors(generation_of(target), name_of(target), facts[1], model.device)
-    model = model.apart(process=process)
+    model = model.apart(process=shaping(target, facts[1], model.device))
     pair = _assemble(model, tokenizer, **options)
     if isinstance(target, str):
         # not sooner: a refusal is one line
@@ -295,15 +295,17 @@ DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.it
 
 
 def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
-    request = request_of(o, model.config, model.vocab, tokenizer)
-    prepared = drafters.prepare(request)
+    request, prepared, rule = _prepared(o, (model.config, model.vocab, tokenizer))
+    if rule is None:
+        drawn = prepared.draws and not request.tree.width
+        rule = rules.of("reject" if drawn and request.sampling.temperature > 0 else "match")
     drafter = prepared.make(model)
     if request.own is not None:
         checked.drafter(drafter, model)
     stops = generation.stops(generation_of(o["target"]), name_of(o["target"]))
     engine = Engine(
         model, drafter, _policy(o["policy"], request.tree, prepared.deepest), request.sampling,
-        _rule(o["rule"], request, prepared), o["seed"], stops,
+        rule, o["seed"], stops,
     )  # fmt: skip
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
@@ -321,23 +323,6 @@ def _policy(policy: Any, tree: Tree, deepest: int) -> Policy:
     return checked.policy(policy)
 
 
-def _rule(named: Any, request: drafters.Request, prepared: drafters.Prepared) -> Rule:
-    """The rule, or for "auto" the one that suits the draft tokens. Raises UserError for a rule that
-    cannot judge this tree, or that needs q where they are not drawn from one."""
-    drawn = prepared.draws and not request.tree.width
-    if isinstance(named, str) and named == "auto":
-        return rules.of("reject" if drawn and request.sampling.temperature > 0 else "match")
-    rule = rules.of(named)
-    if rule.chains_only and not request.tree.is_chain:
-        raise UserError(f"rule {rule.name} works on chains; use tree chain, or another rule")
-    if rule.wants_q and not drawn and request.sampling.temperature > 0:
-        raise UserError(
-            f"rule {rule.name} weighs draft tokens by the distribution they were drawn from, and "
-            f"those of {request.method} on this tree are chosen, not drawn: use rule match"
-        )
-    return rule
-
-
 def usual_gamma(options: dict[str, Any], facts: Facts | None = None) -> int:
     """The default draft length: 5, or the longest that the drafter can make."""
     try:
@@ -348,68 +333,15 @@ def usual_gamma(options: dict[str, Any], facts: Facts | None = None) -> int:
         return 5  # `prepare` reports what is wrong
 
 
-def request_of(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
-    """What a drafter is told about a run, from the options of `load`."""
-    target = o["target"]
-    method, argument, own = drafter_of(o["drafter"])
-
-    def source(method: str, name: str) -> str:
-        return locate(name or default_draft(target, method))
-
-    return drafters.Request(
-        method=method, argument=argument, target=name_of(target), config=config, vocab=vocab,
-        tokenizer=tokenizer, sampling=_sampling(o),
-        tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"] or "float32", seed=o["seed"],
-        source=source, folder=locate(target) if isinstance(target, str) else "", own=own,
-    )  # fmt: skip
-
-
-def _sampling(o: dict[str, Any]) -> Sampling:
-    """The sampling that is given, or the target's own. Raises UserError for both together."""
-    given = Sampling(o["temperature"], o["top_k"], o["top_p"], o["min_p"])
-    if o["sampling"] == "given":
-        return given
-    if o["sampling"] != "model":
-        raise UserError(f"sampling {o['sampling']!r} is unknown; use given or model")
-    if given != Sampling():
-        raise UserError(
-            "sampling model takes temperature, top_k, top_p and min_p from the target's generation "
-            "config: leave them out, or use sampling given"
-        )
-    return generation.sampling(generation_of(o["target"]), name_of(o["target"]))
-
-
-class Once:
-    """Caches results (and UserError or OSError raised) by function and arguments, for many checks
-    in a row while no file changes."""
-
-    def __init__(self) -> None:
-        self.results: dict[Any, Any] = {}
-
-    def __call__(self, f: Callable[..., Any], *args: Any) -> Any:
-        if (f, args) not in self.results:
-            try:
-                self.results[f, args] = f(*args)
-            except (UserError, OSError) as e:
-                self.results[f, args] = e
-        if isinstance(result := self.results[f, args], Exception):
-            raise result
-        return result
-
-
-def prepare(once: Once, *options: tuple[str, Any]) -> tuple[drafters.Request, drafters.Prepared]:
-    """A pairing's request and prepared drafter, for names. Raises UserError for a bad pairing."""
-    o = dict(options)
-    return _prepared(o, once(read_target, o["target"]))
-
-
-def _prepared(o: dict[str, Any], facts: Facts) -> tuple[drafters.Request, drafters.Prepared]:
+def _prepared(
+    o: dict[str, Any], facts: Facts
+) -> tuple[drafters.Request, drafters.Prepared, Rule | None]:
+    """The request, the drafter's options checked, and the rule unless it is `auto`. Raises
+    UserError for a pairing that cannot be built."""
     request = request_of(o, *facts)
     prepared = drafters.prepare(request)
-    widest = max(request.tree.parents.count(i) for i in range(len(request.tree)))
-    if max(widest, request.tree.width) > request.vocab:
-        raise UserError(f"tree {o['tree']} is wider than the vocabulary of {request.vocab} tokens")
-    _rule(o["rule"], request, prepared)
-    shaping = generation_of(o["target"])
-    generation.processors(shaping, request.target, request.vocab, torch.device("cpu"))
-    return request, prepared
+    auto = isinstance(o["rule"], str) and o["rule"] == "auto"
+    rule = None if auto else rules.of(o["rule"])
+    temperature = request.sampling.temperature
+    fitting.fit(request.method, prepared, request.tree, request.vocab, rule, temperature)
+    return request, prepared, rule

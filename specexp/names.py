@@ -6,22 +6,44 @@ object. No weight is loaded here.
 """
 
 import difflib
+import hashlib
 import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
-from specexp import drafters, objects
+from specexp import drafters, fitting, objects, rules
 from specexp.drafters import Drafter
 from specexp.drafters.model import all_rows, causal_config
 from specexp.errors import UserError, meant_beside, refusing
-from specexp.models import int8
-from specexp.models.load import DTYPES, read_config, read_generation, read_tokenizer, tokens_of
+from specexp.models import generation, int8, memory
+from specexp.models.load import (
+    DTYPES,
+    read_config,
+    read_generation,
+    read_tokenizer,
+    state_bytes,
+    tokens_of,
+    weight_bytes,
+)
+from specexp.models.servable import context as in_words
+from specexp.models.servable import reach
+from specexp.sampling import Sampling
+from specexp.tree import Tree
 from specexp.zoo import packaged, shelf
+from specexp.zoo.known import OWN, Answer, within
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+PLAIN = {
+    "gamma": 1, "tree": "chain", "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+    "sampling": "given", "dtype": "float32", "seed": 0,
+}  # fmt: skip
 _PADDING = 1.1  # a model may have this many times more logits than its tokenizer has tokens
 
 Facts = tuple[Any, int, Any]
@@ -39,7 +61,7 @@ def drafter_of(drafter: Any) -> tuple[str, str, Any]:
     """Method, argument and, unless the method is shipped, the object of a drafter."""
     if isinstance(drafter, str):
         method, argument = split(drafter)
-        if method in drafters.shipped() and drafter.startswith(method):
+        if method in fitting.shipped() and drafter.startswith(method):
             return method, argument, None
         if not Path(drafter).is_dir() and (own := objects.find("drafter", drafter)):
             return drafter.removesuffix(f":{own[1]}"), own[1], own[0]
@@ -59,11 +81,11 @@ def drafter_of(drafter: Any) -> tuple[str, str, Any]:
 def split(drafter: str) -> tuple[str, str]:
     """Method and argument of a drafter's name; a model's name alone means `model:NAME`."""
     method, _, argument = drafter.partition(":")
-    if method in drafters.methods():
+    if method in fitting.methods():
         return method, argument
     if "/" in method or Path(drafter).is_dir():
         return "model", drafter
-    if method in drafters.OTHER_NAMES or difflib.get_close_matches(method, drafters.methods(), n=1):
+    if method in drafters.OTHER_NAMES or difflib.get_close_matches(method, fitting.methods(), n=1):
         return method, argument  # refused, with what was meant
     return "model", drafter
 
@@ -188,3 +210,140 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         "the target's tokenizer adds special tokens that its chat template has not; write the "
         "conversation as prompts without chat"
     )
+
+
+def request_of(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
+    """What a drafter is told about a run, from the options of `load`."""
+    target = o["target"]
+    method, argument, own = drafter_of(o["drafter"])
+
+    def source(method: str, name: str) -> str:
+        return locate(name or default_draft(target, method))
+
+    return drafters.Request(
+        method=method, argument=argument, target=name_of(target), config=config, vocab=vocab,
+        tokenizer=tokenizer, sampling=sampling_of(o),
+        tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"] or "float32", seed=o["seed"],
+        source=source, folder=locate(target) if isinstance(target, str) else "", own=own,
+    )  # fmt: skip
+
+
+def sampling_of(o: dict[str, Any]) -> Sampling:
+    """The sampling that is given, or the target's own. Raises UserError for both together."""
+    given = Sampling(o["temperature"], o["top_k"], o["top_p"], o["min_p"])
+    if o["sampling"] == "given":
+        return given
+    if o["sampling"] != "model":
+        raise UserError(f"sampling {o['sampling']!r} is unknown; use given or model")
+    if given != Sampling():
+        raise UserError(
+            "sampling model takes temperature, top_k, top_p and min_p from the target's generation "
+            "config: leave them out, or use sampling given"
+        )
+    return generation.sampling(generation_of(o["target"]), name_of(o["target"]))
+
+
+def shaping(target: Any, vocab: int, device: torch.device | None = None) -> Any:
+    """What a target's generation config makes of its logits (`generation.processors`)."""
+    here = device or torch.device("cpu")
+    return generation.processors(generation_of(target), name_of(target), vocab, here)
+
+
+# --- what is known of names ----------------------------------------------------------------------
+
+
+def facts_of_target(target: str) -> Answer:
+    """What a target's name stands for: its vocabulary and its context."""
+    config, V, _ = read_target(target)
+    facts = {"vocab": V, "reach": reach(config), "context": in_words(config)}
+    return facts, read_from([target], [locate(target)])
+
+
+def facts_of_tokenizer(target: str) -> Answer:
+    """A target's tokenizer as JSON (`tokenizers.Tokenizer.from_str`); "" if more than that decides
+    the tokens of a text."""
+    tokenizer = read_target(target)[2]
+    fast, own = PreTrainedTokenizerFast, type(tokenizer)
+    plain = isinstance(tokenizer, fast) and not tokenizer.split_special_tokens
+    plain = plain and (own.__call__, own._encode_plus) == (fast.__call__, fast._encode_plus)
+    text = tokenizer.backend_tokenizer.to_str() if plain else ""
+    return text, read_from([target], [locate(target)])
+
+
+def facts_of_pairing(*options: tuple[str, Any]) -> Answer:
+    """What decides whether a pairing of names fits its tree, its rule and the memory: the limits of
+    its drafter, its sampling, and the sizes of its models, the target first.
+
+    options: those of `load`. Raises UserError for a pairing that cannot be built."""
+    o, used = dict(options), list[str]()
+    request = request_of(o, *read_target(o["target"]))
+
+    def source(method: str, name: str) -> str:
+        used.append(request.source(method, name))
+        return used[-1]
+
+    prepared = drafters.prepare(replace(request, source=source))
+    shaping(o["target"], request.vocab)
+    configs = [config for config in (request.config, prepared.config) if config]
+    dtype = DTYPES.get(request.dtype, torch.float32)
+    facts = {
+        "method": request.method,
+        "limits": {limit.name: getattr(prepared, limit.name) for limit in fields(fitting.Limits)},
+        "sampling": asdict(request.sampling),
+        "models": [_sizes(config, dtype, again) for again, config in enumerate(configs)],
+    }
+    named = [o["target"], o["drafter"], request.argument]
+    read = read_from(named, [request.folder, *used])
+    return facts, read and [*read, *([OWN] if request.own is not None else [])]
+
+
+def _sizes(config: Any, dtype: torch.dtype, again: int) -> dict[str, Any]:
+    """What decides the memory that a model needs, as numbers (`measure.feasible.needed`)."""
+    states = [state_bytes(config, dtype, room, again) for room in (0, 1)]
+    return memory.shape(config) | {
+        "described": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
+        "itemsize": dtype.itemsize,
+        "weights": weight_bytes(config, dtype),
+        "bfloat16": weight_bytes(config, torch.bfloat16),
+        "kv": memory.kv_bytes(config, dtype.itemsize),
+        "state": states[0],
+        "state_by_node": states[1] - states[0],
+    }
+
+
+def facts_of_sources(target: str, drafter: str) -> Answer:
+    """The folders and hub ids of the models of a pairing, zoo defaults included.
+
+    A shipped drafter asks for its model first, so none is read. Raises UserError for a target that
+    does not exist."""
+    used, options = [locate(target)], PLAIN | {"target": target, "drafter": drafter}
+    own = drafter_of(drafter)[2] is not None
+    request = request_of(options, *(read_target(target) if own else (None, 0, None)))
+
+    def source(method: str, name: str) -> str:
+        used.append(request.source(method, name))
+        if own:
+            return used[-1]
+        raise UserError("found")
+
+    # gamma 1 may not suit, and a drafter that names no model may ask for the config
+    with suppress(UserError, AttributeError):
+        drafters.prepare(replace(request, source=source))
+    read = read_from([target, drafter, request.argument], used)
+    return used, read and [*read, *([OWN] if own else [])]
+
+
+def facts_of_rule(rule: str) -> Answer:
+    """What `fitting.fit` asks of a rule. Raises UserError if no rule has this name."""
+    found = rules.of(rule)
+    facts = {name: getattr(found, name) for name in ("name", "chains_only", "wants_q")}
+    return facts, [] if objects.is_shipped(found) else [OWN]
+
+
+def read_from(names: Iterable[str], sources: Iterable[str]) -> list[Path] | None:
+    """The files and folders that decide what these names stand for, and what models in these
+    folders are; None if one is on a hub."""
+    folders = [Path(int8.split(source)[0]) for source in sources]
+    if not all(folder.is_dir() for folder in folders):
+        return None
+    return within(*(Path.cwd() / int8.split(name)[0] for name in names if name), *folders)

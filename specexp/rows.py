@@ -10,8 +10,8 @@ import torch
 
 from specexp.drafters import Drafter
 from specexp.errors import UserError
-from specexp.models.cache import rounded
 from specexp.models.lm import LM
+from specexp.models.memory import rounded
 from specexp.recording import Recorder
 from specexp.sequences import Sequences
 

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specexp import fitting
 from specexp.errors import UserError
 from specexp.ops import op
 
 TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes of noise; ACCEPT uses one lane per sibling
-LEAST = torch.finfo(torch.float32).tiny  # the least temperature; float32 rounds smaller ones to 0
 _GOLDEN = -0x61C8864680B583EB
 
 
@@ -161,18 +161,7 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; use 0 (greedy) or more")
-        if 0 < self.temperature < LEAST:
-            raise UserError(
-                f"temperature is {self.temperature}; use 0 (greedy) or at least {LEAST:.2g}"
-            )
-        if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}; use 0 (keep all) or more")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; it must lie in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p is {self.min_p}; it must lie in [0, 1], and 0 keeps all")
+        fitting.sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def rng(self, seed: int, by_round: bool = False) -> Rng:
         return Noise(seed, by_round) if self.temperature > 0 else Certain()

@@ -4,7 +4,7 @@ A draft is a tree of tokens in breadth-first order. Node 0, the root, is the las
 a chain is a tree in which every node has one child. `Tree` is the shape on the host (hashable, so
 it can be part of a captured graph's key). `Nodes` is the same shape as tensors: one for all rows,
 or one per row for drafters that choose the shape as they draft. This file knows nothing about
-tokens, models or caches.
+tokens, models or caches, and checks a shape without importing torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cache, cached_property
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from specexp.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MOST = 1024  # draft tokens of a round
 
@@ -147,6 +149,8 @@ class Tree:
         return self.depth == len(self) - 1 and not self.width
 
     def nodes(self, device: torch.device | str) -> Nodes:
+        import torch
+
         return _nodes(self, torch.device(device))
 
 
@@ -168,6 +172,8 @@ class Nodes:
     @classmethod
     def of(cls, parents: Tensor, deepest: int, width: int) -> Nodes:
         """Build from parents [b, N] (root: 0) with static bounds on depth and children per node."""
+        import torch
+
         b, N = parents.shape
         arange = torch.arange(N, device=parents.device)
         ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(b, 1, 1)
@@ -196,6 +202,8 @@ class Nodes:
         root). Returns path [B, D+1] int64, the nodes from the root down, padded with the last one;
         and n [B], the number of accepted tokens (the root does not count).
         """
+        import torch
+
         if self.is_chain:
             n = ok[:, 1:].cumprod(1).sum(1)
             return self.depth.clamp(max=n[:, None]), n
@@ -214,6 +222,8 @@ class Nodes:
 
 def line_mask(slots: Tensor, S: int) -> Tensor:
     """visible [B, N, S] for consecutive tokens in slots [B, N]: each sees all up to its own."""
+    import torch
+
     return torch.arange(S, device=slots.device) <= slots[:, :, None]
 
 
@@ -238,6 +248,8 @@ def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
 
     root [B, 1]: the root's slot; ancestors [b, N, M] bool over the M slots from the root's on.
     """
+    import torch
+
     M = ancestors.shape[-1]
     place = torch.arange(S, device=ancestors.device) - root  # [B, S]
     index = place.clamp(0, M - 1)[:, None].expand(-1, ancestors.shape[1], -1)
@@ -252,6 +264,8 @@ def _refuse_more_than_most(shape: str, size: int) -> None:
 
 @cache  # never evicted: captured graphs read these tensors at their addresses
 def _nodes(tree: Tree, device: torch.device) -> Nodes:
+    import torch
+
     parents = torch.tensor([tree.parents], device=device).clamp(min=0)
     width = max((tree.parents.count(i) for i in range(len(tree))), default=0)
     return Nodes.of(parents, tree.depth, width)

@@ -45,15 +45,13 @@ def _points(
         return yes or typer.confirm(f"{count:,} points: is that intended?")
 
     asking = ask if yes or sys.stdin.isatty() else None
-    return grid.load(files, asking, only or (), together, checked)
+    return grid.load(files, asking, only or (), together, checked, kept=True)
 
 
 @app.command("validate")
 def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     """Check grid files completely, without running anything."""
-    from specexp.commands.remembered import remembered
-
-    points = remembered(files, (only, False), True, lambda: _points(files, only, yes))
+    points = _points(files, only, yes)
     both = counted(len(points), "point"), counted(len(files), "file")
     console.print(f"{' in '.join(both)}: ready to run")
 
@@ -95,7 +93,6 @@ def run(
     0 all done, 1 some failed, 2 bad input, 3 store busy, 4 store damaged, 5 disk full.
     """
     from specexp.grids import runner
-    from specexp.grids.machines import local
 
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be 1 or more")
@@ -105,11 +102,16 @@ def run(
             "its jobs share the points (notebooks/README.md, On Slurm)"
         )
     points = _points(files, only, yes, together)
-    say = partial(console.print, soft_wrap=True)
-    machines = local.of(on, points, forked=not fresh, say=say)
+    machines = None
+    if on != "here":
+        from specexp.grids.machines.ray import OnRay
+
+        say = partial(console.print, soft_wrap=True)
+        machines = OnRay(points, on, forked=not fresh, say=say)
     raise typer.Exit(
         runner.run(
             points, console, machines=machines, jobs=jobs, retry_failed=retry_failed, force=force,
+            forked=not fresh,
         )
     )  # fmt: skip
 
@@ -122,14 +124,10 @@ def status(
 
     That a point can be built is what `validate` and `run` check.
     """
-    from specexp.commands.remembered import remembered
     from specexp.grids import progress
     from specexp.tracking import runs
 
-    def find() -> list[Point]:
-        return _points(files, only, yes, together, checked=False)
-
-    points = remembered(files, (only, together), False, find)
+    points = _points(files, only, yes, together, checked=False)
     console.print(progress.status(points))
     for line in progress.changed(points):
         console.print(line, soft_wrap=True)

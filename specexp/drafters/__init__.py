@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from specexp import objects
 from specexp.errors import UserError, meant
+from specexp.fitting import Limits, methods
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
@@ -31,17 +31,6 @@ from specexp.tree import Tree
 OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
 OTHER_NAMES["lookahead"] = "recycle"
 log = logging.getLogger("specexp")
-
-
-@cache
-def shipped() -> list[str]:
-    """The names of the drafting methods in this folder, one file each."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
-def methods() -> list[str]:
-    """The names of all drafting methods: those shipped, then the entry points of other packages."""
-    return [*shipped(), *sorted(objects.registered("drafter").keys() - set(shipped()))]
 
 
 class Drafter(ABC):
@@ -185,20 +174,15 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A drafter whose options have been checked; `make` builds it for the loaded target.
+class Prepared(Limits):
+    """A drafter whose options have been checked, and its limits.
 
-    `draws`: its draft tokens are sampled from a distribution that is passed to the rule (False:
-    they are chosen deterministically). `deepest`: the greatest draft length it supports. `config`:
-    the config of the draft model that it loads, if any; `slots`: slots of that model's cache per
-    slot of the target's.
+    `make` builds it for the loaded target. `config`: the config of the draft model that it loads,
+    if any.
     """
 
     make: Callable[[LM], Drafter]
-    draws: bool = False
-    deepest: int = 1 << 30
     config: Any = None
-    slots: int = 1
 
 
 def too_short(drafter: Drafter, length: int) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.errors import UserError
 from specexp.growth import Level, grow
 from specexp.models.head_files import read
 from specexp.models.heads import Medusa, check, load, medusa_size
@@ -62,11 +61,6 @@ def prepare(request: Request) -> Prepared:
     head = read(request.source(request.method, request.argument))
     check(head, request.config, request.target, "medusa")
     heads, _ = medusa_size(head)
-    if request.tree.depth > heads:
-        raise UserError(
-            f"{head.source} has {heads} heads and the draft is {request.tree.depth} deep: use "
-            f"gamma {heads} or less"
-        )
 
     def make(target: LM) -> MedusaHeads:
         net = load(head, target.module)

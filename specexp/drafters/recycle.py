@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.errors import UserError
 from specexp.models.lm import LM, Forward
 from specexp.ops import op
 from specexp.sampling import Rng, ranked
@@ -114,10 +113,4 @@ class Recycle(Drafter):
 def prepare(request: Request) -> Prepared:
     """`recycle:8`: keep eight candidates per token; no node may have more children."""
     k = request.whole(default=8)
-    widest = max(request.tree.parents.count(i) for i in range(len(request.tree)))
-    if widest > k:
-        raise UserError(
-            f"drafter recycle:{k} keeps {k} candidates per token and a node of the tree has "
-            f"{widest} children: use recycle:{widest}"
-        )
-    return Prepared(lambda target: Recycle(target, k))
+    return Prepared(lambda target: Recycle(target, k), widest=k)

@@ -28,10 +28,10 @@ from specexp.errors import ran_out
 from specexp.grids import notebooks
 from specexp.grids.kernels import NoForkServer, Worker
 from specexp.grids.points import Point
+from specexp.grids.progress import REMOVED, Failure, of_error
 from specexp.tracking import mlflow_view, redact, results
 
-NOTEBOOK, PAGE, LOG, ERROR = "notebook.ipynb", "notebook.html", "log.txt", "error.txt"
-REMOVED = "the notebook removed its attempt folder, where its result belongs"
+NOTEBOOK, PAGE, LOG = "notebook.ipynb", "notebook.html", "log.txt"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
@@ -43,21 +43,6 @@ INERT = (  # a page runs nothing and fetches nothing, whatever its notebook has 
 )
 
 Watch = Callable[[str], None]
-
-
-class Failure(Exception):
-    """A point did not succeed. `kind`: error, timeout, kernel-died, oom, invalid-result, disk,
-    lost (its machine failed or cannot be reached) or interrupted."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-def of_error(e: OSError, folder: Path) -> Failure:
-    if e.errno in results.FULL:
-        return Failure("disk", f"{e.strerror}: {e.filename or folder}")
-    return Failure("lost", str(e))
 
 
 def execute(

@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from specexp.errors import UserError, first_line
 from specexp.grids import imports, notebooks, paths
-from specexp.measure import prompts
+from specexp.measure import feasible, prompts
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import provenance
+from specexp.zoo.known import Answer, Known, within
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
 
+FACTS = "specexp.grids.identity.facts_of_"
 ENGINE = f"{imports.NAME}/engine.py"
 SHOWN = provenance.FACTS  # parts whose values say something; others are named
 MOST = 3  # of those that are named
@@ -53,59 +55,93 @@ class Around:
 
 
 class Surroundings:
-    """What is around points, for many of them. `together`: timed points may run side by side.
+    """What is around the points of notebooks in one folder, the working directory. `together`:
+    timed points may run side by side.
 
     It caches: make a new one when files may have changed.
     """
 
-    def __init__(self, together: bool = False) -> None:
-        self.together = together
+    def __init__(self, known: Known, together: bool = False) -> None:
+        self.known, self.together = known, together
         self.cached: dict[Any, Around] = {}
-        self.files: dict[Any, dict[str, str]] = {}
+
+    def files(self, params: Mapping[str, Any], notebook: notebooks.Notebook) -> dict[str, str]:
+        """The digests of the files that a point's numbers can depend on; from now on, those of
+        one's own decide what is known of code of one's own."""
+        files = _files(notebook, params, self.known)
+        own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
+        elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
+        self.known.own = None if elsewhere else [notebook.path.parent / name for name in own]
+        return files
 
     def of(self, params: Mapping[str, Any], notebook: notebooks.Notebook) -> Around:
         """What is around a point whose paths are relative to the working directory; equal ones are
         one object. Raises UserError for a missing model."""
-        from specexp.measure import feasible  # of what needs torch; reading an identity does not
-
         named = imports.named_by(params)
         own = sorted(
             {t for n in params if n not in PARAMETERS for t in imports.texts_in(params[n])}
         )
         read = {n: params[n] for n in (*paths.MODELS, *paths.DATA, "device") if n in params}
-        key = os.getcwd(), repr((read, own)), named, notebook.path, notebook.digest
+        key = repr((read, own)), named, notebook.path, notebook.digest
         if key not in self.cached:
-            files = (notebook.path, notebook.digest, named)
-            if files not in self.files:
-                self.files[files] = _closure(notebook, named)
             folders = (os.path.abspath(t) for t in own if os.path.isfile(f"{t}/config.json"))
-            models = tuple(sorted({*feasible.sources(dict(params)), *folders}))
+            models = tuple(sorted({*feasible.sources(params, self.known), *folders}))
             named_files = map(Path, filter(os.path.isfile, own))
             data = tuple(path.resolve() for path in (*_data_files(params), *named_files))
-            device = params.get("device", "auto")
-            parts = _parts(self.files[files], notebook, models, data, device, self.together)
+            files, device = self.files(params, notebook), params.get("device", "auto")
+            parts = _parts(files, notebook, models, data, device, self.together, self.known)
             around = Around(parts, models, data)
             self.cached[key] = next((a for a in self.cached.values() if a == around), around)
         return self.cached[key]
 
 
-def _closure(notebook: notebooks.Notebook, named: frozenset[str]) -> dict[str, str]:
-    return imports.closure(notebook.imports, notebook.strings, notebook.path.parent, named)
+def _files(notebook: notebooks.Notebook, params: Mapping[str, Any], known: Known) -> dict[str, str]:
+    asked = notebook.imports, tuple(sorted(notebook.strings)), str(notebook.path.parent)
+    files: dict[str, str] = known.lasting(
+        f"{FACTS}files", *asked, tuple(sorted(imports.named_by(params)))
+    )
+    return files
+
+
+def facts_of_files(
+    names: Sequence[str], strings: Sequence[str], folder: str, named: Sequence[str]
+) -> Answer:
+    """The import closure of a notebook in this folder (`imports.closure`)."""
+    files = imports.closure(names, strings, Path(folder), named)
+    if any(name.endswith(imports.ELSEWHERE) for name in files):
+        return files, None
+    own = [Path(folder, name) for name in files if not name.startswith(f"{imports.NAME}/")]
+    return files, [Path(folder), *own, *(path.parent for path in own)]
+
+
+def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:
+    """The parts of a point's identity that tell what runs it; `engine`: with specexp's kernels."""
+    parts = provenance.machine(device, timed)
+    return parts | ({"kernels": provenance.kernels(device)} if engine else {}), []
+
+
+def facts_of_model(source: str) -> Answer:
+    """The name and digest of a model."""
+    from specexp.models import int8
+
+    folder = Path(int8.split(source)[0])
+    read = within(folder) if folder.is_dir() else None
+    return [name_of(source), model_digest(source)], read
 
 
 def _parts(
     files: Mapping[str, str], notebook: notebooks.Notebook, models: Iterable[str],
-    data: Sequence[Path], device: str, together: bool,
+    data: Sequence[Path], device: str, together: bool, known: Known,
 ) -> dict[str, str]:  # fmt: skip
-    parts = provenance.machine(device, notebook.timed)
+    parts: dict[str, str] = {
+        **known.lasting(f"{FACTS}machine", device, notebook.timed, ENGINE in files)
+    }
     on_cpu = parts["device"] == "cpu"
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
     parts["notebook"] = notebook.digest[:16]
-    if ENGINE in files:
-        parts["kernels"] = provenance.kernels(device)
     if notebook.timed:
         parts["together"] = "yes" if together else "no"
-    if sources := sorted([name_of(s), model_digest(s)] for s in models):
+    if sources := sorted(known.lasting(f"{FACTS}model", source) for source in models):
         parts["models"] = digest(sources)
     if data:
         parts["data"] = digest([file_digest(f) for path in data for f in prompts.files(path)])
@@ -118,9 +154,9 @@ def changed(point: Point) -> str:
     before = point.around
     try:
         notebook = notebooks.read(point.notebook)
-        files = _closure(notebook, imports.named_by(point.params))
+        files = _files(notebook, point.params, known := Known())
         device, together = point.params.get("device", "auto"), point.together
-        now = _parts(files, notebook, before.models, before.data, device, together)
+        now = _parts(files, notebook, before.models, before.data, device, together, known)
     except (UserError, OSError) as e:
         return first_line(e)
     return why_new(now, before.parts)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specexp import fitting
 from specexp.errors import UserError, meant_beside
 from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS
@@ -48,9 +49,7 @@ def moved(name: str, value: Any, grid: Path, notebook: Path) -> Any:
 def _parts(name: str, text: str) -> Iterator[tuple[str, str, str]]:
     """What stands before, in and after the path that a text may be, or may hold behind a colon
     (`eagle:FOLDER`, `trace:FILE`, `FOLDER+int8`)."""
-    from specexp import drafters
-
-    known = drafters.methods() if name in DRAFTERS else ("all", *prompts.NAMES)
+    known = fitting.methods() if name in DRAFTERS else ("all", *prompts.NAMES)
     method, colon, argument = text.partition(":")
     for head, rest in (("", "" if text in known else text), (method + colon, argument)):
         if (match := _QUANTISED.fullmatch(rest)) and not os.path.isabs(rest):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specexp.errors import UserError, first_line, meant
 from specexp.grids import identity, paths
@@ -30,9 +30,7 @@ from specexp.grids.grid_file import (
 from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
-
-if TYPE_CHECKING:
-    from specexp.api import Once
+from specexp.zoo.known import Known
 
 TIMEOUT_S = 900.0
 MANY = 1_000  # more points than this need a confirmation
@@ -84,7 +82,7 @@ class Point:
 
 def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
-    only: Sequence[str] = (), together: bool = False, checked: bool = True,
+    only: Sequence[str] = (), together: bool = False, checked: bool = True, kept: bool = False,
 ) -> list[Point]:  # fmt: skip
     """The distinct points of these files, those that load the same models next to each other.
 
@@ -92,10 +90,9 @@ def load(
     go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
     `together`: points that measure time may run side by side, which is another experiment.
     `checked`: False trusts what models, drafters and prompts are, so that none is read.
+    `kept`: what was found out before is looked up in the user's cache (`Known`).
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
-    from specexp.api import Once
-
     report = Report(list(map(Path, paths)))
     sheets = [sheet for path in report.files if (sheet := read(path, report))]
     if not report.problems:
@@ -103,14 +100,13 @@ def load(
     if not report.problems:
         _ask(sheets, ask, report)
     points: dict[str, Point] = {}
-    onces: dict[Path, Once] = defaultdict(Once)
-    surroundings = identity.Surroundings(together)
+    around: dict[Path, identity.Surroundings] = defaultdict(
+        lambda: identity.Surroundings(Known(kept), together)
+    )
     if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
-            once = onces[sheet.notebook.path.parent]  # relative paths start from here
-            for point in _points(
-                sheet, Checks(sheet, once if checked else None, surroundings), report
-            ):
+            here = around[sheet.notebook.path.parent]  # relative paths start from here
+            for point in _points(sheet, Checks(sheet, here, checked), report):
                 first = points.setdefault(point.run_key, point)
                 if point.grid not in first.grids:
                     points[point.run_key] = replace(first, others=(*first.others, point.grid))
@@ -243,15 +239,13 @@ class Checks:
     """Checks the points of a sheet against their models. `wrong`: the problems, each with the lines
     of the values to change.
 
-    Without `once`, only what decides a point's identity is looked up.
+    Unless they are `checked`, only what decides a point's identity is looked up.
     To save time, parameters that are judged alone are checked once per value, all others once per
     combination of values.
     """
 
-    def __init__(
-        self, sheet: Sheet, once: Once | None, surroundings: identity.Surroundings
-    ) -> None:
-        self.sheet, self.once, self.surroundings = sheet, once, surroundings
+    def __init__(self, sheet: Sheet, surroundings: identity.Surroundings, checked: bool) -> None:
+        self.sheet, self.surroundings, self.asking = sheet, surroundings, checked
         self.folder = sheet.path.resolve().parent  # now: points are checked in other folders
         self.checked: set[Any] = set()
         alone = {name for name, parameter in parameters.PARAMETERS.items() if parameter.alone}
@@ -292,7 +286,9 @@ class Checks:
 
     def problems_of(self, params: dict[str, Any]) -> list[Problem]:
         try:
-            problems = parameters.problems_of(params, None, self.once) if self.once else []
+            self.surroundings.files(params, self.sheet.notebook)
+            known = self.surroundings.known
+            problems = parameters.problems_of(params, None, known) if self.asking else []
             if not problems:
                 self.surroundings.of(params, self.sheet.notebook)
             return problems

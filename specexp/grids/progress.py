@@ -1,11 +1,15 @@
-"""How far a grid is: what became of its points, and the display while they run."""
+"""How far a grid is: what became of its points, and the display while they run. Importing this
+loads nothing that runs one."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -22,11 +26,49 @@ from rich.text import Text
 from specexp.grids import identity
 from specexp.grids.points import Point
 from specexp.terminal import ROWS
-from specexp.tracking import presence, results, runs
+from specexp.tracking import presence, redact, results, runs
 
+ERROR = "error.txt"  # in the folder of a failed attempt
+REMOVED = "the notebook removed its attempt folder, where its result belongs"
 RETRIED = ("interrupted", "disk", "lost")  # failures not of the point's making: always run again
 STATES = {"done": "green", "running": "cyan", "failed": "red", "to do": ""}
 ENDS = {"done": "green", "failed": "red", "stopped": "yellow", "kept": "yellow"}
+
+
+class Failure(Exception):
+    """A point did not succeed. `kind`: error, timeout, kernel-died, oom, invalid-result, disk,
+    lost (its machine failed or cannot be reached) or interrupted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def of_error(e: OSError, folder: Path) -> Failure:
+    if e.errno in results.FULL:
+        return Failure("disk", f"{e.strerror}: {e.filename or folder}")
+    return Failure("lost", str(e))
+
+
+def set_aside(attempt: Path, failure: Failure) -> Path:
+    """Move a failed attempt to `failed/`, with its error and the tags of its MLflow run."""
+    attempt.mkdir(exist_ok=True)
+    results.only_files(attempt)
+    message = redact.hide(str(failure))
+    trace = "" if failure.__cause__ is None else redact.hide("".join(
+        traceback.format_exception(failure.__cause__)
+    ))  # fmt: skip
+    (attempt / ERROR).write_text(f"{failure.kind}: {message}\n\n{trace}")
+    record = results.read(attempt / results.POINT)
+    if record:
+        tags = record["tags"] | {
+            "attempt": attempt.name, "error": message.splitlines()[0][:500],
+            "error.kind": failure.kind,
+            "status": "KILLED" if failure.kind == "interrupted" else "FAILED",
+            "ended": results.now_ms(),
+        }  # fmt: skip
+        (attempt / results.TAGS).write_text(json.dumps(tags))
+    return results.set_aside(attempt, "failed")
 
 
 class Board:

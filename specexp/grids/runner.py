@@ -15,23 +15,35 @@ import shutil
 import signal
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tenacity
 from rich.text import Text
 
 from specexp.grids import identity
-from specexp.grids.execute import ERROR, REMOVED, Failure, of_error
-from specexp.grids.machines import local
 from specexp.grids.points import Point
-from specexp.grids.progress import RETRIED, Board, changed, failures_of, missing
+from specexp.grids.progress import (
+    ERROR,
+    REMOVED,
+    RETRIED,
+    Board,
+    Failure,
+    changed,
+    failures_of,
+    missing,
+    of_error,
+    set_aside,
+)  # fmt: skip
 from specexp.terminal import Terminal
-from specexp.tracking import compare, mlflow_view, presence, rebuild, redact, report, results, runs
+from specexp.tracking import compare, mlflow_view, presence, rebuild, report, results, runs
+
+if TYPE_CHECKING:
+    from specexp.grids.machines import local
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 RESUME = "run the same command again to resume"
@@ -43,15 +55,16 @@ ROOM_PER_POINT = 2_000_000
 def run(
     points: Sequence[Point], console: Terminal | None = None, *,
     machines: local.Machines | None = None, jobs: int | None = None, retry_failed: bool = False,
-    force: bool = False,
+    force: bool = False, forked: bool = True,
 ) -> int:  # fmt: skip
-    """Run the points that have no result yet, print the comparison, write the report
-    and return the exit code.
+    """Run the points that have no result yet, print the comparison and write the report.
 
-    jobs: points at once, by default what the machines have room for; `alone` ones have a machine to
-    themselves. retry_failed: also run points that failed before; force: run every point, even those
-    with a result. Exit codes: 0 all done and published, 1 some failed or unpublished, 3 store busy,
-    4 store damaged, 5 disk full, 130 and 143 stopped by a signal.
+    machines: started if there is a point to run; by default this one, with kernels that are
+    forked unless `forked` is false. jobs: points at once, by default what the machines have room
+    for; `alone` ones have a machine to themselves. retry_failed: also run points that failed
+    before; force: run every point, even those with a result. Returns 0 all done and published,
+    1 some failed or unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by
+    a signal.
     """
     console = console or Terminal()
     try:
@@ -64,14 +77,22 @@ def run(
                 for name in {name for p in points for name in p.grids}:
                     results.remember(name, {p.run_key for p in points if name in p.grids})
             work = Work(points, board, retry_failed, force)
-            with _signals(work), machines or local.Here(points) as where:
+            with _signals(work):
                 work.compare_with_mlflow()
                 work.recover()
                 work.plan()
                 for line in changed(work.queue):
                     board.say(line)
-                board.say(f"{len(work.queue)} of {len(points)} points to run, {where.how}")
-                work.run_queue(where, jobs)
+                count = f"{len(work.queue)} of {len(points)} points to run"
+                if not work.queue:
+                    board.say(count)
+                else:
+                    from specexp.grids.machines import local  # what runs notebooks takes seconds
+
+                    with machines or local.Here(points, forked) as where:
+                        board.say(f"{count}, {where.how}")
+                        work.run_queue(where, jobs)
+                work.publish_rest()
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
         done = report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
@@ -90,9 +111,8 @@ def run(
     except runs.StoreUnreachable as e:
         console.print(Text(f"MLflow's notes are not renewed: {e}"), soft_wrap=True)
     if board.failed:
-        why = results.root() / "failed" / "*" / ERROR
-        message = f"{'errors':10s} {why}; --retry-failed runs failed points again"
-        console.print(Text(message), soft_wrap=True)
+        why = f"{results.root()}/failed/*/{ERROR}; --retry-failed runs failed points again"
+        console.print(Text(f"{'errors':10s} {why}"), soft_wrap=True)
     _report(points, done, console)
     return FAILED if board.failed or work.unpublished or work.refused else DONE
 
@@ -162,6 +182,9 @@ class Work:
                         where.kill()
                 for f in each:
                     f.result()
+
+    def publish_rest(self) -> None:
+        """Try once more to publish what MLflow could not take before."""
         self._away = False
         for kept in self.unpublished[:]:
             with results.claim(results.key_of(kept)) as ours:
@@ -306,10 +329,8 @@ class Work:
                 if ours and result.exists():
                     presence.rename(result, point.experiment, tags)
                     renamed.add(result)
-        if renamed:
-            self.board.say(
-                f"{len(renamed)} results get the new name of their notebook or experiment"
-            )
+        if n := len(renamed):
+            self.board.say(f"{n} results get the new name of their notebook or experiment")
         try:
             found = missing(self.points)
             for folder in found.lost:
@@ -409,27 +430,6 @@ def tags_of(point: Point) -> dict[str, str]:
     }
 
 
-def set_aside(attempt: Path, failure: Failure) -> Path:
-    """Move a failed attempt to `failed/`, with its error and the tags of its MLflow run."""
-    attempt.mkdir(exist_ok=True)
-    results.only_files(attempt)
-    message = redact.hide(str(failure))
-    trace = "" if failure.__cause__ is None else redact.hide("".join(
-        traceback.format_exception(failure.__cause__)
-    ))  # fmt: skip
-    (attempt / ERROR).write_text(f"{failure.kind}: {message}\n\n{trace}")
-    record = results.read(attempt / results.POINT)
-    if record:
-        tags = record["tags"] | {
-            "attempt": attempt.name, "error": message.splitlines()[0][:500],
-            "error.kind": failure.kind,
-            "status": "KILLED" if failure.kind == "interrupted" else "FAILED",
-            "ended": results.now_ms(),
-        }  # fmt: skip
-        (attempt / results.TAGS).write_text(json.dumps(tags))
-    return results.set_aside(attempt, "failed")
-
-
 def _free() -> str:
     there = next(p for p in (results.root(), *results.root().parents) if p.exists())
     return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
@@ -437,8 +437,8 @@ def _free() -> str:
 
 def _report(points: Sequence[Point], done: Sequence[report.Run], console: Terminal) -> None:
     """Write a page of the points' results, and print its path."""
-    names = {f"{point.grid}.yaml" for point in points}
     try:
+        names = {f"{point.grid}.yaml" for point in points}
         page = report.write(done, names=names) if done else "no result yet"
     except OSError as e:
         page = f"none, {e.strerror}: {e.filename or results.root()}"

@@ -1,34 +1,47 @@
 """Whether the pairings that parameters name can be built, fit their context and memory, and may run
-their policies: found from files' heads, before a weight is loaded."""
+their policies: found from files' heads, before a weight is loaded.
+
+Here facts are compared with what is asked for. To find the facts takes torch and transformers,
+which are imported when a fact is asked for that is not known (`zoo.known`).
+"""
 
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from specexp import drafters
-from specexp.api import DEFAULTS, Once, prepare, request_of, usual_gamma, where
+from specexp import fitting, objects
 from specexp.errors import UserError, first_line
 from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
-from specexp.models.cache import rounded
-from specexp.models.load import DTYPES, smaller, state_bytes, weight_bytes
-from specexp.models.servable import context as in_words
-from specexp.models.servable import reach
-from specexp.names import drafter_of, encode, locate, read_target
-from specexp.serving import fleet, policies
-from specexp.tree import Tree
+from specexp.tree import MOST, Tree
+from specexp.zoo.known import OWN, Answer, Known
 
 Params = Mapping[str, Any]
-Candidate = tuple[drafters.Request, drafters.Prepared]
+FACTS = "specexp.names.facts_of_"
+GPU = "specexp.measure.feasible.facts_of_gpu"
+CHAT = "specexp.measure.feasible.facts_of_chat"
 PAIRING = ("drafter", "gamma", "temperature", "rule", "tree")
 """What a pairing is varied over: singly, or in a list."""
-SAMPLING = ("top_k", "top_p", "min_p", "sampling")
+SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+DEFAULTS: dict[str, Any] = {
+    n: PARAMETERS[n].default
+    for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
+}  # fmt: skip
+PRICED = ("greedy", "goodput")  # policies that read a cost table, which is measured later
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pairing that can be built. models: the sizes of its models, the target first."""
+
+    limits: fitting.Limits
+    tree: Tree
+    temperature: float
+    models: Sequence[Any]
 
 
 @dataclass
@@ -52,7 +65,7 @@ class _Findings:
 
 
 def problems_of(
-    params: Params, texts: list[prompts.Prompt] | None, once: Once, wrong: set[str]
+    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: set[str]
 ) -> list[Problem]:
     """The problems of these parameters together. `wrong`: those whose own value is wrong already;
     if there are any, memory is not asked about."""
@@ -64,63 +77,146 @@ def problems_of(
         categories = tuple(params.get("categories") or ()) or None
         limit = None if "limit" in wrong else params.get("limit")
         named = params.get("prompts", "all"), categories, limit
-        texts = findings.of(("prompts", "limit", "categories"), once, prompts.load, *named) or []
-    deepest = policies.MOST
+        texts = findings.of(("prompts", "limit", "categories"), known, prompts.load, *named) or []
+    if str(device := params.get("device", "auto")).startswith("cuda"):
+        findings.of(("device",), known.lasting, GPU, device)
+    for rule in values(params, "rule", "rules"):
+        if rule != "auto":
+            findings.of(("rule", "rules"), known.lasting, f"{FACTS}rule", rule)
+    deepest = MOST
     if "target" in params:
-        pairings, longest = _check_models(params, texts, once, findings)
+        pairings, longest = _check_models(params, texts, known, findings)
         if pairings and not (findings.problems or wrong):
-            findings.of(("dtype", "target"), _check_memory, params, pairings, longest, findings)
-        deepest = min([deepest, *(prepared.deepest for _, prepared in pairings)])
+            _check_memory(params, pairings, longest, known, findings)
+        deepest = min([deepest, *(pairing.limits.deepest for pairing in pairings)])
     for policy in values(params, "policy", "policies"):
-        if "requests_per_day" in params:
-            findings.of(("policy", "policies"), fleet.check_policy, policy)
-        if policy not in policies.PRICED:
-            findings.of(("policy", "policies", "drafter"), policies.of, policy, None, deepest)
+        fluid = "requests_per_day" in params
+        if fluid or policy not in PRICED:
+            asked = "specexp.measure.feasible.facts_of_policy", policy, deepest, fluid
+            findings.of(("policy", "policies", "drafter"), known.lasting, *asked)
     return findings.problems
 
 
+def facts_of_policy(policy: str, deepest: int, fluid: bool) -> Answer:
+    """None: it may run. Raises UserError for one that may not, for drafts of this depth or, if
+    `fluid`, in a simulation of fleets."""
+    from specexp.serving import fleet, policies
+
+    if fluid:
+        fleet.check_policy(policy)
+    if policy in PRICED:
+        return None, []
+    return None, [] if objects.is_shipped(policies.of(policy, None, deepest)) else [OWN]
+
+
 def _check_models(
-    params: Params, texts: list[prompts.Prompt], once: Once, findings: _Findings
+    params: Params, texts: list[prompts.Prompt], known: Known, findings: _Findings
 ) -> tuple[list[Candidate], int]:
     """The pairings that can be built, and the tokens of the longest prompt with its output."""
     target = params["target"]
-    parts = findings.of(("target",), once, read_target, target)
-    if not parts:
+    facts = findings.of(("target",), known.lasting, f"{FACTS}target", target)
+    if not facts:
         return [], 0
-    config, _, tokenizer = parts
     pairings = []
     for options in each_pairing(params):
         to_change = [*_naming(options, params), "target", "dtype"]
-        of_seed_0 = (options | {"seed": 0}).items()
-        if pairing := findings.of(to_change, once, prepare, once, *of_seed_0):
+        if pairing := findings.of(to_change, candidate, options, facts["vocab"], known):
             pairings.append(pairing)
-    context = reach(config)
+    context, in_words = facts["reach"], facts["context"]
     new = params.get("max_new_tokens", 0)
     for gamma in values(params, "gamma", "gammas"):
         if gamma >= context:
-            what = f"gamma {gamma} exceeds the {in_words(config)} of {target}"
-            findings.add(what, "gamma", "gammas", "target")
-    longest, too_long = 0, []
+            findings.add(
+                f"gamma {gamma} exceeds the {in_words} of {target}", "gamma", "gammas", "target"
+            )
+    needs = []
     for prompt in texts:
-        text, answers = prompt.text, 0
+        n, answers = 0, 0
         if params.get("chat") or prompt.chat:
-            names = ("chat", "target", "prompts")
-            text, answers = findings.of(names, prompts.longest, prompt, tokenizer) or ("", 0)
-        tokens = findings.of(("prompts", "target"), once, encode, tokenizer, text) if text else []
-        need = len(tokens or []) + new * (1 + answers)
-        longest = max(longest, need)
-        if need > context:
-            too_long.append((need, prompt.question_id))
-    if too_long:
-        need, name = max(too_long, key=lambda pair: pair[0])
-        others = f" ({len(too_long) - 1} more prompts are too long)" if len(too_long) > 1 else ""
+            names, asked = ("chat", "target", "prompts"), (CHAT, target, *astuple(prompt))
+            n, answers = findings.of(names, known.lasting, *asked) or (0, 0)
+        else:
+            n = findings.of(("prompts", "target"), _tokens_of, prompt.text, target, known) or 0
+        needs.append((n + new * (1 + answers), prompt))
+    longest = max((need for need, _ in needs), default=0)
+    if too_long := [prompt for need, prompt in needs if need > context]:
+        name = next(prompt for need, prompt in needs if need == longest).question_id
+        n = len(too_long) - 1
+        others = f" ({n} more prompts are too long)" if n else ""
         findings.add(
-            f"prompt {name} with {new} new tokens needs {need} tokens, {need - context} more than "
-            f"the {in_words(config)} of {target}{others}",
+            f"prompt {name} with {new} new tokens needs {longest} tokens, {longest - context} more "
+            f"than the {in_words} of {target}{others}",
             *(("max_new_tokens",) if new >= context / 2 else ()), "prompts", "max_new_tokens",
             "target",
         )  # fmt: skip
     return pairings, longest
+
+
+def facts_of_chat(target: str, *prompt: Any) -> Answer:
+    """The tokens of a prompt, given by its fields, in the target's chat template, and how many
+    answers are still to be decoded."""
+    from specexp import names
+
+    tokenizer = names.read_target(target)[2]
+    text, answers = prompts.longest(prompts.Prompt(*prompt), tokenizer)
+    return [len(names.encode(tokenizer, text)), answers], names.read_from(
+        [target], [names.locate(target)]
+    )
+
+
+def _tokens_of(text: str, target: str, known: Known) -> int:
+    """How many tokens the target has for a text. Raises UserError if there is none."""
+    if known.kept and text and (tokenizer := known(_tokenizer, target, known)):
+        try:
+            if tokens := len(tokenizer.encode(text)):
+                return tokens
+        except Exception:  # the target's own says what is wrong
+            pass
+    from specexp import names
+
+    return len(names.encode(known(names.read_target, target)[2], text))
+
+
+def _tokenizer(target: str, known: Known) -> Any:
+    from tokenizers import Tokenizer
+
+    if not (described := known.lasting(f"{FACTS}tokenizer", target)):
+        return None
+    tokenizer = Tokenizer.from_str(described)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate:
+    """The pairing of these options of `specexp.load`. Raises UserError if it cannot be built."""
+    asked = dict(options) | {"seed": 0}
+    if options["sampling"] == "given":
+        fitting.sampling(*(options[name] for name in ("temperature", *SAMPLING)))
+        asked |= SAMPLING | {"temperature": 0.0}
+    if not _may_be_own(options["drafter"]):  # then it sees nothing of the tree and the rule
+        asked |= {"gamma": 1, "tree": "chain"}
+    asked |= {"gamma": 1} if options["gamma"] is None else {}
+    facts = known.lasting(f"{FACTS}pairing", *(n for n in asked.items() if n[0] != "rule"))
+    limits = fitting.Limits(**facts["limits"])
+    gamma = min(5, limits.deepest) if options["gamma"] is None else options["gamma"]
+    tree, rule = Tree.parse(options["tree"], gamma), options["rule"]
+    own = options["sampling"] == "given"
+    temperature = options["temperature"] if own else facts["sampling"]["temperature"]
+    judging = None
+    if rule != "auto":
+        judging = SimpleNamespace(**known.lasting(f"{FACTS}rule", rule))
+    fitting.fit(facts["method"], limits, tree, vocab, judging, temperature)
+    models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
+    return Candidate(limits, tree, temperature, models)
+
+
+def _may_be_own(drafter: str) -> bool:
+    """Whether code of one's own may stand behind this name (`names.drafter_of`)."""
+    first = drafter.partition(":")[0]
+    if first in fitting.shipped():
+        return False
+    return first in fitting.methods() or bool(objects.module_of(drafter))
 
 
 def _naming(options: Mapping[str, Any], params: Params) -> Iterator[str]:
@@ -128,28 +224,28 @@ def _naming(options: Mapping[str, Any], params: Params) -> Iterator[str]:
     for name, value in params.items():
         option = PARAMETERS[name].each or name if name in PARAMETERS else ""
         listed = value if isinstance(value, list) else [value]
-        if option in (*PAIRING, *SAMPLING) and options[option] in listed:
+        if option in (*PAIRING, *SAMPLING, "sampling") and options[option] in listed:
             yield name
 
 
 def _check_memory(
-    params: Params, pairings: list[Candidate], longest: int, findings: _Findings
+    params: Params, pairings: list[Candidate], longest: int, known: Known, findings: _Findings
 ) -> None:
     """A problem, with advice on what would fit, if the pairing that needs the most memory does not
     fit the device."""
-    dtype, config = DTYPES[params.get("dtype", "float32")], pairings[0][0].config
-    free = memory.free_memory(torch.device(where(params.get("device", "auto"))))
+    free = _free_memory(params.get("device", "auto"), known)
     batch = max(values(params, "batch", "batches"), default=1)
 
     def need(batch: int) -> memory.Need:
-        needs = (needed(request, prepared, dtype, batch, longest) for request, prepared in pairings)
+        needs = (needed(pairing, batch, longest) for pairing in pairings)
         return max(needs, key=lambda need: need.total)
 
     most = need(batch)
     if most.total <= free:
         return
     fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
-    advice = f"a batch of {fits} would fit" if fits else smaller(config, dtype, free)
+    halved, dtype = pairings[0].models[0].bfloat16, params.get("dtype", "float32")
+    advice = f"a batch of {fits} would fit" if fits else memory.smaller(halved, dtype, free)
     findings.add(
         f"{params['target']} on batch {batch} x {longest} tokens needs at least {most}, and "
         f"{memory.gib(free)} GiB are free: {advice}",
@@ -157,25 +253,47 @@ def _check_memory(
     )  # fmt: skip
 
 
-def needed(
-    request: drafters.Request, prepared: drafters.Prepared, dtype: torch.dtype, batch: int,
-    tokens: int,
-) -> memory.Need:  # fmt: skip
+def _free_memory(device: str, known: Known) -> int:
+    """Bytes that can still be allocated on this device; for a plan that is checked without torch
+    (`known.kept`), all bytes of its GPU."""
+    if device == "cpu" or not (gpu := known.lasting(GPU, device)):
+        return memory.free_memory(None)
+    if known.kept:
+        return int(gpu)
+    import torch
+
+    return memory.free_memory(torch.device("cuda" if device == "auto" else device))
+
+
+def facts_of_gpu(device: str) -> Answer:
+    """All bytes of the GPU that a parameter `device` means; None if it means the CPU. Raises
+    UserError if it is not there."""
+    import torch
+
+    if why := memory.no_cuda():
+        if device == "auto":
+            return None, []
+        raise UserError(f"{why}; use device auto or cpu")
+    at, count = torch.device("cuda" if device == "auto" else device), torch.cuda.device_count()
+    if (at.index or 0) >= count:
+        raise UserError(f"device {device!r} does not exist; GPUs here: {count}, from cuda:0")
+    return torch.cuda.mem_get_info(at)[1], []
+
+
+def needed(pairing: Candidate, batch: int, tokens: int) -> memory.Need:
     """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
     Heads are small beside their target and are left out. A draft model feeds a token again."""
-    models = [config for config in (request.config, prepared.config) if config]
-    own = {m.to_json_string(use_diff=False): m for m in models}  # it may be its own draft
-    size, slots = dtype.itemsize, rounded(tokens + request.tree.room)
-    law = memory.law_bytes("any", request.sampling.temperature)
+    models, tree = pairing.models, pairing.tree
+    slots, size = memory.rounded(tokens + tree.room), models[0].itemsize
+    law = memory.law_bytes("any", pairing.temperature)
     caches = (
-        slots * times * memory.kv_bytes(model, size)
-        + state_bytes(model, dtype, request.tree.room, again)
-        for model, times, again in zip(models, (1, prepared.slots), (0, 1), strict=False)
+        slots * times * model.kv + model.state + tree.room * model.state_by_node
+        for model, times in zip(models, (1, pairing.limits.slots), strict=False)
     )
     return memory.Need(
-        sum(weight_bytes(model, dtype) for model in own.values()),
+        sum({m.described: m.weights for m in models}.values()),  # it may draft for itself
         batch * sum(caches),
-        memory.work_bytes(models, size, batch, slots, tokens, len(request.tree), law),
+        memory.work_bytes(models, size, batch, slots, tokens, len(tree), law),
     )
 
 
@@ -193,31 +311,15 @@ def _combined(params: Params) -> Iterator[dict[str, Any]]:
     named = {option: values(params, option, f"{option}s") for option in PAIRING}
     lists = {option: several for option, several in named.items() if several}
     for combination in itertools.product(*lists.values()):
-        options = fixed | dict(zip(lists, combination, strict=True))
-        if options["gamma"] is None:
-            options["gamma"] = usual_gamma(options)
-        yield options
+        yield fixed | dict(zip(lists, combination, strict=True))
 
 
-def sources(params: Params) -> set[str]:
+def sources(params: Params, known: Known) -> set[str]:
     """The folders and hub ids of all models that these parameters name, zoo defaults included.
 
-    A shipped drafter asks for its model first, so none is read. Raises UserError for a model that
-    does not exist."""
-    folders = {locate(name) for name in values(params, "target", "targets")}
+    Raises UserError for a target that does not exist."""
+    folders: set[str] = set()
     for target in values(params, "target", "targets"):
         for drafter in values(params, "drafter", "drafters", "rivals") or [DEFAULTS["drafter"]]:
-            options = DEFAULTS | {"target": target, "drafter": drafter, "gamma": 1}
-            own = drafter_of(drafter)[2] is not None
-            request = request_of(options, *(read_target(target) if own else (None, 0, None)))
-
-            def source(method: str, name: str, find: Any = request.source, own: bool = own) -> str:
-                folders.add(find(method, name))
-                if own:
-                    return str(find(method, name))
-                raise UserError("found")
-
-            # gamma 1 may not suit, and a drafter that names no model may ask for the config
-            with suppress(UserError, AttributeError):
-                drafters.prepare(replace(request, source=source))
+            folders |= {*known.lasting(f"{FACTS}sources", target, drafter)}
     return folders

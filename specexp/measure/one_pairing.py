@@ -24,9 +24,9 @@ from specexp.measure import interleave, statistics
 from specexp.measure.costs import LEAD
 from specexp.measure.interleave import clock, credibly
 from specexp.measure.prompts import Prompt
-from specexp.models.cache import rounded
 from specexp.models.int8 import by_address
 from specexp.models.lm import LM
+from specexp.models.memory import rounded
 from specexp.policy import Load
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import CALM

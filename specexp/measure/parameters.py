@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specexp import fitting
 from specexp.errors import UserError, first_line
+from specexp.models.memory import DTYPES
+from specexp.zoo.known import Known
 
 if TYPE_CHECKING:
-    from specexp.api import Once
     from specexp.measure.prompts import Prompt
 
 PAGE = Path(__file__).resolve().parents[2] / "notebooks" / "README.md"
@@ -68,16 +70,7 @@ def _positive(name: str, value: Any) -> None:
 
 
 def _sampling(name: str, value: Any) -> None:
-    from specexp.sampling import Sampling
-
-    Sampling(**{name: value})
-
-
-def _rule(name: str, value: Any) -> None:
-    from specexp import rules
-
-    if value != "auto":
-        rules.of(value)
+    fitting.sampling(**{name: value})
 
 
 def _arrivals(name: str, value: Any) -> None:
@@ -94,25 +87,13 @@ def _swing(name: str, value: Any) -> None:
 
 
 def _dtype(name: str, value: Any) -> None:
-    from specexp.models.load import DTYPES
-
     if value not in DTYPES:
         raise UserError(f"dtype {value!r} is unknown; use {', '.join(DTYPES)}")
 
 
 def _device(name: str, value: Any) -> None:
-    import torch
-
-    from specexp.models.memory import no_cuda
-
     if value not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", value):
         raise UserError(f"device {value!r} is unknown; use auto, cpu, cuda or cuda:N")
-    if value.startswith("cuda") and (why := no_cuda()):
-        raise UserError(f"{why}; use device auto or cpu")
-    if int(value.partition(":")[2] or 0) >= max(1, torch.cuda.device_count()):
-        raise UserError(
-            f"device {value!r} does not exist; GPUs here: {torch.cuda.device_count()}, from cuda:0"
-        )
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -132,7 +113,7 @@ PARAMETERS: dict[str, Parameter] = {
     "tree": Parameter("str", "shape of a draft: chain, 3x2x1 or grown:16", default="chain"),
     "trees": Parameter("list", "other shapes of the draft; [] if none", each="tree"),
     "rule": Parameter("str",
-        "auto (reject if the draft is sampled, else match), match, reject, block", _rule, "auto"),
+        "auto (reject if the draft is sampled, else match), match, reject, block", default="auto"),
     "rules": Parameter("list", "compared with it", each="rule"),
     "temperature": Parameter("float", "sampling temperature; 0 is greedy", _sampling, 0.0),
     "temperatures": Parameter("list", "sampling temperatures; 0 is greedy", each="temperature",
@@ -218,9 +199,7 @@ def check(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> list[
     """Every problem with these parameters, one line each, without loading a weight.
 
     texts: the prompts, by default those that the parameters name."""
-    from specexp.api import Once
-
-    return [problem.what for problem in problems_of(params, texts, Once())]
+    return [problem.what for problem in problems_of(params, texts, Known())]
 
 
 def insist(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> None:
@@ -229,13 +208,15 @@ def insist(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> None
         raise UserError("\n".join(problems))
 
 
-def problems_of(params: Mapping[str, Any], texts: list[Prompt] | None, once: Once) -> list[Problem]:
+def problems_of(
+    params: Mapping[str, Any], texts: list[Prompt] | None, known: Known
+) -> list[Problem]:
     """Every problem with these parameters, reusing what earlier checks looked up."""
     from specexp.measure import feasible
 
     problems = list(_alone(params))
     wrong = {name for problem in problems for name in problem.names}
-    problems += feasible.problems_of(params, texts, once, wrong)
+    problems += feasible.problems_of(params, texts, known, wrong)
     first: dict[str, Problem] = {}
     for problem in problems:
         first.setdefault(problem.what, problem)

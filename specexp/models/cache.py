@@ -176,9 +176,3 @@ class SlotCache(Cache):
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:
             yield from layer.buffers
-
-
-def rounded(slots: int) -> int:
-    """`slots` rounded up by at most an eighth, to at least 64, so that few shapes occur."""
-    step = max(64, 1 << max(0, slots.bit_length() - 4))
-    return -(-slots // step) * step

@@ -39,7 +39,7 @@ from specexp.sequences import Sequences
 from specexp.tree import Tree
 
 log = logging.getLogger("specexp")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in memory.DTYPES}
 LIMITS = re.compile("window|chunk|local|topk|keep|floor|span|block_size|budget|lengths?$")
 WORK = 6e11  # weights times tokens that a probe on a CPU may read
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
@@ -255,13 +255,6 @@ def state_bytes(config: Any, dtype: torch.dtype, room: int, again: int) -> int:
     return recurrent.state_bytes(_PARTS[described], room, again)
 
 
-def smaller(config: Any, dtype: torch.dtype, free: int) -> str:
-    """Advice for when the weights do not fit into `free` bytes."""
-    if dtype.itemsize > 2 and weight_bytes(config, torch.bfloat16) <= free:
-        return "use --dtype bfloat16"
-    return f"choose a model of at most {free / 2e9:.1f} billion parameters, in bfloat16"
-
-
 def _state(source: str) -> Any:
     """A cache key that changes with a folder's files; a hub id is read once per process."""
     if not os.path.isdir(source):
@@ -385,7 +378,7 @@ def _check_memory(config: Any, bare: str, name: str, dtype: str, device: str) ->
     if need > free:
         raise UserError(
             f"the weights of {name} in {dtype} take {gib(need)} GiB and {gib(free)} GiB are free "
-            f"on {device}: {smaller(config, DTYPES[dtype], free)}"
+            f"on {device}: {memory.smaller(weight_bytes(config, torch.bfloat16), dtype, free)}"
         )
 
 

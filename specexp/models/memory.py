@@ -7,15 +7,20 @@ counted tensor by tensor for the passes of fused.py and the rules of rules.py (t
 is not included. Nothing here loads or allocates anything. `free_memory` says what there is.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
 
 from specexp.errors import first_line
 
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float64")  # of weights, by their names in torch
 PREFILL = 512  # tokens per row in one prefill pass
 
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # kinds that keep a state
@@ -106,8 +111,18 @@ def gib(size: float) -> str:
     return f"{size:.0f}" if size >= 99.5 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
 
 
+def smaller(halved: int, dtype: str, free: int) -> str:
+    """Advice for when the weights, which take `halved` bytes in bfloat16, do not fit into `free`
+    bytes."""
+    if dtype != "bfloat16" and halved <= free:
+        return "use --dtype bfloat16"
+    return f"choose a model of at most {free / 2e9:.1f} billion parameters, in bfloat16"
+
+
 def no_cuda() -> str:
     """Why there is no CUDA device, such as a driver that is too old; or ""."""
+    import torch
+
     if torch.cuda.is_available():
         return ""
     try:
@@ -117,12 +132,20 @@ def no_cuda() -> str:
     return "no CUDA device is available"
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
+def free_memory(device: torch.device | None) -> int:
+    """Bytes that can still be allocated on the device; None: on the CPU."""
+    if device and device.type == "cuda":
+        import torch
+
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
     return psutil.virtual_memory().available
+
+
+def rounded(slots: int) -> int:
+    """`slots` rounded up by at most an eighth, to at least 64, so that few shapes occur."""
+    step = max(64, 1 << max(0, slots.bit_length() - 4))
+    return -(-slots // step) * step
 
 
 def kv_bytes(config: Any, itemsize: int) -> int:
@@ -152,9 +175,18 @@ def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
     group = H // K
     mask = S * itemsize * group
     attention = (H + 2 * K) + (H + K) + H + 2
-    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    wide = max(wide) if isinstance(wide, list) else wide  # Gemma 3n: of each layer
+    wide = _wide(config)
     return B * n * (mask + itemsize * (4 * config.hidden_size + 4 * wide + attention * d))
+
+
+def shape(config: Any) -> dict[str, int]:
+    """The fields of a config that `pass_bytes` and `work_bytes` read, all layers taken together."""
+    H, K, d = (max(sizes) for sizes in zip(*map(_heads, configs(config)), strict=True))
+    return {
+        "num_hidden_layers": 1, "num_attention_heads": H, "num_key_value_heads": K, "head_dim": d,
+        "hidden_size": config.hidden_size, "intermediate_size": _wide(config),
+        "vocab_size": config.vocab_size,
+    }  # fmt: skip
 
 
 def law_bytes(rule: str, temperature: float) -> int:
@@ -178,6 +210,11 @@ def work_bytes(
     checking = pass_bytes(target, itemsize, B, nodes, S)
     deciding = B * nodes * target.vocab_size * (itemsize + law)
     return max(max(reading) + hidden, 2 * hidden, checking, deciding)
+
+
+def _wide(config: Any) -> int:
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(max(wide) if isinstance(wide, list) else wide)  # Gemma 3n: of each layer
 
 
 def _heads(config: Any) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from conftest import tiny_llama, tiny_tokenizer
 from support.own import Alternate, Echo, Fade, Ones
 
 import specexp
-from specexp import drafters, objects
+from specexp import drafters, fitting, objects
 from specexp.drafters import Prepared
 from specexp.drafters.model import DraftModel
 from specexp.errors import UserError
@@ -207,7 +207,7 @@ def test_entry_points_add_names(load, plugin):
     assert pair.engine.policy.gamma == 2
     described = dict(objects.described(Path(drafters.__file__).parent, "drafter"))
     assert described["echo"] == "The text repeats itself after `period` tokens."
-    assert set(described) == set(drafters.methods())
+    assert set(described) == set(fitting.methods())
     assert pair.drafter == "echo:3"
 
 

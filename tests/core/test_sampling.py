@@ -10,9 +10,9 @@ from scipy.stats import chisquare
 from support.references import references
 
 from specexp.errors import UserError
+from specexp.fitting import LEAST
 from specexp.sampling import (
     ACCEPT,
-    LEAST,
     RESIDUAL,
     TOKEN,
     Certain,

@@ -786,6 +786,7 @@ def test_missing_model_of_an_unchecked_parameter_is_refused(load, folder):
 def test_check_rejects_absent_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
     assert parameters.check({"device": "cuda:1"}) == []
     assert parameters.check({"device": "cuda:2"}) == [
         "device 'cuda:2' does not exist; GPUs here: 2, from cuda:0"

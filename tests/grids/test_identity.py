@@ -20,6 +20,7 @@ from specexp.grids import grid_file, identity, imports, notebooks, progress
 from specexp.grids import points as grid
 from specexp.measure import feasible
 from specexp.tracking import provenance, results
+from specexp.zoo.known import Known
 
 PACKAGE = imports.PACKAGE
 NOTEBOOKS = sorted((grid_file.ROOT / "notebooks").glob("*.ipynb"))
@@ -110,10 +111,10 @@ def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
     with (package / "engine.py").open("a") as engine:
         engine.write("\nfrom specexp import ops\n")
     params, notebook = {"device": "cpu"}, notebooks.read(ACCEPTANCE)
-    monkeypatch.setattr(feasible, "sources", lambda params: [])
+    monkeypatch.setattr(feasible, "sources", lambda *_: [])
 
     def key() -> dict[str, str]:
-        return identity.Surroundings().of(params, notebook).parts
+        return identity.Surroundings(Known()).of(params, notebook).parts
 
     before = key()
     edit(package / "fast" / "cpu" / "passes.cpp")

@@ -17,12 +17,11 @@ from test_runner import go, statuses
 
 from specexp.errors import UserError
 from specexp.grids import points as grid
-from specexp.grids.execute import Failure
-from specexp.grids.machines import local
 from specexp.grids.machines import ray as cluster
 from specexp.grids.machines import worker as remote
 from specexp.grids.machines.ray import OnRay
 from specexp.grids.machines.worker import Outcome, Task, packed, unpack
+from specexp.grids.progress import Failure
 from specexp.tracking import provenance, runs
 
 NODE = socket.gethostname()
@@ -200,12 +199,12 @@ def test_impossible_ray_requests_are_refused_first(points, monkeypatch, tmp_path
     todo = points(x=[1])
     for name in ("rey", "host", "ray://host", "http://host:1", "host:port"):
         with pytest.raises(UserError, match="cannot run points on"):
-            local.of(name, todo)
+            OnRay(todo, name)
     with socket.socket() as taken:  # bound but not listening, so that nobody else listens there
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         for name in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
-            with pytest.raises(UserError, match="refused"), local.of(name, todo):
+            with pytest.raises(UserError, match="refused"), OnRay(todo, name):
                 pass
     todo[0].params["device"] = "cuda:1"
     with pytest.raises(UserError, match="one GPU"):
@@ -216,7 +215,7 @@ def test_impossible_ray_requests_are_refused_first(points, monkeypatch, tmp_path
         OnRay(todo)
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install"):
-        local.of("ray", todo)
+        OnRay(todo)
 
 
 def test_worker_with_other_code_refuses(points, tmp_path):

@@ -26,8 +26,9 @@ from support.processes import alive, until
 from specexp.grids import points as grid
 from specexp.grids import progress
 from specexp.grids import runner as run
-from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, Failure, _tidy
+from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _tidy
 from specexp.grids.machines import local
+from specexp.grids.progress import Failure
 from specexp.tracking import audit, compare, rebuild, results, runs
 from specexp.tracking.results import claim, holder, intact
 

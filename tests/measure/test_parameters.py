@@ -9,6 +9,7 @@ import pytest
 from specexp import api
 from specexp.measure import parameters
 from specexp.measure.parameters import PARAMETERS
+from specexp.zoo.known import Known
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -61,5 +62,5 @@ def test_value_of_another_type_is_left_to_its_notebook():
     ],
 )
 def test_problem_names_the_parameter_to_change_first(params, names):
-    [problem] = parameters.problems_of(params, None, api.Once())
+    [problem] = parameters.problems_of(params, None, Known())
     assert problem.names[: len(names)] == names

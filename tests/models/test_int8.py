@@ -26,6 +26,7 @@ from specexp.models.lm import Unfused
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 from specexp.zoo.heads import train_heads
+from specexp.zoo.known import Known
 
 pytestmark = pytest.mark.torchao
 TEXTS = ["def mean(values):", "zz", "return sum(values) / len(values)"]
@@ -219,7 +220,7 @@ def test_result_key_tells_int8_from_plain(tiny_folders):
     target, draft = tiny_folders
     notebook = Notebook(Path("own.ipynb"), {}, frozenset(), "a" * 64)
     of = [
-        identity.Surroundings().of({"target": t, "drafter": d}, notebook).parts
+        identity.Surroundings(Known()).of({"target": t, "drafter": d}, notebook).parts
         for t, d in ((target, draft), (target, small(draft)), (small(target), draft))
     ]
     assert len({parts["models"] for parts in of}) == 3

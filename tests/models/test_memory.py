@@ -26,6 +26,7 @@ from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
 from specexp.tree import Tree
+from specexp.zoo.known import Known
 
 CPU = torch.device("cpu")
 NETS = {
@@ -161,10 +162,10 @@ def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
         models = pairing.engine.models
         held = sum(peak_memory.held_per_token(m) * m.cache.batch * m.cache.size for m in models)
         [options] = feasible.each_pairing(base | {"drafter": name})
-        plan, ready = api.prepare(api.Once(), *options.items())
+        plan = feasible.candidate(options, 1 << 20, Known())
         tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
-        assert ready.slots == slots
-        assert held <= feasible.needed(plan, ready, torch.float32, 1, tokens).cache
+        assert plan.limits.slots == slots
+        assert held <= feasible.needed(plan, 1, tokens).cache
 
 
 STATEFUL = [name for name in hybrids.CONFIGS if name != "recurrent_gemma"]
@@ -199,9 +200,9 @@ def test_needed_covers_the_states_of_every_slot_of_a_round(hybrid_folder, drafte
     pairing = api.load(**named)
     pairing.generate(["def mean(values):"] * 4, 20)
     [options] = feasible.each_pairing(named | {"max_new_tokens": 20})
-    plan, ready = api.prepare(api.Once(), *options.items())
+    plan = feasible.candidate(options, 1 << 20, Known())
     tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
-    needed = feasible.needed(plan, ready, torch.float32, 4, tokens).cache
+    needed = feasible.needed(plan, 4, tokens).cache
     for each in (model := pairing.engine.models):
         needed -= 4 * each.cache.size * each.kv_bytes_per_token
         held = (each.cache.states.of_row(row) for row in range(4))

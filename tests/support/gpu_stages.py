@@ -40,7 +40,7 @@ from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import races, served
 from specexp.models import memory
 from specexp.models.lm import LM
-from specexp.models.load import of_module, smaller, weight_bytes
+from specexp.models.load import of_module, weight_bytes
 from specexp.names import read_target
 from specexp.serving.cost_table import Costs
 from specexp.zoo import files, shelf, twins
@@ -190,7 +190,7 @@ def random_weights(params: str, device: torch.device, made: list[LM]) -> dict[st
     if (need := weight_bytes(config, torch.bfloat16)) > free:
         raise UserError(
             f"the weights take {memory.gib(need)} GiB and {memory.gib(free)} GiB are free: "
-            f"{smaller(config, torch.bfloat16, free)}"
+            f"{memory.smaller(need, 'bfloat16', free)}"
         )
     made.append(of_module(random_module(config, device), f"random-{params}"))
     return {"parameters": made[0].parameters}

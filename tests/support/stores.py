@@ -11,8 +11,8 @@ from rich.console import Console
 from support.artifacts import digests
 
 from specexp.grids import runner as run
-from specexp.grids.execute import Failure
 from specexp.grids.machines import local
+from specexp.grids.progress import Failure
 from specexp.tracking import mlflow_store
 from specexp.tracking import runs as track
 

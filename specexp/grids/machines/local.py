@@ -23,18 +23,6 @@ Worker: TypeAlias = Callable[[Point, Path, Watch], str]
 Machines: TypeAlias = "Here | OnRay"  # where points run; a context manager around all of them
 
 
-def of(
-    name: str, points: Sequence[Point], *, forked: bool = True,
-    say: Callable[[str], None] = lambda message: None,
-) -> Machines:  # fmt: skip
-    """The machines of this name: `here`, or an address of Ray (`ray.OnRay`). Raises UserError."""
-    if name == "here":
-        return Here(points, forked)
-    from specexp.grids.machines.ray import OnRay
-
-    return OnRay(points, name, forked=forked, say=say)
-
-
 class Here:
     """This machine. With several GPUs, worker i sees only GPU i, unless a point names a device."""
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
-from specexp.grids.execute import Failure, Watch
+from specexp.grids.execute import Watch
 from specexp.grids.machines import worker
 from specexp.grids.machines.local import Worker
 from specexp.grids.machines.worker import Outcome, Task
 from specexp.grids.points import Point
+from specexp.grids.progress import Failure
 from specexp.tracking import results
 
 OWN, HERE = "ray", "auto"

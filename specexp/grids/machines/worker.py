@@ -23,8 +23,9 @@ import torch
 
 from specexp.errors import UserError
 from specexp.grids import identity, kernels, notebooks
-from specexp.grids.execute import Failure, Watch, execute
+from specexp.grids.execute import Watch, execute
 from specexp.grids.points import Point
+from specexp.grids.progress import Failure
 from specexp.tracking import provenance, results
 
 if TYPE_CHECKING:

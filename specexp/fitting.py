@@ -1,0 +1,99 @@
+"""What can be asked for together: a draft's shape, a drafter's limits, a rule, a vocabulary.
+
+Only names and numbers are compared, so that a plan is checked without importing torch.
+"""
+
+import pkgutil
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from specexp import objects
+from specexp.errors import UserError
+from specexp.tree import Tree
+
+LEAST = 2.0**-126  # the least temperature; float32 rounds smaller ones to 0
+
+
+@cache
+def shipped() -> list[str]:
+    """The names of the drafting methods that ship, a file each."""
+    folder = Path(__file__).with_name("drafters")
+    return sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
+
+
+def methods() -> list[str]:
+    """The names of all drafting methods: those shipped, then the entry points of other packages."""
+    return [*shipped(), *sorted(objects.registered("drafter").keys() - set(shipped()))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The drafts that a drafter can make.
+
+    `draws`: its draft tokens are sampled from a distribution that is passed to the rule (False:
+    they are chosen deterministically). `deepest`: the greatest draft length; `widest`: the most
+    children of a node. `slots`: slots of its model's cache per slot of the target's.
+    """
+
+    draws: bool = False
+    deepest: int = 1 << 30
+    widest: int = 1 << 30
+    slots: int = 1
+
+
+class Judging(Protocol):
+    """What of an acceptance rule decides where it can judge (`rules.Rule`)."""
+
+    name: str
+    chains_only: bool
+    wants_q: bool
+
+
+def fit(
+    drafter: str, limits: Limits, tree: Tree, vocab: int, rule: Judging | None, temperature: float
+) -> None:
+    """Raise UserError if the drafter cannot make this draft, or the rule cannot judge it.
+
+    drafter: its method; vocab: tokens of the target; rule: None is `auto`."""
+    widest = max(tree.parents.count(i) for i in range(len(tree)))
+    if tree.depth > limits.deepest:
+        raise UserError(
+            f"drafter {drafter} drafts at most {limits.deepest} tokens ahead and the draft is "
+            f"{tree.depth} deep: use gamma {limits.deepest} or less"
+        )
+    if widest > limits.widest:
+        raise UserError(
+            f"drafter {drafter} keeps {limits.widest} candidates per token and a node of the tree "
+            f"has {widest} children: use {drafter}:{widest}"
+        )
+    if max(widest, tree.width) > vocab:
+        raise UserError(
+            f"a tree as wide as {widest} is wider than the vocabulary of {vocab} tokens"
+        )
+    if rule is None:
+        return
+    if rule.chains_only and not tree.is_chain:
+        raise UserError(f"rule {rule.name} works on chains; use tree chain, or another rule")
+    if rule.wants_q and temperature > 0 and not (limits.draws and not tree.width):
+        raise UserError(
+            f"rule {rule.name} weighs draft tokens by the distribution they were drawn from, and "
+            f"those of {drafter} on this tree are chosen, not drawn: use rule match"
+        )
+
+
+def sampling(
+    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> None:
+    """Raise UserError for a setting of `specexp.Sampling` that is out of range."""
+    if not 0 <= temperature < float("inf"):
+        raise UserError(f"temperature is {temperature}; use 0 (greedy) or more")
+    if 0 < temperature < LEAST:
+        raise UserError(f"temperature is {temperature}; use 0 (greedy) or at least {LEAST:.2g}")
+    if top_k < 0:
+        raise UserError(f"top_k is {top_k}; use 0 (keep all) or more")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p is {top_p}; it must lie in (0, 1]")
+    if not 0 <= min_p <= 1:
+        raise UserError(f"min_p is {min_p}; it must lie in [0, 1], and 0 keeps all")

@@ -1,0 +1,120 @@
+"""Answers that are kept while nothing that decides them has changed.
+
+To say what a model is, or which kernels run here, takes torch and transformers: seconds of a core,
+beside a point that may be timed. What decides an answer is compared by size and time of change:
+specexp's code, the models here, the packages and programs that are installed, the devices, the
+environment, and the files that the answer was read from.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from specexp.errors import UserError
+from specexp.zoo import files, shelf
+
+SHELL = ("_", "SHLVL", "OLDPWD", "COLUMNS", "LINES")  # variables that decide nothing
+OWN = Path("own")  # in place of the files of code of one's own
+Answer: TypeAlias = tuple[Any, Iterable[Path] | None]
+"""Plain data, and the files and folders that decide it, those of these names that do not exist
+included; None if they are not all known, so that the answer is not kept."""
+
+
+class Known:
+    """Answers (and UserError or OSError raised) by question, a function and its arguments; each is
+    asked once, while no file changes.
+
+    kept: lasting answers are looked up, and written, in the user's cache folder. `own`: the files
+    of one's own code that may run, None if they are not all known.
+    """
+
+    def __init__(self, kept: bool = False) -> None:
+        self.kept, self.own = kept, None if kept else list[Path]()
+        self._answers: dict[Any, tuple[Any, Exception | None]] = {}
+
+    def __call__(self, find: Callable[..., Any], *args: Any) -> Any:
+        if (find, args) not in self._answers:
+            try:
+                self._answers[find, args] = find(*args), None
+            except (UserError, OSError) as e:
+                self._answers[find, args] = None, e
+        answer, error = self._answers[find, args]
+        if error:
+            raise error
+        return answer
+
+    def lasting(self, find: str, *args: Any) -> Any:
+        """The answer that a function returns for these texts and numbers, in this folder. find:
+        where it is, `specexp.MODULE.FUNCTION`; it is imported if it has to be asked."""
+        return self(self._lasting, find, *args)
+
+    def _lasting(self, find: str, *args: Any) -> Any:
+        if not self.kept:
+            return _ask(find, *args)[0]
+        question = _digest(find, args, os.getcwd())
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        file = cache / "specexp" / "known" / f"{question[:24]}.json"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(file.read_text())
+            if record["state"] == self._state(record["read"]):
+                return record["answer"]
+        begun = time.time_ns()
+        answer, read = _ask(find, *args)
+        if read is None or (OWN in read and self.own is None):
+            return answer
+        own = self.own or () if OWN in read else ()
+        deciding = sorted({str(path) for path in (*read, *own) if path != OWN})
+        if all(state[3] < begun for state in _stats(deciding)):
+            record = {"answer": answer, "read": deciding, "state": self._state(deciding)}
+            with suppress(OSError), files.whole(file) as partial:
+                partial.write_text(json.dumps(record))
+        return answer
+
+    def _state(self, read: Iterable[str]) -> str:
+        return _digest(self._around, *_stats(read))
+
+    @cached_property
+    def _around(self) -> str:
+        """A digest of what decides every answer."""
+        code = (path for path in _PACKAGE.rglob("*") if path.suffix in _CODE)
+        cards = (model.path / "zoo.json" for model in shelf.models())
+        folders = (*sys.path, *os.environ.get("PATH", "").split(os.pathsep))
+        devices = (*Path("/dev").glob("nvidia*"), Path("/proc/driver/nvidia/version"))
+        variables = sorted((n, v) for n, v in os.environ.items() if n not in SHELL)
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [os.cpu_count()]
+        stats = _stats((*sorted(code), *cards, *folders, *devices))
+        return _digest(*stats, variables, sorted(usable))
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CODE = (".py", ".cpp", ".h", ".cu")
+
+
+def _ask(find: str, *args: Any) -> Answer:
+    module, _, function = find.rpartition(".")
+    found: Answer = getattr(import_module(module), function)(*args)
+    return found
+
+
+def within(*paths: Path) -> list[Path]:
+    """These files and folders, and the files in the folders and one folder below."""
+    return [p for path in paths for p in (path, *path.glob("*"), *path.glob("*/*"))]
+
+
+def _stats(paths: Iterable[Path | str]) -> Iterator[tuple[str, int, int, int]]:
+    for path in paths:
+        with suppress(OSError, ValueError):
+            state = os.stat(path)
+            yield str(path), state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _digest(*parts: Any) -> str:
+    return sha256(repr(parts).encode()).hexdigest()
