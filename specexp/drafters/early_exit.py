@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.errors import UserError, refusing
+from specexp.errors import UserError, counted, refusing
 from specexp.growth import Level, grow
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -28,7 +28,7 @@ class EarlyExit(Drafter):
     draws = True
 
     def __init__(self, target: LM, layers: int, sampling: Sampling) -> None:
-        self.name = f"first {layers} layers of {target.name}"
+        self.name = f"first {counted(layers, 'layer')} of {target.name}"
         self.target, self.sampling = target, sampling
         with refusing(f"early_exit cannot leave {target.name}"):
             self.lm = of_module(lower(target.module, layers), self.name, target.vocab)
