@@ -29,6 +29,7 @@ from specexp.grids import notebooks
 from specexp.grids.kernels import NoForkServer, Worker
 from specexp.grids.points import Point
 from specexp.grids.progress import REMOVED, Failure, of_error
+from specexp.terminal import harmless
 from specexp.tracking import mlflow_view, redact, results
 
 NOTEBOOK, PAGE, LOG = "notebook.ipynb", "notebook.html", "log.txt"
@@ -73,7 +74,8 @@ def _tidy(folder: Path) -> None:
     for name in (NOTEBOOK, LOG, results.RESULT):
         if (folder / name).exists():
             text = (folder / name).read_text(errors="replace")
-            if (safe := redact.hide(text)) != text:
+            safe = redact.hide(text)
+            if (safe := harmless(safe) if name == LOG else safe) != text:
                 (folder / name).write_text(safe)
     _to_html(folder)
 

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from specexp.grids import identity
 from specexp.grids.points import Point
-from specexp.terminal import ROWS
+from specexp.terminal import ROWS, harmless
 from specexp.tracking import presence, redact, results, runs
 
 ERROR = "error.txt"  # in the folder of a failed attempt
@@ -37,10 +37,10 @@ ENDS = {"done": "green", "failed": "red", "stopped": "yellow", "kept": "yellow"}
 
 class Failure(Exception):
     """A point did not succeed. `kind`: error, timeout, kernel-died, oom, invalid-result, disk,
-    lost (its machine failed or cannot be reached) or interrupted."""
+    lost (its machine failed or cannot be reached) or interrupted. Its message holds no secret."""
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(redact.hide(message))
         self.kind = kind
 
 
@@ -54,11 +54,11 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
     """Move a failed attempt to `failed/`, with its error and the tags of its MLflow run."""
     attempt.mkdir(exist_ok=True)
     results.only_files(attempt)
-    message = redact.hide(str(failure))
+    message = harmless(str(failure))
     trace = "" if failure.__cause__ is None else redact.hide("".join(
         traceback.format_exception(failure.__cause__)
     ))  # fmt: skip
-    (attempt / ERROR).write_text(f"{failure.kind}: {message}\n\n{trace}")
+    (attempt / ERROR).write_text(f"{failure.kind}: {message}\n\n{harmless(trace)}")
     record = results.read(attempt / results.POINT)
     if record:
         tags = record["tags"] | {

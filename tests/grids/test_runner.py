@@ -28,7 +28,7 @@ from specexp.grids import progress
 from specexp.grids import runner as run
 from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _tidy
 from specexp.grids.machines import local
-from specexp.grids.progress import Failure
+from specexp.grids.progress import ERROR, Failure
 from specexp.tracking import audit, compare, rebuild, results, runs
 from specexp.tracking.results import claim, holder, intact
 
@@ -882,3 +882,14 @@ def test_a_page_has_its_notebooks_title_and_no_widgets(tmp_path):
     assert "0/9" not in page
     assert "nine runs" in page
     assert "0/9" in (tmp_path / NOTEBOOK).read_text()
+
+
+def test_error_that_is_shown_and_kept_has_no_secret_and_no_escape_sequence(store):
+    secret = f"ghp_{'A1b2C3d4' * 5}"
+    failure = Failure("error", f"ValueError: \x1b]0;title\x07{secret}")
+    failure.__cause__ = ValueError(f"\x1b[2J{secret}")
+    assert secret not in str(failure)
+    attempt = results.new_attempt("0" * 16)
+    kept = (run.set_aside(attempt, failure) / ERROR).read_text()
+    assert "ValueError: ␛]0;title␇[hidden]" in kept
+    assert "␛[2J[hidden]" in kept
