@@ -52,13 +52,15 @@ def compiled(what: str, folder: Path) -> Any:
 
 @pytest.mark.triton
 def test_layer_launches_or_moves_more_than_it_must(tmp_path):
-    said = compiled("layer", tmp_path)
-    assert [launch["kernel"] for launch in said["launches"]] == [
-        "turn", "attend", "multiply", "add", "gate_products", "multiply", "add", "multiply",
-    ]  # fmt: skip
-    for launch in said["launches"]:
-        print(f"{launch['kernel']:>14} {launch['bytes']:>12,} bytes")
-    assert 1 <= sum(launch["bytes"] for launch in said["launches"]) / said["least"] < 1.02
+    for said in compiled("layer", tmp_path):
+        assert [launch["kernel"] for launch in said["launches"]] == [
+            "turn", "attend", "multiply", "add", "gate_products", "multiply", "add", "multiply",
+        ]  # fmt: skip
+        for launch in said["launches"]:
+            print(f"{launch['kernel']:>14} {launch['bytes']:>12,} bytes")
+        moved = sum(launch["bytes"] for launch in said["launches"])
+        print(f"{moved / said['least']:>14.3f} of the least, {said['least']:,} bytes")
+        assert 1 <= moved / said["least"] < 1.03
 
 
 @pytest.mark.triton

@@ -34,6 +34,7 @@ PASSES = {  # rows, tokens of each, slots, dtype
     "prefill": (1, 512, 8192, torch.bfloat16),
     "float32": (1, 512, 8192, torch.float32),
 }
+SHAPES = ((E, HIDDEN), (2048, 8192))  # widths of Llama 3 of 8 billion parameters, and of 1
 
 
 class Card:
@@ -112,11 +113,11 @@ class Launched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def layer(B: int, n: int, S: int, dtype: torch.dtype) -> dict[str, Any]:
+def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -> dict[str, Any]:
     """What one layer of a pass launches, in order, and the least bytes that it can move: weights,
     keys and values of all slots, and its input and output."""
     shape = {"num_attention_heads": H, "num_key_value_heads": K, "vocab_size": 1000}
-    config = LlamaConfig(hidden_size=E, intermediate_size=HIDDEN, num_hidden_layers=3, **shape)
+    config = LlamaConfig(hidden_size=width, intermediate_size=hidden, num_hidden_layers=3, **shape)
     with torch.device("meta"), torch.inference_mode():
         module = LlamaForCausalLM(config).to(dtype)
         base, head = module.model, module.lm_head.weight
@@ -134,7 +135,7 @@ def layer(B: int, n: int, S: int, dtype: torch.dtype) -> dict[str, Any]:
     names = [need["kernel"] for need in needs]
     _, first, second = (at for at, name in enumerate(names) if name == "turn")
     weights = sum(w.nbytes for w in base.layers[1].parameters())
-    least = weights + cache.layers[1].keys[:, :, :S].nbytes * 2 + 2 * B * n * E * dtype.itemsize
+    least = weights + cache.layers[1].keys[:, :, :S].nbytes * 2 + 2 * B * n * width * dtype.itemsize
     return {"launches": needs[first:second], "least": least}
 
 
@@ -151,4 +152,6 @@ def table(name: str) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     ops.home(torch.device("cuda"))
     [what] = sys.argv[1:]
-    json.dump(layer(*PASSES["verify"]) if what == "layer" else table(what), sys.stdout)
+    if what == "layer":
+        said = [layer(*shape, *PASSES["verify"]) for shape in SHAPES]
+    json.dump(said if what == "layer" else table(what), sys.stdout)

@@ -47,15 +47,22 @@ def refused(p, q, token, note, share, lenience):
 
 
 @triton.jit
-def left(p, q, token, notes, count, lenience, K: tl.constexpr):
-    """What is left of p and of q at tokens once the first children, so many, were refused."""
+def left(
+    logits, laws, q, notes, place, token, real, count, stride, scale, lenience, K: tl.constexpr,
+    V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
+):  # fmt: skip
+    """What is left of p and of q at tokens once a node's first children, so many, were refused."""
+    p = chance(logits, laws, place, token, real, stride, scale, COUNT)
+    q_left = 0.0 * p
+    if DRAWN:
+        q_left = tl.load(q + place * V + token, real, other=0.0)
     for j in range(K - 1):
         note = notes + j * 4
         was = (j < count) & (tl.load(note).to(tl.int32, bitcast=True) >= 0)
-        some, others, drawn = refused(p, q, token, note, 1.0, lenience)
+        some, others, drawn = refused(p, q_left, token, note, 1.0, lenience)
         p = tl.where(was, over(some, tl.load(note + 2), p), p)
-        q = tl.where(was, over(others, tl.load(note + 3), drawn), q)
-    return p, q
+        q_left = tl.where(was, over(others, tl.load(note + 3), drawn), q_left)
+    return p, q_left
 
 
 @triton.jit
@@ -83,11 +90,10 @@ def weigh_left(
     else:
         token = block * BLOCK + tl.arange(0, BLOCK)
         real = token < V
-        p = chance(logits, laws, place, token, real, stride, scale, COUNT)
-        d = 0.0 * p
-        if DRAWN:
-            d = tl.load(q + place * V + token, real, other=0.0)
-        p, d = left(p, d, token, notes, last, lenience, K)
+        p, d = left(
+            logits, laws, q, notes, place, token, real, last, stride, scale, lenience, K, V, COUNT,
+            DRAWN,
+        )  # fmt: skip
         some, others, _ = refused(p, d, token, notes + last * 4, share, lenience)
         tl.store(sums, tl.sum(some, 0))
         tl.store(sums + 1, tl.sum(others, 0))
@@ -188,11 +194,10 @@ def try_child(
             tl.store(notes + last * 4 + 3, rest)
             tl.debug_barrier()  # the note is read by all
     if judges:
-        px = chance(logits, laws, place, x, x >= 0, stride, scale, COUNT)
-        qx = 0.0 * px
-        if DRAWN:
-            qx = tl.load(q + place * V + x, x >= 0, other=0.0)
-        px, qx = left(px, qx, x, notes, rank, lenience, K)
+        px, qx = left(
+            logits, laws, q, notes, place, x, x >= 0, rank, stride, scale, lenience, K, V, COUNT,
+            DRAWN,
+        )  # fmt: skip
         chosen = qx <= 0
         odds = tl.div_rn(px, lenience * tl.where(chosen, 1.0, qx))
         u = uniform(tl.load(keys + place), salt, tl.full([], 0, tl.int32) + rank)
@@ -221,10 +226,9 @@ def weigh_prefixes(
     place = row * N + node
     x = tl.load(tokens + place + 1, node + 1 < N, other=-1).to(tl.int32)
     exists = tl.cumsum(((x < 0) | (x >= V)).to(tl.int32), 0) == 0
-    px = chance(logits, laws, place, x, exists, stride, scale, COUNT)
-    qx = 0.0 * px
-    if DRAWN:
-        qx = tl.load(q + place * V + x, exists, other=0.0)
+    px, qx = left(
+        logits, laws, q, notes, place, x, exists, 0, stride, scale, 1.0, 1, V, COUNT, DRAWN
+    )
     odds = tl.where(exists, tl.div_rn(px, tl.where(qx > 0, qx, 1.0)), 0.0)
     P, weights = tl.full([], 1.0, tl.float32), tl.zeros([WIDE], tl.float32)
     for i in range(N):
@@ -278,11 +282,10 @@ def race_left(
     child, or, if that is not to count as REFUSED, before it."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     real = token < V
-    p = chance(logits, laws, place, token, real, stride, scale, COUNT)
-    d = 0.0 * p
-    if DRAWN:
-        d = tl.load(q + place * V + token, real, other=0.0)
-    p, d = left(p, d, token, notes, last, lenience, K)
+    p, d = left(
+        logits, laws, q, notes, place, token, real, last, stride, scale, lenience, K, V, COUNT,
+        DRAWN,
+    )  # fmt: skip
     if REFUSED & (last >= 0):
         note = notes + last * 4
         p = refused(p, d, token, note, tl.load(note + 2), lenience)[0]
@@ -398,11 +401,11 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     if laws is None or (q is not None and (not plain(q) or q.shape != logits.shape)):
         return NotImplemented
     keys, tokens = draft.keys.contiguous(), draft.tokens.contiguous()
-    if type(rule) is Match:
-        sample = drawn(noise, rows, laws, sampling, keys, TOKEN)
-        return follow(draft, sample)
+    if type(rule) is Match or N == 1:
+        purpose = TOKEN if type(rule) is Match else RESIDUAL
+        return follow(draft, drawn(noise, rows, laws, sampling, keys, purpose))
 
-    whole, result = type(rule) is Block or N == 1, verdict(draft)
+    whole, result = type(rule) is Block, verdict(draft)
     K = 1 if whole else nodes.children.shape[-1]
     ok, notes = keys.new_empty(B, N, dtype=torch.int32), laws.new_empty(B, N, K, 4)
     drafted = rows if q is None else q
