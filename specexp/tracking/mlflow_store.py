@@ -17,7 +17,7 @@ import re
 import shutil
 import sqlite3
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,6 +28,7 @@ from specexp.tracking import redact
 
 SCHEMES = ("sqlite", "postgresql", "http", "https")
 PROXIED = "mlflow-artifacts:/"
+MADE_AS = "specexp.experiment"  # a tag of experiments, see `names_of`
 _DAMAGE = {
     "file is not a database": "is not a database",
     "malformed": "is damaged",
@@ -72,9 +73,10 @@ class StoreCorrupt(UserError):
 
 @dataclass(frozen=True)
 class State:
-    """Where a run is in MLflow, whether it was deleted there, how it ended, and some tags."""
+    """Where a run is in MLflow (`names_of` its experiment), whether it was deleted there, how it
+    ended, and some tags."""
 
-    experiment: str
+    experiment: tuple[str, ...]
     deleted: bool
     status: str
     tags: dict[str, str]
@@ -224,9 +226,10 @@ class Backend:
         with self.reaching():
             return list(_pages(self.client.search_experiments))
 
-    def states(self, experiments: Collection[str], tags: Sequence[str]) -> dict[str, State]:
-        """The state of every run, deleted or not, in experiments of these names, with those of its
-        tags. From a database in one query: MLflow takes seconds for a thousand runs."""
+    def states(self, experiments: Set[str], tags: Sequence[str]) -> dict[str, State]:
+        """The state of every run, deleted or not, in experiments with one of these names (see
+        `names_of`), with those of its tags. From a database in one query: MLflow takes seconds for
+        a thousand runs."""
         with self.reaching():
             return (_served_states if self.served else _states)(self, experiments, tags)
 
@@ -279,46 +282,54 @@ class Backend:
         return f"./api/2.0/mlflow-artifacts/artifacts/{quote(below)}"
 
 
-def _states(
-    backend: Backend, experiments: Collection[str], tags: Sequence[str]
-) -> dict[str, State]:
+def _states(backend: Backend, experiments: Set[str], tags: Sequence[str]) -> dict[str, State]:
     import sqlalchemy
 
     query = sqlalchemy.text(
-        "SELECT r.run_uuid, e.name, r.lifecycle_stage, r.status, t.key, t.value "
+        "SELECT r.run_uuid, e.name, m.value, r.lifecycle_stage, r.status, t.key, t.value "
         "FROM runs r JOIN experiments e ON e.experiment_id = r.experiment_id "
-        "LEFT JOIN tags t ON t.run_uuid = r.run_uuid AND t.key IN :tags WHERE e.name IN :names"
+        "LEFT JOIN experiment_tags m ON m.experiment_id = e.experiment_id AND m.key = :made_as "
+        "LEFT JOIN tags t ON t.run_uuid = r.run_uuid AND t.key IN :tags "
+        "WHERE e.name IN :names OR m.value IN :names"
     ).bindparams(
+        sqlalchemy.bindparam("made_as", MADE_AS),
         sqlalchemy.bindparam("tags", list(tags), expanding=True),
         sqlalchemy.bindparam("names", list(experiments), expanding=True),
     )
     states: dict[str, State] = {}
     engine = sqlalchemy.create_engine(backend.uri, poolclass=sqlalchemy.pool.NullPool)
     with engine.connect() as connection:
-        for run, name, stage, status, key, value in connection.execute(query):
-            state = states.setdefault(run, State(name, stage == "deleted", status, {}))
+        for run, name, made_as, stage, status, key, value in connection.execute(query):
+            state = State((name, made_as or name), stage == "deleted", status, {})
+            state = states.setdefault(run, state)
             if key:
                 state.tags[key] = value
     return states
 
 
 def _served_states(
-    backend: Backend, experiments: Collection[str], tags: Sequence[str]
+    backend: Backend, experiments: Set[str], tags: Sequence[str]
 ) -> dict[str, State]:
     from mlflow.entities import ViewType
 
     client, everything = backend.client, ViewType.ALL
     return {
         run.info.run_id: State(
-            experiment.name, run.info.lifecycle_stage == "deleted", run.info.status,
+            names_of(experiment), run.info.lifecycle_stage == "deleted", run.info.status,
             {n: run.data.tags[n] for n in tags if n in run.data.tags},
         )
         for experiment in _pages(client.search_experiments, view_type=everything)
-        if experiment.name in experiments
+        if not experiments.isdisjoint(names_of(experiment))
         for run in _pages(
             client.search_runs, [experiment.experiment_id], "", everything, max_results=1000
         )
     }  # fmt: skip
+
+
+def names_of(experiment: Any) -> tuple[str, ...]:
+    """The name that MLflow shows, and the one under which specexp made the experiment: grids and
+    results keep to it when somebody renames the experiment in MLflow."""
+    return str(experiment.name), str(experiment.tags.get(MADE_AS, experiment.name))
 
 
 def artifacts_of(backend: Backend, uri: str) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specexp.tracking import results, runs
+from specexp.tracking.mlflow_store import names_of
 from specexp.zoo import files
 
 FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the notebook's file
@@ -63,7 +64,8 @@ def missing(folders: Iterable[Path]) -> Missing:
             or state.tags.get("store") != store
             or state.tags.get("published") != "1"
             or state.status == "RUNNING"
-            or (state.experiment, state.tags.get("notebook")) != named[folder]
+            or named[folder][0] not in state.experiment
+            or state.tags.get("notebook") != named[folder][1]
             for state in states
         ):
             lost.append(folder)
@@ -104,8 +106,8 @@ def forget(folder: Path) -> None:
     for run_id in runs.marker(folder).read_text().split():
         with runs.backend().reaching(), contextlib.suppress(MlflowException):  # there is none
             run = client.get_run(run_id)
-            name = client.get_experiment(run.info.experiment_id).name
+            shown = names_of(client.get_experiment(run.info.experiment_id))
             ours = run.data.tags.get("run_key") == results.key_of(folder)
-            if ours and label.get("experiment", name) != name:
+            if ours and label.get("experiment", shown[0]) not in shown:
                 client.delete_run(run_id)
     runs.marker(folder).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from specexp.tracking import mlflow_view, presence, report, runs
 from specexp.tracking import results as store
-from specexp.tracking.mlflow_store import Backend, StoreUnreachable
+from specexp.tracking.mlflow_store import Backend, StoreUnreachable, names_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def describe(names: Collection[str]) -> None:
     every = (f for f in folders if presence.names(f)[0] in names and store.intact(f))
     newest, backend = report.newest(every), runs.backend()
     for experiment in backend.experiments() if newest and runs.has_database() else ():
-        part = [run for run in newest if run.experiment == experiment.name]
+        part = [run for run in newest if run.experiment in names_of(experiment)]
         if part:
             current = {(run.folder.name, run.rival) for run in part}
             runs.supersede(experiment.experiment_id, current)

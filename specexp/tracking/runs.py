@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 from specexp.errors import UserError
 from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking.mlflow_store import (
+    MADE_AS,
     Backend,
     StoreCorrupt,
     StoreRejected,
     StoreUnreachable,
+    names_of,
 )
 
 if TYPE_CHECKING:
@@ -221,14 +223,16 @@ def had_runs() -> bool:
 
 
 def experiment_id(name: str) -> str:
-    """The id of the experiment of this name, which is created or restored if necessary."""
+    """The id of the experiment of this name (`names_of`), which is created or restored if
+    necessary."""
     from mlflow.exceptions import MlflowException
 
     store, mlflow = backend(), client()
-    experiment = mlflow.get_experiment_by_name(name)
+    renamed = (e for e in store.experiments() if names_of(e)[1] == name)
+    experiment = mlflow.get_experiment_by_name(name) or next(renamed, None)
     if experiment is None:
         try:
-            return str(mlflow.create_experiment(name, artifact_location=store.location(name)))
+            return str(mlflow.create_experiment(name, store.location(name), {MADE_AS: name}))
         except MlflowException:  # another process has just created it
             experiment = mlflow.get_experiment_by_name(name)
             if experiment is None:
@@ -419,7 +423,7 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
     finished = [
         (e.name, run)
         for e in (store.experiments() if has_database() else [])
-        if experiment in (None, e.name)
+        if experiment is None or experiment in names_of(e)
         for run in store.runs(e.experiment_id, "attributes.status = 'FINISHED'")
         if mlflow_view.SUPERSEDED not in run.data.tags
         if grid in (None, run.data.tags.get("grid")) or run.data.tags.get("run_key") in keys

@@ -12,7 +12,7 @@ from support.stores import METRICS, active, go, run_of
 from specexp.errors import UserError
 from specexp.grids import progress, runner
 from specexp.grids.machines import local
-from specexp.tracking import audit, runs
+from specexp.tracking import audit, mlflow_view, runs
 from specexp.tracking.mlflow_store import StoreUnreachable
 
 pytestmark = pytest.mark.usefixtures("copied_tables")
@@ -108,6 +108,24 @@ def test_what_was_renamed_appears_under_its_new_name(store, written, tmp_path):
         assert set(frame["tags.notebook"]) == {notebook.name}
         assert audit.problems() == []
         assert "new name" not in go(now)[1]
+
+
+def test_experiment_renamed_in_mlflow_stays_one_whatever_the_grid_calls_it(store, written):
+    todo = written(1, 2)
+    assert go(todo)[0] == 0
+    runs.client().rename_experiment(runs.experiment_id("grid of trifles"), "renamed by hand")
+    for name, count in (("grid of trifles", 3), ("renamed by hand", 4)):
+        todo = [replace(p, experiment=name) for p in written(*range(1, count + 1))]
+        assert progress.missing(todo).lines() == []
+        code, text = go(todo)
+        assert code == 0
+        assert "lacks" not in text
+        assert f"1 of {count} points to run" in text
+        assert audit.problems() == []
+        assert set(runs.runs()["experiment"]) == {"renamed by hand"}
+        assert len(runs.runs(name)) == len(active()) == count
+    [experiment] = [e for e in runs.backend().experiments() if e.name != "Default"]
+    assert experiment.tags["mlflow.note.content"].endswith(mlflow_view.OWN)
 
 
 @pytest.mark.parametrize("tag", ["published", "run_key", "store", "status", "mlflow.runName"])
