@@ -136,7 +136,10 @@ def _check_models(
             names, asked = ("chat", "target", "prompts"), (CHAT, target, *astuple(prompt))
             n, answers = findings.of(names, known.lasting, *asked) or (0, 0)
         else:
-            n = findings.of(("prompts", "target"), _tokens_of, prompt.text, target, known) or 0
+            n = (
+                findings.of(("prompts", "target"), known, _tokens_of, prompt.text, target, known)
+                or 0
+            )
         needs.append((n + new * (1 + answers), prompt))
     longest = max((need for need, _ in needs), default=0)
     if too_long := [prompt for need, prompt in needs if need > context]:
