@@ -71,7 +71,7 @@ CHANGES = {  # and what is asked again
                  {"model", "pairing", "sources", "target", "tokenizer"}),
     "name": (lambda home: (home / "ngram").mkdir(), {"files", "pairing", "sources"}),
     "environment": (lambda home: os.environ.__setitem__("CUDA_VISIBLE_DEVICES", "7"), None),
-    "package": (lambda home: (home.parent / "site" / "torch-9.dist-info").mkdir(), None),
+    "package": (lambda home: (home.parent / "site" / "unasked-9.dist-info").mkdir(), None),
     "code": (lambda home: write(home.parent / "code" / "api.py", "pass"), None),
 }  # fmt: skip
 
