@@ -171,6 +171,23 @@ def _choose_kernels_anew():
     ops.forget()
 
 
+@pytest.fixture(autouse=True)
+def _every_figure_is_readable(request, monkeypatch):
+    """Those that the tests of figures draw."""
+    if request.path.parent.name != "figures":
+        yield
+        return
+    from support import readable
+
+    from specexp.figures import style
+
+    drawn, close = [], style.plt.close
+    monkeypatch.setattr(style.plt, "close", lambda figure: (drawn.append(figure), close(figure)))
+    yield
+    for figure in drawn:
+        readable.check(figure)
+
+
 def tiny_llama(seed: int, layers: int = 2, vocab: int = 32, **config) -> LlamaForCausalLM:
     """Random weights, spread widely enough that greedy texts do not repeat one token."""
     torch.manual_seed(seed)

@@ -315,6 +315,11 @@ class Stepwise(nn.Module):
         return y
 
     @property
+    def one_convolution(self) -> bool:
+        """Whether its columns are those of a single convolution, as a scan takes them to be."""
+        return [number for kind, number in self.states if kind == "conv"] == [0]
+
+    @property
     def kept(self) -> Parts:
         """What is kept of one row after one token."""
         if not self.scanned:
@@ -412,7 +417,7 @@ def examine(
     device = next(parts[0].parameters()).device
     cache.aim(slice(0, 1), first_slot := torch.zeros(1, 1, dtype=torch.int64, device=device), 8)
     run(first_slot, 0)
-    scanned = all(part.scan.known for part in parts)
+    scanned = all(part.scan.known and part.one_convolution for part in parts)
     if device.type == "meta":
         for part in parts:
             part.scanned = scanned

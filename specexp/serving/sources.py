@@ -65,6 +65,7 @@ class Run:
 def serve(server: Server, source: Source) -> list[Response]:
     """Serve until all requests are over; the responses in order of arrival."""
     run = Run(server, source)
-    while run.advance():
-        pass
+    with server.rows.timer:
+        while run.advance():
+            pass
     return run.responses

@@ -25,6 +25,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from specexp.errors import UserError
 from specexp.tracking import redact
+from specexp.zoo.known import Answer, Known
 
 SCHEMES = ("sqlite", "postgresql", "http", "https")
 PROXIED = "mlflow-artifacts:/"
@@ -192,6 +193,8 @@ class Backend:
                 _create(self.file)
             if not self.file:
                 _connect(self.uri)
+            elif Known(kept=True).lasting(f"{__name__}.made", self.uri) == _version(self.file):
+                return
             create_tables(self.uri)
 
     def empty(self) -> bool:
@@ -350,6 +353,18 @@ def create_tables(uri: str) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     SqlAlchemyStore(uri, PROXIED).engine.dispose()
+
+
+def made(uri: str) -> Answer:
+    """The version of the tables of a SQLite database after `create_tables`, which takes seconds to
+    import MLflow and need not run again while that version and MLflow's stay."""
+    create_tables(uri)
+    return _version(Path(_database(uri))), []
+
+
+def _version(file: Path) -> str:
+    with contextlib.closing(_sqlite(file)) as db:
+        return str(db.execute("SELECT version_num FROM alembic_version").fetchall())
 
 
 def _configure(uri: str) -> None:

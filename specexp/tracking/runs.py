@@ -228,8 +228,9 @@ def experiment_id(name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     store, mlflow = backend(), client()
-    renamed = (e for e in store.experiments() if names_of(e)[1] == name)
-    experiment = mlflow.get_experiment_by_name(name) or next(renamed, None)
+    experiment = mlflow.get_experiment_by_name(name)
+    if experiment is None:
+        experiment = next((e for e in store.experiments() if names_of(e)[1] == name), None)
     if experiment is None:
         try:
             return str(mlflow.create_experiment(name, store.location(name), {MADE_AS: name}))

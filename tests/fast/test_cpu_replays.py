@@ -165,6 +165,7 @@ def test_served_texts_are_the_texts(kind):
 def test_few_batch_sizes_are_recorded_without_free_rows():
     bank = EngineRows(fast("model", "chain"), count=7, slots=64, slack=5)
 
+    @torch.inference_mode()
     def covered(*budget: int) -> tuple[int, list[int] | None]:
         rows = bank._rows(budget, 9, max(budget))
         return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()

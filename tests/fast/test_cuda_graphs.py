@@ -448,6 +448,7 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
     made = engine("model", "chain")
     bank = EngineRows(made, count=7, slots=64, slack=5)
 
+    @torch.inference_mode()
     def covered(*budget: int) -> tuple[int, list[int] | None]:
         rows = bank._rows(budget, 9, max(budget))
         return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()

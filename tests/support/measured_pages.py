@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 
 import specexp
 from specexp import figures
-from specexp.drafters import shipped
 from specexp.figures import style
+from specexp.fitting import shipped
 from specexp.measure import statistics
 
 ROOT = Path(__file__).parents[2]

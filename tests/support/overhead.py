@@ -23,7 +23,6 @@ from rich.progress import track as progress
 
 from specexp.grids import points as grid
 from specexp.grids import runner
-from specexp.grids.machines import local
 from specexp.tracking import runs
 
 CELLS = [
@@ -70,7 +69,7 @@ def by_specexp(notebook: Path, folder: Path, points: int, forked: bool) -> float
     runs.initialise()
     todo = grid.load([file])
     begin = time.perf_counter()
-    assert runner.run(todo, Console(quiet=True), place=local.Here(todo, forked)) == runner.DONE
+    assert runner.run(todo, Console(quiet=True), forked=forked) == runner.DONE
     return time.perf_counter() - begin
 
 
