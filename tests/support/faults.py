@@ -82,10 +82,9 @@ class Warm:
 
     def __enter__(self) -> Warm:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("SPECEXP", "MLFLOW_TRACK"))}
-        quiet = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._server = subprocess.Popen(
             [sys.executable, __file__], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**env, **quiet, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            env={**env, "OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"},
         )  # fmt: skip
         assert self._ask({"ask": "threads"}) == 1, "a process with threads must not be forked"
         return self
