@@ -185,6 +185,7 @@ class Backend:
             return
         if self.file and not self.file.parent.is_dir():
             raise UserError(f"the folder {self.file.parent} does not exist: create it first")
+        _configure(self.uri)  # what is known depends on variables of the environment
         empty = self.empty()
         with self.reaching():
             if empty and had_runs:
