@@ -163,10 +163,8 @@ def _train_draft(
     else:
         each = [prompts.Prompt(i, "text", (q,)) for i, q in enumerate(drafts.questions(chats))]
         asked = prompts.Prompts(each, " about Python's standard library")
-    source, kept = (
-        f"{asked}{', in its chat' if chats else ''}",
-        f"{layers} of {counted(L, 'layer')}",
-    )
+    source = f"{asked}{', in its chat' if chats else ''}"
+    kept = f"{layers} of {counted(L, 'layer')}"
     opt.console.print(f"{Path(target).name}: {kept}; {source}", soft_wrap=True)
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
     folder = drafts.train(

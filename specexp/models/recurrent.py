@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
-from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window
+from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window, entries_of
 from specexp.tree import Branches
 
 WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
@@ -149,15 +149,10 @@ class States:
             place = root[..., None] + torch.arange(ancestors.shape[2], device=slots.device)
             parent = torch.where(ancestors & (place < slots[..., None]), place, -1).amax(-1)
             parent = torch.maximum(parent, root - 1)
-        before = torch.where(parent < 0, NOTHING, self._entries(rows, parent))
-        after = torch.where(tokens < 0, NOWHERE, self._entries(rows, slots))
+        before = torch.where(parent < 0, NOTHING, entries_of(rows, parent, self.size))
+        after = torch.where(tokens < 0, NOWHERE, entries_of(rows, slots, self.size))
         self.before = before.t().contiguous().unbind()
         self.after = after.t().contiguous().unbind()
-
-    def _entries(self, rows: slice, slots: Tensor) -> Tensor:
-        """Where the states of slots [b, n] of these rows are."""
-        row = torch.arange(rows.start, rows.stop, device=slots.device)[:, None]
-        return FIRST + row * self.size + slots % self.size
 
     def read(self, module: int, node: int) -> State:
         """A copy of what a node starts from, or a text."""
@@ -185,7 +180,7 @@ class States:
         if self.window is None:
             last = n[:, None] - torch.arange(self.again + 1, device=n.device)
             source, target = (x.gather(1, last.clamp(min=0)) for x in (source, target))
-        here, there = (self._entries(rows, slots).flatten() for slots in (source, target))
+        here, there = (entries_of(rows, slots, self.size).flatten() for slots in (source, target))
         for part in self.buffers:
             for name, x in part.items():
                 if self.window is None or name not in WHOLE:

@@ -62,8 +62,7 @@ class Window:
 
     def entries(self, rows: slice, slots: Tensor) -> Tensor:
         """Where slots [b, n] of these rows are kept; those before the first are empty."""
-        row = torch.arange(rows.start, rows.stop, device=slots.device)[:, None]
-        at = FIRST + row * self.size + slots.flatten(1) % self.size
+        at = entries_of(rows, slots.flatten(1), self.size)
         return torch.where(slots < 0, NOTHING, at.view(slots.shape))
 
     def _places(self) -> Tensor:
@@ -109,6 +108,12 @@ class Window:
         self.earlier = earlier[:, None].float()  # [b, 1, n, n]
         self.after = torch.where(tokens < 0, NOWHERE, self.entries(rows, slots)).flatten()
         self.columns = self.entries(rows, columns)  # [b, n, back]
+
+
+def entries_of(rows: slice, slots: Tensor, size: int) -> Tensor:
+    """Where slots [b, n] of these rows are kept, the last `size` of each."""
+    row = torch.arange(rows.start, rows.stop, device=slots.device)[:, None]
+    return FIRST + row * size + slots % size
 
 
 def spread(x: Tensor, heads: int, dim: int) -> Tensor:
