@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 def bench(
     suites: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="peers, roofline, round, scale, memory; default: all.", metavar="[SUITE]..."
-        ),
+        typer.Argument(help="peers, roofline, round, scale; default: all.", metavar="[SUITE]..."),
     ] = None,
     target: opt.Target = opt.default("target"),
     drafter: opt.Drafter = opt.default("drafter"),
@@ -30,7 +28,7 @@ def bench(
     sampling: opt.OwnSampling = opt.default("sampling"),
     batches: Annotated[
         str,
-        opt.option("batches", "Such as 1,8: of scale and memory; peers uses the largest up to 8."),
+        opt.option("batches", "Such as 1,8: of scale; peers uses the largest up to 8."),
     ] = "1,2,4,8,16",
     prompts: Annotated[
         str,
@@ -61,8 +59,7 @@ def bench(
 
     peers: other engines at the same work. roofline: a pass against memory bandwidth and its bare
     matrix products. round: where a round's time goes. scale: cost of a pass over batch, tokens and
-    context. memory: peak against the prediction from configs. Takes two to four minutes for the
-    zoo's models on two cores.
+    context. Takes two to four minutes for the zoo's models on two cores.
     """
     from specexp import api
     from specexp.figures import hardware

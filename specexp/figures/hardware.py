@@ -10,11 +10,7 @@ from specexp.figures.style import DOUBTFUL, share, times
 from specexp.measure.hardware.phases import PHASES
 from specexp.measure.hardware.suites import WORK
 
-PARTS = {"weights": "weights", "K, V": "cache", "work": "work"}
-AXES = {
-    "batch": "rows", "tokens": "tokens a row", "context": "slots",
-    "vocabulary": "LM head alone, V", "model": "model, V",
-}  # fmt: skip
+AXES = {"batch": "rows", "tokens": "tokens a row", "context": "slots"}
 
 
 def heading(about: dict[str, Any]) -> str:
@@ -29,7 +25,6 @@ def tables(name: str, suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     """A suite's tables, and the notes below them."""
     views: dict[str, Callable[[dict[str, Any]], tuple[list[Table], list[str]]]] = {
         "peers": _peers, "roofline": _roofline, "round": _round, "scale": _scale,
-        "memory": _memory,
     }  # fmt: skip
     return views[name](suite)
 
@@ -136,11 +131,8 @@ def _scale(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     )  # fmt: skip
     last = None
     for row in suite["rows"]:
-        value = str(row["value"])
-        if row["axis"] == "model":
-            value += f" ({row['parameters'] / 1e6:.1f}M), {row['vocabulary']}"
         axis = AXES[row["axis"]] if row["axis"] != last else ""
-        table.add_row(axis, value, f"{row['ms']:.2f}", times(row["over_first"]))
+        table.add_row(axis, str(row["value"]), f"{row['ms']:.2f}", times(row["over_first"]))
         last = row["axis"]
     return [table], [fitted(suite["fit"])]
 
@@ -153,24 +145,3 @@ def fitted(fit: dict[str, Any]) -> str:
     if fit["r2"] > DOUBTFUL:
         return f"{line} (R² {fit['r2']:.2f})"
     return f"{line}: a poor fit (R² {fit['r2']:.2f}); was the machine busy?"
-
-
-def _memory(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
-    table = _table(
-        f"memory: {suite['drafter']}, {suite['new_tokens']} new tokens; MB at the peak",
-        "batch", "slots", *PARTS, "predicted", "measured", "ratio", left=0,
-    )  # fmt: skip
-    for row in suite["rows"]:
-        sizes = (f"{row[key] / 1e6:.1f}" for key in (*PARTS.values(), "predicted", "measured"))
-        table.add_row(str(row["batch"]), str(row["slots"]), *sizes, f"{row['ratio']:.3f}x")
-    caches = [
-        f"{m['model']}: {m['stated']:,} bytes of keys and values a token by its config, "
-        f"{m['held']:,.0f} allocated"
-        for m in suite["models"]
-    ]
-    return [table], [
-        *caches,
-        "work: the most that a pass or a rule has alive, predicted from configs without what "
-        "operations allocate inside;",
-        "ratio: measured over predicted; measured on a CPU: the tensors alive",
-    ]

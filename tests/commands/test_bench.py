@@ -77,7 +77,7 @@ def test_bench_json_prints_only_json(bench):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["rouf"], "suite 'rouf' is unknown; there are peers, roofline, round, scale, memory"),
+        (["rouf"], "suite 'rouf' is unknown; there are peers, roofline, round, scale"),
         (["--gamma", "0"], "gamma is 0"),
         (["--gamma", "-1"], "gamma is -1"),
         (["--repeats", "0"], "repeats is 0"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
+from support import peak_memory
 from support.tape import taped
 from support.tiny import NoHostReads, gpt2, slowly
 from torch import nn
@@ -19,7 +20,7 @@ from specexp.grids import identity
 from specexp.grids.notebooks import Notebook
 from specexp.measure import costs, one_pairing, parameters
 from specexp.measure.exactness import certify
-from specexp.measure.hardware import peak_memory, roofline
+from specexp.measure.hardware import roofline
 from specexp.measure.prompts import Prompt
 from specexp.models import head_files, int8, load, memory
 from specexp.models.lm import Unfused

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import tiny_llama
-from support import architectures, hybrids
+from support import architectures, hybrids, peak_memory
 from support.tiny import module
 from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig
 
@@ -17,7 +17,6 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast.cpu.passes import Native
 from specexp.measure import feasible, parameters
-from specexp.measure.hardware import peak_memory
 from specexp.measure.prompts import Prompt
 from specexp.models import load, memory, recurrent
 from specexp.models.load import of_module

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.peak_memory import held_per_token
 from support.tiny import TREES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -23,7 +24,6 @@ from specexp.drafters.ngram import NGram
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.measure.hardware.peak_memory import held_per_token
 from specexp.models import load, memory
 from specexp.models.load import of_module
 from specexp.models.recurrent import state_bytes

@@ -11,8 +11,6 @@ Prompt lookup differs: among earlier occurrences of up to three tokens, transfor
 follows the first one, specexp what follows the latest.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,7 +20,6 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from specexp import api
 from specexp.api import Pairing
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
@@ -30,7 +27,6 @@ from specexp.measure import interleave, statistics
 from specexp.measure.exactness import compare
 from specexp.measure.interleave import Turn
 from specexp.measure.prompts import Prompt
-from specexp.models.int8 import split
 from specexp.sampling import Sampling
 
 MOST = 8  # largest batch size that is compared
@@ -39,8 +35,7 @@ Texts = list[list[int]]  # of a batch, row by row
 Writer = Callable[[Texts], Texts]  # prompts to new tokens
 
 # (work, their arm, our arm) of each comparison
-ALONE = (("plain", "plain", "plain"), ("draft", "draft", "draft"), ("lookup", "lookup", "lookup"),
-         ("vLLM plain", "vllm", "plain"))  # fmt: skip
+ALONE = (("plain", "plain", "plain"), ("draft", "draft", "draft"), ("lookup", "lookup", "lookup"))
 TOGETHER = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
 
 
@@ -141,14 +136,6 @@ def others(pairing: Pairing, max_new_tokens: int) -> tuple[dict[str, Writer], di
     else:
         [draft] = _draft_module(pairing)
         writers["draft"] = transformers(module, new, assistant_model=draft)
-    if importlib.util.find_spec("vllm") is None:
-        missing["vllm"] = "vLLM is not installed"
-    elif split(pairing.options["target"])[1]:
-        missing["vllm"] = f"vLLM cannot load {pairing.target.name}"
-    elif unknown := pairing.followed.keys() - {"repetition_penalty"}:
-        missing["vllm"] = f"vLLM does not follow {', '.join(sorted(unknown))}"
-    else:
-        writers["vllm"] = vllm(pairing, new)
     return writers, missing
 
 
@@ -211,24 +198,3 @@ def same_settings(
         logging.set_verbosity(verbosity)
         for module, config in reversed(configs):
             module.generation_config = config
-
-
-def vllm(pairing: Pairing, max_new_tokens: int) -> Writer:
-    """vLLM's offline engine at its defaults, plain decoding; it loads a second copy of the
-    weights."""
-    package = importlib.import_module("vllm")
-    engine = package.LLM(
-        model=api.locate(pairing.options["target"]), dtype=pairing.options["dtype"],
-        max_model_len=min(pairing.target.context, 4096), gpu_memory_utilization=0.4,
-    )  # fmt: skip
-    sampling = package.SamplingParams(
-        **asdict(pairing.engine.sampling), **pairing.followed, max_tokens=max_new_tokens,
-        ignore_eos=True,
-    )  # fmt: skip
-
-    def write(texts: Texts) -> Texts:
-        prompts = [{"prompt_token_ids": row} for row in texts]
-        responses = engine.generate(prompts, sampling, use_tqdm=False)
-        return [list(response.outputs[0].token_ids) for response in responses]
-
-    return write

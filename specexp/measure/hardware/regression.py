@@ -77,7 +77,7 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
     """A unique name for each ratio, the ratio, and whether higher is better."""
     alone: set[str] = set()
     for row in suites.get("peers", {}).get("rows", ()):
-        what = f"peers: {WORK[row['work']]}, batch {row['batch']}"
+        what = f"peers: {WORK.get(row['work'], row['work'])}, batch {row['batch']}"
         what += ", together" if what in alone else ""  # --batches 1 gives two rows at batch 1
         alone.add(what)
         if row["ratio"]:

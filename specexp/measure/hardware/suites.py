@@ -1,20 +1,18 @@
 """The suites of `specexp bench`: is this machine limited by its hardware, or by the toolkit?
 
-Four suites time interleaved comparisons in one process: `peers` (other engines at the same work),
-`roofline` (a pass against memory bandwidth and its own matrix products), `round` (where a round's
-time goes) and `scale` (how the cost of a pass grows). `memory` times nothing: it compares peak
-memory with the prediction from configs. Every suite returns plain data that JSON can hold.
+Interleaved comparisons in one process: `peers` (other engines at the same work), `roofline` (a pass
+against memory bandwidth and its own matrix products), `round` (where a round's time goes) and
+`scale` (how the cost of a pass grows). Every suite returns plain data that JSON can hold.
 """
 
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from specexp import api
 from specexp.api import Pairing
@@ -24,25 +22,22 @@ from specexp.measure import interleave, parameters
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
 from specexp.measure.hardware.machine import described, doubts, emulated
-from specexp.measure.hardware.peak_memory import peaks
 from specexp.measure.hardware.phases import phases
-from specexp.measure.hardware.roofline import PASSES, a_pass, causal, roofline, weight_bytes
+from specexp.measure.hardware.roofline import PASSES, a_pass, roofline
 from specexp.measure.prompts import Prompt
-from specexp.models.lm import LM
-from specexp.models.load import DTYPES, load
+from specexp.models.load import DTYPES
 from specexp.serving.cost_table import Fit
 from specexp.tracking.provenance import version
-from specexp.zoo import shelf
 
-NAMES = ("peers", "roofline", "round", "scale", "memory")
+NAMES = ("peers", "roofline", "round", "scale")
 WORK = {
     "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
-    "vLLM plain": "plain, vLLM", "draft over plain": "speculation",
+    "draft over plain": "speculation",
 }  # fmt: skip  # the comparisons of `peers`, in words
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
 PROMPTS = 5  # how many prompts are used, evenly over categories
-PACKAGES = ("specexp", "torch", "transformers", "numpy", "vllm")
+PACKAGES = ("specexp", "torch", "transformers", "numpy")
 
 
 def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -77,8 +72,7 @@ def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) ->
     if options["gamma"] == 0:
         problems.append("gamma is 0; to measure speculation it must be 1 or more")
     batches = options.get("batches", [1])
-    # rows of the largest batch that generates: `memory` runs every batch, `peers` one
-    most = max(batches) if "memory" in names else max(peers.MOST, min(batches))
+    most = max(peers.MOST, min(batches))  # rows of the largest batch that generates
     problems += parameters.check(options | {"batches": [min(b, most) for b in batches]}, texts)
     if problems:
         raise UserError("\n".join(problems))
@@ -96,8 +90,6 @@ def run(
         return roofline(pairing, texts, repeats)
     if name == "round":
         return phases(pairing, texts, max_new_tokens, repeats)
-    if name == "memory":
-        return peaks(pairing, texts, batches, max_new_tokens)
     return scale(pairing, texts, batches, repeats)
 
 
@@ -108,41 +100,27 @@ def scale(
     pairing: Pairing, texts: Sequence[str], batches: Sequence[int], repeats: int
 ) -> dict[str, Any]:  # fmt: skip
     """How the cost of a target pass grows along each axis, starting from one row, one token and a
-    short buffer; the LM head's product alone, over vocabulary size; and a one-token pass of other
-    models (see `_models`)."""
+    short buffer."""
     target, gamma = pairing.target, pairing.options["gamma"]
     ids = [t for row in pairing.encode(texts) for t in row]
     contexts = [c for c in CONTEXTS if c <= target.context] or [target.context]
     short = contexts[0]
     tokens = [n for n in sorted({*TOKENS, gamma + 1}) if n <= short // 2]
-    axes: dict[str, list[tuple[int, int, int]]] = {
+    axes = {
         "batch": [(b, 1, short) for b in sorted({1, *batches})],
         "tokens": [(1, n, short) for n in tokens],
         "context": [(1, 1, c) for c in contexts],
     }
     points = dict.fromkeys(point for along in axes.values() for point in along)
-    arms: dict[Any, Callable[[Any], Any]] = {
+    arms = {
         point: a_pass(target, ids, *point, slack=min(max(TOKENS), short // 2)) for point in points
     }
-    models = dict(enumerate(_models(pairing)))
-    for at, lm in models.items():
-        arms["model", at] = a_pass(lm, ids, 1, 1, min(short, lm.context))
-    head = target.module.get_output_embeddings()
-    heads = _heads(head.weight)
-    arms |= {("vocabulary", V): multiply for V, multiply in heads.items()}
     turns = interleave.take(arms, range(repeats * PASSES), target.device, "scale", lead=1)
     rows = [
-        _row(axis, point[at], turns[point], turns[along[0]])
+        {"axis": axis, "value": point[at], "ms": 1e3 * interleave.median_s(turns[point]),
+         "over_first": interleave.ratio(turns[point], turns[along[0]])._asdict()}
         for at, (axis, along) in enumerate(axes.items())
         for point in along
-    ]
-    rows += [_row("vocabulary", V, turns["vocabulary", V], turns["vocabulary", min(heads)])
-             for V in heads]  # fmt: skip
-    rows += [
-        _row("model", lm.name, turns["model", at], turns["model", 0])
-        | {"parameters": lm.parameters, "vocabulary": lm.vocab,
-           "bytes": weight_bytes(lm.module, 1)}
-        for at, lm in models.items()
     ]  # fmt: skip
     timed = [(b * n, c, interleave.median_s(turns[b, n, c])) for b, n, c in points]
     fit = Fit.of(*zip(*timed, strict=True))
@@ -152,35 +130,3 @@ def scale(
                 "per_slot_ns": 1e9 * fit.per_slot_s, "r2": fit.r2,
                 "knee": fit.knee(short) if fit.token_s(short) else None},
     }  # fmt: skip
-
-
-def _row(axis: str, value: Any, took: Sequence[interleave.Turn], first: Any) -> dict[str, Any]:
-    ratio = interleave.ratio(took, first)._asdict()
-    ms = 1e3 * interleave.median_s(took)
-    return {"axis": axis, "value": value, "ms": ms, "over_first": ratio}
-
-
-def _heads(weight: torch.Tensor) -> dict[int, Callable[[Any], Any]]:
-    """The LM head's product for one token, over a quarter, half and all of its vocabulary."""
-    V, E = weight.shape
-    x = torch.randn(1, E, device=weight.device, dtype=weight.dtype)
-
-    def product(rows: torch.Tensor) -> Callable[[Any], Any]:
-        return torch.inference_mode()(lambda _: nn.functional.linear(x, rows))
-
-    return {v: product(weight[:v]) for v in sorted({max(1, V // 4), max(1, V // 2), V})}
-
-
-def _models(pairing: Pairing) -> list[LM]:
-    """The target and the drafter's models; for a target from the zoo, all models of the zoo."""
-    models = causal(pairing)
-    shipped = {m.name: m for m in shelf.models() if m.path.parent == shelf.shipped()}
-    if pairing.options["target"] in shipped:
-        names = {lm.name for lm in models}
-        dtype, device = pairing.options["dtype"], str(pairing.target.device)
-        models += [
-            load(model.path, model.name, dtype, device)
-            for model in shipped.values()
-            if model.role in ("target", "draft", "control") and model.name not in names
-        ]
-    return models

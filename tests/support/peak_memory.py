@@ -1,4 +1,4 @@
-"""The suite `memory`: the peak memory of a run beside the need predicted from model configs.
+"""The peak memory of a run beside the need predicted from model configs.
 
 On a GPU the allocator reports the peak. On a CPU it is the largest total size of the tensors alive
 after any operation: what the program asked for, not what the process occupied.
